@@ -1,0 +1,76 @@
+"""Every error that lockstep raises, in one tree.
+
+```
+LockstepError
+├── TopologyError (ValueError)           the environment contradicts itself or lacks something
+├── LaunchError (RuntimeError)           workers could not be started, or one of them failed
+├── ConfigError (ValueError)             a config names something that does not exist or does not fit
+├── RegistryError (KeyError)             a registry has no such name, or has it already
+└── DistError (RuntimeError)             something between ranks
+    ├── PeerError                        another rank failed first; names it and its cause
+    ├── CollectiveMismatchError          ranks called with arguments that do not belong together
+    └── CollectiveTimeoutError (TimeoutError)   a rank did not arrive in time
+```
+
+Wrong arguments to a function raise Python's own `TypeError` and `ValueError`. Messages read "`x` must be P, but is V
+(rank r of n)", then what to do. An error that has travelled between ranks names the rank where it began.
+"""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """Base of everything below; catch it to catch all."""
+
+
+class TopologyError(LockstepError, ValueError):
+    """The environment's statements about ranks, hosts or ports do not fit together."""
+
+
+class LaunchError(LockstepError, RuntimeError):
+    """Worker processes could not be started, or one of them failed."""
+
+
+class ConfigError(LockstepError, ValueError):
+    """A config names something that does not exist, or a value that does not fit."""
+
+
+class RegistryError(LockstepError, KeyError):
+    """A registry has no entry of that name, or has one already."""
+
+    def __str__(self) -> str:
+        # KeyError prints the repr of its argument; a sentence should be read as one.
+        return str(self.args[0]) if self.args else ""
+
+
+class DistError(LockstepError, RuntimeError):
+    """Something went wrong between ranks."""
+
+
+class PeerError(DistError):
+    """Another rank failed, so this one cannot go on.
+
+    Attributes:
+        rank: the rank, within the group in hand, that failed first.
+        cause: what that rank said, as ``"TypeName: message"``.
+    """
+
+    def __init__(self, message: str, *, rank: int, cause: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_peer_error, (str(self), self.rank, self.cause)
+
+
+class CollectiveMismatchError(DistError):
+    """Ranks of one group called a collective with arguments that do not belong together."""
+
+
+class CollectiveTimeoutError(DistError, TimeoutError):
+    """A rank did not take part in a collective within the group's timeout."""
+
+
+def _rebuild_peer_error(message: str, rank: int, cause: str) -> PeerError:
+    return PeerError(message, rank=rank, cause=cause)
