@@ -51,11 +51,11 @@ class PeerError(DistError):
     """Another rank failed, so this one cannot go on.
 
     Attributes:
-        rank: the rank, within the group in hand, that failed first.
-        cause: what that rank said, as ``"TypeName: message"``.
+        rank: the rank, within the group in hand, that failed first; None where only its absence is known.
+        cause: what that rank said, as ``"TypeName: message"``, or what the backend says of it.
     """
 
-    def __init__(self, message: str, *, rank: int, cause: str) -> None:
+    def __init__(self, message: str, *, rank: int | None, cause: str) -> None:
         super().__init__(message)
         self.rank = rank
         self.cause = cause
@@ -72,5 +72,5 @@ class CollectiveTimeoutError(DistError, TimeoutError):
     """A rank did not take part in a collective within the group's timeout."""
 
 
-def _rebuild_peer_error(message: str, rank: int, cause: str) -> PeerError:
+def _rebuild_peer_error(message: str, rank: int | None, cause: str) -> PeerError:
     return PeerError(message, rank=rank, cause=cause)

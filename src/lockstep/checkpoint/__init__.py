@@ -1,1 +1,17 @@
-"""To be written."""
+"""States on disk: a directory per checkpoint, there whole or not at all."""
+
+from __future__ import annotations
+
+from lockstep.checkpoint.directory import is_checkpoint, load_state, read_meta, save_state
+from lockstep.checkpoint.pointer import find_last_checkpoint, point_to_checkpoint
+from lockstep.checkpoint.weights import read_weights_file
+
+__all__ = [
+    "find_last_checkpoint",
+    "is_checkpoint",
+    "load_state",
+    "point_to_checkpoint",
+    "read_meta",
+    "read_weights_file",
+    "save_state",
+]

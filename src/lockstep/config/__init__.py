@@ -1,1 +1,14 @@
-"""To be written."""
+"""Configs: files in Python, YAML or JSON that say what a run is made of.
+
+`Config.fromfile` reads one with its bases, `Config.merge_from_dict` changes it by dotted keys, and
+`parse_options` makes those from ``a.b=1 c=[1,2]`` on a command line. Importing this package does
+not import torch.
+"""
+
+from __future__ import annotations
+
+from lockstep.config.config import Config
+from lockstep.config.dictionary import ConfigDict
+from lockstep.config.options import parse_options
+
+__all__ = ["Config", "ConfigDict", "parse_options"]

@@ -1,1 +1,24 @@
-"""To be written."""
+"""Starting ranks: torch's elastic agent, made quiet, local and plain-spoken.
+
+`launch` starts a script or module on several ranks of this machine, as one of several machines if asked. Importing this
+package does not import torch: each rank begins in `lockstep.launch.worker`, before the user's script has run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.launch.layout import Layout
+
+if TYPE_CHECKING:
+    from lockstep.launch.elastic import launch as launch
+
+__all__ = ["Layout", "launch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "launch":
+        from lockstep.launch.elastic import launch
+
+        return launch
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,1 +1,16 @@
-"""To be written."""
+"""What a run says and records. Nothing here knows of ranks: who may speak is decided above."""
+
+from __future__ import annotations
+
+from lockstep.logging.console import open_console, run_logging
+from lockstep.logging.meters import HistoryBuffer, MessageHub
+from lockstep.logging.sinks import JsonLinesSink, Visualizer
+
+__all__ = [
+    "HistoryBuffer",
+    "JsonLinesSink",
+    "MessageHub",
+    "Visualizer",
+    "open_console",
+    "run_logging",
+]

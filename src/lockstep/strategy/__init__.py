@@ -1,1 +1,16 @@
-"""To be written."""
+"""How a model is laid over ranks."""
+
+from __future__ import annotations
+
+from lockstep.strategy.base import Strategy, build_strategy
+from lockstep.strategy.ddp import DDPStrategy
+from lockstep.strategy.native import NativeStrategy
+from lockstep.strategy.single import SingleDeviceStrategy
+
+__all__ = [
+    "DDPStrategy",
+    "NativeStrategy",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "build_strategy",
+]

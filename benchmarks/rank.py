@@ -1,0 +1,31 @@
+"""What one rank of the benchmark runs; rank 0 writes the rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from benchmarks import nested, objects, results, tensors
+
+from lockstep import dist
+
+PARTS = {"tensors": tensors, "nested": nested, "objects": objects, "results": results}
+
+
+def main(parts: list[str], path: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_dist("pytorch")
+    rows = []
+    for part in parts:
+        for row in PARTS[part].rows():
+            if dist.is_main_process():
+                print(f"  {row.group}: {row.case}: {row.ratio:.2f}", file=sys.stderr, flush=True)
+            rows.append(row.as_dict())
+    if dist.is_main_process():
+        path.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:], Path(sys.argv[1]))

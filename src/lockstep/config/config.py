@@ -1,0 +1,162 @@
+"""`Config`: what a run is made of, read from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from lockstep.config.dictionary import ConfigDict
+from lockstep.config.files import neighbours_importable
+from lockstep.config.inheritance import load
+from lockstep.config.options import set_dotted
+from lockstep.config.source_form import plain_data, python_source
+from lockstep.errors import ConfigError
+
+_SLOTS = ("_filename", "_text")
+_RESERVED = ("filename", "text", "pretty_text")
+
+
+class Config(ConfigDict):
+    """A `ConfigDict` that knows the file it came from.
+
+    Args:
+        cfg_dict: the values.
+        filename: the file that they came from.
+        text: the text of that file, after those of its bases.
+
+    Raises:
+        ConfigError: a key is one of ``filename``, ``text``, ``pretty_text``.
+
+    Example:
+        >>> cfg = Config(dict(model=dict(type="ToyNet", depths=[2, 2])))
+        >>> cfg.merge_from_dict({"model.depths.1": 4, "work_dir": "runs"})
+        >>> print(cfg.pretty_text, end="")
+        model = dict(type='ToyNet', depths=[2, 4])
+        work_dir = 'runs'
+    """
+
+    __slots__ = _SLOTS
+
+    _filename: str | None
+    _text: str
+
+    def __init__(
+        self,
+        cfg_dict: Mapping[str, Any] | None = None,
+        filename: str | PathLike[str] | None = None,
+        text: str = "",
+    ) -> None:
+        if cfg_dict is not None and not isinstance(cfg_dict, Mapping):
+            raise TypeError(f"`cfg_dict` must be a dict, but is {type(cfg_dict).__name__}")
+        self._filename = None if filename is None else str(filename)
+        self._text = text
+        super().__init__(cfg_dict or {})
+
+    @classmethod
+    def fromfile(cls, filename: str | PathLike[str]) -> Self:
+        """Read a config from a Python, YAML or JSON file, with the files it names in `_base_`.
+
+        A Python file may import the modules beside it. What it imports or defines (modules,
+        functions, classes) does not become a key, but may be a value: ``dict(type=MyNet)``. Its
+        bases are at hand as `_base_`: ``lr = _base_.lr * 2``. The modules that
+        ``custom_imports=dict(imports=[...])`` names are imported.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ConfigError: something in it, or in a base, is wrong; names file, line and key.
+        """
+        path = Path(filename).expanduser().resolve()
+        values, text = load(path)
+        cfg = cls(values, filename=path, text=text)
+        with neighbours_importable(path):
+            _import_custom(cfg)
+        return cfg
+
+    @property
+    def filename(self) -> str | None:
+        """The file that the config came from."""
+        return self._filename
+
+    @property
+    def text(self) -> str:
+        """The text of that file, after those of its bases."""
+        return self._text
+
+    @property
+    def pretty_text(self) -> str:
+        """The whole config as Python source."""
+        return python_source(self)
+
+    def dump(self, path: str | PathLike[str] | None = None) -> str:
+        """Return the config as text, and write it to `path`, whose suffix chooses the format.
+
+        Python source gives an equal config when it is read again. YAML and JSON know no classes
+        and tuples: they hold import paths and lists.
+
+        Raises:
+            ConfigError: the suffix is unknown.
+        """
+        suffix = ".py" if path is None else Path(path).suffix
+        if suffix == ".py":
+            text = self.pretty_text
+        elif suffix in (".yaml", ".yml"):
+            text = yaml.safe_dump(plain_data(self), sort_keys=False, allow_unicode=True)
+        elif suffix == ".json":
+            text = json.dumps(plain_data(self), indent=2, ensure_ascii=False) + "\n"
+        else:
+            raise ConfigError(f"{path}: a config must end in .py, .yaml, .yml or .json")
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def merge_from_dict(self, options: Mapping[str, Any]) -> None:
+        """Set values by dotted keys.
+
+        Numbers index lists: ``{"hooks.0.interval": 5}``. Dicts that are missing on the way are
+        made. A value that is a dict is merged, unless it says ``_delete_=True``.
+
+        Raises:
+            ConfigError: a key leads through something that is neither a dict nor a list, or past
+                the end of a list; the config is unchanged then.
+        """
+        changed = Config(self.to_dict())
+        for key, value in options.items():
+            set_dotted(changed, key, value)
+        self.update(changed)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key in _RESERVED:
+            raise ConfigError(f"`{key}` cannot be a key: it is an attribute of Config itself")
+        super().__setitem__(key, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SLOTS:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return f"Config({self.filename or ''}): {super().__repr__()}"
+
+
+def _import_custom(cfg: Config) -> None:
+    custom = cfg.get("custom_imports", {})
+    names = custom.get("imports", []) if isinstance(custom, dict) else custom
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"{cfg.filename}: `custom_imports` must be dict(imports=[...]) with names of modules, but is {custom!r}"
+        )
+    for name in names:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"{cfg.filename}: `custom_imports` names `{name}`, which cannot be imported: {error}"
+            ) from error

@@ -1,0 +1,110 @@
+"""`ConfigDict`: a dict whose keys are attributes too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from difflib import get_close_matches
+from typing import Any, Self
+
+
+class ConfigDict(dict[Any, Any]):
+    """A dict whose keys can be read, set and deleted as attributes.
+
+    Dicts put into it, also inside lists and tuples, become `ConfigDict`; the originals are left
+    alone. A key that is also the name of a dict method (``items``) is reached by index only.
+
+    Example:
+        >>> cfg = ConfigDict(model=dict(width=3))
+        >>> cfg.model.width = 5
+        >>> cfg["model"]["width"]
+        5
+    """
+
+    __slots__ = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.update(*args, **kwargs)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, _wrapped(value))
+
+    def __missing__(self, key: Any) -> Any:
+        raise KeyError(self._no_key(key))
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask for special methods that are not there; they are never keys.
+        if not name.startswith("__") and name in self:
+            return self[name]
+        raise AttributeError(self._no_key(name), name=name, obj=self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self:
+            raise AttributeError(self._no_key(name), name=name, obj=self)
+        del self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Set many keys, as `dict.update` does."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return the value of `key`, after setting it to `default` where it is missing."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def copy(self) -> Self:
+        """Return a shallow copy."""
+        return copy(self)
+
+    def __or__(self, other: Any) -> Self:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        result = self.copy()
+        result.update(other)
+        return result
+
+    def __ior__(self, other: Any) -> Self:
+        self.update(other)
+        return self
+
+    def to_dict(self) -> dict[Any, Any]:
+        """Return plain dicts, lists and tuples all the way down."""
+        return {key: _plain(value) for key, value in self.items()}
+
+    def _no_key(self, key: Any) -> str:
+        close = closest(key, self)
+        return f"no key `{key}`" + (f": did you mean `{close}`?" if close else "")
+
+
+def closest(word: object, names: Iterable[object]) -> str | None:
+    """Return the name that was probably meant by `word`, or None."""
+    close = get_close_matches(str(word), [str(name) for name in names], n=1)
+    return close[0] if close else None
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, ConfigDict):
+        return value
+    if isinstance(value, dict):
+        return ConfigDict(value)
+    return _mapped(_wrapped, value)
+
+
+def _plain(value: Any) -> Any:
+    return value.to_dict() if isinstance(value, ConfigDict) else _mapped(_plain, value)
+
+
+def _mapped(function: Any, value: Any) -> Any:
+    """Apply `function` to the items of a list or tuple; return anything else as it is."""
+    if not isinstance(value, list | tuple):
+        return value
+    items = [function(item) for item in value]
+    if isinstance(value, list):
+        return items
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

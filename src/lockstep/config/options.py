@@ -1,0 +1,117 @@
+"""Changes to a config by dotted keys: ``optim_wrapper.optimizer.lr=0.1 hooks.0.interval=5``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep.config.dictionary import ConfigDict
+from lockstep.config.inheritance import merged
+from lockstep.errors import ConfigError
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+
+
+def parse_options(options: Iterable[str]) -> dict[str, Any]:
+    """Read ``key=value`` texts, as they come from a command line.
+
+    A value is a Python literal where it reads as one; ``true``, ``false``, ``none`` and ``null``
+    count in any case; words in lists need no quotes; what has commas is a list; all else is text.
+
+    Raises:
+        ConfigError: an option has no ``=`` or no key.
+
+    Example:
+        >>> parse_options(["a.b=1e-3", "c=[1,two]", "d=x,y", "e=True", "f='1'", "g=hello"])
+        {'a.b': 0.001, 'c': [1, 'two'], 'd': ['x', 'y'], 'e': True, 'f': '1', 'g': 'hello'}
+    """
+    values = {}
+    for option in options:
+        key, separator, text = option.partition("=")
+        if not separator or not all(key.strip().split(".")):
+            raise ConfigError(f"an option must be KEY=VALUE, as in a.b=1, but is {option!r}")
+        values[key.strip()] = _parse_value(text)
+    return values
+
+
+def _parse_value(text: str) -> Any:
+    text = text.strip()
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    parts = _split(text)
+    if len(parts) > 1:
+        return [_parse_value(part) for part in parts if part.strip()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
+    if text[:1] in ("[", "(") and text[-1] == _CLOSING[text[0]]:
+        items = [_parse_value(part) for part in _split(text[1:-1]) if part.strip()]
+        return items if text[0] == "[" else tuple(items)
+    return text
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that stand outside of brackets and quotes."""
+    parts = [""]
+    expected: list[str] = []  # closing brackets, or one quote, innermost last
+    for character in text:
+        quoted = bool(expected) and expected[-1] in "'\""
+        if character == "," and not expected:
+            parts.append("")
+            continue
+        parts[-1] += character
+        if expected and character == expected[-1]:
+            expected.pop()
+        elif not quoted and character in _CLOSING:
+            expected.append(_CLOSING[character])
+        elif not quoted and character in "'\"":
+            expected.append(character)
+    return parts if not expected else [text]
+
+
+def set_dotted(target: ConfigDict, dotted: str, value: Any) -> None:
+    """Set the value at a dotted key; numbers index lists, dicts that are missing are made.
+
+    A dict is merged into a dict that is there, unless it says ``_delete_=True``.
+
+    Raises:
+        ConfigError: the key leads through something that is neither a dict nor a list, or past
+            the end of a list.
+    """
+    *path, last = dotted.split(".")
+    holder: Any = target
+    for depth, part in enumerate(path):
+        place = _place(holder, part, path[:depth], dotted)
+        if isinstance(holder, ConfigDict) and place not in holder:
+            holder[place] = ConfigDict()
+        holder = holder[place]
+    place = _place(holder, last, path, dotted)
+    if isinstance(value, dict):
+        below = holder[place] if isinstance(holder, list) else holder.get(place, {})
+        value = merged(below if isinstance(below, dict) else {}, value, _option_error, f"{dotted}.")
+    holder[place] = value
+
+
+def _place(holder: Any, part: str, path: list[str], dotted: str) -> Any:
+    """Return `part` as the key or index that `holder` takes."""
+    if isinstance(holder, ConfigDict):
+        return part
+    where = ".".join(path)
+    if not isinstance(holder, list):
+        raise _option_error(dotted, f"leads through `{where}`, which is {holder!r} and not a dict or list")
+    try:
+        index = int(part)
+        holder[index]
+    except (ValueError, IndexError):
+        raise _option_error(
+            dotted,
+            f"must index the list `{where}` by a number below {len(holder)}, but has {part!r}",
+        ) from None
+    return index
+
+
+def _option_error(key: str, says: str) -> ConfigError:
+    return ConfigError(f"option `{key}` {says}")

@@ -1,0 +1,166 @@
+"""Configs as Python source, and as plain data for YAML and JSON."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import math
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+WIDTH = 100
+
+
+def python_source(values: Mapping[str, Any]) -> str:
+    """Return assignments that give these values when they are run.
+
+    Classes and functions are written by the name under which they are imported. Where a value has
+    no source form (an open file, a lambda), its description is written as a string, and a comment
+    at the top says which keys these are.
+    """
+    writer = _Writer()
+    body = [
+        f"{left} = {writer.write(value, key, indent=0, used=len(left) + 3)}\n"
+        for key, value in values.items()
+        for left in [key if _is_name(key) else f"globals()[{key!r}]"]
+    ]
+    head = []
+    if writer.lost:
+        head.append(f"# without a source form, so described only: {', '.join(writer.lost)}\n")
+    head += [f"import {module}\n" for module in sorted(writer.imports)]
+    return "".join([*head, "\n" if head else "", *body])
+
+
+def plain_data(value: Any) -> Any:
+    """Return what YAML and JSON can hold: dicts, lists, strings, numbers, booleans and None."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind) and not isinstance(value, Enum):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_data(item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    place = _place(value)
+    return _description(value) if place is None else ".".join(place)
+
+
+class _Writer:
+    """Writes values, and remembers what has to be imported and what could not be written."""
+
+    def __init__(self) -> None:
+        self.imports: set[str] = set()
+        self.lost: list[str] = []
+
+    def write(self, value: Any, key: str, *, indent: int, used: int) -> str:
+        """Return the source of `value`.
+
+        Args:
+            value: what to write.
+            key: its dotted key.
+            indent: columns before the closing bracket, if it comes on a line of its own.
+            used: columns of the first line that are taken already.
+        """
+        flat = self._flat(value, key)
+        form = _brackets(value, key)
+        if form is None or used + len(flat) <= WIDTH:
+            return flat
+        opening, closing, items = form
+        inner = indent + 4
+        lines = "".join(
+            f"{' ' * inner}{left}" + self.write(item, name, indent=inner, used=inner + len(left) + 1) + ",\n"
+            for left, item, name in items
+        )
+        return f"{opening}\n{lines}{' ' * indent}{closing}"
+
+    def _flat(self, value: Any, key: str) -> str:
+        """Return the source of `value` on one line."""
+        form = _brackets(value, key)
+        if form is None:
+            return self._atom(value, key)
+        opening, closing, items = form
+        flat = ", ".join(left + self._flat(item, name) for left, item, name in items)
+        comma = "," if opening == "(" and len(items) == 1 else ""
+        return f"{opening}{flat}{comma}{closing}"
+
+    def _atom(self, value: Any, key: str) -> str:
+        if (literal := _literal(value)) is not None:
+            return literal
+        if isinstance(value, PurePath):
+            return f"{self._imported('pathlib', type(value).__name__)}({str(value)!r})"
+        if (place := _place(value)) is not None:
+            return self._imported(*place)
+        if key not in self.lost:
+            self.lost.append(key)
+        return repr(_description(value))
+
+    def _imported(self, module: str, name: str) -> str:
+        if module == "builtins":
+            return name
+        self.imports.add(module)
+        return f"{module}.{name}"
+
+
+def _brackets(value: Any, key: str) -> tuple[str, str, list[tuple[str, Any, str]]] | None:
+    """Return opening, closing and items (what stands left, value, dotted key), or None."""
+    if isinstance(value, Mapping):
+        if all(_is_name(k) for k in value):
+            return "dict(", ")", [(f"{k}=", v, f"{key}.{k}") for k, v in value.items()]
+        return "{", "}", [(f"{k!r}: ", v, f"{key}.{k}") for k, v in value.items()]
+    if isinstance(value, list):
+        opening, closing, items = "[", "]", value
+    elif isinstance(value, tuple):
+        opening, closing, items = "(", ")", list(value)
+    elif isinstance(value, set | frozenset):
+        # Sorted, so that the same config gives the same text in every process.
+        opening, closing, items = f"{type(value).__name__}([", "])", sorted(value, key=repr)
+    else:
+        return None
+    return opening, closing, [("", v, f"{key}.{n}") for n, v in enumerate(items)]
+
+
+def _literal(value: Any) -> str | None:
+    if value is None or value is ... or isinstance(value, range):
+        return repr(value)
+    if isinstance(value, Enum):
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float({str(float(value))!r})"
+    for kind in (bool, int, float, complex, str, bytes):
+        if isinstance(value, kind):
+            return kind.__repr__(value)  # also of a subclass, such as NumPy's float64
+    return None
+
+
+def _place(value: Any) -> tuple[str, str] | None:
+    """Return module and name under which a class, function or enum member can be imported."""
+    if isinstance(value, Enum):
+        owner = _place(type(value))
+        return None if owner is None else (owner[0], f"{owner[1]}.{value.name}")
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        return None
+    module, name = getattr(value, "__module__", None) or "", value.__qualname__
+    if module == "__main__":
+        return None  # another script in another process
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not value or not all(part.isidentifier() for part in module.split(".")):
+        return None  # a lambda, something local to a function or to the config file
+    return module, name
+
+
+def _description(value: Any) -> str:
+    name = getattr(value, "__qualname__", None)
+    return f"<{type(value).__name__} {name}>" if name else repr(value)
+
+
+def _is_name(key: Any) -> bool:
+    # ASCII, since Python changes some other letters in the names that it reads.
+    return isinstance(key, str) and key.isascii() and key.isidentifier() and not keyword.iskeyword(key)

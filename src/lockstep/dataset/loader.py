@@ -1,0 +1,189 @@
+"""From a config, or from a user's own `DataLoader`, to one that feeds this rank its share."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dist import get_dist_info
+from lockstep.errors import ConfigError
+from lockstep.registry import DATA_SAMPLERS, DATASETS
+
+_logger = logging.getLogger(__name__)
+
+# What a DataLoader was given, and what is handed on when its sampler is replaced.
+_KEPT = (
+    "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
+    "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
+    "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
+
+
+def build_dataloader(
+    loader: DataLoader[Any] | Mapping[str, Any], *, seed: int, evaluation: bool = False
+) -> DataLoader[Any]:
+    """Return a data loader that yields this rank's share of the data.
+
+    A `DataLoader` is taken as it is on one process. On several, one that goes through its data set
+    in order or at random would show every rank everything: its sampler is replaced by a
+    `DefaultSampler`, which is logged. Loaders with any other sampler, batch sampler or an iterable
+    data set are left alone, as their author knows better.
+
+    Args:
+        loader: a `DataLoader` or any iterable of batches, or a config dict with the keys `dataset`
+            (an object or a config), `batch_size` (per rank), optionally `sampler` (an object, a
+            config, or replaced by `shuffle`), `collate_fn` (a function, or `default_collate` or
+            `pseudo_collate`), and further arguments of `torch.utils.data.DataLoader`.
+        seed: of the order of samples, the same on every rank.
+        evaluation: by default keep the order, and show each sample exactly once.
+
+    Raises:
+        ConfigError: the config has no data set, or something in it does not fit.
+    """
+    if isinstance(loader, Mapping):
+        return _from_config(loader, seed, evaluation)
+    if not hasattr(loader, "__iter__"):
+        raise TypeError(
+            "a data loader must be a torch DataLoader, an iterable of batches or a config dict, "
+            f"but is {loader!r} of type {type(loader).__name__}"
+        )
+    _, world_size = get_dist_info()
+    if world_size == 1:
+        return loader
+    shuffle = _replaceable_order(loader)
+    if shuffle is None:
+        _logger.info(
+            "%s is left as it is: each of the %d ranks takes from it what its own sampler says",
+            _describe(loader), world_size,
+        )  # fmt: skip
+        return loader
+    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    sampler = DefaultSampler(loader.dataset, shuffle, seed, round_up=not evaluation)  # type: ignore[arg-type]
+    _logger.info(
+        "%s: its %d samples are dealt out to %d ranks, %s to each in batches of %s "
+        "(DefaultSampler in place of %s; a sampler of your own would be left alone)",
+        _describe(loader), len(loader.dataset), world_size, len(sampler), loader.batch_size,  # type: ignore[arg-type]
+        type(loader.sampler).__name__,
+    )  # fmt: skip
+    return DataLoader(loader.dataset, sampler=sampler, **kept)
+
+
+def pseudo_collate(batch: list[Any]) -> Any:
+    """Turn a list of samples into one sample of lists, stacking nothing.
+
+    Example:
+        >>> pseudo_collate([{"img": 1, "label": 2}, {"img": 3, "label": 4}])
+        {'img': [1, 3], 'label': [2, 4]}
+    """
+    first = batch[0]
+    if isinstance(first, Mapping):
+        return {key: pseudo_collate([sample[key] for sample in batch]) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(pseudo_collate, map(list, zip(*batch, strict=True))))
+    if isinstance(first, list | tuple):
+        return type(first)(map(pseudo_collate, map(list, zip(*batch, strict=True))))
+    return batch
+
+
+_COLLATE: dict[str, Callable[[list[Any]], Any]] = {
+    "default_collate": default_collate,
+    "pseudo_collate": pseudo_collate,
+}
+
+
+def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool) -> DataLoader[Any]:
+    arguments = dict(cfg)
+    dataset = arguments.pop("dataset", None)
+    if dataset is None:
+        raise ConfigError(
+            f"a data loader's config must have the key 'dataset', but has only {sorted(cfg)}"
+        )
+    if isinstance(dataset, Mapping):
+        dataset = DATASETS.build(dataset)
+    arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"))
+    # Workers draw their seeds from this generator: different ones on every rank, so that random
+    # augmentations differ, and the same ones in every run.
+    rank, _ = get_dist_info()
+    arguments.setdefault("generator", torch.Generator().manual_seed(seed + rank))
+    batch_sampler = arguments.get("batch_sampler")
+    if not isinstance(dataset, IterableDataset) and (
+        batch_sampler is None or isinstance(batch_sampler, Mapping)
+    ):
+        arguments["sampler"] = _sampler(arguments, dataset, seed, evaluation)
+    arguments.pop("shuffle", None)
+    if isinstance(batch_sampler, Mapping):
+        inner = {"sampler": arguments.pop("sampler"), "batch_size": arguments.pop("batch_size", 1)}
+        arguments["batch_sampler"] = DATA_SAMPLERS.build(batch_sampler, **inner)
+    try:
+        return DataLoader(dataset, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"a data loader's config does not fit: {error}") from error
+
+
+def _sampler(arguments: dict[str, Any], dataset: Any, seed: int, evaluation: bool) -> Sampler[int]:
+    sampler = arguments.pop("sampler", None)
+    if sampler is not None and "shuffle" in arguments:
+        raise ConfigError("a data loader's config has both 'sampler' and 'shuffle'; leave out one")
+    if sampler is None:
+        sampler = {"shuffle": arguments.get("shuffle", not evaluation)}
+    if not isinstance(sampler, Mapping):
+        return sampler  # type: ignore[no-any-return]
+    kind = sampler.get("type", DefaultSampler)
+    if isinstance(kind, str):
+        kind = DATA_SAMPLERS[kind]
+    if not issubclass(kind, DefaultSampler):
+        key = "data_source" if kind.__module__.startswith("torch.utils.data") else "dataset"
+        return DATA_SAMPLERS.build({**sampler, "type": kind, key: dataset})  # type: ignore[no-any-return]
+    cfg = {"seed": seed, "shuffle": not evaluation, "round_up": not evaluation, **sampler}
+    return DATA_SAMPLERS.build({**cfg, "type": kind, "dataset": dataset})  # type: ignore[no-any-return]
+
+
+def _collate_fn(collate_fn: Any) -> Callable[[list[Any]], Any]:
+    if collate_fn is None:
+        return default_collate
+    if isinstance(collate_fn, Mapping):
+        arguments = {key: value for key, value in collate_fn.items() if key != "type"}
+        function = _collate_fn(collate_fn.get("type"))
+        return functools.partial(function, **arguments) if arguments else function
+    if isinstance(collate_fn, str):
+        if collate_fn not in _COLLATE:
+            raise ConfigError(
+                f"`collate_fn` must be a function or one of {', '.join(_COLLATE)}, "
+                f"but is {collate_fn!r}"
+            )
+        return _COLLATE[collate_fn]
+    return collate_fn  # type: ignore[no-any-return]
+
+
+def _replaceable_order(loader: Any) -> bool | None:
+    """Return whether `loader` shuffles, or None where its order is its author's own."""
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return None
+    if type(loader.batch_sampler) is not BatchSampler:
+        return None
+    sampler = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        return True if sampler.num_samples == len(loader.dataset) else None  # type: ignore[arg-type]
+    return None
+
+
+def _describe(loader: Any) -> str:
+    dataset = getattr(loader, "dataset", None)
+    name = type(loader).__name__
+    return name if dataset is None else f"{name} of {type(dataset).__name__}"

@@ -1,0 +1,106 @@
+"""Where data lives, where a group talks, and the way between the two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.dist.groups import Group, GroupLike, resolve
+from lockstep.tree import tree_items, tree_leaves, tree_map
+
+
+def get_data_device(data: Any) -> torch.device:
+    """Return the device on which all tensors in `data` live.
+
+    Args:
+        data: a tensor, or any tree of tensors and other leaves; the others are passed over.
+
+    **Raises**: ValueError where tensors live on different devices, naming one of each; TypeError where there is no
+    tensor.
+
+    **Example**::
+
+        >>> get_data_device({"image": torch.zeros(2), "label": 3})
+        device(type='cpu')
+    """
+    first_path, device = "", None
+    for path, leaf in tree_items(data):
+        if not isinstance(leaf, Tensor):
+            continue
+        if device is None:
+            first_path, device = path, leaf.device
+        elif leaf.device != device:
+            raise ValueError(
+                f"`data` must live on one device, but `{first_path}` is on {device} and `{path}` on {leaf.device}. "
+                "Move it with cast_data_device()"
+            )
+    if device is None:
+        raise TypeError(f"`data` must hold a tensor, but holds none: {_shortened(data)}")
+    return device
+
+
+def get_comm_device(group: GroupLike = None) -> torch.device:
+    """Return the device on which the group talks; data that lives elsewhere is staged through it.
+
+    The accelerator bound to this process where the backend serves it (nccl: ``cuda``), else the CPU.
+    """
+    return resolve(group).comm_device
+
+
+def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> Any:
+    """Return `data` with its tensors on `device`, all types of containers kept.
+
+    Args:
+        data: a tensor, or any tree of tensors and other leaves; the others are passed on as they are.
+        device: where to.
+        out: a tree shaped as `data`, into whose tensors the values are copied; it is then what is returned.
+
+    **Raises**: ValueError where `out` differs from `data` in its number of leaves or the shape of a tensor, or its
+    tensors do
+    not live on `device`.
+    """
+    target = torch.device(device)
+    if out is None:
+        return tree_map(lambda x: x.to(target) if isinstance(x, Tensor) else x, data)
+    sources, sinks = list(tree_items(data)), tree_leaves(out)
+    if len(sources) != len(sinks):
+        raise ValueError(f"`out` must be shaped as `data`, with {len(sources)} leaves, but has {len(sinks)}")
+    for (path, source), sink in zip(sources, sinks, strict=True):
+        if isinstance(source, Tensor):
+            _copy_into(sink, source, path, target)
+    return out
+
+
+def to_wire(data: Tensor, group: Group) -> Tensor:
+    """Return `data`, or a contiguous copy of it on a device that the group moves."""
+    if group.pg is not None and data.device.type not in group.devices:
+        data = data.to(group.comm_device)
+    return data.contiguous()
+
+
+def as_bytes(data: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, as a flat uint8 view of the same memory."""
+    # Any dtype can travel so, also those for which a backend has no name. A 0-dim tensor can't change its item size.
+    return data.detach().reshape(-1).view(torch.uint8)
+
+
+def copy_back(data: Tensor, result: Tensor) -> None:
+    """Copy a result, of any shape with as many elements, into the caller's tensor."""
+    with torch.no_grad():
+        data.copy_(result.reshape(data.shape))
+
+
+def _copy_into(sink: Any, source: Tensor, path: str, target: torch.device) -> None:
+    if not isinstance(sink, Tensor) or sink.shape != source.shape:
+        got = tuple(sink.shape) if isinstance(sink, Tensor) else type(sink).__name__
+        raise ValueError(f"`out` at `{path}` must be a tensor of shape {tuple(source.shape)}, but is {got}")
+    if sink.device.type != target.type or (target.index is not None and sink.device.index != target.index):
+        raise ValueError(f"`out` at `{path}` must live on {target}, but is on {sink.device}")
+    sink.copy_(source)
+
+
+def _shortened(data: Any) -> str:
+    text = repr(data)
+    return text if len(text) <= 80 else f"{text[:77]}..."

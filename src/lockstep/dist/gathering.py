@@ -1,0 +1,313 @@
+"""all_gather, gather and scatter: tensors whose shapes may differ from rank to rank.
+
+Every call sends one slot first, with shape and dtype. Tensors small enough to fit beside them have then arrived
+already;
+larger ones follow in a second message of exactly their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, cast, overload
+
+import torch
+from torch import Tensor
+
+from lockstep.dist.arguments import group_rank, require_list, require_tensor
+from lockstep.dist.devices import as_bytes, to_wire
+from lockstep.dist.groups import Group, GroupLike, resolve
+from lockstep.dist.guard import check_call
+from lockstep.dist.handles import Handle
+from lockstep.dist.packets import (
+    SLOT_BYTES,
+    Packet,
+    fits,
+    pack_failure,
+    pack_tensor,
+    read_packet,
+    require_expected,
+    require_no_failure,
+)
+from lockstep.dist.segments import broadcast_each, receive_from, send_to
+from lockstep.dist.slots import collect_slots, deal_slots, swap_slots
+
+
+@overload
+def all_gather(data: Tensor, group: GroupLike = ..., /) -> list[Tensor]: ...
+@overload
+def all_gather(data: Tensor, *, group: GroupLike) -> list[Tensor]: ...
+@overload
+def all_gather(
+    data: Sequence[Tensor], tensor: Tensor, group: GroupLike = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def all_gather(
+    data: Sequence[Tensor], tensor: Tensor, group: GroupLike = ..., *, async_op: Literal[True]
+) -> Handle: ...
+def all_gather(
+    data: Tensor | Sequence[Tensor],
+    tensor: Tensor | GroupLike = None,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> list[Tensor] | Handle | None:
+    """Give every rank every rank's tensor, as ``all_gather(data) -> list`` or ``all_gather(tensor_list, tensor)``.
+
+    Args:
+        data: this rank's tensor; or the list to fill, with one tensor for each rank.
+        tensor: this rank's tensor, in the filling form; in the other form the second place is the group's.
+        group: where; None is the default group.
+        async_op: in the filling form, return a handle while larger tensors are still on their way.
+
+    **Collective**: every rank of the group; ranks may mix the two forms. **Shapes**: free on every rank, as is the
+    dtype; in the
+    filling form ``tensor_list[i]`` is as rank i's tensor.
+
+    **Returns**: the tensors in rank order, each with memory of its own, on the device of `data`; or None, or a handle.
+
+    **Raises**: ValueError on a rank whose list does not fit what comes, PeerError on the others, before any tensor that
+    does not fit into a slot is sent.
+
+    **Cost**: a slot of 512 bytes from each rank, and the bytes of those tensors that don't fit in it; never padded.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import all_gather, get_rank
+        >>> [x.tolist() for x in all_gather(torch.arange(get_rank() + 1))]
+        [[0], [0, 1]]
+        >>> filled = [torch.empty(2), torch.empty(2)]
+        >>> all_gather(filled, torch.full((2,), float(get_rank())))
+        >>> filled[1].tolist()
+        [1.0, 1.0]
+
+    **Source**: `torch.distributed.all_gather` (2.13), which on gloo aborts the process where shapes differ.
+    """
+    if isinstance(data, Tensor):
+        if async_op:
+            raise TypeError("`async_op` needs the form all_gather(tensor_list, tensor)")
+        return _all_gather(data, resolve(_group_argument(tensor, group)))
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"`tensor` must be a tensor, but is {type(tensor).__name__}")
+    handle = _all_gather_into(data, tensor, resolve(group))
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+@overload
+def gather(data: Tensor, dst: int = ..., group: GroupLike = ...) -> list[Tensor]: ...
+@overload
+def gather(
+    data: Tensor,
+    gather_list: Sequence[Tensor] | None,
+    dst: int = ...,
+    group: GroupLike = ...,
+    async_op: bool = ...,
+) -> list[Tensor] | Handle | None: ...
+def gather(  # type: ignore[misc]  # the overloads share their places, not their names
+    data: Tensor,
+    gather_list: Sequence[Tensor] | int | None = None,
+    dst: int | GroupLike = 0,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> list[Tensor] | Handle | None:
+    """Give rank `dst` every rank's tensor, as ``gather(data, dst) -> list`` or ``gather(tensor, gather_list, dst)``.
+
+    Args:
+        data: this rank's tensor.
+        gather_list: on `dst`, the tensors to fill, one for each rank; elsewhere None.
+        dst: rank within the group.
+        group: where; None is the default group.
+        async_op: in the filling form, return a handle.
+
+    **Collective**: every rank of the group. **Shapes**: free on every rank, as is the dtype.
+
+    **Returns**: on `dst` the tensors in rank order, on its `data`'s device, or None where it filled a list; ``[]``
+    elsewhere.
+
+    **Raises**: ValueError on `dst` where its list does not fit what came; everything has been received then.
+
+    **Cost**: a slot of 512 bytes from each rank to `dst`, and the bytes of those tensors that don't fit in it.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import gather, get_rank
+        >>> parts = gather(torch.ones(get_rank() + 1), dst=1)
+        >>> [x.tolist() for x in parts] == ([[1.0], [1.0, 1.0]] if get_rank() == 1 else [])
+        True
+    """
+    if isinstance(gather_list, int):
+        gather_list, dst, group = None, gather_list, _group_argument(dst or None, group)
+    if not isinstance(dst, int):
+        raise TypeError(f"`dst` must be an int, but is {dst!r}")
+    here = resolve(group)
+    require_tensor("data", data)
+    group_rank("dst", dst, here)
+    check_call("gather", here, dst)
+    outputs = gather_list if here.rank == dst else None
+    if outputs is not None:
+        require_list("gather_list", outputs, here)
+    handle, parts = _gather(data, dst, here)
+
+    def finish() -> None:
+        handle.wait()
+        if outputs is not None:
+            _fill("gather_list", outputs, parts, here)
+
+    if async_op:
+        return Handle((), here, finish)
+    finish()
+    return None if outputs is not None else [part.to(data.device) for part in parts]
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Handle | None:
+    """Fill rank i's `tensor` with the i-th of rank `src`'s list.
+
+    Args:
+        tensor: filled in place.
+        scatter_list: on `src`, one tensor for each rank; elsewhere None.
+        src: rank within the group.
+        group: where; None is the default group.
+        async_op: return a handle (the work is done by then; there is one for the sake of the calling form).
+
+    **Collective**: every rank of the group. **Shapes**: ``scatter_list[i]`` is as rank i's `tensor`; the entries may
+    differ.
+
+    **Raises**: ValueError on `src` where its list is no list of one tensor for each rank, PeerError on the others;
+    ValueError on a rank
+    whose `tensor` is not as what was sent to it.
+
+    **Cost**: a slot of 512 bytes from `src` to each rank, and the bytes of those tensors that don't fit in it.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import get_rank, scatter
+        >>> data = torch.empty(get_rank() + 1)
+        >>> scatter(data, [torch.tensor([5.0]), torch.tensor([6.0, 7.0])] if get_rank() == 0 else None)
+        >>> data.tolist() == ([5.0] if get_rank() == 0 else [6.0, 7.0])
+        True
+    """
+    here = resolve(group)
+    require_tensor("tensor", tensor)
+    group_rank("src", src, here)
+    check_call("scatter", here, src)
+    received = _deal(scatter_list, here) if here.rank == src else _dealt(src, here)
+    _fill("tensor", [tensor], [received], here)
+    return Handle((), here) if async_op else None
+
+
+def _all_gather(data: Tensor, here: Group) -> list[Tensor]:
+    require_tensor("data", data)
+    check_call("all_gather", here)
+    wire = to_wire(data.detach(), here)
+    packets = [read_packet(slot) for slot in swap_slots(pack_tensor(wire), here)]
+    outputs = [packet.tensor(here.comm_device) for packet in packets]
+    if any(packet.inline is None for packet in packets):
+        _exchange(wire, packets, outputs, here).wait()
+    return [output.to(data.device) for output in outputs]
+
+
+def _all_gather_into(tensor_list: Sequence[Tensor], data: Tensor, here: Group) -> Handle:
+    require_tensor("tensor", data)
+    require_list("tensor_list", tensor_list, here)
+    check_call("all_gather", here)
+    wire = to_wire(data.detach(), here)
+    packets = [read_packet(slot) for slot in swap_slots(pack_tensor(wire, tensor_list), here)]
+    require_expected(packets, tensor_list, here)
+    # Straight into the caller's memory where that is possible.
+    landing = [
+        output.detach()
+        if packet.inline is None and output.is_contiguous() and output.device == here.comm_device
+        else packet.tensor(here.comm_device)
+        for output, packet in zip(tensor_list, packets, strict=True)
+    ]
+    handle = _exchange(wire, packets, landing, here)
+
+    def finish() -> None:
+        handle.wait()
+        _fill("tensor_list", tensor_list, landing, here)
+
+    return Handle((), here, finish)
+
+
+def _exchange(wire: Tensor, packets: Sequence[Packet], landing: Sequence[Tensor], here: Group) -> Handle:
+    """Move what did not fit into the slots."""
+    mine = [] if fits(wire) else [as_bytes(wire)]
+    targets = [
+        [as_bytes(target)] if packet.inline is None else [] for packet, target in zip(packets, landing, strict=True)
+    ]
+    return broadcast_each(mine, targets, here)
+
+
+def _gather(data: Tensor, dst: int, here: Group) -> tuple[Handle, list[Tensor]]:
+    wire = to_wire(data.detach(), here)
+    slots = collect_slots(pack_tensor(wire), dst, here)
+    if slots is None:
+        return send_to([] if fits(wire) else [as_bytes(wire)], dst, here), []
+    packets = [read_packet(slot) for slot in slots]
+    parts = [packet.tensor(here.comm_device) for packet in packets]
+    arriving = []
+    for rank, (packet, part) in enumerate(zip(packets, parts, strict=True)):
+        if packet.inline is None:
+            if rank == here.rank:
+                part.copy_(wire)
+            else:
+                arriving.append(receive_from([as_bytes(part)], rank, here))
+
+    def finish() -> None:
+        for handle in arriving:
+            handle.wait()
+
+    return Handle((), here, finish), parts
+
+
+def _deal(scatter_list: Sequence[Tensor] | None, here: Group) -> Tensor:
+    """Send each rank its tensor; return this rank's own."""
+    try:
+        if scatter_list is None:
+            raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({here.here})")
+        require_list("scatter_list", scatter_list, here)
+    except (TypeError, ValueError) as error:
+        # Only this rank can see it, so it has to tell the others, who wait.
+        deal_slots([pack_failure(error)] * here.size, SLOT_BYTES, here.rank, here)
+        raise
+    wires = [to_wire(entry.detach(), here) for entry in scatter_list]
+    deal_slots([pack_tensor(wire) for wire in wires], SLOT_BYTES, here.rank, here)
+    sending = [
+        send_to([as_bytes(wire)], dst, here) for dst, wire in enumerate(wires) if dst != here.rank and not fits(wire)
+    ]
+    for handle in sending:
+        handle.wait()
+    return wires[here.rank]
+
+
+def _dealt(src: int, here: Group) -> Tensor:
+    packet = read_packet(deal_slots(None, SLOT_BYTES, src, here))
+    require_no_failure([packet.failure], here, ranks=[src])
+    received = packet.tensor(here.comm_device)
+    if packet.inline is None:
+        receive_from([as_bytes(received)], src, here).wait()
+    return received
+
+
+def _fill(name: str, outputs: Sequence[Tensor], parts: Sequence[Tensor], here: Group) -> None:
+    for index, (output, part) in enumerate(zip(outputs, parts, strict=True)):
+        if output.shape != part.shape or output.dtype != part.dtype:
+            raise ValueError(
+                f"`{name}[{index}]` must be like what arrived, {tuple(part.shape)} {part.dtype}, but is "
+                f"{tuple(output.shape)} {output.dtype} ({here.here})"
+            )
+        if output.data_ptr() != part.data_ptr() or output.device != part.device:
+            with torch.no_grad():
+                output.copy_(part)
+
+
+def _group_argument(second: object, group: GroupLike) -> GroupLike:
+    """Return the group of the short form, which may stand in the place after the data."""
+    return group if second is None else cast(GroupLike, second)  # resolve() checks it

@@ -1,0 +1,131 @@
+"""What a `group` argument means: `None`, a `ProcessGroup` or a one-axis `DeviceMesh`, as one frozen `Group`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import GroupMember, ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+GroupLike: TypeAlias = ProcessGroup | DeviceMesh | None
+
+# Which device types a backend moves by itself. torch also lists gloo for accelerators, but most of its collectives
+# fail there, so that such data is staged through the CPU.
+_NATIVE_DEVICES = {
+    "gloo": "cpu",
+    "mpi": "cpu",
+    "nccl": "cuda",
+    "xccl": "xpu",
+    "hccl": "npu",
+    "cncl": "mlu",
+    "mccl": "musa",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A resolved group, as seen from this process.
+
+    Attributes:
+        pg: torch's process group; None where no group exists (one process).
+        rank: this process's rank within the group.
+        size: number of ranks in the group.
+        backend: torch's name of the backend, e.g. ``"gloo"``; None without a process group.
+        devices: device types whose tensors the group moves without staging.
+        comm_device: where everything else is staged to.
+    """
+
+    pg: ProcessGroup | None
+    rank: int
+    size: int
+    backend: str | None
+    devices: frozenset[str]
+    comm_device: torch.device
+
+    @property
+    def bytes_device(self) -> torch.device:
+        """Where bytes that are no tensor of the caller's travel: the CPU wherever the group serves it."""
+        return torch.device("cpu") if "cpu" in self.devices or self.pg is None else self.comm_device
+
+    @property
+    def here(self) -> str:
+        """Who speaks, for error messages."""
+        return f"rank {self.rank} of {self.size}"
+
+
+SOLO = Group(None, 0, 1, None, frozenset(), torch.device("cpu"))
+
+_resolved: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
+
+
+def resolve(group: GroupLike = None) -> Group:
+    """Resolve `group` to what the collectives need to know of it.
+
+    Raises:
+        ValueError: the calling process is not a member, or the mesh has several axes.
+        TypeError: `group` is no group.
+    """
+    if group is None:
+        if not torch_dist.is_initialized():
+            return SOLO
+        pg = GroupMember.WORLD
+        assert pg is not None  # is_initialized() says so
+    elif isinstance(group, ProcessGroup):
+        pg = group
+    else:
+        pg = _process_group_of(group)
+    known = _resolved.get(pg)
+    return known if known is not None else _describe(pg)
+
+
+def process_group(group: GroupLike = None) -> ProcessGroup | None:
+    """Return torch's process group behind `group`, or None where there is none."""
+    return resolve(group).pg
+
+
+def forget_groups() -> None:
+    """Drop what is known of groups; their process groups are being destroyed."""
+    _resolved.clear()
+
+
+def _process_group_of(group: object) -> ProcessGroup:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or tuple(map(str, range(group.ndim)))
+            raise ValueError(
+                f"`group` must be a mesh with one axis, but has {group.ndim}: {names}. Name one: mesh[{names[0]!r}]"
+            )
+        if group.get_coordinate() is None:
+            raise ValueError(_not_a_member())
+        return group.get_group()
+    # torch.distributed.new_group hands this number to processes that are not in the group.
+    if group == GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(_not_a_member())
+    raise TypeError(
+        f"`group` must be None, a ProcessGroup or a one-axis DeviceMesh, but is {group!r} ({type(group).__name__})"
+    )
+
+
+def _not_a_member() -> str:
+    world = f"rank {torch_dist.get_rank()} of {torch_dist.get_world_size()}"
+    return (
+        f"`group` must contain the calling process, but {world} is not in it. "
+        "Call collectives of a group on its members only"
+    )
+
+
+def _describe(pg: ProcessGroup) -> Group:
+    backends = [entry.split(":") for entry in str(torch_dist.get_backend_config(pg)).split(",")]
+    devices = {device for device, name in backends if _NATIVE_DEVICES.get(name, device) == device}
+    accelerators = sorted(devices - {"cpu"})
+    if accelerators:
+        comm_device = torch.device(accelerators[0], torch.accelerator.current_device_index())
+    else:
+        comm_device = torch.device("cpu")
+    group = Group(pg, pg.rank(), pg.size(), torch_dist.get_backend(pg), frozenset(devices), comm_device)
+    _resolved[pg] = group
+    return group

@@ -1,0 +1,82 @@
+"""Waiting for what is in flight, and saying in lockstep's words what went wrong on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch.distributed import Work
+
+from lockstep.dist.groups import Group
+from lockstep.errors import CollectiveTimeoutError, DistError, PeerError
+
+# gloo's words (torch 2.13) for a connection whose other end went away, and for one that stays silent.
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_SILENT = ("Timed out", "timed out", "timeout")
+
+
+class Handle:
+    """A collective in flight. `wait` completes it, the moving back to the caller's device and dtype included."""
+
+    __slots__ = ("_finish", "_group", "_works")
+
+    def __init__(self, works: Sequence[Work], group: Group, finish: Callable[[], None] | None = None) -> None:
+        self._works: tuple[Work, ...] = tuple(works)
+        self._group = group
+        self._finish = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the result is there; further calls return at once.
+
+        **Raises**: PeerError where a rank went away; CollectiveTimeoutError where one did not come in time;
+        ValueError where the
+        mean of integers is no whole number.
+        """
+        works, self._works = self._works, ()
+        for work in works:
+            wait_for(work, self._group, timeout)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not block."""
+        return all(work.is_completed() for work in self._works)
+
+
+def settled(handle: Handle, async_op: bool) -> Handle | None:
+    """Return the handle to a caller who wants to wait himself, else wait."""
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def wait_for(work: Work, group: Group, timeout: timedelta | None = None) -> None:
+    """Wait for one piece of work; see `Handle.wait` for what it raises."""
+    try:
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timeout)
+    except RuntimeError as error:
+        raise translated(error, group) from error
+
+
+def translated(error: RuntimeError, group: Group) -> Exception:
+    """Return what a backend's error means; `error` itself where nothing better is known."""
+    text = str(error)
+    if any(words in text for words in _GONE):
+        return PeerError(
+            f"a rank of the group ended or lost its connection during a collective ({group.here}). "
+            f"Look for its own error first. The backend says: {text}",
+            rank=None,
+            cause=text,
+        )
+    if any(words in text for words in _SILENT):
+        return CollectiveTimeoutError(
+            f"a rank of the group did not take part in a collective in time ({group.here}). Do all ranks call the same "
+            f"collectives in the same order? The backend says: {text}"
+        )
+    return error if isinstance(error, DistError) else DistError(f"{text} ({group.here})")

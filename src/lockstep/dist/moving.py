@@ -1,0 +1,134 @@
+"""Collectives that move tensors of shapes that every rank knows, adding nothing: broadcast, all_to_all, barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions
+
+from lockstep.dist.arguments import group_rank, require_list, require_tensor
+from lockstep.dist.devices import as_bytes, copy_back, to_wire
+from lockstep.dist.groups import GroupLike, resolve
+from lockstep.dist.guard import check_call
+from lockstep.dist.handles import Handle, settled
+
+# Dtypes that every backend moves by name; all others travel as bytes.
+_MOVABLE = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)  # fmt: skip
+
+
+def broadcast(data: Tensor, src: int = 0, group: GroupLike = None, async_op: bool = False) -> Handle | None:
+    """Copy rank `src`'s `data` into every other rank's, in place.
+
+    Args:
+        data: contiguous or not, of any dtype, on any device.
+        src: rank within the group.
+        group: where; None is the default group.
+        async_op: return at once, with a handle to wait for.
+
+    **Collective**: every rank of the group. **Shapes**: the same on every rank, any.
+
+    **Cost**: ``nbytes`` to every rank.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import broadcast, get_rank
+        >>> data = torch.arange(2) + get_rank()
+        >>> broadcast(data, src=0)
+        >>> data.tolist()
+        [0, 1]
+    """
+    here = resolve(group)
+    require_tensor("data", data)
+    group_rank("src", src, here)
+    check_call("broadcast", here, data, src)
+    if here.pg is None or data.numel() == 0:
+        return Handle((), here) if async_op else None
+    wire = to_wire(data, here)
+    travelling = wire if wire.dtype in _MOVABLE else as_bytes(wire)
+    work = here.pg.broadcast([travelling], _broadcast_options(src, async_op))
+    if wire is data or here.rank == src:
+        handle = Handle([work], here)
+    else:
+        handle = Handle([work], here, lambda: copy_back(data, wire))
+    return settled(handle, async_op)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Handle | None:
+    """Send the i-th input to rank i, and fill the i-th output with what rank i sent here.
+
+    Args:
+        output_tensor_list: one tensor for each rank, filled in place.
+        input_tensor_list: one tensor for each rank.
+        group: where; None is the default group.
+        async_op: return at once, with a handle to wait for.
+
+    **Collective**: every rank of the group. **Shapes**: rank a's ``input_tensor_list[b]`` has as many elements as
+    rank b's
+    ``output_tensor_list[a]``; otherwise sizes are free. One dtype throughout.
+
+    **Cost**: the bytes of all inputs sent per rank.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import all_to_all, get_rank
+        >>> outputs = [torch.empty(1), torch.empty(1)]
+        >>> all_to_all(outputs, [torch.full((1,), 10.0 * get_rank() + i) for i in range(2)])
+        >>> [x.item() for x in outputs] == ([0.0, 10.0] if get_rank() == 0 else [1.0, 11.0])
+        True
+    """
+    here = resolve(group)
+    require_list("output_tensor_list", output_tensor_list, here)
+    require_list("input_tensor_list", input_tensor_list, here)
+    dtypes = {x.dtype for x in (*output_tensor_list, *input_tensor_list)}
+    if len(dtypes) != 1:
+        raise ValueError(f"`all_to_all` must have one dtype, but has {sorted(map(str, dtypes))} ({here.here})")
+    own_in, own_out = input_tensor_list[here.rank], output_tensor_list[here.rank]
+    if own_in.numel() != own_out.numel():
+        raise ValueError(
+            f"`output_tensor_list[{here.rank}]` must have the {own_in.numel()} elements this rank sends itself, "
+            f"but has {own_out.numel()} ({here.here})"
+        )
+    check_call("all_to_all", here, dtypes.pop())
+    if here.pg is None:
+        own_out.copy_(own_in.reshape(own_out.shape))
+        return Handle((), here) if async_op else None
+    inputs = [as_bytes(to_wire(x, here)) for x in input_tensor_list]
+    sizes_out = [x.numel() * x.element_size() for x in output_tensor_list]
+    received = torch.empty(sum(sizes_out), dtype=torch.uint8, device=here.comm_device)
+    work = here.pg.alltoall_base(received, torch.cat(inputs), sizes_out, [x.numel() for x in inputs])
+
+    def finish() -> None:
+        for output, part in zip(output_tensor_list, torch.split_with_sizes(received, sizes_out), strict=True):
+            # clone: a slice may not be aligned for the wider dtype
+            copy_back(output, part.clone().view(output.dtype))
+
+    return settled(Handle([work], here, finish), async_op)
+
+
+def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
+    """Wait until every rank of the group has come here.
+
+    **Collective**: every rank of the group.
+    """
+    here = resolve(group)
+    check_call("barrier", here)
+    if here.pg is None:
+        return Handle((), here) if async_op else None
+    return settled(Handle([here.pg.barrier()], here), async_op)
+
+
+@cache
+def _broadcast_options(src: int, async_op: bool) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank, options.asyncOp = src, async_op
+    return options

@@ -1,0 +1,213 @@
+"""Pickled objects on their way: a slot each, then what did not fit in it, then the large tensors and arrays.
+
+A rank whose object can't be pickled says so in its slot, so that all ranks raise together and the group stays in step.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.dist.groups import Group
+from lockstep.dist.handles import Handle
+from lockstep.dist.packets import failure_in, pack_failure, require_no_failure
+from lockstep.dist.pickling import Pickled, dump, load
+from lockstep.dist.segments import broadcast_each, broadcast_from, receive_from, send_to
+from lockstep.dist.slots import bytes_of, deal_slots, spread_slot, swap_slots
+
+SLOT_BYTES = 4096
+
+_HEAD = struct.Struct("<4q")  # status (0: well), bytes of the letter, number of segments, of which tensors'
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """An object packed for the way.
+
+    Attributes:
+        slot: what goes first; holds the letter where that fits.
+        letter: sizes of the segments, then the pickle.
+        segments: the large data, on the device that moves them.
+        num_tensors: see `Pickled`.
+    """
+
+    slot: bytearray
+    letter: bytes
+    segments: list[Tensor]
+    num_tensors: int
+
+    @property
+    def follows(self) -> list[Tensor]:
+        """The letter as a segment, where it does not fit into the slot."""
+        return [] if _fits(len(self.letter)) else [torch.frombuffer(bytearray(self.letter), dtype=torch.uint8)]
+
+
+@dataclass(slots=True)
+class Arriving:
+    """What is known of another rank's object while it arrives."""
+
+    letter: Tensor
+    is_inline: bool
+    num_segments: int
+    num_tensors: int
+
+    @classmethod
+    def from_slot(cls, slot: memoryview, device: torch.device) -> Arriving:
+        """Read a slot; the letter is in it, or room is made for it."""
+        _, nbytes, num_segments, num_tensors = _HEAD.unpack_from(slot)
+        if _fits(nbytes):
+            letter = torch.frombuffer(bytearray(slot[_HEAD.size : _HEAD.size + nbytes]), dtype=torch.uint8)
+        else:
+            letter = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return cls(letter, _fits(nbytes), num_segments, num_tensors)
+
+    def landing(self) -> list[Tensor]:
+        """Where the letter arrives, if it follows."""
+        return [] if self.is_inline else [self.letter]
+
+    def make_room(self, device: torch.device) -> list[Tensor]:
+        """Return room for the segments, whose sizes the letter names."""
+        letter = memoryview(bytes_of(self.letter.cpu()))
+        sizes = struct.unpack_from(f"<{self.num_segments}q", letter)
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+
+    def opened(self, segments: list[Tensor]) -> Any:
+        """Return the object."""
+        body = memoryview(bytes_of(self.letter.cpu()))[8 * self.num_segments :]
+        return load(Pickled(body, segments, self.num_tensors))
+
+
+def pack(obj: object, here: Group) -> Parcel:
+    """Pack an object. **Raises**: TypeError where it can't be pickled."""
+    pickled = dump(obj)
+    segments = [segment.to(here.bytes_device) for segment in pickled.segments]
+    letter = struct.pack(f"<{len(segments)}q", *(x.numel() for x in segments)) + pickled.body
+    slot = bytearray(SLOT_BYTES)
+    _HEAD.pack_into(slot, 0, 0, len(letter), len(segments), pickled.num_tensors)
+    if _fits(len(letter)):
+        slot[_HEAD.size : _HEAD.size + len(letter)] = letter
+    return Parcel(slot, letter, segments, pickled.num_tensors)
+
+
+def copied(obj: object, here: Group) -> Any:
+    """Return what another rank would get of `obj`: an equal object that shares no memory with it."""
+    parcel = pack(obj, here)
+    return load(
+        Pickled(parcel.letter[8 * len(parcel.segments) :], [x.clone() for x in parcel.segments], parcel.num_tensors)
+    )
+
+
+def swap_objects(obj: object, here: Group) -> list[Any]:
+    """Give every rank every rank's object, in rank order. **Collective**: every rank."""
+    outcome = _attempt(obj, here)
+    slots = swap_slots(_slot_of(outcome), here)
+    parcel = _required(outcome, slots, here)
+    arriving = [Arriving.from_slot(slot, here.bytes_device) for slot in slots]
+    if not all(one.is_inline for one in arriving):
+        broadcast_each(_staged(parcel.follows, here), [one.landing() for one in arriving], here).wait()
+    rooms = [one.make_room(here.bytes_device) for one in arriving]
+    broadcast_each(parcel.segments, rooms, here).wait()
+    return [one.opened(room) for one, room in zip(arriving, rooms, strict=True)]
+
+
+def collect_objects(obj: object, dst: int, here: Group, *, copy_own: bool) -> list[Any] | None:
+    """Give rank `dst` every rank's object, in rank order; None elsewhere. **Collective**: every rank.
+
+    The slots go to every rank, so that all of them raise where one object can't be pickled; the objects only to `dst`.
+    """
+    keeps_own = here.rank == dst and not copy_own
+    outcome = _attempt(None if keeps_own else obj, here)
+    slots = swap_slots(_slot_of(outcome), here)
+    parcel = _required(outcome, slots, here)
+    if here.rank != dst:
+        send_to(_staged(parcel.follows, here) + parcel.segments, dst, here).wait()
+        return None
+    arriving = {rank: Arriving.from_slot(slot, here.bytes_device) for rank, slot in enumerate(slots) if rank != dst}
+    _wait_all([receive_from(one.landing(), rank, here) for rank, one in arriving.items()])
+    rooms = {rank: one.make_room(here.bytes_device) for rank, one in arriving.items()}
+    _wait_all([receive_from(room, rank, here) for rank, room in rooms.items()])
+    own = obj if keeps_own else copied(obj, here)
+    return [own if rank == dst else arriving[rank].opened(rooms[rank]) for rank in range(here.size)]
+
+
+def spread_object(obj: object, src: int, here: Group) -> Any:
+    """Give every rank `src`'s object; `src` gets its own back as it is. **Collective**: every rank."""
+    if here.rank == src:
+        outcome = _attempt(obj, here)
+        spread_slot(_slot_of(outcome), src, here)
+        parcel = _required(outcome, [], here)
+        broadcast_from(_staged(parcel.follows, here) + parcel.segments, src, here).wait()
+        return obj
+    slot = spread_slot(bytearray(SLOT_BYTES), src, here)
+    require_no_failure([failure_in(slot)], here, ranks=[src])
+    arriving = Arriving.from_slot(slot, here.bytes_device)
+    broadcast_from(arriving.landing(), src, here).wait()
+    room = arriving.make_room(here.bytes_device)
+    broadcast_from(room, src, here).wait()
+    return arriving.opened(room)
+
+
+def deal_objects(objects: Sequence[object] | None, src: int, here: Group) -> Any:
+    """Give rank i the i-th of `src`'s objects; `src` keeps its own as it is. **Collective**: every rank."""
+    if here.rank != src:
+        slot = deal_slots(None, SLOT_BYTES, src, here)
+        require_no_failure([failure_in(slot)], here, ranks=[src])
+        arriving = Arriving.from_slot(slot, here.bytes_device)
+        receive_from(arriving.landing(), src, here).wait()
+        room = arriving.make_room(here.bytes_device)
+        receive_from(room, src, here).wait()
+        return arriving.opened(room)
+    try:
+        if objects is None or len(objects) != here.size:
+            got = "None" if objects is None else f"{len(objects)} entries"
+            raise ValueError(f"the list of `src` must have {here.size} entries, one for each rank, but has {got}")
+        parcels = [pack(None if rank == src else obj, here) for rank, obj in enumerate(objects)]
+    except (TypeError, ValueError) as error:
+        deal_slots([pack_failure(error, SLOT_BYTES)] * here.size, SLOT_BYTES, src, here)
+        raise
+    deal_slots([parcel.slot for parcel in parcels], SLOT_BYTES, src, here)
+    _wait_all(
+        [
+            send_to(_staged(parcel.follows, here) + parcel.segments, rank, here)
+            for rank, parcel in enumerate(parcels)
+            if rank != src
+        ]
+    )
+    return objects[src]
+
+
+def _attempt(obj: object, here: Group) -> Parcel | TypeError:
+    try:
+        return pack(obj, here)
+    except TypeError as error:
+        return TypeError(f"{error} ({here.here})").with_traceback(error.__traceback__)
+
+
+def _slot_of(outcome: Parcel | TypeError) -> bytearray:
+    return outcome.slot if isinstance(outcome, Parcel) else pack_failure(outcome, SLOT_BYTES)
+
+
+def _required(outcome: Parcel | TypeError, slots: Sequence[memoryview], here: Group) -> Parcel:
+    """Return this rank's parcel if no rank failed."""
+    if not isinstance(outcome, Parcel):
+        raise outcome
+    require_no_failure([failure_in(slot) for slot in slots], here)
+    return outcome
+
+
+def _staged(segments: Sequence[Tensor], here: Group) -> list[Tensor]:
+    return [segment.to(here.bytes_device) for segment in segments]
+
+
+def _wait_all(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        handle.wait()
+
+
+def _fits(nbytes: int) -> bool:
+    return _HEAD.size + nbytes <= SLOT_BYTES

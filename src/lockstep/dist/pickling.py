@@ -1,0 +1,138 @@
+"""The only pickle: objects become a short byte string, and their large tensors and arrays segments beside it.
+
+Protocol 5 hands the memory of large arrays out of band (PEP 574); tensors, which torch would pickle by copying
+their storage, take the same way. Nothing is copied on the way out, and what arrives is built upon the memory it
+arrived in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.dist.devices import as_bytes
+from lockstep.dist.slots import bytes_of
+
+# Below this a segment costs more as a message of its own than as a copy.
+_SEGMENT_MIN_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """An object taken apart.
+
+    Attributes:
+        body: the pickle.
+        segments: flat uint8 tensors that the pickle refers to by position; views of the object's own memory.
+        num_tensors: how many of them, from the front, are tensors'; the others are buffers of arrays.
+    """
+
+    body: bytes | memoryview
+    segments: list[Tensor]
+    num_tensors: int
+
+
+def dump(obj: object) -> Pickled:
+    """Take an object apart.
+
+    **Raises**: TypeError where it can't be pickled, from the cause.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    try:
+        pickler.dump(obj)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise TypeError(f"the object must be picklable, but {type(obj).__name__} is not: {error}") from error
+    return Pickled(stream.getvalue(), pickler.tensors + pickler.buffers, len(pickler.tensors))
+
+
+def load(pickled: Pickled) -> Any:
+    """Put an object together again, upon the memory of its segments."""
+    tensors = pickled.segments[: pickled.num_tensors]
+    buffers = [bytes_of(x.cpu()) for x in pickled.segments[pickled.num_tensors :]]
+    return _Unpickler(io.BytesIO(pickled.body), tensors, buffers).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=self._keep_in_band)
+        self.tensors: list[Tensor] = []
+        self.buffers: list[Tensor] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized:
+            return self._reduce_tensor(obj)
+        if type(obj) is torch.nn.Parameter:
+            return _rebuild_parameter, (obj.data, obj.requires_grad)
+        return NotImplemented
+
+    def _reduce_tensor(self, data: Tensor) -> Any:
+        flat = data.detach().resolve_conj().resolve_neg().contiguous()
+        accelerator = "" if flat.device.type == "cpu" else flat.device.type
+        head = (flat.dtype, tuple(flat.shape), data.requires_grad, accelerator)
+        if flat.nbytes >= _SEGMENT_MIN_BYTES:
+            self.tensors.append(as_bytes(flat))
+            return _rebuild_from_segment, (len(self.tensors) - 1, *head)
+        on_cpu = flat.cpu()
+        payload = bytearray(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes) if on_cpu.nbytes else b"")
+        return _rebuild_tensor, (payload, *head)
+
+    def _keep_in_band(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _SEGMENT_MIN_BYTES:
+            return True
+        self.buffers.append(_borrowed(raw))
+        return False
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, tensors: Sequence[Tensor], buffers: Sequence[object]) -> None:
+        super().__init__(stream, buffers=buffers)
+        self._tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == _rebuild_from_segment.__name__ and module == __name__:
+            return self._rebuild
+        return super().find_class(module, name)
+
+    def _rebuild(self, index: int, *head: Any) -> Tensor:
+        return _rebuild_from_segment(self._tensors[index], *head)
+
+
+def _rebuild_tensor(
+    payload: bytearray, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, accelerator: str
+) -> Tensor:
+    flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    return _rebuild_from_segment(flat, dtype, shape, requires_grad, accelerator)
+
+
+def _rebuild_from_segment(
+    flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, accelerator: str
+) -> Tensor:
+    data = flat.view(dtype).reshape(shape)
+    # The receiver's own device of that kind, whatever the sender's number was: one context per process.
+    if accelerator != data.device.type:
+        data = data.to(accelerator or "cpu")
+    return data.requires_grad_(requires_grad)
+
+
+def _rebuild_parameter(data: Tensor, requires_grad: bool) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, requires_grad)
+
+
+def _borrowed(raw: memoryview) -> Tensor:
+    """Return a flat uint8 tensor over a buffer's memory, which it keeps alive."""
+    if not raw.readonly:
+        return torch.frombuffer(raw, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        # torch warns of memory that must not be written; this is only read.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(raw, dtype=torch.uint8)

@@ -1,0 +1,167 @@
+"""What sum, mean, min ... mean for every dtype, and in which dtype the numbers travel.
+
+Backends know few dtypes and differ in them. A `Reduction` says how one pair of operation and dtype is encoded for
+the wire, which
+operation the backend runs, and how the result comes back, so that dtype and value are kept on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
+_ALIASES = {"avg": "mean", "prod": "product"}
+_TORCH_OPS = {
+    "sum": ReduceOp.SUM,
+    "mean": ReduceOp.AVG,
+    "product": ReduceOp.PRODUCT,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "band": ReduceOp.BAND,
+    "bor": ReduceOp.BOR,
+    "bxor": ReduceOp.BXOR,
+}
+_BIT_OPS = frozenset({"band", "bor", "bxor"})
+_ORDERED_OPS = frozenset({"product", "min", "max"})
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_NATIVE_INTS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
+_WIDER_INTS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_INTS = _NATIVE_INTS | _WIDER_INTS.keys() | {torch.uint64}
+_SIGN_BIT = -(2**63)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How one operation runs on one dtype.
+
+    Attributes:
+        wire_op: what the backend is asked for.
+        encode: contiguous data -> what travels; None where the data travel as they are.
+        decode: (what came back, number of ranks) -> result in the original dtype and shape (flat is fine); None where
+            the backend's result is the result, in place.
+    """
+
+    wire_op: ReduceOp.RedOpType
+    encode: Callable[[Tensor], Tensor] | None = None
+    decode: Callable[[Tensor, int], Tensor] | None = None
+
+
+def op_name(op: object) -> str:
+    """Return the plain name of an operation given by name or as `torch.distributed.ReduceOp`.
+
+    **Raises**: ValueError, naming the operations there are.
+    """
+    if isinstance(op, str):
+        name = _ALIASES.get(op.lower(), op.lower())
+        if name in _TORCH_OPS:
+            return name
+    else:
+        for name, torch_op in _TORCH_OPS.items():
+            if op == torch_op:
+                return name
+    raise ValueError(f"`op` must be one of {', '.join(OPS)} (or avg, prod, torch's ReduceOp), but is {op!r}")
+
+
+@cache
+def reduction(op: str, dtype: torch.dtype) -> Reduction:
+    """Return how `op` runs on `dtype`.
+
+    **Raises**: TypeError where the pair has no meaning (the order of complex numbers, the bits of a float).
+    """
+    if dtype is torch.bool:
+        return _bool_reduction(op)
+    if dtype in _INTS:
+        return _int_mean(dtype) if op == "mean" else _int_reduction(op, dtype)
+    if op in _BIT_OPS:
+        raise TypeError(f"`op` must not be {op!r} for {dtype}: only integers and bool have bits")
+    if dtype in _FLOATS:
+        if op == "mean" and dtype.itemsize == 2:
+            # A sum of half numbers overflows where their mean does not.
+            return Reduction(ReduceOp.AVG, torch.Tensor.float, lambda x, n: x.to(dtype))
+        return Reduction(_TORCH_OPS[op])
+    if dtype.is_complex:
+        if op in _ORDERED_OPS:
+            raise TypeError(
+                f"`op` must be sum or mean for {dtype}, but is {op!r}: backends don't multiply complex numbers, "
+                "which have no order either"
+            )
+        # A view of the same memory: the result is in place.
+        return Reduction(_TORCH_OPS[op], torch.view_as_real)
+    raise TypeError(
+        f"`data` must have a dtype that can be reduced, but has {dtype}. Convert it first, e.g. data.float()"
+    )
+
+
+def _bool_reduction(op: str) -> Reduction:
+    if op == "mean":
+        return _int_mean(torch.bool)
+    if op == "bxor":
+        # Odd counts; as a sum, since NCCL has no bit operations.
+        return Reduction(ReduceOp.SUM, lambda x: x.to(torch.int32), lambda x, n: (x & 1).bool())
+    any_or_all = ReduceOp.MAX if op in ("sum", "max", "bor") else ReduceOp.MIN
+    return Reduction(any_or_all, lambda x: x.view(torch.uint8))
+
+
+def _int_reduction(op: str, dtype: torch.dtype) -> Reduction:
+    wire_op = _TORCH_OPS[op]
+    if dtype in _NATIVE_INTS:
+        return Reduction(wire_op)
+    if dtype in _WIDER_INTS:
+        wider = _WIDER_INTS[dtype]
+        return Reduction(wire_op, lambda x: x.to(wider), lambda x, n: x.to(dtype))
+    if op in ("min", "max"):
+        # The order of unsigned numbers is that of signed ones with the top bit flipped.
+        return Reduction(
+            wire_op,
+            lambda x: x.view(torch.int64) ^ _SIGN_BIT,
+            lambda x, n: (x ^ _SIGN_BIT).view(torch.uint64),
+        )
+    # Sums, products and bits of two's complement are the same for both signs.
+    return Reduction(wire_op, lambda x: x.view(torch.int64))
+
+
+def _int_mean(dtype: torch.dtype) -> Reduction:
+    if dtype in (torch.int64, torch.uint64):
+        return Reduction(ReduceOp.SUM, _split_words, partial(_mean_of_words, dtype=dtype))
+    return Reduction(ReduceOp.SUM, lambda x: x.long(), partial(_exact_mean, dtype=dtype))
+
+
+def _exact_mean(total: Tensor, size: int, *, dtype: torch.dtype) -> Tensor:
+    _require_exact(bool((total % size == 0).all()), dtype)
+    return (total // size).to(dtype)
+
+
+def _split_words(data: Tensor) -> Tensor:
+    """Split 64-bit numbers into two 32-bit words, whose sums over up to 2**31 ranks can't overflow.
+
+    Shapes: [n] or any -> [2, *shape], high words first.
+    """
+    low = data.view(torch.int64) & 0xFFFFFFFF
+    high = data.view(torch.int64) >> 32
+    if data.dtype is torch.uint64:
+        high = high & 0xFFFFFFFF
+    return torch.stack([high, low])
+
+
+def _mean_of_words(total: Tensor, size: int, *, dtype: torch.dtype) -> Tensor:
+    # Long division in base 2**32: what the high word leaves over goes down to the low one.
+    high, low = total
+    quotient, rest = high // size, high % size
+    low = low + (rest << 32)
+    _require_exact(bool((low % size == 0).all()), dtype)
+    mean: Tensor = (quotient << 32) + low // size
+    return mean.view(dtype)
+
+
+def _require_exact(exact: bool, dtype: torch.dtype) -> None:
+    if not exact:
+        raise ValueError(
+            f"the mean of {dtype} data must be a whole number, but is not for at least one element. "
+            "Convert first, e.g. data.float(), or use op='sum'"
+        )

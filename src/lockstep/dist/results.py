@@ -1,0 +1,140 @@
+"""The shards of an evaluation, put back in the order of the data set on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lockstep.dist.groups import Group, resolve
+from lockstep.dist.guard import check_call
+from lockstep.dist.parcels import collect_objects, spread_object
+from lockstep.dist.spill import collect_on_disk
+
+_ABSENT: Final = object()
+
+
+def collect_results(
+    results: Sequence[Any],
+    size: int,
+    device: str = "cpu",
+    tmpdir: str | Path | None = None,
+    indices: Sequence[int] | None = None,
+) -> list[Any] | None:
+    """Return all ranks' results in the order of the data set on rank 0, None elsewhere.
+
+    Args:
+        results: this rank's part; any objects, None included. Parts may be uneven or empty.
+        size: number of samples in the data set.
+        device: ``"cpu"``, or an accelerator's name (``"gpu"``, ``"cuda"``, ...) for the sake of older callers; the
+            group knows where it talks.
+        tmpdir: a folder that all ranks share, to go over the disk with bounded memory. It is rank 0's path that counts,
+            relative to rank 0's working directory; what is written there is removed at the end. None stays in memory.
+        indices: for each result, which sample of the data set it belongs to.
+
+    Without `indices` the parts are taken to be interleaved as samplers deal them (rank 0's first, rank 1's first,
+    ...), and what
+    exceeds `size`, padding, is cut off. With `indices` results are ordered by index, and of padding duplicates the
+    first kept.
+
+    **Collective**: every rank of the default group.
+
+    **Raises**: on every rank ValueError where there are fewer results than `size`, or indices are missing or out of
+    range, naming them;
+    TypeError where a result can't be pickled (on its rank; PeerError on the others).
+
+    **Cost**: the pickled bytes of all parts but rank 0's, sent to rank 0 alone; large tensors and arrays from their
+    own memory.
+    Rank 0's own results are handed back as they are.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import collect_results, get_rank
+        >>> part = ["a", "c"] if get_rank() == 0 else ["b", "d (padding)"]
+        >>> collect_results(part, size=3) == (["a", "b", "c"] if get_rank() == 0 else None)
+        True
+    """
+    here = resolve()
+    _check_arguments(results, size, device, indices)
+    check_call("collect_results", here, size)
+    part = (list(results), None if indices is None else [int(index) for index in indices])
+    if tmpdir is None:
+        parts = collect_objects(part, 0, here, copy_own=False)
+    else:
+        parts = collect_on_disk(part, Path(tmpdir), here)
+    return _agreed(parts, size, here)
+
+
+def collect_results_cpu(results: Sequence[Any], size: int, tmpdir: str | Path | None = None) -> list[Any] | None:
+    """Return all ranks' results on rank 0; see `collect_results`."""
+    return collect_results(results, size, "cpu", tmpdir)
+
+
+def collect_results_gpu(results: Sequence[Any], size: int) -> list[Any] | None:
+    """Return all ranks' results on rank 0; see `collect_results`."""
+    return collect_results(results, size, "gpu")
+
+
+def _check_arguments(results: Sequence[Any], size: int, device: str, indices: Sequence[int] | None) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise ValueError(f"`size` must be the number of samples, an int >= 0, but is {size!r}")
+    if device not in ("cpu", "gpu"):
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"`device` must be 'cpu' or an accelerator such as 'gpu', but is {device!r}") from error
+    if not hasattr(results, "__len__"):
+        raise TypeError(f"`results` must be a list, but is {type(results).__name__}")
+    if indices is not None and len(indices) != len(results):
+        raise ValueError(
+            f"`indices` must name one sample for each of the {len(results)} results, but has {len(indices)} entries"
+        )
+
+
+def _agreed(parts: list[Any] | None, size: int, here: Group) -> list[Any] | None:
+    """Order the parts on rank 0, and let every rank learn whether that went well."""
+    ordered, error = None, None
+    if parts is not None:
+        try:
+            ordered = _in_order(parts, size)
+        except ValueError as refused:
+            error = refused
+    message = spread_object(None if error is None else str(error), 0, here)
+    if message is not None:
+        raise error or ValueError(f"{message} (seen on {here.here})")
+    return ordered
+
+
+def _in_order(parts: list[tuple[list[Any], list[int] | None]], size: int) -> list[Any]:
+    if any(indices is None for _, indices in parts):
+        if not all(indices is None for _, indices in parts):
+            raise ValueError("`indices` must be given on every rank or on none, but is given on some")
+        return _interleaved([part for part, _ in parts], size)
+    return _by_index(parts, size)
+
+
+def _interleaved(parts: list[list[Any]], size: int) -> list[Any]:
+    dealt = chain.from_iterable(zip_longest(*parts, fillvalue=_ABSENT))
+    ordered = list(islice((result for result in dealt if result is not _ABSENT), size))
+    if len(ordered) < size:
+        counts = ", ".join(f"rank {rank}: {len(part)}" for rank, part in enumerate(parts))
+        raise ValueError(f"`size` must not exceed the results of all ranks, {len(ordered)}, but is {size} ({counts})")
+    return ordered
+
+
+def _by_index(parts: list[tuple[list[Any], list[int] | None]], size: int) -> list[Any]:
+    ordered: list[Any] = [_ABSENT] * size
+    for rank, (part, indices) in enumerate(parts):
+        for result, index in zip(part, indices or [], strict=True):
+            if not 0 <= index < size:
+                raise ValueError(f"`indices` must be from 0 to {size - 1}, but rank {rank} has {index}")
+            if ordered[index] is _ABSENT:
+                ordered[index] = result
+    missing = [index for index, result in enumerate(ordered) if result is _ABSENT]
+    if missing:
+        shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+        raise ValueError(f"every sample must have a result, but {len(missing)} of {size} have none: {shown}")
+    return ordered

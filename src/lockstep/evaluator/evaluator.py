@@ -1,0 +1,73 @@
+"""`Evaluator`: several metrics over one pass through the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lockstep.evaluator.metric import BaseMetric
+from lockstep.registry import METRICS
+
+
+class Evaluator:
+    """Metrics that look at the same predictions.
+
+    Args:
+        metrics: a metric, the config of one, or several of either.
+    """
+
+    def __init__(
+        self,
+        metrics: BaseMetric | Mapping[str, Any] | Iterable[BaseMetric | Mapping[str, Any]],
+    ) -> None:
+        items = [metrics] if isinstance(metrics, BaseMetric | Mapping) else list(metrics)
+        self.metrics: list[BaseMetric] = [METRICS.build(item) if isinstance(item, Mapping) else item for item in items]
+        for metric in self.metrics:
+            if not isinstance(metric, BaseMetric):
+                raise TypeError(
+                    "an evaluator must be a BaseMetric, a config dict or a list of these, but has "
+                    f"{metric!r} of type {type(metric).__name__}"
+                )
+        if not self.metrics:
+            raise ValueError("an evaluator must have at least one metric, but has none")
+
+    @property
+    def units(self) -> dict[str, str]:
+        """What to write after each number, by its name."""
+        return {
+            name if metric.prefix is None else f"{metric.prefix}/{name}": unit
+            for metric in self.metrics
+            for name, unit in metric.units.items()
+        }
+
+    def set_dataset_meta(self, meta: dict[str, Any] | None) -> None:
+        """Tell every metric about the data set, such as the names of its classes."""
+        for metric in self.metrics:
+            metric.dataset_meta = meta
+
+    def process(self, data_samples: Any, data_batch: Any | None = None) -> None:
+        """Show every metric one batch and what the model predicted for it."""
+        for metric in self.metrics:
+            metric.process(data_batch, data_samples)
+
+    def evaluate(self, size: int | None) -> dict[str, Any]:
+        """Return the numbers of all metrics, the same on every rank.
+
+        Args:
+            size: number of samples in the data set, or None if it is not known.
+
+        **Collective**: every rank.
+
+        Raises:
+            ValueError: two metrics use one name.
+        """
+        merged: dict[str, Any] = {}
+        for metric in self.metrics:
+            for name, value in metric.evaluate(size).items():
+                if name in merged:
+                    raise ValueError(
+                        f"two metrics are called {name!r}, the second one by "
+                        f"{type(metric).__name__}. Give it a `prefix`"
+                    )
+                merged[name] = value
+        return merged

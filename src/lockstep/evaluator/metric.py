@@ -1,0 +1,134 @@
+"""`BaseMetric`: results per rank in, one number for all ranks out."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from lockstep.dist import (
+    all_reduce,
+    broadcast_object,
+    collect_results,
+    get_rank,
+    get_world_size,
+    main_process_first,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class BaseMetric(ABC):
+    """A metric over a whole data set, of which each rank has seen a part.
+
+    A subclass appends to `self.results` in `process`, on every rank, and computes its numbers from
+    everybody's results in `compute_metrics`, on rank 0. Append one result per sample where each is
+    to count exactly once even if a sampler has repeated some; the results then come in the order of
+    the data set.
+
+    Args:
+        collect_device: where the results of the ranks travel, `"cpu"` or `"gpu"`.
+        prefix: put before the names of the numbers, as in `"val/accuracy"`.
+        collect_dir: a folder that all ranks share, through which large results are to go instead of
+            through memory.
+
+    Attributes:
+        default_prefix: the prefix where none is given.
+        units: what to write after a number, by its name, where it is shown.
+    """
+
+    default_prefix: ClassVar[str | None] = None
+    units: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(
+        self,
+        collect_device: str = "cpu",
+        prefix: str | None = None,
+        collect_dir: str | None = None,
+    ) -> None:
+        if collect_device not in ("cpu", "gpu"):
+            raise ValueError(f"`collect_device` must be 'cpu' or 'gpu', but is {collect_device!r}")
+        self.collect_device = collect_device
+        self.collect_dir = collect_dir
+        self.prefix = prefix or self.default_prefix
+        self.dataset_meta: dict[str, Any] | None = None
+        self.results: list[Any] = []
+
+    @abstractmethod
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Append the results of one batch to `self.results`.
+
+        Args:
+            data_batch: what the data loader yielded.
+            data_samples: what the model's `val_step` returned for it.
+        """
+
+    @abstractmethod
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        """Return numbers by name, from the results of all ranks. Called on rank 0."""
+
+    def evaluate(self, size: int | None) -> dict[str, Any]:
+        """Return the numbers of the whole data set, and forget the results.
+
+        Args:
+            size: number of samples in the data set; what goes beyond it repeats samples. None if it
+                is not known.
+
+        Returns:
+            The same dict on every rank.
+
+        **Collective**: every rank.
+
+        Raises:
+            ValueError: `process` has appended nothing on any rank.
+            TypeError: `compute_metrics` has not returned a dict.
+            PeerError: on the other ranks, if `compute_metrics` failed on rank 0.
+        """
+        results, self.results = self.results, []
+        total = _total(len(results))
+        if total == 0:
+            raise ValueError(
+                f"{type(self).__name__}.process() must append to self.results, but has appended "
+                f"nothing on any rank (rank {get_rank()} of {get_world_size()})"
+            )
+        size = total if size is None else min(size, total)
+        if total - size >= get_world_size():
+            _logger.warning(
+                "%s has %d results for %d samples, more than samplers repeat to give %d ranks "
+                "equally many: only the first %d count. Append one result per sample or per batch",
+                type(self).__name__, total, size, get_world_size(), size,
+            )  # fmt: skip
+        collected = collect_results(
+            results,
+            size,
+            device=self.collect_device,
+            tmpdir=self.collect_dir,
+        )
+        return self._computed_on_main(collected)
+
+    def _computed_on_main(self, collected: list[Any] | None) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        with main_process_first():
+            if collected is not None:
+                metrics = self._named(self.compute_metrics(collected))
+        shared: dict[str, Any] = broadcast_object(metrics)
+        return shared
+
+    def _named(self, metrics: Any) -> dict[str, Any]:
+        if not isinstance(metrics, Mapping) or not metrics:
+            raise TypeError(
+                f"{type(self).__name__}.compute_metrics() must return a dict of numbers by name, "
+                f"but returned {metrics!r}"
+            )
+        if self.prefix is None:
+            return dict(metrics)
+        return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+
+
+def _total(count: int) -> int:
+    counts = torch.tensor(count)
+    all_reduce(counts)
+    return int(counts)

@@ -1,0 +1,107 @@
+"""Two ways of showing progress: a live bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+
+class Display(Protocol):
+    """Shows how far one pass is.
+
+    Attributes:
+        period_seconds: how often showing it makes sense.
+    """
+
+    period_seconds: float
+
+    def begin(self, label: str, total: int | None) -> None:
+        """Begin a pass of `total` steps."""
+        ...
+
+    def show(self, done: int, text: str) -> None:
+        """Show that `done` steps are over."""
+        ...
+
+    def close(self) -> None:
+        """Take away what would be out of date from now on."""
+        ...
+
+
+class LiveDisplay:
+    """A bar at the bottom of a terminal, under whatever else is printed.
+
+    It is drawn only when `show` is called: a thread that draws would take time from training at
+    moments of its own choice.
+    """
+
+    period_seconds = 0.2
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            expand=True,
+        )
+        self._task: TaskID | None = None
+
+    def begin(self, label: str, total: int | None) -> None:
+        """Put a new bar in the place of the old one."""
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task(label, total=total, text="")
+        else:
+            self._progress.reset(self._task, description=label, total=total, text="")
+        self._progress.refresh()
+
+    def show(self, done: int, text: str) -> None:
+        """Draw the bar."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=done, text=text)
+            self._progress.refresh()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._progress.stop()
+        self._task = None
+
+
+class PlainDisplay:
+    """A line now and then, for a log that somebody reads afterwards.
+
+    Args:
+        console: where the lines go.
+        period_seconds: time from one line to the next, within a pass.
+    """
+
+    def __init__(self, console: Console, period_seconds: float = 30.0) -> None:
+        self.period_seconds = period_seconds
+        self._console = console
+        self._label = ""
+        self._total: int | None = None
+        self._last_line = perf_counter()
+
+    def begin(self, label: str, total: int | None) -> None:
+        """Remember what the lines are about."""
+        self._label = label
+        self._total = total
+        self._last_line = perf_counter()
+
+    def show(self, done: int, text: str) -> None:
+        """Print a line, if the last one is long enough ago."""
+        now = perf_counter()
+        if now - self._last_line >= self.period_seconds:
+            self._last_line = now
+            of_total = "" if self._total is None else f"/{self._total}"
+            self._console.print(f"{self._label}  {done}{of_total}  {text}", markup=False)
+
+    def close(self) -> None:
+        """Do nothing: printed lines stay."""

@@ -1,0 +1,160 @@
+"""`Hook`: the points of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lockstep.hooks.host import RunnerLike
+
+PRIORITIES: Mapping[str, int] = {
+    "HIGHEST": 0,
+    "VERY_HIGH": 10,
+    "HIGH": 30,
+    "ABOVE_NORMAL": 40,
+    "NORMAL": 50,
+    "BELOW_NORMAL": 60,
+    "LOW": 70,
+    "VERY_LOW": 90,
+    "LOWEST": 100,
+}
+
+
+class Hook:
+    """Something that happens at points of a run, in this order.
+
+    ```
+    before_run
+    before_train
+    for epoch in epochs:
+        before_train_epoch
+        for batch_idx, data_batch in enumerate(train_dataloader):
+            before_train_iter
+            outputs = model.train_step(data_batch, optim_wrapper)
+            after_train_iter
+        after_train_epoch
+        if validation is due:
+            before_val, before_val_epoch
+            for batch_idx, data_batch in enumerate(val_dataloader):
+                before_val_iter
+                outputs = model.val_step(data_batch)
+                after_val_iter
+            after_val_epoch(metrics), after_val
+    after_train
+    after_run
+    ```
+
+    Testing has the points of validation, with `test` in their names. A loop by iterations counts
+    as one long epoch. Every point is called on every rank; a point that a hook does not override
+    costs nothing.
+
+    Attributes:
+        priority: name from `PRIORITIES`, or a number: lower goes first. Equal ones go in the order
+            of registration.
+        main_only: the hook exists on rank 0 alone. It must not take part in collectives.
+    """
+
+    priority: str | int = "NORMAL"
+    main_only: ClassVar[bool] = False
+
+    def before_run(self, runner: RunnerLike) -> None:
+        """Happen before everything else."""
+
+    def after_run(self, runner: RunnerLike) -> None:
+        """Happen after everything else."""
+
+    def before_train(self, runner: RunnerLike) -> None:
+        """Happen once before training."""
+
+    def after_train(self, runner: RunnerLike) -> None:
+        """Happen once after training."""
+
+    def before_val(self, runner: RunnerLike) -> None:
+        """Happen before each validation."""
+
+    def after_val(self, runner: RunnerLike) -> None:
+        """Happen after each validation."""
+
+    def before_test(self, runner: RunnerLike) -> None:
+        """Happen before testing."""
+
+    def after_test(self, runner: RunnerLike) -> None:
+        """Happen after testing."""
+
+    def before_train_epoch(self, runner: RunnerLike) -> None:
+        """Happen before each pass through the training data."""
+
+    def after_train_epoch(self, runner: RunnerLike) -> None:
+        """Happen after each pass through the training data."""
+
+    def before_val_epoch(self, runner: RunnerLike) -> None:
+        """Happen before the pass through the validation data."""
+
+    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+        """Happen after the pass through the validation data."""
+
+    def before_test_epoch(self, runner: RunnerLike) -> None:
+        """Happen before the pass through the test data."""
+
+    def after_test_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+        """Happen after the pass through the test data."""
+
+    def before_train_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None) -> None:
+        """Happen when a training batch is there."""
+
+    def after_train_iter(
+        self,
+        runner: RunnerLike,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: dict[str, Any] | None = None,
+    ) -> None:
+        """Happen when a training batch is done; `outputs` are the values to log."""
+
+    def before_val_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None) -> None:
+        """Happen when a validation batch is there."""
+
+    def after_val_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Happen when a validation batch is done; `outputs` are the predictions."""
+
+    def before_test_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None) -> None:
+        """Happen when a test batch is there."""
+
+    def after_test_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Happen when a test batch is done; `outputs` are the predictions."""
+
+    def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+        """Happen before a checkpoint is written; `checkpoint["meta"]` may be added to."""
+
+    def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+        """Happen when training resumes from a checkpoint; `checkpoint["meta"]` is what was saved."""
+
+    def close(self) -> None:
+        """Let go of what the hook holds. Called at the end of a run even if it has failed."""
+
+    @staticmethod
+    def every_n_epochs(runner: RunnerLike, n: int, start: int = 0) -> bool:
+        """Return whether the epoch that is ending is an n-th one, counted from `start`."""
+        done = runner.epoch + 1 - start
+        return n > 0 and done > 0 and done % n == 0
+
+    @staticmethod
+    def every_n_train_iters(runner: RunnerLike, n: int, start: int = 0) -> bool:
+        """Return whether the iteration that is ending is an n-th one, counted from `start`."""
+        done = runner.iter + 1 - start
+        return n > 0 and done > 0 and done % n == 0
+
+    @staticmethod
+    def every_n_inner_iters(batch_idx: int, n: int) -> bool:
+        """Return whether the iteration that is ending is an n-th one of its epoch."""
+        return n > 0 and (batch_idx + 1) % n == 0
+
+    @staticmethod
+    def is_last_train_epoch(runner: RunnerLike) -> bool:
+        """Return whether the present epoch is the last one."""
+        return runner.max_epochs is not None and runner.epoch + 1 == runner.max_epochs
+
+    @staticmethod
+    def is_last_train_iter(runner: RunnerLike) -> bool:
+        """Return whether the present iteration is the last one."""
+        return runner.iter + 1 == runner.max_iters

@@ -1,0 +1,102 @@
+"""What a hook may know of the run that calls it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from torch import nn
+
+from lockstep.evaluator import Evaluator
+from lockstep.logging import JsonLinesSink, MessageHub, Visualizer
+from lockstep.optim import OptimWrapper, ParamScheduler
+
+
+class RunnerLike(Protocol):
+    """A run, as its hooks see it. Read-only, but for what its parts allow."""
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs: 0 at every point within the first one."""
+
+    @property
+    def iter(self) -> int:
+        """Complete iterations: 0 both before and after the first `train_step`."""
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Length of the training; None in a loop by iterations."""
+
+    @property
+    def max_iters(self) -> int:
+        """Length of the training in iterations."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as it is trained: on its device, and wrapped."""
+
+    @property
+    def optim_wrapper(self) -> OptimWrapper:
+        """What updates the model."""
+
+    @property
+    def param_schedulers(self) -> Sequence[ParamScheduler]:
+        """What changes learning rates."""
+
+    @property
+    def train_dataloader(self) -> Any:
+        """This rank's share of the training data."""
+
+    @property
+    def val_dataloader(self) -> Any:
+        """This rank's share of the validation data."""
+
+    @property
+    def val_evaluator(self) -> Evaluator:
+        """The metrics of the validation."""
+
+    @property
+    def work_dir(self) -> Path:
+        """The folder of all runs of one experiment."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of this run within it."""
+
+    @property
+    def logger(self) -> logging.Logger:
+        """Shows messages on rank 0, and writes them to the run's folder."""
+
+    @property
+    def console(self) -> Console:
+        """Where messages are shown; silent on all ranks but 0."""
+
+    @property
+    def records(self) -> JsonLinesSink:
+        """The run's `metrics.jsonl`; rank 0 writes to it."""
+
+    @property
+    def visualizer(self) -> Visualizer | None:
+        """Where else scalars go."""
+
+    @property
+    def message_hub(self) -> MessageHub:
+        """Where the parts of a run leave values for each other."""
+
+    def save_checkpoint(self, name: str, *, epoch: int, iteration: int, is_last: bool = True) -> Path:
+        """Save everything under `name` in the run's folder, on every rank together.
+
+        `epoch` and `iteration` are what is complete; `is_last` makes it the one to resume from.
+        """
+        ...

@@ -1,0 +1,165 @@
+"""What a person sees of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from datetime import timedelta
+from time import perf_counter
+from typing import Any, ClassVar
+
+from lockstep.hooks.display import Display, LiveDisplay, PlainDisplay
+from lockstep.hooks.hook import Hook
+from lockstep.hooks.host import RunnerLike
+from lockstep.registry import HOOKS
+
+_WINDOW = 20  # iterations whose mean is shown while an epoch goes on
+
+
+@HOOKS.register_module()
+class ProgressHook(Hook):
+    """Show on rank 0 how far the run is: a live bar on a terminal, lines elsewhere.
+
+    Loss, the latest metrics, samples per second of all ranks, and the time until training is over.
+    Each epoch leaves one line behind. While an epoch goes on, the loss is that of rank 0.
+
+    Args:
+        period_seconds: time between two lines where there is no terminal.
+    """
+
+    priority = "BELOW_NORMAL"
+    main_only: ClassVar[bool] = True
+
+    def __init__(self, period_seconds: float = 30.0) -> None:
+        self._period_seconds = period_seconds
+        self._display: Display | None = None
+        self._due = 0.0
+        self._started = 0.0
+        self._first_iter = 0
+        self._epoch_started = 0.0
+        self._epoch_line = ""
+        self._metrics = ""
+
+    def before_train(self, runner: RunnerLike) -> None:
+        """Start the clock of the whole training."""
+        self._started = perf_counter()
+        self._first_iter = runner.iter
+
+    def before_train_epoch(self, runner: RunnerLike) -> None:
+        """Show a new bar."""
+        self._print_epoch_line(runner)
+        self._epoch_started = perf_counter()
+        if runner.max_epochs is None:
+            self._begin(runner, "training", runner.max_iters)
+        else:
+            label = f"epoch {runner.epoch + 1}/{runner.max_epochs}"
+            self._begin(runner, label, _length(runner.train_dataloader))
+
+    def after_train_iter(
+        self,
+        runner: RunnerLike,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: dict[str, Any] | None = None,
+    ) -> None:
+        """Draw the bar, a few times per second."""
+        now = perf_counter()
+        if now >= self._due and self._display is not None:
+            self._due = now + self._display.period_seconds
+            done = batch_idx + 1 if runner.max_epochs is not None else runner.iter + 1
+            self._display.show(done, self._training_text(runner, now))
+
+    def after_train_epoch(self, runner: RunnerLike) -> None:
+        """Prepare the line of the epoch; metrics may still come."""
+        means = runner.message_hub.get_info("epoch_means", {})
+        seconds = perf_counter() - self._epoch_started
+        label = f"iter {runner.iter}/{runner.max_iters}"
+        if runner.max_epochs is not None:
+            width = len(str(runner.max_epochs))
+            label = f"epoch {runner.epoch + 1:>{width}}/{runner.max_epochs}"
+        parts = [label]
+        if "loss" in means:
+            parts.append(f"loss {means['loss']:.4f}")
+        parts.append("{metrics}")
+        if means.get("samples_per_second"):
+            parts.append(f"{means['samples_per_second']:,.0f} samples/s")
+        if "lr" in means:
+            parts.append(f"lr {means['lr']:.3g}")
+        self._epoch_line = "  ".join([*parts, f"{seconds:.1f} s"])
+
+    def after_train(self, runner: RunnerLike) -> None:
+        """Print the line of an epoch after which nothing was validated, and remove the bar."""
+        self._print_epoch_line(runner)
+        self.close()
+
+    def before_val_epoch(self, runner: RunnerLike) -> None:
+        """Show a bar for the validation."""
+        self._begin(runner, "validating", _length(runner.val_dataloader))
+
+    def after_val_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Draw the bar, a few times per second."""
+        now = perf_counter()
+        if now >= self._due and self._display is not None:
+            self._due = now + self._display.period_seconds
+            self._display.show(batch_idx + 1, self._metrics)
+
+    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+        """Print the line of the epoch, or of the validation alone."""
+        self._metrics = format_metrics(metrics or {}, runner.val_evaluator.units)
+        if self._epoch_line:
+            self._print_epoch_line(runner)
+            return
+        runner.logger.info("validation at iter %d  %s", runner.iter, self._metrics)
+        if runner.max_epochs is None and self._started:
+            self._begin(runner, "training", runner.max_iters)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+    def _begin(self, runner: RunnerLike, label: str, total: int | None) -> None:
+        if self._display is None:
+            self._display = (
+                LiveDisplay(runner.console)
+                if runner.console.is_terminal
+                else PlainDisplay(runner.console, self._period_seconds)
+            )
+        self._display.begin(label, total)
+        self._due = 0.0
+
+    def _print_epoch_line(self, runner: RunnerLike) -> None:
+        if self._epoch_line:
+            line, self._epoch_line = self._epoch_line, ""
+            runner.logger.info(line.replace("{metrics}  ", f"{self._metrics}  ".lstrip()))
+
+    def _training_text(self, runner: RunnerLike, now: float) -> str:
+        scalars = runner.message_hub.log_scalars
+        parts = []
+        if "train/loss" in scalars:
+            parts.append(f"loss {scalars['train/loss'].mean(_WINDOW):.4f}")
+        if self._metrics:
+            parts.append(self._metrics)
+        if "train/time" in scalars:
+            # The ranks get equal shares, so that this rank speaks for all.
+            seconds = scalars["train/time"].mean(_WINDOW)
+            rate = scalars["train/samples"].mean(_WINDOW) * runner.world_size / seconds
+            parts.append(f"{rate:,.0f} samples/s")
+        done = runner.iter + 1 - self._first_iter
+        left_seconds = (now - self._started) / done * (runner.max_iters - runner.iter - 1)
+        parts.append(f"ETA {timedelta(seconds=round(left_seconds))}")
+        return "  ".join(parts)
+
+
+def format_metrics(metrics: Mapping[str, Any], units: Mapping[str, str]) -> str:
+    """Return metrics as one reads them, for example `accuracy 98.61 %`."""
+    parts = []
+    for name, value in metrics.items():
+        unit = f" {units[name]}" if name in units else ""
+        shown = f"{value:.2f}" if unit else f"{value:.4g}"
+        parts.append(f"{name} {shown}{unit}")
+    return "  ".join(parts)
+
+
+def _length(loader: Any) -> int | None:
+    return len(loader) if isinstance(loader, Sized) else None

@@ -1,0 +1,212 @@
+"""`launch`: ranks of this machine, under torch's elastic agent.
+
+The agent is the one that torchrun runs. What is lockstep's own is where the ranks meet (`loopback`, `nodes`), what
+each of them does at its beginning and end (`worker`), and what the user is told (`failures`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from lockstep.errors import LaunchError
+from lockstep.launch.failures import describe
+from lockstep.launch.layout import Layout
+from lockstep.launch.loopback import LoopbackRendezvous
+from lockstep.launch.network import LOOPBACK, interface_towards
+from lockstep.launch.nodes import NodesRendezvous
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    rdzv: str | None = None,
+    max_restarts: int = 0,
+    log_dir: str | os.PathLike[str] | None = None,
+    rdzv_timeout_seconds: float = 900.0,
+) -> None:
+    """Run a script or module on several ranks, and return when all of them have ended well.
+
+    On one node, everything that is opened listens on the loopback interface only. The first local rank keeps the
+    terminal. Ctrl-C and SIGTERM reach every rank, and no rank outlives this process.
+
+    Args:
+        command: what comes after ``python``: a script, or ``-m`` and a module, and its arguments.
+        nproc: ranks on this node.
+        nnodes: nodes of the job; `launch` is called on each.
+        node_rank: which of them this one is.
+        rdzv: ``"HOST:PORT"`` where several nodes meet: an address of node 0 and a free port there.
+        max_restarts: how often all ranks are started again after one has failed.
+        log_dir: folder to whose ``rank_N.log`` the local ranks after the first write what they print; without it
+            they print to the terminal too.
+        rdzv_timeout_seconds: how long to wait for all nodes.
+
+    Raises:
+        ValueError: a number is out of range, or `rdzv` does not fit `nnodes`.
+        LaunchError: a rank failed (names it, and shows its traceback), or the nodes did not meet.
+    """
+    layout = Layout(nproc, nnodes, node_rank, rdzv)
+    if max_restarts < 0:
+        raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
+    if not command:
+        raise ValueError("`command` must name a script, or -m and a module, but is empty")
+    rendezvous = (
+        LoopbackRendezvous(uuid.uuid4().hex)
+        if layout.nnodes == 1
+        else NodesRendezvous(layout, rdzv_timeout_seconds, _say)
+    )
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=layout.nproc,
+            entrypoint=sys.executable,
+            args=_worker_arguments(command, log_dir),
+            rdzv_handler=rendezvous,
+            max_restarts=max_restarts,
+        )
+        agent = _Agent(spec, _RankSetup(folder, layout, rendezvous), log_dir)
+        with _signals_restored(), _torch_quiet():
+            try:
+                result = agent.run()
+            except RendezvousError as error:
+                raise LaunchError(str(error)) from error
+            except SignalException as error:
+                interruption: signal.Signals | None = error.sigval
+            else:
+                interruption = None
+                _check(result, rendezvous, log_dir)
+            finally:
+                rendezvous.shutdown()
+    if interruption is not None:
+        # The ranks are gone; now the signal does to this process what it would have done without them.
+        _say(f"{interruption.name}: all ranks were stopped")
+        sys.stdout.flush()
+        signal.raise_signal(interruption)
+
+
+def _check(
+    result: RunResult, rendezvous: LoopbackRendezvous | NodesRendezvous, log_dir: str | os.PathLike[str] | None
+) -> None:
+    if not result.is_failed():
+        return
+    text = describe(result.failures, None if log_dir is None else Path(log_dir))
+    if isinstance(rendezvous, NodesRendezvous) and (first := rendezvous.give_up()) is not None:
+        text += f"\n\nNode {first} failed before this one: look there first."
+    raise LaunchError(text)
+
+
+def _worker_arguments(command: Sequence[str], log_dir: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    logs = () if log_dir is None else ("--log-dir", os.fspath(log_dir))
+    arguments = ("-u", "-m", "lockstep.launch.worker", "--agent", str(os.getpid()), *logs, "--", *command)
+    # The agent replaces $-macros in arguments; the user's are not meant for it.
+    return tuple(argument.replace("$", "$$") for argument in arguments)
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, which also tells why it starts the ranks again."""
+
+    def __init__(self, spec: WorkerSpec, setup: _RankSetup, log_dir: str | os.PathLike[str] | None) -> None:
+        super().__init__(spec, setup)
+        self._log_dir = None if log_dir is None else Path(log_dir)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed() and self._remaining_restarts > 0:
+            total = worker_group.spec.max_restarts
+            count = total - self._remaining_restarts + 1
+            _say(f"{describe(result.failures, self._log_dir)}\n\nStarting all ranks again ({count} of {total}).")
+        return result
+
+    def _exit_barrier(self) -> None:
+        # torch's own waits in one piece, deaf to Ctrl-C, and no longer than five minutes.
+        if isinstance(self._rdzv_handler, NodesRendezvous):
+            self._rdzv_handler.await_others()
+
+
+class _RankSetup(DefaultLogsSpecs):
+    """Where torch's agent lets us add to what each rank finds in its environment."""
+
+    def __init__(self, folder: str, layout: Layout, rendezvous: LoopbackRendezvous | NodesRendezvous) -> None:
+        super().__init__(log_dir=folder)
+        self._rendezvous = rendezvous
+        self._additions = _environment_additions(layout)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destinations = super().reify(envs)
+        for env in envs.values():
+            env.update(self._additions)
+            if isinstance(self._rendezvous, NodesRendezvous):
+                # The agent counts its own failures only; attempts are what all nodes have in common.
+                env["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous.attempt)
+        return destinations
+
+
+def _environment_additions(layout: Layout) -> dict[str, str]:
+    additions = {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // layout.nproc)
+    ranks = f"{layout.nproc} rank{'s'[: layout.nproc > 1]}"
+    place = "" if layout.nnodes == 1 else f" on node {layout.node_rank} of {layout.nnodes}"
+    if "OMP_NUM_THREADS" in os.environ:
+        _say(f"starting {ranks}{place}")
+    else:
+        # torch would start as many threads as there are cores, in every rank.
+        additions["OMP_NUM_THREADS"] = str(threads)
+        _say(f"starting {ranks}{place}, OMP_NUM_THREADS={threads} each ({cores} cores)")
+    interface = interface_towards(LOOPBACK if layout.nnodes == 1 else layout.endpoint()[0])
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        additions["GLOO_SOCKET_IFNAME"] = interface
+    return additions
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Put back the signal handlers that torch's agent replaces for good."""
+    before: dict[signal.Signals, Any] = {}
+    for number in _SIGNALS:
+        before[number] = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        try:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        except ValueError:  # not in the main thread, where the agent has replaced nothing either
+            pass
+
+
+@contextmanager
+def _torch_quiet() -> Iterator[None]:
+    """Keep what the agent logs about its work from the terminal; the user is told what matters by `_say`."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    silence = logging.NullHandler()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(silence)
+    try:
+        yield
+    finally:
+        logger.removeHandler(silence)
+        logger.propagate = propagate
+
+
+def _say(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,77 @@
+"""Which rank failed first, and what to tell about it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from lockstep.launch.worker import rank_log
+
+# Signals that end a rank from outside, or by its own fault. An abort is often only the answer to another rank's end.
+_DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+
+def describe(failures: Mapping[int, ProcessFailure], log_dir: str | Path | None = None) -> str:
+    """Say which rank failed first and how, with its traceback, and what became of the others.
+
+    Args:
+        failures: by rank; not empty.
+        log_dir: where ranks write their output, if they do.
+    """
+    first, *others = sorted(failures, key=lambda rank: (_suspicion(failures[rank]), rank))
+    failure = failures[first]
+    parts = [f"rank {first} {_ending(failure)} (pid {failure.pid})."]
+    if trace := _extra(failure).get("py_callstack"):
+        parts.append(trace.rstrip())
+    failed = [f"rank {rank} {_ending(failures[rank])}" for rank in others if not _stopped(failures[rank])]
+    if failed:
+        parts.append(f"After it: {', '.join(failed)}.")
+    if log_dir is not None and failure.local_rank != 0:
+        parts.append(f"Its output is in {rank_log(log_dir, first)}.")
+    return "\n\n".join(parts)
+
+
+def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
+    """Order failures, the probable cause first: died, then raised (the earliest first), then was stopped."""
+    extra = _extra(failure)
+    if failure.exitcode < 0:
+        return (0 if -failure.exitcode in _DEADLY else 4 if _stopped(failure) else 3), 0.0
+    if "time" not in extra:
+        return 1, 0.0
+    return (2 if extra.get("type") == "PeerError" else 1), float(extra["time"])
+
+
+def _ending(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        hint = (
+            "; where nobody sent it, the machine may have run out of memory"
+            if failure.exitcode == -signal.SIGKILL
+            else ""
+        )
+        return f"was ended by {_signal_name(failure)}{hint}"
+    kind = _extra(failure).get("type", "SystemExit")
+    if kind == "SystemExit":
+        return f"exited with code {failure.exitcode}"
+    return f"raised {kind}"
+
+
+def _stopped(failure: ProcessFailure) -> bool:
+    """Say whether the agent itself ended this rank, because another one had failed."""
+    return failure.exitcode == -signal.SIGTERM
+
+
+def _signal_name(failure: ProcessFailure) -> str:
+    try:
+        return signal.Signals(-failure.exitcode).name
+    except ValueError:
+        return f"signal {-failure.exitcode}"
+
+
+def _extra(failure: ProcessFailure) -> dict[str, Any]:
+    message = failure.error_file_data.get("message")
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    return extra if isinstance(extra, dict) else {}

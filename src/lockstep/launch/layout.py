@@ -1,0 +1,52 @@
+"""How many ranks on how many machines, and where those meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many ranks run on how many nodes.
+
+    Attributes:
+        nproc: ranks on this node.
+        nnodes: nodes of the job.
+        node_rank: which of them this one is.
+        rdzv: ``"HOST:PORT"`` where the nodes meet; HOST is an address of node 0. None with one node.
+
+    Raises:
+        ValueError: a number is out of range, or `rdzv` does not fit `nnodes`.
+    """
+
+    nproc: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1:
+            raise ValueError(f"`nproc` must be at least 1, but is {self.nproc}")
+        if self.nnodes < 1:
+            raise ValueError(f"`nnodes` must be at least 1, but is {self.nnodes}")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(
+                f"`node_rank` must be from 0 to {self.nnodes - 1}, since `nnodes` is {self.nnodes}, "
+                f"but is {self.node_rank}"
+            )
+        if self.nnodes == 1 and self.rdzv is not None:
+            raise ValueError(
+                f"`rdzv` is for several nodes, but is {self.rdzv!r} with `nnodes` 1; leave it out, or give `nnodes`"
+            )
+        if self.nnodes > 1:
+            self.endpoint()
+
+    def endpoint(self) -> tuple[str, int]:
+        """Return host and port of `rdzv`."""
+        host, _, port = (self.rdzv or "").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(
+                "`rdzv` must be HOST:PORT, an address of node 0 and a free port there, the same on every "
+                f"node, but is {self.rdzv!r}"
+            )
+        return host.strip("[]"), int(port)

@@ -1,0 +1,67 @@
+"""Sockets and interfaces of this machine."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address of this machine, on that address alone.
+
+    Where `host` is known to the others but is no address of this machine itself (behind a translating router), it
+    listens on all of them.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            sock.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            sock.bind(("", port))
+        sock.listen(1024)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def answers(host: str, port: int, timeout_seconds: float) -> bool:
+    """Return whether somebody listens at an address."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_seconds).close()
+    except OSError:
+        return False
+    return True
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the name of the network interface that leads to `host`, or None where that is not known.
+
+    Knows IPv4 on Linux. gloo, left to itself, takes the one that the machine's own name resolves to, which on many
+    systems is the loopback interface.
+    """
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing; the kernel chooses the way
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode())
+                try:
+                    answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                except OSError:  # an interface without an address
+                    continue
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    except (ImportError, OSError):
+        return None
+    return None

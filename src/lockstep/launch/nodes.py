@@ -1,0 +1,197 @@
+"""The meeting point of a job on several machines, at an address of the first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from lockstep.launch.layout import Layout
+from lockstep.launch.network import answers, listener
+
+_POLL_SECONDS = 0.1
+_PATIENCE_SECONDS = 5.0  # then say what is being waited for
+
+
+class NodesRendezvous(RendezvousHandler):
+    """A rendezvous of a known number of nodes, each of which knows its rank.
+
+    Node 0 owns the store; the nodes may start in any order. Against torch's static rendezvous it waits in small
+    steps, so that Ctrl-C ends it; it names the nodes that are missing; a node whose ranks fail makes all nodes start
+    theirs again, so that attempts count alike everywhere; and a node that gives up ends the job on all of them.
+
+    Args:
+        layout: of several nodes.
+        timeout_seconds: how long to wait for all nodes.
+        say: tells the user what is being waited for.
+    """
+
+    def __init__(self, layout: Layout, timeout_seconds: float, say: Callable[[str], None]) -> None:
+        self._layout = layout
+        self._host, self._port = layout.endpoint()
+        self._timeout_seconds = timeout_seconds
+        self._say = say
+        self._store: TCPStore | None = None
+        self.attempt = -1
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all nodes have begun the next attempt."""
+        self.attempt += 1
+        deadline = time.monotonic() + self._timeout_seconds
+        try:
+            if self._store is None:
+                self._store = self._open(deadline)
+            attempt = PrefixStore(f"attempt_{self.attempt}", self._store)
+            self._claim(attempt)
+            self._await_all(attempt, deadline)
+        except DistError as error:
+            raise RendezvousClosedError(f"node 0 at {self._layout.rdzv} is gone: {error}") from error
+        meeting_point = RendezvousStoreInfo(self._host, self._port)
+        return RendezvousInfo(attempt, self._layout.node_rank, self._layout.nnodes, meeting_point)
+
+    def num_nodes_waiting(self) -> int:
+        """Return whether another node wants all ranks started again; the agent then does so here."""
+        if self._store is None:
+            return 0
+        try:
+            begun = PrefixStore(f"attempt_{self.attempt + 1}", self._store).check(["begun"])
+            return int(begun or self._store.check(["closed"]))
+        except DistError:  # node 0 is gone: the next rendezvous says so
+            return 1
+
+    def await_others(self) -> None:
+        """Return when the other nodes are done too; only node 0, which owns the store, has to wait for that."""
+        if self._store is None:
+            return
+        try:
+            self._store.set(f"done_{self._layout.node_rank}", "")
+            if self._layout.node_rank == 0:
+                done = [f"done_{node}" for node in range(self._layout.nnodes)]
+                while not self._store.check(done) and not self._store.check(["closed"]):
+                    time.sleep(_POLL_SECONDS)
+        except DistError:
+            return
+
+    def give_up(self) -> int | None:
+        """Tell all nodes that this one has failed for good; return the node that had done so before, if any."""
+        own = str(self._layout.node_rank)
+        if self._store is None:
+            return None
+        try:
+            first = self._store.compare_set("closed", "", own).decode()
+        except DistError:
+            return 0
+        return None if first == own else int(first)
+
+    def _open(self, deadline: float) -> TCPStore:
+        timeout = timedelta(seconds=self._timeout_seconds)
+        if self._layout.node_rank == 0:
+            try:
+                sock = listener(self._host, self._port)
+            except OSError as error:
+                raise RendezvousConnectionError(
+                    f"node 0 cannot listen at {self._layout.rdzv}: {error}; choose an address of this machine "
+                    "and a free port"
+                ) from error
+            return TCPStore(
+                self._host,
+                self._port,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=sock.detach(),
+            )
+        wait = _Wait(deadline, self._say, lambda: f"node 0 at {self._layout.rdzv}")
+        while not answers(self._host, self._port, timeout_seconds=1.0):
+            wait.a_little()
+        return TCPStore(self._host, self._port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    def _claim(self, store: PrefixStore) -> None:
+        """Take this node's place in the attempt."""
+        rank, nnodes = self._layout.node_rank, self._layout.nnodes
+        agreed = int(store.compare_set("nnodes", "", str(nnodes)))
+        if agreed != nnodes:
+            raise RendezvousError(
+                f"`nnodes` must be the same on all nodes, but is {nnodes} here and {agreed} elsewhere"
+            )
+        if store.add(f"claims_{rank}", 1) > 1:
+            raise RendezvousError(f"`node_rank` must be different on each node, but is {rank} on two of them")
+        store.set(f"node_{rank}", "")
+        store.set("begun", "")
+
+    def _await_all(self, store: PrefixStore, deadline: float) -> None:
+        assert self._store is not None
+        nodes = range(self._layout.nnodes)
+
+        def missing() -> list[int]:
+            return [node for node in nodes if not store.check([f"node_{node}"])]
+
+        wait = _Wait(deadline, self._say, lambda: f"node {', '.join(map(str, missing()))}")
+        while left := missing():
+            if self._store.check(["closed"]):
+                first = self._store.get("closed").decode()
+                raise RendezvousClosedError(f"node {first} has failed; what went wrong is written there")
+            for node in left:
+                if self._store.check([f"done_{node}"]):
+                    raise RendezvousClosedError(f"node {node} has finished already and cannot start again")
+            wait.a_little()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks join the agents' store as clients."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return "lockstep-nodes"
+
+    def get_run_id(self) -> str:
+        """Return what tells this job from others: the same on all nodes."""
+        return f"lockstep-{self._host}-{self._port}"
+
+    def is_closed(self) -> bool:
+        """Return whether the job is over."""
+        return self._store is None
+
+    def set_closed(self) -> None:
+        """End the job."""
+        self.give_up()
+
+    def shutdown(self) -> bool:
+        """Leave the store; node 0 closes it."""
+        self._store = None
+        return True
+
+
+class _Wait:
+    """Waits in small steps until a deadline, and says once what for."""
+
+    def __init__(self, deadline: float, say: Callable[[str], None], what: Callable[[], str]) -> None:
+        self._deadline = deadline
+        self._say = say
+        self._what = what
+        self._begun = time.monotonic()
+        self._said = False
+
+    def a_little(self) -> None:
+        now = time.monotonic()
+        if now > self._deadline:
+            raise RendezvousTimeoutError(
+                f"{self._what()} did not come within {self._deadline - self._begun:.0f} s; start it, and check that "
+                "`rdzv` is the same on all nodes and can be reached from there"
+            )
+        if not self._said and now > self._begun + _PATIENCE_SECONDS:
+            self._said = True
+            self._say(f"waiting for {self._what()}")
+        time.sleep(_POLL_SECONDS)

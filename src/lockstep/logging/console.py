@@ -1,0 +1,72 @@
+"""One console for everything a run says, and the handlers that bring log messages there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
+
+
+def open_console(*, speaks: bool) -> Console:
+    """Return a console on standard output; one that does not speak swallows everything."""
+    return Console(quiet=not speaks, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def run_logging(
+    console: Console, file: Path, *, level: int | str = "INFO", file_level: int | str = "INFO"
+) -> Iterator[logging.Logger]:
+    """Send what lockstep logs to a console and to a file, until the context ends.
+
+    Args:
+        console: where messages from `level` on are shown.
+        file: where messages from `file_level` on are written; made at the first one.
+        level: name or number of a logging level.
+        file_level: the same for the file.
+    """
+    logger = logging.getLogger("lockstep")
+    handlers = [_ConsoleHandler(console), _file_handler(file)]
+    for handler, handler_level in zip(handlers, (level, file_level), strict=True):
+        handler.setLevel(handler_level)
+        logger.addHandler(handler)
+    before = logger.level, logger.propagate
+    logger.setLevel(min(handler.level for handler in handlers))
+    logger.propagate = False  # a handler on the root logger would say everything twice
+    try:
+        yield logger
+    finally:
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints through a rich console, above a live progress bar where there is one."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            style = _STYLES.get(record.levelno, "")
+            prefix = f"{record.levelname.lower()}: " if style else ""
+            self._console.print(Text(prefix + record.getMessage(), style=style))
+        except Exception:
+            self.handleError(record)
+
+
+def _file_handler(file: Path) -> logging.Handler:
+    handler = logging.FileHandler(file, encoding="utf-8", delay=True)
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+    )
+    return handler

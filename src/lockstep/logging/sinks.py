@@ -1,0 +1,59 @@
+"""Where records of a run go: always to a file of JSON lines, and to whatever else is asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO, runtime_checkable
+
+
+@runtime_checkable
+class Visualizer(Protocol):
+    """Something that shows scalars while a run goes on."""
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        """Show values that belong to one step."""
+        ...
+
+
+class JsonLinesSink:
+    """A file with one JSON object per line, each readable as soon as it is written.
+
+    Numbers that JSON does not know become the strings "nan", "inf" and "-inf".
+
+    Args:
+        path: the file; created at the first record, with its folder there already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record."""
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        plain = {key: _plain(value) for key, value in record.items()}
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; the next record would open it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    # numpy scalars and one-element tensors
+    return _plain(value.item()) if hasattr(value, "item") else str(value)

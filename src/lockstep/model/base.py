@@ -1,0 +1,72 @@
+"""`BaseModel`: a module that knows what to return in training, validation and plain use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.model import steps
+from lockstep.model.preprocessor import BaseDataPreprocessor
+from lockstep.registry import MODELS
+
+
+class BaseModel(nn.Module):
+    """A module whose one `forward` serves training, validation and plain use.
+
+    A subclass writes `forward`, whose arguments before `mode` are what the data loader yields,
+    unpacked: `forward(self, inputs, data_samples=None, mode="tensor")` for batches that are dicts
+    with these keys or pairs, `forward(self, imgs, labels, mode)` for pairs.
+
+    * `mode="loss"`: return the loss, or a dict of losses (see `parse_losses`).
+    * `mode="predict"`: return what the metrics are to see.
+    * `mode="tensor"`: return whatever plain use needs.
+
+    Args:
+        data_preprocessor: module, or config of one, through which each batch goes on its way to
+            `forward`; by default one that moves it to the model's device.
+
+    Example:
+        >>> class Net(BaseModel):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = nn.Linear(4, 2)
+        ...     def forward(self, inputs, labels=None, mode="tensor"):
+        ...         scores = self.linear(inputs)
+        ...         if mode == "loss":
+        ...             return {"loss": nn.functional.cross_entropy(scores, labels)}
+        ...         return (scores, labels) if mode == "predict" else scores
+    """
+
+    def __init__(self, data_preprocessor: nn.Module | Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        if data_preprocessor is None:
+            data_preprocessor = BaseDataPreprocessor()
+        elif isinstance(data_preprocessor, Mapping):
+            data_preprocessor = MODELS.build(data_preprocessor, type="BaseDataPreprocessor")
+        if not isinstance(data_preprocessor, nn.Module):
+            raise TypeError(
+                "`data_preprocessor` must be a module, a config dict or None, but is "
+                f"{data_preprocessor!r}"
+            )
+        self.data_preprocessor = data_preprocessor
+
+    def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
+        """Train on one batch, and return the values to log.
+
+        Override it to train in another way, for instance with several optimizers.
+        """
+        return steps.train_step(self, data, optim_wrapper)
+
+    def val_step(self, data: Any) -> Any:
+        """Return what the model predicts for one batch of the validation data."""
+        return steps.predict_step(self, data)
+
+    def test_step(self, data: Any) -> Any:
+        """Return what the model predicts for one batch of the test data."""
+        return steps.predict_step(self, data)
+
+    def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add up what `forward(mode="loss")` returned; see `lockstep.model.parse_losses`."""
+        return steps.parse_losses(losses)

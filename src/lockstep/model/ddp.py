@@ -1,0 +1,119 @@
+"""`MMDistributedDataParallel`: torch's DDP with the training and validation steps of a model."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.dist import get_rank, get_world_size
+from lockstep.model import steps
+from lockstep.registry import MODEL_WRAPPERS
+
+_logger = logging.getLogger(__name__)
+
+
+@MODEL_WRAPPERS.register_module()
+class MMDistributedDataParallel(DistributedDataParallel):
+    """Train replicas of a module on all ranks, with their gradients averaged.
+
+    Args:
+        module: the module, which lies on the device it is to be trained on. It need not be a
+            `BaseModel`.
+        detect_anomalous_params: before each backward pass, name the parameters that the loss does
+            not depend on. Costs one walk over the autograd graph per step.
+        **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left
+            out, and on the CPU is ignored.
+
+    **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
+    """
+
+    def __init__(
+        self, module: nn.Module, detect_anomalous_params: bool = False, **kwargs: Any
+    ) -> None:
+        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+            kwargs.pop("device_ids", None)
+            kwargs.pop("output_device", None)
+        super().__init__(module, **kwargs)
+        self.detect_anomalous_params = detect_anomalous_params
+        self._last_anomalous: list[str] = []
+
+    def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
+        """Train on this rank's part of the batch, and return this rank's values to log.
+
+        **Collective**: every rank of the group, unless inside `no_sync`.
+        """
+        if not self.detect_anomalous_params:
+            return steps.train_step(self, data, optim_wrapper)
+        return steps.train_step(self, data, _Inspecting(optim_wrapper, self._report_anomalous))
+
+    def val_step(self, data: Any) -> Any:
+        """Return what the module predicts for this rank's batch. Nothing is sent."""
+        return _own_step(self.module, "val_step", data)
+
+    def test_step(self, data: Any) -> Any:
+        """Return what the module predicts for this rank's batch. Nothing is sent."""
+        return _own_step(self.module, "test_step", data)
+
+    def _report_anomalous(self, loss: Tensor) -> None:
+        reached = leaves_of(loss)
+        names = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and parameter not in reached
+        ]
+        if names != self._last_anomalous:
+            self._last_anomalous = names
+            if names:
+                _logger.warning(
+                    "the loss does not depend on %d parameters, which get no gradient "
+                    "(rank %d of %d): %s. Freeze them with requires_grad_(False), or pass "
+                    "find_unused_parameters=True",
+                    len(names), get_rank(), get_world_size(), ", ".join(names),
+                )  # fmt: skip
+
+
+class _Inspecting:
+    """An optim wrapper that shows each loss to somebody before it is used."""
+
+    def __init__(self, optim_wrapper: steps.UpdatesParams, inspect: Any) -> None:
+        self._optim_wrapper = optim_wrapper
+        self._inspect = inspect
+        self.optim_context = optim_wrapper.optim_context
+
+    def update_params(self, loss: Tensor) -> None:
+        self._inspect(loss)
+        self._optim_wrapper.update_params(loss)
+
+
+def is_model_wrapper(model: nn.Module) -> bool:
+    """Return whether `model` lays another module over ranks, which is then its `.module`.
+
+    True of torch's `DistributedDataParallel` and `DataParallel`, and of every class in
+    `MODEL_WRAPPERS`.
+    """
+    known = tuple(entry for entry in MODEL_WRAPPERS.module_dict.values() if isinstance(entry, type))
+    return isinstance(model, (DistributedDataParallel, nn.DataParallel, *known))
+
+
+def leaves_of(loss: Tensor) -> set[Tensor]:
+    """Return the leaf tensors that gradients of `loss` flow into."""
+    leaves: set[Tensor] = set()
+    seen: set[Any] = set()
+    open_nodes = [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(leaf)
+        open_nodes += [parent for parent, _ in node.next_functions]
+    return leaves
+
+
+def _own_step(module: nn.Module, name: str, data: Any) -> Any:
+    step = getattr(module, name, None)
+    return steps.predict_step(module, data) if step is None else step(data)

@@ -1,0 +1,162 @@
+"""What one training step and one prediction consist of, for any module.
+
+`BaseModel`, the wrappers and the loops all come here, so that a plain `torch.nn.Module` which
+returns its loss trains in exactly the way of a model that inherits from `BaseModel`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Literal, Protocol, TypeAlias
+
+from torch import Tensor, nn
+
+from lockstep.model.preprocessor import move_to_device
+
+Mode: TypeAlias = Literal["tensor", "loss", "predict"]
+_ParseLosses: TypeAlias = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
+
+
+class UpdatesParams(Protocol):
+    """What a training step needs of an optim wrapper."""
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which the forward pass runs (autocast, no_sync)."""
+        ...
+
+    def update_params(self, loss: Tensor) -> None:
+        """Run the backward pass, and update the parameters where the time has come."""
+        ...
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the user's own module under any number of parallel wrappers."""
+    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        model = model.module
+    return model
+
+
+def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:
+    """Train `model` on one batch.
+
+    Args:
+        model: the module, wrapped or not.
+        data: the batch. A dict is unpacked to keyword arguments of `forward`, a list or tuple to
+            positional ones.
+        optim_wrapper: runs the backward pass and the update.
+
+    Returns:
+        The values to log, detached and on their device; `"loss"` is what was minimised.
+    """
+    core = unwrap_model(model)
+    with optim_wrapper.optim_context(model):
+        losses = call_forward(model, core, preprocess(core, data, training=True), "loss")
+    parse: _ParseLosses = getattr(core, "parse_losses", parse_losses)
+    loss, log_vars = parse(losses)
+    optim_wrapper.update_params(loss)
+    return log_vars
+
+
+def predict_step(model: nn.Module, data: Any) -> Any:
+    """Return what `model` predicts for one batch, in the form that the model itself chose.
+
+    Wrappers are stepped around: a wrapper's own forward talks between ranks, which may hold
+    different numbers of validation batches.
+    """
+    core = unwrap_model(model)
+    return call_forward(core, core, preprocess(core, data, training=False), "predict")
+
+
+def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:
+    """Send a batch through the model's `data_preprocessor`, or just to its device."""
+    preprocessor = getattr(core, "data_preprocessor", None)
+    if preprocessor is not None:
+        return preprocessor(data, training)
+    parameter = next(core.parameters(), None)
+    return data if parameter is None else move_to_device(data, parameter.device)
+
+
+def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> Any:
+    """Call `model` on an unpacked batch, with `mode` where the `forward` of `core` knows it."""
+    kwargs = {"mode": mode} if _takes_mode(type(core).forward) else {}
+    if isinstance(batch, Mapping):
+        return model(**batch, **kwargs)
+    if isinstance(batch, list | tuple):
+        return model(*batch, **kwargs)
+    return model(batch, **kwargs)
+
+
+def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Add up what a model returned in training.
+
+    Args:
+        losses: the loss itself; an object with an attribute `loss`; or a dict of tensors and lists
+            of tensors, in which every entry whose name contains `loss` counts as a loss. Each
+            tensor of a dict is averaged, and the tensors of a list are then added.
+
+    Returns:
+        The scalar to minimise, and everything that is to be logged, detached, with the total under
+        `"loss"`.
+
+    Raises:
+        TypeError: there is no loss in `losses`, or an entry is not a tensor.
+        ValueError: a bare loss is not a scalar.
+    """
+    if isinstance(losses, Tensor):
+        return _scalar(losses), {"loss": losses.detach()}
+    if not isinstance(losses, Mapping):
+        loss = getattr(losses, "loss", None)
+        if isinstance(loss, Tensor):
+            return _scalar(loss), {"loss": loss.detach()}
+        raise TypeError(
+            "`forward` must return a loss in training (a scalar tensor, a dict of tensors or an "
+            f"object with a tensor `.loss`), but returned {_describe(losses)}"
+        )
+    # A dict is allowed to hold more than tensors where it says `loss` itself, as the outputs of
+    # many libraries do; then the rest is not ours to read.
+    if isinstance(losses.get("loss"), Tensor) and hasattr(losses, "loss"):
+        return _scalar(losses["loss"]), {"loss": losses["loss"].detach()}
+    values = {name: _mean(name, value) for name, value in losses.items()}
+    parts = [value for name, value in values.items() if "loss" in name]
+    if not parts:
+        raise TypeError(
+            "`forward` must return at least one entry whose name contains 'loss', but returned "
+            f"only {sorted(values)}"
+        )
+    total = sum(parts[1:], start=parts[0])
+    log_vars = {name: value.detach() for name, value in values.items()}
+    return total, {**log_vars, "loss": total.detach()}
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss must be a scalar, but has shape {tuple(loss.shape)}. "
+            "Reduce it in the model, for example with .mean()"
+        )
+    return loss.reshape(())
+
+
+def _mean(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.mean() if value.dim() else value
+    if isinstance(value, list | tuple) and value and all(isinstance(v, Tensor) for v in value):
+        means = [item.mean() for item in value]
+        return sum(means[1:], start=means[0])
+    raise TypeError(
+        f"`losses[{name!r}]` must be a tensor or a list of tensors, but is {_describe(value)}"
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {[type(item).__name__ for item in value]}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+@cache
+def _takes_mode(forward: Callable[..., Any]) -> bool:
+    return "mode" in inspect.signature(forward).parameters

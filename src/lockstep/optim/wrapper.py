@@ -1,0 +1,230 @@
+"""`OptimWrapper`: everything between a loss and the updated parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+
+from lockstep.registry import OPTIM_WRAPPERS
+
+_logger = logging.getLogger(__name__)
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+
+
+@OPTIM_WRAPPERS.register_module()
+class OptimWrapper:
+    """An optimizer with gradient accumulation and clipping.
+
+    ```python
+    with optim_wrapper.optim_context(model):
+        loss = model(batch)
+    optim_wrapper.update_params(loss)
+    ```
+
+    Subclasses for mixed precision override `optim_context`, `backward` and `step`.
+
+    Args:
+        optimizer: the optimizer, built on the parameters as they are trained.
+        accumulative_counts: number of batches whose gradients are averaged into one update. Between
+            updates nothing is sent between ranks.
+        clip_grad: `dict(max_norm=...)` with the further arguments of
+            `torch.nn.utils.clip_grad_norm_`, or `dict(type="value", clip_value=...)` with those of
+            `clip_grad_value_`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulative_counts: int = 1,
+        clip_grad: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"`optimizer` must be a torch.optim.Optimizer, but is {optimizer!r} "
+                f"of type {type(optimizer).__name__}"
+            )
+        if not isinstance(accumulative_counts, int) or accumulative_counts < 1:
+            raise ValueError(
+                "`accumulative_counts` must be an int of at least 1, "
+                f"but is {accumulative_counts!r}"
+            )
+        self.optimizer = optimizer
+        self._accumulative_counts = accumulative_counts
+        self._clip_type, self._clip_kwargs = _checked_clipping(clip_grad)
+        self._grad_norm: Tensor | None = None
+        self._inner_count = 0
+        # Batches from here on make up the last window, which is shorter than the others.
+        self._max_counts: int | None = None
+        self._remainder_counts = 0
+
+    def initialize_count_status(
+        self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None
+    ) -> None:
+        """Say how many batches there have been and will be, so that the last window divides right.
+
+        Args:
+            model: the model to be trained; only looked at, for layers that accumulation changes.
+            init_counts: number of batches seen so far (after resuming).
+            max_counts: number of batches in the whole training; the last one ends in an update.
+        """
+        self._inner_count = init_counts
+        self._max_counts = max_counts
+        if self._accumulative_counts == 1:
+            return
+        if max_counts is not None:
+            self._remainder_counts = max_counts % self._accumulative_counts
+        if init_counts % self._accumulative_counts:
+            _logger.warning(
+                "training resumes after %d batches, inside an accumulation window of %d: the "
+                "gradients of its first %d batches are lost",
+                init_counts, self._accumulative_counts, init_counts % self._accumulative_counts,
+            )  # fmt: skip
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            _logger.warning(
+                "gradients are accumulated over %d batches, but BatchNorm normalises within each "
+                "of them: the result differs from that of one large batch",
+                self._accumulative_counts,
+            )
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context for the forward pass: `no_sync` where no update will follow."""
+        no_sync = None if self.should_sync() else getattr(model, "no_sync", None)
+        context: AbstractContextManager[Any] = _NO_CONTEXT if no_sync is None else no_sync()
+        return context
+
+    def update_params(
+        self,
+        loss: Tensor,
+        step_kwargs: Mapping[str, Any] | None = None,
+        zero_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Run the backward pass; at the end of a window update the parameters and clear gradients.
+
+        Args:
+            loss: the scalar to minimise, of one batch and not divided by anything.
+            step_kwargs: passed on to the optimizer's `step`.
+            zero_kwargs: passed on to the optimizer's `zero_grad`.
+        """
+        self.backward(self.scale_loss(loss))
+        if self.should_update():
+            self.step(**(step_kwargs or {}))
+            self.zero_grad(**(zero_kwargs or {}))
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Divide by the number of batches in the present window."""
+        if self._accumulative_counts == 1:
+            return loss
+        return loss / self._window()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a scaled loss, and count the batch."""
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        self._inner_count += 1
+
+    def step(self, **kwargs: Any) -> None:
+        """Clip the gradients, then let the optimizer update the parameters."""
+        if self._clip_type is not None:
+            self._clip_grad()
+        self.optimizer.step(**kwargs)
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients."""
+        self.optimizer.zero_grad(**kwargs)
+
+    def should_sync(self) -> bool:
+        """Return whether the gradients of the batch to come are to be averaged over ranks."""
+        return self._ends_window(self._inner_count + 1)
+
+    def should_update(self) -> bool:
+        """Return whether the batch whose backward pass is over ends a window."""
+        return self._ends_window(self._inner_count)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the gradients at the last update, before clipping; None without `max_norm`."""
+        return self._grad_norm
+
+    @property
+    def inner_count(self) -> int:
+        """Number of batches so far."""
+        return self._inner_count
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own."""
+        return self.optimizer.param_groups
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """Return the learning rate of every parameter group, as `{"lr": [...]}`."""
+        return {"lr": [float(group["lr"]) for group in self.param_groups]}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """Return the momentum (Adam's first beta) of every parameter group; 0 where it has none."""
+        groups = self.param_groups
+        return {"momentum": [float(g.get("momentum", g.get("betas", (0,))[0])) for g in groups]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        clipping = f", clip_grad={self._clip_kwargs}" if self._clip_type else ""
+        return (
+            f"{type(self).__name__}({type(self.optimizer).__name__}, "
+            f"accumulative_counts={self._accumulative_counts}{clipping})"
+        )
+
+    def _ends_window(self, count: int) -> bool:
+        return count % self._accumulative_counts == 0 or count == self._max_counts
+
+    def _window(self) -> int:
+        """Return the length of the window that the present batch belongs to."""
+        if (
+            self._max_counts is not None
+            and self._inner_count >= self._max_counts - self._remainder_counts
+        ):
+            return self._remainder_counts or self._accumulative_counts
+        return self._accumulative_counts
+
+    def _clip_grad(self) -> None:
+        params = [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if not params:
+            return
+        if self._clip_type == "norm":
+            self._grad_norm = clip_grad_norm_(params, **self._clip_kwargs)
+        else:
+            clip_grad_value_(params, **self._clip_kwargs)
+
+
+def _checked_clipping(
+    clip_grad: Mapping[str, Any] | None,
+) -> tuple[str | None, dict[str, Any]]:
+    if clip_grad is None:
+        return None, {}
+    if not isinstance(clip_grad, Mapping):
+        raise TypeError(
+            f"`clip_grad` must be a dict such as dict(max_norm=1.0) or None, but is {clip_grad!r}"
+        )
+    kwargs = dict(clip_grad)
+    kind = kwargs.pop("type", "norm")
+    needed = {"norm": "max_norm", "value": "clip_value"}.get(kind)
+    if needed is None:
+        raise ValueError(f"`clip_grad['type']` must be 'norm' or 'value', but is {kind!r}")
+    if needed not in kwargs:
+        raise ValueError(f"`clip_grad` must have the key '{needed}', but has only {sorted(kwargs)}")
+    return kind, kwargs

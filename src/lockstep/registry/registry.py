@@ -1,0 +1,337 @@
+"""`Registry`: a table of classes and functions by name, with parents and scopes."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, TypeVar, overload
+
+from lockstep.errors import RegistryError
+from lockstep.registry.building import construct
+from lockstep.registry.nearest import did_you_mean
+
+Entry = Callable[..., Any]
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A module whose classes count as entries of a registry although nobody registered them.
+
+    Attributes:
+        module: dotted name; imported at the first name that is not registered.
+        base: a class in that module; only its subclasses count.
+    """
+
+    module: str
+    base: str
+
+    def entries(self) -> dict[str, Entry]:
+        """Import the module and return its public subclasses of `base` by name."""
+        module = import_module(self.module)
+        base = getattr(module, self.base)
+        return {
+            name: value
+            for name, value in vars(module).items()
+            if inspect.isclass(value) and issubclass(value, base) and value is not base
+        }
+
+
+class Registry:
+    """A table of classes and functions by name, from which configs are built.
+
+    A name is looked for in the registry itself, then in its parent, and so on up.
+    ``"scope.Name"`` addresses one registry of the family, ``"package.module.Name"`` anything that
+    can be imported.
+
+    Args:
+        name: what the entries are, in the singular (``"model"``); errors use it.
+        scope: address within the family; by default the package that creates the registry.
+        parent: the registry to go on looking in.
+        locations: modules that register entries when they are imported; imported at the first name
+            that is not found.
+        libraries: foreign modules whose classes count as entries, after everything registered.
+
+    Raises:
+        RegistryError: the parent already has a child of that scope.
+
+    Example:
+        >>> MODELS = Registry("model", scope="zoo")
+        >>> @MODELS.register_module()
+        ... class Net:
+        ...     def __init__(self, width): self.width = width
+        >>> MODELS.build(dict(type="Net", width=3)).width
+        3
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scope: str | None = None,
+        parent: Registry | None = None,
+        *,
+        locations: Iterable[str] = (),
+        libraries: Iterable[Library] = (),
+    ) -> None:
+        if scope is None:
+            scope = str(sys._getframe(1).f_globals["__name__"]).partition(".")[0]
+        if not scope or "." in scope:
+            raise ValueError(f"`scope` must be a name without dots, but is {scope!r}")
+        self._name = name
+        self._scope = scope
+        self._parent = parent
+        self._locations = tuple(locations)
+        self._libraries = tuple(libraries)
+        self._entries: dict[str, Entry] = {}
+        self._children: dict[str, Registry] = {}
+        if parent is not None:
+            if scope in parent._children:
+                raise RegistryError(f"{parent!r} has a child of scope `{scope}` already; choose another `scope`")
+            parent._children[scope] = self
+
+    @property
+    def name(self) -> str:
+        """What the entries are, in the singular."""
+        return self._name
+
+    @property
+    def scope(self) -> str:
+        """Address of this registry within its family."""
+        return self._scope
+
+    @property
+    def parent(self) -> Registry | None:
+        """The registry in which a name is looked for next."""
+        return self._parent
+
+    @property
+    def root(self) -> Registry:
+        """The oldest of the family."""
+        return self if self._parent is None else self._parent.root
+
+    @property
+    def children(self) -> Mapping[str, Registry]:
+        """The registries that have this one as their parent, by scope. Read only."""
+        return MappingProxyType(self._children)
+
+    @property
+    def module_dict(self) -> Mapping[str, Entry]:
+        """What has been registered here so far, by name. Read only."""
+        return MappingProxyType(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __bool__(self) -> bool:
+        return True  # an empty registry is still a registry
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self.get(key) is not None
+
+    def __repr__(self) -> str:
+        return f"Registry({self._name!r}, scope={self._scope!r}, entries={len(self)})"
+
+    @overload
+    def register_module(self, name: EntryT) -> EntryT: ...
+    @overload
+    def register_module(
+        self, name: str | list[str] | None = None, force: bool = False, *, module: EntryT
+    ) -> EntryT: ...
+    @overload
+    def register_module(
+        self, name: str | list[str] | None = None, force: bool = False, module: None = None
+    ) -> Callable[[EntryT], EntryT]: ...
+    def register_module(
+        self,
+        name: str | list[str] | Entry | None = None,
+        force: bool = False,
+        module: Entry | None = None,
+    ) -> Any:
+        """Register a class or function, as a decorator or by a call.
+
+        Args:
+            name: one name or several; by default the object's own.
+            force: replace what is registered under that name.
+            module: the class or function; without it a decorator is returned.
+
+        Returns:
+            The class or function, unchanged, or the decorator.
+
+        Raises:
+            RegistryError: the name is taken and `force` is not set.
+            TypeError: `module` is neither a class nor a function.
+
+        Example:
+            >>> HOOKS = Registry("hook", scope="zoo")
+            >>> @HOOKS.register_module(name=["Say", "Shout"])
+            ... class Say: ...
+            >>> @HOOKS.register_module()
+            ... def make_hook(): ...
+            >>> list(HOOKS)
+            ['Say', 'Shout', 'make_hook']
+        """
+        if callable(name):  # @registry.register_module without parentheses
+            return self._register(name, None, force)
+        if name is not None and not isinstance(name, str | list | tuple):
+            raise TypeError(f"`name` must be a str, a list of str or None, but is {type(name).__name__}")
+        if module is not None:
+            return self._register(module, name, force)
+        return lambda entry: self._register(entry, name, force)
+
+    def _register(self, entry: EntryT, name: str | list[str] | None, force: bool) -> EntryT:
+        if not (inspect.isclass(entry) or inspect.isroutine(entry)):
+            raise TypeError(f"`module` must be a class or a function, but is an object of {type(entry)}")
+        names = [entry.__name__] if name is None else [name] if isinstance(name, str) else name
+        for key in names:
+            if "." in key:
+                raise ValueError(f"`name` must have no dot, which separates a scope from a name, but is {key!r}")
+            present = self._entries.get(key)
+            if not force and present is not None and present is not entry:
+                raise RegistryError(
+                    f"{self._name} `{key}` is registered in `{self._scope}` already, by "
+                    f"{present.__module__}; choose another name, or replace it with force=True"
+                )
+        self._entries.update(dict.fromkeys(names, entry))
+        return entry
+
+    def get(self, key: str) -> Entry | None:
+        """Return the class or function called `key`, or None; ``registry[key]`` raises instead.
+
+        Args:
+            key: ``"Name"``, ``"scope.Name"`` or ``"package.module.Name"``.
+
+        Example:
+            >>> from lockstep.registry import OPTIMIZERS
+            >>> OPTIMIZERS.get("AdamW").__module__
+            'torch.optim.adamw'
+        """
+        if not isinstance(key, str):
+            raise TypeError(f"`key` must be a str, but is {key!r} of {type(key).__name__}")
+        scope, dot, name = key.partition(".")
+        if not dot:
+            return self._ascend(key)
+        if (found := self._in_scope(scope, name)) is not None:
+            return found
+        imported = _import_entry(key)  # may import the package that makes the scope
+        found = self._in_scope(scope, name)
+        return imported if found is None else found
+
+    def __getitem__(self, key: str) -> Entry:
+        found = self.get(key)
+        if found is None:
+            raise RegistryError(
+                f"there is no {self._name} `{key}` in the registry of scope `{self._scope}`"
+                + did_you_mean(key.removeprefix(f"{self._scope}."), self._known_names())
+            )
+        return found
+
+    def build(self, cfg: Mapping[str, Any], **default_args: Any) -> Any:
+        """Build an object from a config; `cfg` itself is left as it is.
+
+        Args:
+            cfg: a dict whose `type` is a name, a class or a function; the other keys are its
+                arguments.
+            default_args: arguments (or a `type`) for the keys that `cfg` does not have.
+
+        Raises:
+            TypeError: `cfg` is no dict.
+            RegistryError: `type` is missing or names nothing; the nearest name is suggested.
+            BuildError: an argument is unknown or missing; the nearest name is suggested.
+
+        Example:
+            >>> Registry("size").build(dict(type=complex, real=1), imag=2)
+            (1+2j)
+        """
+        if not isinstance(cfg, Mapping):
+            raise TypeError(
+                f"`cfg` must be a dict with the key `type` to build a {self._name}, but is "
+                f"{cfg!r} of {type(cfg).__name__}; an object that exists needs no building"
+            )
+        arguments = {**default_args, **cfg}
+        if "type" not in arguments:
+            raise RegistryError(
+                f"`cfg` must have the key `type` to build a {self._name}, but has only {sorted(map(str, cfg))}"
+            )
+        kind = arguments.pop("type")
+        if isinstance(kind, str):
+            kind = self[kind]
+        elif not callable(kind):
+            raise TypeError(f"`type` of a {self._name} must be a name, a class or a function, but is {kind!r}")
+        return construct(kind, arguments, self._name)
+
+    def _ascend(self, name: str) -> Entry | None:
+        """Look for `name` here, then in the parents."""
+        for registry in self._ancestry():
+            if (found := registry._own(name)) is not None:
+                return found
+        return None
+
+    def _own(self, name: str) -> Entry | None:
+        if name in self._entries:
+            return self._entries[name]
+        for location in self._locations:
+            import_module(location)
+            if name in self._entries:
+                return self._entries[name]
+        for library in self._libraries:
+            if (found := library.entries().get(name)) is not None:
+                return found
+        return None
+
+    def _in_scope(self, scope: str, name: str) -> Entry | None:
+        if scope == self._scope:
+            return self._ascend(name)
+        for registry in self.root._family():
+            if registry._scope == scope:
+                return registry._ascend(name)
+        return None
+
+    def _family(self) -> Iterator[Registry]:
+        """Yield this registry and everything below it."""
+        yield self
+        for child in self._children.values():
+            yield from child._family()
+
+    def _ancestry(self) -> Iterator[Registry]:
+        """Yield this registry and everything above it."""
+        yield self
+        if self._parent is not None:
+            yield from self._parent._ancestry()
+
+    def _known_names(self) -> set[str]:
+        """Return its own names and its ancestors', and with their scope those of the others."""
+        ancestry = list(self._ancestry())
+        names = {f"{other._scope}.{name}" for other in self.root._family() if other not in ancestry for name in other}
+        for registry in ancestry:
+            names.update(registry, *(library.entries() for library in registry._libraries))
+        return names
+
+
+def _import_entry(path: str) -> Entry | None:
+    """Return the class or function at an import path, or None where the path leads nowhere.
+
+    An ImportError inside a module that exists goes through: it is the module's fault, not the
+    path's.
+    """
+    parts = path.split(".")
+    if not all(parts):
+        return None
+    for length in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:length])
+        try:
+            found: Any = import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+                continue
+            raise
+        for attribute in parts[length:]:
+            found = getattr(found, attribute, None)
+        return found if inspect.isclass(found) or inspect.isroutine(found) else None
+    return None

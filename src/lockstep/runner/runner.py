@@ -1,0 +1,386 @@
+"""`Runner`: from a model and data to a trained model, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from lockstep.dataset import build_dataloader
+from lockstep.device import get_device
+from lockstep.dist import get_dist_info
+from lockstep.errors import ConfigError
+from lockstep.evaluator import Evaluator
+from lockstep.hooks import Hook, HookList
+from lockstep.logging import JsonLinesSink, MessageHub, Visualizer, open_console, run_logging
+from lockstep.optim import OptimWrapper, ParamScheduler, build_param_schedulers
+from lockstep.registry import RUNNERS
+from lockstep.runner import build, saving, start, summary
+from lockstep.runner.arguments import Arguments
+from lockstep.runner.loops import EvalLoop, TrainLoop
+from lockstep.runner.seeds import set_randomness
+from lockstep.strategy import Strategy, build_strategy
+
+
+@RUNNERS.register_module()
+class Runner:
+    """Trains, validates and tests a model.
+
+    Making one only looks at the arguments. `train()`, `val()` and `test()` join the ranks, build
+    what they need in the order in which their code reads, and run. Every part is an object or a
+    config dict; what is left out gets a default, which is logged.
+
+    Args:
+        model: any `torch.nn.Module`: a `BaseModel`, one that returns its loss, or one that is
+            wrapped already.
+        work_dir: the folder for this experiment; each run makes a folder of its own in it.
+        train_dataloader: a `DataLoader` or the config of one; see `build_dataloader`.
+        val_dataloader: the same, for validation; needs `val_evaluator`.
+        test_dataloader: the same, for testing; needs `test_evaluator`.
+        train_cfg: `by_epoch` and `max_epochs` or `max_iters`, `val_begin`, `val_interval`; or the
+            `type` of a loop with its arguments.
+        val_cfg: arguments of the validation loop.
+        test_cfg: arguments of the test loop.
+        optim_wrapper: an optim wrapper, an optimizer, or a config with the key `optimizer`.
+        param_scheduler: schedules of learning rates; see `build_param_schedulers`.
+        val_evaluator: one or more metrics, or an `Evaluator`.
+        test_evaluator: the same, for testing.
+        default_hooks: changes to the default hooks, by name; None removes one.
+        custom_hooks: further hooks.
+        strategy: name, config or object; by default `ddp` on several ranks, else `single`.
+        launcher: who started the ranks: `"pytorch"`, `"slurm"`, `"mpi"`, `"none"`; by default the
+            environment tells. A group that exists already is used.
+        env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`.
+        load_from: a checkpoint, or a file of weights.
+        resume: go on from `load_from`, or from the last checkpoint in the work_dir if there is one.
+        randomness: `seed`, `deterministic`, `diff_rank_seed`.
+        compile: compile the model; a dict has arguments for `torch.compile`.
+        auto_scale_lr: `base_batch_size`, the global batch that the learning rate is meant for.
+        log_level: from which level on messages are shown.
+        visualizer: an object with `add_scalars(scalars, step)`, or the config of one.
+        experiment_name: put before the time in the name of the run's folder.
+        cfg: the config that the arguments come from; saved with the run.
+
+    Example:
+        >>> Runner(model, "work_dir", train_dataloader=loader, launcher="pytorch").train()
+    """
+
+    # What train(), val() and test() build.
+    rank: int
+    world_size: int
+    seed: int
+    run_dir: Path
+    console: Console
+    records: JsonLinesSink
+    model: nn.Module
+    strategy: Strategy
+    optim_wrapper: OptimWrapper
+    train_dataloader: Any
+    val_dataloader: Any
+    test_dataloader: Any
+    val_evaluator: Evaluator
+    test_evaluator: Evaluator
+    train_loop: TrainLoop
+    hooks: HookList
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        work_dir: str | Path,
+        train_dataloader: Any = None,
+        val_dataloader: Any = None,
+        test_dataloader: Any = None,
+        train_cfg: Any = None,
+        val_cfg: Any = None,
+        test_cfg: Any = None,
+        optim_wrapper: Any = None,
+        param_scheduler: Any = None,
+        val_evaluator: Any = None,
+        test_evaluator: Any = None,
+        default_hooks: Mapping[str, Any] | None = None,
+        custom_hooks: Sequence[Any] | None = None,
+        strategy: Strategy | Mapping[str, Any] | str | None = None,
+        launcher: str | None = None,
+        env_cfg: Mapping[str, Any] | None = None,
+        load_from: str | Path | None = None,
+        resume: bool = False,
+        randomness: Mapping[str, Any] | None = None,
+        compile: bool | Mapping[str, Any] = False,  # noqa: A002 - MMEngine's name
+        auto_scale_lr: Mapping[str, Any] | None = None,
+        log_level: int | str = "INFO",
+        visualizer: Any = None,
+        experiment_name: str | None = None,
+        cfg: Any = None,
+    ) -> None:
+        self.given = Arguments(
+            model=model,
+            work_dir=work_dir,
+            train_dataloader=train_dataloader,
+            val_dataloader=val_dataloader,
+            test_dataloader=test_dataloader,
+            train_cfg=train_cfg,
+            val_cfg=val_cfg,
+            test_cfg=test_cfg,
+            optim_wrapper=optim_wrapper,
+            param_scheduler=param_scheduler,
+            val_evaluator=val_evaluator,
+            test_evaluator=test_evaluator,
+            default_hooks=default_hooks,
+            custom_hooks=custom_hooks,
+            strategy=strategy,
+            launcher=launcher,
+            env_cfg=env_cfg,
+            load_from=load_from,
+            resume=resume,
+            randomness=randomness,
+            compile=compile,
+            auto_scale_lr=auto_scale_lr,
+            log_level=log_level,
+            visualizer=visualizer,
+            experiment_name=experiment_name,
+            cfg=cfg,
+        )
+        self.work_dir = Path(work_dir)
+        self.cfg = cfg
+        self.message_hub = MessageHub()
+        self.logger = logging.getLogger(__name__)
+        self.param_schedulers: list[ParamScheduler] = []
+        self.visualizer: Visualizer | None = None
+        self.val_loop: EvalLoop | None = None
+        self.last_evaluation: EvalLoop | None = None
+        self._custom_hooks = list(custom_hooks or ())
+        self._resume_from: Path | None = None
+
+    @classmethod
+    def from_cfg(cls, cfg: Mapping[str, Any]) -> Runner:
+        """Return the runner that a config describes: its keys are the arguments of `Runner`.
+
+        Raises:
+            ConfigError: `model` or `work_dir` is missing.
+        """
+        for name in ("model", "work_dir"):
+            if name not in cfg:
+                raise ConfigError(f"the config must have the key '{name}', but has {sorted(cfg)}")
+        return cls(**{name: cfg[name] for name in Arguments.names() if name in cfg}, cfg=cfg)
+
+    def train(self) -> nn.Module:
+        """Train, validating where that is due, and return the model.
+
+        **Collective**: every rank of the job.
+        """
+        if self.given.train_dataloader is None:
+            raise ConfigError("`train_dataloader` must be given to train, but is None")
+        if "train_loop" in vars(self):
+            raise RuntimeError("this Runner has trained already; make another one to train again")
+        with self._running("trained"):
+            self._lay_out_model(training=True)
+            self._prepare_training()
+            if self.given.val_dataloader is not None:
+                self._prepare_validation()
+            self._make_hooks()
+            self._restore(training=True)
+            self.call_hook("before_run")
+            self.train_loop.run()
+            self.call_hook("after_run")
+        return self.model
+
+    def val(self) -> dict[str, Any]:
+        """Validate, and return the metrics, the same on every rank.
+
+        **Collective**: every rank of the job.
+        """
+        if self.given.val_dataloader is None:
+            raise ConfigError("`val_dataloader` must be given to validate, but is None")
+        with self._running("validated"):
+            self._lay_out_model(training=False)
+            loop = self._prepare_validation()
+            return self._evaluate(loop)
+
+    def test(self) -> dict[str, Any]:
+        """Test, and return the metrics, the same on every rank.
+
+        **Collective**: every rank of the job.
+        """
+        if self.given.test_dataloader is None:
+            raise ConfigError("`test_dataloader` must be given to test, but is None")
+        with self._running("tested"):
+            self._lay_out_model(training=False)
+            self.test_dataloader = self._dataloader("test")
+            self.test_evaluator = build.build_evaluator(self.given.test_evaluator)
+            loop = build.build_eval_loop("test", self.given.test_cfg, self, self.test_dataloader, self.test_evaluator)
+            return self._evaluate(loop)
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs."""
+        return self.train_loop.epoch if "train_loop" in vars(self) else 0
+
+    @property
+    def iter(self) -> int:
+        """Complete iterations."""
+        return self.train_loop.iter if "train_loop" in vars(self) else 0
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Length of the training; None in a loop by iterations."""
+        return self.train_loop.max_epochs if "train_loop" in vars(self) else None
+
+    @property
+    def max_iters(self) -> int:
+        """Length of the training in iterations."""
+        return self.train_loop.max_iters if "train_loop" in vars(self) else 0
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are several ranks."""
+        return self.world_size > 1
+
+    def register_hook(self, hook: Hook | Mapping[str, Any]) -> None:
+        """Add a hook, before anything has run."""
+        if "hooks" in vars(self):
+            raise RuntimeError("hooks must be registered before train(), val() or test()")
+        self._custom_hooks.append(hook)
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call every hook at a point; see `lockstep.hooks.Hook`."""
+        self.hooks.call(fn_name, self, **kwargs)
+
+    def save_checkpoint(self, name: str, *, epoch: int, iteration: int, is_last: bool = True) -> Path:
+        """Save everything that resuming needs under `name` in the run's folder.
+
+        `epoch` and `iteration` are what is complete; `is_last` makes it the one to resume from.
+
+        **Collective**: every rank.
+        """
+        return saving.save_run(self, name, epoch=epoch, iteration=iteration, is_last=is_last)
+
+    @contextmanager
+    def _running(self, what: str) -> Iterator[None]:
+        began = perf_counter()
+        if "run_dir" not in vars(self):
+            self._begin()
+        own_log = "log.txt" if self.rank == 0 else f"log_rank{self.rank}.txt"
+        with run_logging(
+            self.console,
+            self.run_dir / own_log,
+            level=self.given.log_level,
+            # The other ranks write only what rank 0 may not have seen.
+            file_level="DEBUG" if self.rank == 0 else "WARNING",
+        ):
+            self.logger.info(
+                "%s, seed %d, folder %s",
+                summary.describe_ranks(self.world_size, get_device()), self.seed, self.run_dir,
+            )  # fmt: skip
+            try:
+                yield
+            finally:
+                if "hooks" in vars(self):
+                    self.hooks.close()
+                self.records.close()
+            summary.print_summary(self, what, perf_counter() - began)
+
+    def _begin(self) -> None:
+        given = self.given
+        start.join_ranks(given.launcher, given.env_cfg)
+        self.rank, self.world_size = get_dist_info()
+        self.run_dir = start.make_run_dir(self.work_dir, given.experiment_name)
+        if given.resume:
+            self._resume_from = saving.find_resumption(self._load_from(), self.work_dir)
+        self.seed = set_randomness(saving.randomness_of(given.randomness, self._resume_from))
+        self.console = open_console(speaks=self.rank == 0)
+        self.records = JsonLinesSink(self.run_dir / "metrics.jsonl")
+        if self.rank == 0:
+            start.save_config(self.cfg, self.run_dir)
+
+    def _lay_out_model(self, *, training: bool) -> None:
+        given = self.given
+        if "strategy" not in vars(self):
+            self.strategy = build_strategy(given.strategy)
+            self.model = build.build_model(given.model, given.compile)
+        elif not training:
+            return
+        optim = None
+        if training:
+            optim = self._or_default("optim_wrapper", build.DEFAULT_OPTIM_WRAPPER)
+        self.model, optim_wrapper = self.strategy.prepare(self.model, optim)
+        if optim_wrapper is not None:
+            self.optim_wrapper = optim_wrapper
+        self.logger.info("model: %s", summary.describe_model(self.model, self.strategy))
+
+    def _prepare_training(self) -> None:
+        given = self.given
+        self.train_dataloader = self._dataloader("train")
+        cfg = self._or_default("train_cfg", build.DEFAULT_TRAIN_CFG)
+        self.train_loop = build.build_train_loop(cfg, self)
+        if given.auto_scale_lr is not None:
+            build.scale_lr(given.auto_scale_lr, self)
+        self.param_schedulers = build_param_schedulers(
+            self.optim_wrapper.optimizer,
+            given.param_scheduler,
+            max_epochs=self.train_loop.max_epochs,
+            max_iters=self.train_loop.max_iters,
+        )
+
+    def _prepare_validation(self) -> EvalLoop:
+        if self.val_loop is None:
+            self.val_dataloader = self._dataloader("val")
+            self.val_evaluator = build.build_evaluator(self.given.val_evaluator)
+            self.val_loop = build.build_eval_loop(
+                "val", self.given.val_cfg, self, self.val_dataloader, self.val_evaluator
+            )
+        return self.val_loop
+
+    def _make_hooks(self) -> None:
+        self.visualizer = build.build_visualizer(self.given.visualizer)
+        self.hooks = HookList(
+            build.build_hooks(
+                self.given.default_hooks,
+                self._custom_hooks,
+                main=self.rank == 0,
+                loop=vars(self).get("train_loop"),
+            )
+        )
+
+    def _restore(self, *, training: bool) -> None:
+        load_from = self._load_from()
+        if training and self._resume_from is not None:
+            saving.resume_run(self, self._resume_from)
+        elif load_from is not None:
+            saving.load_weights(self.strategy, load_from)
+
+    def _evaluate(self, loop: EvalLoop) -> dict[str, Any]:
+        if "hooks" not in vars(self):
+            self._make_hooks()
+            self._restore(training=False)
+        self.call_hook("before_run")
+        metrics = loop.run()
+        self.call_hook("after_run")
+        return metrics
+
+    def _dataloader(self, mode: str) -> Any:
+        loader = getattr(self.given, f"{mode}_dataloader")
+        return build_dataloader(loader, seed=self.seed, evaluation=mode != "train")
+
+    def _load_from(self) -> Path | None:
+        return None if self.given.load_from is None else Path(self.given.load_from)
+
+    def _or_default(self, name: str, default: Mapping[str, Any]) -> Any:
+        given = getattr(self.given, name)
+        if given is None:
+            self.logger.info("`%s` is not given; by default it is %s", name, dict(default))
+            return default
+        return given
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).__annotations__:
+            raise AttributeError(f"`{name}` is built by train(), val() and test(), none of which has come that far")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+FlexibleRunner = Runner

@@ -1,0 +1,134 @@
+"""A run on disk, and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.checkpoint import (
+    find_last_checkpoint,
+    is_checkpoint,
+    load_state,
+    point_to_checkpoint,
+    read_meta,
+    read_weights_file,
+    save_state,
+)
+from lockstep.dist import broadcast_object
+from lockstep.errors import ConfigError
+from lockstep.strategy import Strategy
+from lockstep.version import __version__
+
+if TYPE_CHECKING:
+    from lockstep.runner.runner import Runner
+
+_FORMAT = 1
+_logger = logging.getLogger(__name__)
+
+
+def find_resumption(load_from: Path | None, work_dir: Path) -> Path | None:
+    """Return the checkpoint to resume from: the one that is named, else the work_dir's last.
+
+    **Collective**: every rank; rank 0 looks.
+    """
+    found = load_from if load_from is not None else find_last_checkpoint(work_dir)
+    chosen: Path | None = broadcast_object(found)
+    return chosen
+
+
+def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Path | None) -> Mapping[str, Any] | None:
+    """Return the randomness that was given; without a seed, that of the run that is resumed."""
+    if resume_from is None or (randomness or {}).get("seed") is not None:
+        return randomness
+    return {**(randomness or {}), "seed": read_meta(resume_from)["seed"]}
+
+
+def save_run(runner: Runner, name: str, *, epoch: int, iteration: int, is_last: bool) -> Path:
+    """Save everything that resuming needs; the work_dir points to it if it `is_last`.
+
+    **Collective**: every rank.
+    """
+    meta: dict[str, Any] = {
+        "format": _FORMAT,
+        "lockstep": __version__,
+        "torch": torch.__version__,
+        "epoch": epoch,
+        "iter": iteration,
+        "batches_into_epoch": _batches_into_epoch(runner, epoch, iteration),
+        "world_size": runner.world_size,
+        "seed": runner.seed,
+        "param_schedulers": [scheduler.state_dict() for scheduler in runner.param_schedulers],
+    }
+    checkpoint: dict[str, Any] = {
+        "model": runner.strategy.model_state(),
+        "optimizer": runner.strategy.optim_state(),
+        "meta": meta,
+    }
+    runner.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+    meta = checkpoint.pop("meta")
+    directory = runner.run_dir / name
+    save_state(directory, checkpoint, meta)
+    if is_last and runner.rank == 0:
+        point_to_checkpoint(runner.work_dir, directory)
+    _logger.debug("saved %s", directory)
+    return directory
+
+
+def resume_run(runner: Runner, directory: Path) -> None:
+    """Bring a run that is built to where another one was saved.
+
+    **Collective**: every rank.
+    """
+    strategy, loop = runner.strategy, runner.train_loop
+    wanted = {"model": strategy.model_state(), "optimizer": strategy.optim_state()}
+    state = load_state(directory, wanted)
+    meta = read_meta(directory)
+    _check_schedulers(runner, meta, directory)
+    for scheduler, saved in zip(runner.param_schedulers, meta["param_schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    strategy.load_state(state["model"], state["optimizer"])
+    loop.epoch, loop.iter = meta["epoch"], meta["iter"]
+    if loop.max_epochs is not None:
+        into = meta["batches_into_epoch"]
+        if into and meta["world_size"] != runner.world_size:
+            _logger.warning(
+                "%s was saved %d batches into epoch %d on %d ranks, which are others on %d: "
+                "the epoch begins anew",
+                directory, into, meta["epoch"] + 1, meta["world_size"], runner.world_size,
+            )  # fmt: skip
+            into = 0
+        loop.iter = loop.epoch * len(runner.train_dataloader) + into
+    runner.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
+    _logger.info("resumed from %s: epoch %d, iter %d", directory, loop.epoch, loop.iter)
+
+
+def load_weights(strategy: Strategy, path: Path) -> None:
+    """Load a model's weights from a checkpoint, or from a file of weights.
+
+    **Collective**: every rank.
+    """
+    if is_checkpoint(path):
+        strategy.load_state(load_state(path, {"model": strategy.model_state()})["model"])
+    elif path.is_file():
+        strategy.load_state(read_weights_file(path))
+    else:
+        raise ConfigError(f"`load_from` must be a checkpoint or a file of weights, but is {path}")
+    _logger.info("loaded the weights of %s", path)
+
+
+def _batches_into_epoch(runner: Runner, epoch: int, iteration: int) -> int:
+    if runner.max_epochs is None:
+        return 0
+    return iteration - epoch * len(runner.train_dataloader)
+
+
+def _check_schedulers(runner: Runner, meta: dict[str, Any], directory: Path) -> None:
+    saved, present = len(meta["param_schedulers"]), len(runner.param_schedulers)
+    if saved != present:
+        raise ConfigError(
+            f"`param_scheduler` must have {saved} schedulers to resume from {directory}, but has {present}"
+        )

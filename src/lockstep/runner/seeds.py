@@ -1,0 +1,48 @@
+"""The same random numbers in every run of the same seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lockstep.dist import get_rank, sync_random_seed
+from lockstep.errors import ConfigError
+
+_KEYS = ("seed", "deterministic", "diff_rank_seed")
+
+
+def set_randomness(randomness: Mapping[str, Any] | None) -> int:
+    """Seed every random generator of this process, and return the seed.
+
+    Args:
+        randomness: `seed`, the same on every rank, by default one that rank 0 draws;
+            `deterministic`, whether only algorithms that repeat exactly may be used;
+            `diff_rank_seed`, whether each rank adds its number, so that dropout and the like
+            differ between ranks.
+
+    **Collective**: every rank, if there is no seed.
+    """
+    options = dict(randomness or {})
+    if unknown := sorted(options.keys() - set(_KEYS)):
+        raise ConfigError(f"`randomness` must have keys out of {', '.join(_KEYS)}, but has {', '.join(unknown)}")
+    given = options.get("seed")
+    seed = sync_random_seed() if given is None else int(given)
+    own = seed + get_rank() if options.get("diff_rank_seed") else seed
+    random.seed(own)
+    _seed_numpy(own)
+    torch.manual_seed(own)
+    if options.get("deterministic"):
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+    return seed
+
+
+def _seed_numpy(seed: int) -> None:
+    try:
+        import numpy as np
+    except ModuleNotFoundError:  # nothing to seed
+        return
+    np.random.seed(seed % 2**32)

@@ -1,0 +1,80 @@
+"""The first things a run does: joining the other ranks, and making its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.dist import (
+    broadcast_object,
+    infer_launcher,
+    init_dist,
+    is_distributed,
+    is_main_process,
+    main_process_first,
+)
+from lockstep.errors import ConfigError
+
+_ENV_KEYS = ("dist_cfg", "cudnn_benchmark", "mp_cfg")
+
+
+def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
+    """Make sure that the ranks of this job form a group, where there are others.
+
+    Args:
+        launcher: who started the ranks; None asks the environment.
+        env_cfg: `dist_cfg` with arguments of `init_dist`; `cudnn_benchmark`; `mp_cfg`, in which
+            only `mp_start_method` means something.
+    """
+    options = dict(env_cfg or {})
+    if unknown := sorted(options.keys() - set(_ENV_KEYS)):
+        raise ConfigError(f"`env_cfg` must have keys out of {', '.join(_ENV_KEYS)}, but has {', '.join(unknown)}")
+    torch.backends.cudnn.benchmark = bool(options.get("cudnn_benchmark", False))
+    start_method = (options.get("mp_cfg") or {}).get("mp_start_method")
+    if start_method is not None:
+        torch.multiprocessing.set_start_method(start_method, force=True)
+    if is_distributed():
+        return
+    launcher = launcher or infer_launcher()
+    if launcher != "none":
+        init_dist(launcher, **(options.get("dist_cfg") or {}))
+
+
+def make_run_dir(work_dir: Path, experiment_name: str | None) -> Path:
+    """Make a new folder for this run, named after the time, and return it on every rank.
+
+    **Collective**: every rank; rank 0 makes it.
+
+    Raises:
+        OSError: it cannot be made; PeerError on the other ranks.
+    """
+    run_dir = work_dir
+    with main_process_first():
+        if is_main_process():
+            prefix = "" if experiment_name is None else f"{experiment_name}_"
+            name = f"{prefix}{datetime.now():%Y%m%d_%H%M%S}"
+            run_dir = _new_folder(work_dir, name)
+    shared: Path = broadcast_object(run_dir)
+    return shared
+
+
+def save_config(cfg: Any, run_dir: Path) -> None:
+    """Write the config, where there is one, into the run's folder."""
+    if cfg is not None and hasattr(cfg, "dump"):
+        cfg.dump(run_dir / "config.py")
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    # Two runs may begin within one second.
+    for attempt in range(1000):
+        folder = parent / (name if attempt == 0 else f"{name}_{attempt}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise FileExistsError(f"{parent / name} and a thousand like it exist already")

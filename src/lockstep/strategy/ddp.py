@@ -1,0 +1,41 @@
+"""A replica of the model on every rank, gradients averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lockstep.dist import is_distributed
+from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
+from lockstep.strategy.native import NativeStrategy
+
+
+@STRATEGIES.register_module(name=["DDPStrategy", "ddp"])
+class DDPStrategy(NativeStrategy):
+    """Train a replica of the model on every rank, with averaged gradients.
+
+    Buffers, such as the running statistics of BatchNorm, stay each rank's own during an epoch.
+
+    Args:
+        model_wrapper: config of the wrapper, `MMDistributedDataParallel` by default.
+        **kwargs: arguments of the wrapper, such as `find_unused_parameters`.
+    """
+
+    def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self._wrapper = {
+            "type": "MMDistributedDataParallel",
+            "broadcast_buffers": False,
+            **(model_wrapper or {}),
+            **kwargs,
+        }
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap the model, unless there is nobody to share it with or nothing in it to train."""
+        trainable = any(parameter.requires_grad for parameter in model.parameters())
+        if not is_distributed() or not trainable:
+            return model
+        wrapped: nn.Module = MODEL_WRAPPERS.build(self._wrapper, module=model)
+        return wrapped

@@ -1,0 +1,72 @@
+"""What the strategies that are PyTorch's own have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as canonical
+
+from lockstep.device import get_device
+from lockstep.model import is_model_wrapper
+from lockstep.optim import OptimWrapper, build_optim_wrapper
+from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
+
+
+class NativeStrategy(Strategy):
+    """A strategy whose states PyTorch itself can bring to canonical form and back.
+
+    A subclass says how a module that lies on its device is wrapped.
+
+    **Source**: `torch.distributed.checkpoint.state_dict` (2.13).
+    """
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._optim_wrapper: OptimWrapper | None = None
+
+    @abstractmethod
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return `model`, which lies on this rank's device, laid over the ranks."""
+
+    def prepare(
+        self, model: nn.Module, optim_wrapper: OptimLike | None = None
+    ) -> tuple[nn.Module, OptimWrapper | None]:
+        """Move the model to this rank's device, wrap it, then build its optimizer."""
+        if not is_model_wrapper(model):
+            model = self.wrap(model.to(torch.device(get_device())))
+        self._model = model
+        if optim_wrapper is not None:
+            self._optim_wrapper = build_optim_wrapper(model, optim_wrapper)
+        return model, self._optim_wrapper
+
+    def model_state(self) -> ModelState:
+        """Return the model's state by canonical names; the tensors are the model's own."""
+        state: ModelState = canonical.get_model_state_dict(self._prepared_model())
+        return state
+
+    def optim_state(self) -> OptimState:
+        """Return `{"state": {parameter name: ...}, "param_groups": [...]}`."""
+        model, wrapper = self._prepared_model(), self._prepared_optim()
+        state: OptimState = canonical.get_optimizer_state_dict(model, wrapper.optimizer)
+        return state
+
+    def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
+        """Take over states by canonical names; every name must be there."""
+        model = self._prepared_model()
+        if model_state is not None:
+            canonical.set_model_state_dict(model, dict(model_state))
+        if optim_state is not None:
+            optimizer = self._prepared_optim().optimizer
+            canonical.set_optimizer_state_dict(model, optimizer, optim_state)
+
+    def _prepared_model(self) -> nn.Module:
+        if self._model is None:
+            raise RuntimeError(f"{type(self).__name__}.prepare() must be called first")
+        return self._model
+
+    def _prepared_optim(self) -> OptimWrapper:
+        if self._optim_wrapper is None:
+            raise RuntimeError(f"{type(self).__name__}.prepare() must be called with an optim wrapper first")
+        return self._optim_wrapper

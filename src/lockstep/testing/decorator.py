@@ -1,0 +1,96 @@
+"""`@ranks`: the body of a test runs on real ranks. Imported by test modules only, so pytest is at hand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from lockstep.testing.bodies import BODY_ATTRIBUTE
+from lockstep.testing.plugin import SIZE_PARAMETER
+from lockstep.testing.pool import DEFAULT_TIMEOUT_SECONDS, run_body
+
+_WARNING_ACTIONS = ("error", "default", "ignore", "always", "module", "once")
+
+
+def ranks(
+    *sizes: int,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    fresh: bool = False,
+    warnings: str = "error",
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run a module-level test function on that many real ranks; with several sizes, once for each.
+
+    The processes are shared by all tests of one size and keep their default process group. Fixtures and parameters are
+    evaluated in the parent and sent to the ranks, so they must be picklable.
+
+    Args:
+        *sizes: numbers of ranks.
+        timeout: seconds the body may take before its ranks are shown with their live stacks, and killed.
+        fresh: use new processes and initialise no group: for tests of start-up. ``RANK``, ``WORLD_SIZE``,
+            ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set. As the processes end with
+            the body, what it leaves behind is not checked.
+        warnings: what a warning in a rank does, as an action of Python's `warnings` filters. Other than ``"error"``
+            it is meant for bodies that use a library whose warnings the test can't help.
+
+    **Raises**: ValueError or TypeError, when the module is imported, where the sizes or the function are unfit.
+
+    **Example**::
+
+        @ranks(2, 4)
+        def test_sum():
+            data = torch.ones(1)
+            all_reduce(data)
+            assert data.item() == get_world_size()
+    """
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"`sizes` must be positive integers, but contain {size!r}")
+    if not sizes:
+        raise ValueError("`sizes` must name at least one number of ranks, as in @ranks(2)")
+    if warnings not in _WARNING_ACTIONS:
+        raise ValueError(f"`warnings` must be one of {_WARNING_ACTIONS}, but is {warnings!r}")
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        _check_body(body)
+
+        @wraps(body)
+        def on_ranks(**values: Any) -> None:
+            __tracebackhide__ = True
+            size = values.pop(SIZE_PARAMETER, sizes[0])
+            run_body(body, (), values, size=size, timeout=timeout, fresh=fresh, warnings=warnings)
+
+        setattr(on_ranks, BODY_ATTRIBUTE, body)
+        marked: Callable[..., None] = pytest.mark.ranks(*sizes)(on_ranks)
+        if len(sizes) == 1:
+            return marked
+        _add_parameter(marked, body)
+        ids = [f"{size}rank{'s' * (size != 1)}" for size in sizes]
+        parametrised: Callable[..., None] = pytest.mark.parametrize(SIZE_PARAMETER, sizes, ids=ids)(marked)
+        return parametrised
+
+    return decorate
+
+
+def _check_body(body: Callable[..., Any]) -> None:
+    name = getattr(body, "__qualname__", repr(body))
+    if "." in name or "<" in name:
+        raise TypeError(
+            f"@ranks must stand above a function at the top level of a module, but stands above {name!r}. "
+            "Other processes import it by its name: move it out of the class or function around it"
+        )
+    if hasattr(body, "hypothesis"):
+        raise TypeError(
+            f"@ranks must stand below @given, but stands above it ({name!r}): every rank would draw examples of "
+            "its own. Swap the two, or call run_ranks in the test"
+        )
+
+
+def _add_parameter(wrapper: Callable[..., None], body: Callable[..., Any]) -> None:
+    signature = inspect.signature(body)
+    size = inspect.Parameter(SIZE_PARAMETER, inspect.Parameter.KEYWORD_ONLY)
+    parameters = [*signature.parameters.values(), size]
+    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -1,0 +1,137 @@
+"""The pytest plugin: no rank test gets lost uncounted, and no rank process outlives the session.
+
+It is loaded into every pytest session of an environment that lockstep is installed in, so it does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from lockstep.testing import pool
+from lockstep.testing.reports import RankFailure
+
+SIZE_PARAMETER = "n_ranks"
+_PROPERTY = "ranks"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--min-rank-tests``."""
+    parser.getgroup("lockstep", "tests on several ranks").addoption(
+        "--min-rank-tests",
+        type=int,
+        default=0,
+        metavar="N",
+        help="fail the session if fewer than N rank tests passed",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker and begin to count."""
+    config.addinivalue_line(
+        "markers", "ranks(*sizes): runs on that many real ranks; put there by lockstep.testing.ranks"
+    )
+    config.pluginmanager.register(RankTests(config), "lockstep-rank-tests")
+
+
+def pytest_unconfigure() -> None:
+    """End all rank processes."""
+    pool.close_pools()
+
+
+class RankTests:
+    """What became of the rank tests of a session.
+
+    A test counts from its reports, so that the count also holds where another process ran it (pytest-xdist).
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._selected: set[str] = set()
+        self._passed: dict[str, int] = {}
+        self._failed: set[str] = set()
+        self._skipped: set[str] = set()
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Note on the item, and so in its reports, how many ranks it needs."""
+        size = _size_of(item)
+        if size:
+            item.user_properties.append((_PROPERTY, size))
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Remember which rank tests are to run."""
+        # A worker of pytest-xdist collects all tests, but runs only some.
+        if not self._config.option.collectonly and not hasattr(self._config, "workerinput"):
+            self._selected = {item.nodeid for item in session.items if _size_of(item)}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Let no rank test pass unless its body has passed on all of its ranks."""
+        __tracebackhide__ = True
+        before = pool.ranks_passed()
+        result = yield
+        size, done = _size_of(item), pool.ranks_passed() - before
+        if size and (done == 0 or done % size):
+            raise RankFailure(
+                f"{item.name} must pass on {size} ranks, but its body passed on {done}. "
+                "Is it marked by hand, or kept from running by another plugin? Use @lockstep.testing.ranks"
+            )
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count the outcome of one phase of one test."""
+        size = dict(report.user_properties).get(_PROPERTY)
+        if not isinstance(size, int):
+            return
+        if report.failed:
+            self._failed.add(report.nodeid)
+        elif report.skipped:
+            self._skipped.add(report.nodeid)
+        elif report.when == "call":
+            self._passed[report.nodeid] = size
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail the session if rank tests are missing."""
+        good = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if self._complaints() and session.exitstatus in good:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the count, and what is wrong with it."""
+        passed = self._really_passed()
+        if self._selected or passed or self._failed or self._skipped:
+            parts = [f"{len(passed)} passed on {sum(passed.values())} ranks"]
+            parts += [f"{len(self._failed)} failed"] if self._failed else []
+            parts += [f"{len(self._skipped)} skipped"] if self._skipped else []
+            terminalreporter.write_line(f"rank tests: {', '.join(parts)}")
+        for complaint in self._complaints():
+            terminalreporter.write_line(f"rank tests: {complaint}", red=True)
+
+    def _really_passed(self) -> dict[str, int]:
+        return {name: size for name, size in self._passed.items() if name not in self._failed}
+
+    def _complaints(self) -> list[str]:
+        if self._config.option.collectonly:
+            return []
+        complaints = []
+        missing = sorted(self._selected - self._passed.keys() - self._failed - self._skipped)
+        if missing:
+            complaints.append(f"{len(missing)} selected, but not run: {', '.join(missing)}")
+        passed, least = len(self._really_passed()), self._config.getoption("--min-rank-tests")
+        if passed < least:
+            complaints.append(f"only {passed} passed, but --min-rank-tests asks for {least}")
+        return complaints
+
+
+def _size_of(item: pytest.Item) -> int:
+    """Return the number of ranks a test needs, or 0 for a test that is none."""
+    marker = item.get_closest_marker("ranks")
+    if marker is None:
+        return 0
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    size = parameters.get(SIZE_PARAMETER, marker.args[0] if marker.args else 0)
+    if not isinstance(size, int) or size < 1:
+        raise pytest.UsageError(f"{item.nodeid}: use @lockstep.testing.ranks, not the bare marker `ranks`")
+    return size

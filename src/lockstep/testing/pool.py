@@ -1,0 +1,266 @@
+"""Pools of rank processes that outlive the tests: a body takes a millisecond, not the seconds of starting torch."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from lockstep.testing.bodies import Address
+from lockstep.testing.messages import Answer, Failed, Passed, Request, Seat, Settle, Task
+from lockstep.testing.rank_process import RankProcess
+from lockstep.testing.reports import RankFailure, RankReport
+
+DEFAULT_TIMEOUT_SECONDS = 60.0
+_START_SECONDS = 120.0
+_SETTLE_SECONDS = 30.0
+# How long the others may take to fail by themselves, or to finish, once one rank has failed.
+_GRACE_SECONDS = 1.0
+_MOST_POOLS_ALIVE = 4
+
+
+def run_ranks(size: int, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+    """Run ``body(*args, **kwargs)`` on `size` real ranks at once, and return what each rank returned.
+
+    The ranks share a process group and see the environment, the current directory and the import path that this
+    process has now.
+
+    Args:
+        size: number of ranks.
+        body: a function at the top level of a module.
+        *args: positional arguments, pickled once and sent to every rank.
+        **kwargs: keyword arguments, likewise.
+
+    **Raises**: RankFailure where a rank died, raised, left something behind or did not finish within 60 s; TypeError
+    where the body can't be found by name or an argument can't be pickled.
+
+    **Example**::
+
+        def total() -> float:
+            data = torch.ones(1)
+            all_reduce(data)
+            return data.item()
+
+        assert run_ranks(2, total) == [2.0, 2.0]
+    """
+    __tracebackhide__ = True
+    return run_body(body, args, kwargs, size=size)
+
+
+def run_body(
+    body: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    size: int,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    fresh: bool = False,
+    warnings: str = "error",
+) -> list[Any]:
+    """Run a body on `size` ranks; see `ranks` for the options."""
+    __tracebackhide__ = True
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"`size` must be a positive integer, but is {size!r}")
+    address = Address.of(body)
+    task = Task(
+        address,
+        _pickled(address, args, kwargs),
+        dict(os.environ),
+        os.getcwd(),
+        list(sys.path),
+        warnings,
+    )
+    title = f"{address.qualname} on {size} rank{'s' * (size != 1)}"
+    try:
+        values = (_run_fresh if fresh else _pools.run)(size, task, timeout, title)
+    except RankFailure as failure:
+        # The tracebacks that matter are in the message; those of this package would only bury it.
+        raise failure.with_traceback(None) from None
+    global _ranks_passed
+    _ranks_passed += size
+    return values
+
+
+def ranks_passed() -> int:
+    """Return on how many ranks, all in all, bodies have passed in this process."""
+    return _ranks_passed
+
+
+def close_pools() -> None:
+    """End all rank processes and remove their folders. The next `run_ranks` starts new ones."""
+    _pools.close()
+
+
+class Pool:
+    """`size` rank processes, in one process group unless `join` is false."""
+
+    def __init__(self, size: int, *, join: bool = True) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))
+        self._last_title = "starting"
+        self._ranks: list[RankProcess] = []
+        try:
+            for rank in range(size):
+                self._ranks.append(RankProcess(Seat(rank, size, self._folder, join)))
+            self._collect(f"starting {size} ranks", _START_SECONDS)
+        except BaseException:
+            self.kill()
+            raise
+
+    def run(self, task: Task, timeout: float, title: str) -> list[Any]:
+        """Run a body on all ranks and return their values.
+
+        Raises:
+            RankFailure: a rank did not pass; the pool is of no use any more.
+        """
+        dead = [rank for rank in self._ranks if not rank.is_alive()]
+        if dead:
+            reports = [self._report(rank.rank, rank.death()) for rank in dead]
+            raise RankFailure.of(f"before {title}, but after {self._last_title}", reports)
+        self._last_title = title
+        passed = self._exchange(task, timeout, title)
+        settle = Settle(regroup=any(answer.made_groups for answer in passed))
+        self._exchange(settle, _SETTLE_SECONDS, title)
+        self._show_output()
+        return [pickle.loads(answer.value) for answer in passed]
+
+    def close(self) -> None:
+        """Let the ranks end by themselves; kill those that do not."""
+        for rank in self._ranks:
+            rank.hang_up()
+        self._end(patience=2.0)
+
+    def kill(self) -> None:
+        """End the ranks at once."""
+        self._end(patience=0.0)
+
+    def _end(self, patience: float) -> None:
+        for rank in self._ranks:
+            rank.end(patience)
+        self._ranks.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _exchange(self, request: Request, timeout: float, title: str) -> list[Passed]:
+        for rank in self._ranks:
+            rank.send(request)
+        return self._collect(title, timeout)
+
+    def _collect(self, title: str, timeout: float) -> list[Passed]:
+        """Wait for one answer of every rank."""
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + timeout
+        while pending := [rank for rank in self._ranks if rank.rank not in answers]:
+            ready = wait(
+                [waitable for rank in pending for waitable in rank.waitables],
+                max(0.0, deadline - time.monotonic()),
+            )
+            if not ready:
+                break
+            for rank in pending:
+                if any(waitable in ready for waitable in rank.waitables):
+                    answers[rank.rank] = rank.receive()
+            if any(isinstance(answer, Failed) for answer in answers.values()):
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        failed = {rank: a for rank, a in answers.items() if isinstance(a, Failed)}
+        if failed or pending:
+            failed |= _where_they_stand(pending, _why_cut_short(failed, timeout))
+            raise RankFailure.of(title, [self._report(rank, a) for rank, a in failed.items()])
+        return [a for rank in self._ranks if isinstance(a := answers[rank.rank], Passed)]
+
+    def _report(self, rank: int, failed: Failed) -> RankReport:
+        output = self._ranks[rank].output()
+        return RankReport(rank, failed.kind, failed.summary, failed.detail, output, failed.consequence)
+
+    def _show_output(self) -> None:
+        """Hand on what a body that passed has written, so that `pytest -s` and `-rP` show it."""
+        for rank in self._ranks:
+            for line in rank.output().splitlines():
+                print(f"[rank {rank.rank}] {line}")
+
+
+class _Pools:
+    """The pools of this process, by size; the one used longest ago makes room."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, Pool] = {}
+
+    def run(self, size: int, task: Task, timeout: float, title: str) -> list[Any]:
+        pool = self._alive.pop(size, None)
+        if pool is None:
+            while len(self._alive) >= _MOST_POOLS_ALIVE:
+                self._alive.pop(next(iter(self._alive))).close()
+            pool = Pool(size)
+        try:
+            values = pool.run(task, timeout, title)
+        except BaseException:
+            # Nobody knows what its ranks are in the middle of.
+            pool.kill()
+            raise
+        self._alive[size] = pool
+        return values
+
+    def close(self) -> None:
+        while self._alive:
+            self._alive.popitem()[1].close()
+
+
+_pools = _Pools()
+_ranks_passed = 0
+atexit.register(close_pools)
+
+
+def _run_fresh(size: int, task: Task, timeout: float, title: str) -> list[Any]:
+    task.environment.setdefault("MASTER_ADDR", "127.0.0.1")
+    task.environment.setdefault("MASTER_PORT", str(_free_port()))
+    pool = Pool(size, join=False)
+    try:
+        return pool.run(task, timeout, title)
+    finally:
+        pool.kill()
+
+
+def _where_they_stand(pending: Sequence[RankProcess], reason: str) -> dict[int, Failed]:
+    for rank in pending:
+        rank.ask_for_stack()
+    return {rank.rank: Failed("hung", reason, rank.await_stack()) for rank in pending}
+
+
+def _why_cut_short(failed: dict[int, Failed], timeout: float) -> str:
+    if not failed:
+        return f"not finished after {timeout:g} s"
+    return f"still running {_GRACE_SECONDS:g} s after rank {min(failed)} had failed"
+
+
+def _pickled(address: Address, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((tuple(args), kwargs), protocol=5)
+    except Exception as error:
+        named = {f"number {i}": value for i, value in enumerate(args)} | kwargs
+        culprit = next((name for name, value in named.items() if not _can_pickle(value)), "list")
+        raise TypeError(
+            f"argument {culprit} of {address.qualname} must be picklable, since it is sent to other processes, but is "
+            f"not: {error}. Send plain values; name fixtures that only prepare the parent in @pytest.mark.usefixtures"
+        ) from error
+
+
+def _can_pickle(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

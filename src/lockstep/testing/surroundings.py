@@ -1,0 +1,141 @@
+"""What a test body may change around itself: put in order before it, compared after it. Runs in the ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+_OPEN_FILES = "/proc/self/fd"
+# Set by torch itself when it first imports its compiler, as DDP and FSDP do.
+_SET_BY_TORCH = ("TORCHINDUCTOR_", "TRITON_")
+_SEED = 1234
+_PATIENCE_SECONDS = 1.0
+
+
+def reset_settings(rank: int) -> None:
+    """Give every body the same start: seeds (another one on each rank, as in real life), default dtype, switches."""
+    seed = _SEED + rank
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    if torch.are_deterministic_algorithms_enabled():  # the call imports half of the compiler
+        torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    torch.backends.cudnn.benchmark = False
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def set_environment(variables: dict[str, str]) -> None:
+    """Make the environment exactly `variables`."""
+    for name in os.environ.keys() - variables.keys():
+        if not name.startswith(_SET_BY_TORCH):
+            del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is there before a body, to find out what it left behind."""
+
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))
+    files: dict[int, str] = field(default_factory=lambda: _open_files())
+
+    def leaks(self, *, ignore_sockets: bool) -> list[str]:
+        """Say what is there now that was not before: variables, threads, open files.
+
+        Args:
+            ignore_sockets: the body made process groups, whose connections can't be told from its own sockets.
+        """
+        return [
+            *_changed_variables(self.environment, dict(os.environ)),
+            *(f"left thread {thread.name!r} running" for thread in self._new_threads()),
+            *(f"left {file} open" for file in self._new_files(ignore_sockets)),
+        ]
+
+    def _new_threads(self) -> list[threading.Thread]:
+        # A thread that was told to end needs a moment; a "dummy" stands for one that Python did not start.
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            new = [
+                thread
+                for thread in threading.enumerate()
+                if thread not in self.threads and not isinstance(thread, threading._DummyThread)
+            ]
+            if not new or time.monotonic() > deadline:
+                return new
+            time.sleep(0.005)
+
+    def _new_files(self, ignore_sockets: bool) -> list[str]:
+        return [
+            name
+            for descriptor, name in _open_files().items()
+            if self.files.get(descriptor) != name and _is_of_body(descriptor, ignore_sockets)
+        ]
+
+
+def catch_strays() -> list[str]:
+    """Return a list that from now on receives the exceptions nobody can catch: those of finalisers and threads."""
+    strays: list[str] = []
+
+    def in_finaliser(unraisable: sys.UnraisableHookArgs) -> None:
+        strays.append(f"{unraisable.exc_value!r} was raised while finalising {unraisable.object!r}")
+
+    def in_thread(args: threading.ExceptHookArgs) -> None:
+        name = args.thread.name if args.thread is not None else "unknown"
+        strays.append(f"{args.exc_value!r} ended thread {name!r}")
+
+    sys.unraisablehook, threading.excepthook = in_finaliser, in_thread
+    return strays
+
+
+def _changed_variables(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    return [
+        _change(name, before.get(name), now.get(name))
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not name.startswith(_SET_BY_TORCH)
+    ]
+
+
+def _change(name: str, before: str | None, now: str | None) -> str:
+    if now is None:
+        return f"removed environment variable {name}"
+    if before is None:
+        return f"left environment variable {name} set"
+    return f"left environment variable {name} changed to {now!r}"
+
+
+def _open_files() -> dict[int, str]:
+    found: dict[int, str] = {}
+    if not os.path.isdir(_OPEN_FILES):
+        return found
+    for entry in os.listdir(_OPEN_FILES):
+        try:
+            found[int(entry)] = os.readlink(f"{_OPEN_FILES}/{entry}")
+        except OSError:  # the descriptor of the listing itself
+            continue
+    return found
+
+
+def _is_of_body(descriptor: int, ignore_sockets: bool) -> bool:
+    """Tell what tests open (files, folders, sockets) from what libraries open once and keep (pipes, devices)."""
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:
+        return False
+    if stat.S_ISSOCK(mode):
+        return not ignore_sockets
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)

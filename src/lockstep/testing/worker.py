@@ -1,0 +1,207 @@
+"""One rank: runs the bodies that the test process sends, until it hangs up. The forkserver preloads this module."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed import FileStore, distributed_c10d
+
+from lockstep.dist import destroy_dist, get_default_group, init_dist
+from lockstep.errors import PeerError
+from lockstep.testing.bodies import Address
+from lockstep.testing.messages import STACK_SIGNAL, Answer, Failed, Passed, Request, Seat, Settle, Task
+from lockstep.testing.surroundings import (
+    Surroundings,
+    catch_strays,
+    reset_settings,
+    set_environment,
+)
+
+# Longer than the usual time limit of a test, so that a hang is reported with live stacks, not by one rank's time-out.
+_GROUP_TIMEOUT_SECONDS = 120.0
+_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_HERE = str(Path(__file__).parent)
+
+
+def serve(seat: Seat, connection: Connection) -> None:
+    """Take `seat` and answer requests until the test process hangs up."""
+    _detach(seat)
+    rank = _Rank(seat)
+    _answer(connection, rank.start)
+    while True:
+        try:
+            request = connection.recv()
+        except (EOFError, OSError):
+            break
+        _answer(connection, partial(rank.do, request))
+    destroy_dist()
+
+
+class _Rank:
+    """The state of a rank between two bodies."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._variables = {
+            "RANK": str(seat.rank),
+            "LOCAL_RANK": str(seat.rank),
+            "WORLD_SIZE": str(seat.size),
+            "LOCAL_WORLD_SIZE": str(seat.size),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._times_joined = 0
+        self._default_group = get_default_group()
+        self._before = Surroundings()
+        self._warnings = "error"
+        self._strays = catch_strays()
+
+    def start(self) -> Answer:
+        os.environ.update(self._variables)
+        if self._seat.join:
+            self._join()
+        gc.collect()
+        gc.freeze()
+        return Passed()
+
+    def do(self, request: Request) -> Answer:
+        return self.run(request) if isinstance(request, Task) else self.settle(request)
+
+    def run(self, task: Task) -> Answer:
+        """Run a body as if this rank had been started from the test process just now."""
+        os.chdir(task.folder)
+        sys.path[:] = task.import_path
+        set_environment({**task.environment, **self._variables})
+        body = self._load(task.address)
+        args, kwargs = pickle.loads(task.arguments)
+        reset_settings(self._seat.rank)
+        self._warnings = task.warnings
+        self._strays.clear()
+        self._before = Surroundings()
+        with _warnings_as(self._warnings):
+            value = pickle.dumps(body(*args, **kwargs), protocol=5)
+        return Passed(value, made_groups=len(_groups()) > 1)
+
+    def settle(self, settle: Settle) -> Answer:
+        """Let go of what the body used, and compare what is there with what was there before it.
+
+        All ranks have passed by now: no connection is cut while a peer still needs it.
+        """
+        with _warnings_as(self._warnings):
+            gc.collect()
+        if not self._seat.join:
+            destroy_dist()
+            return Passed()
+        leaks = [*self._strays, *self._before.leaks(ignore_sockets=settle.regroup)]
+        if get_default_group() is not self._default_group:
+            leaks.append("destroyed the default process group, which belongs to the pool")
+        if leaks:
+            return Failed("leaked", leaks[0], "\n".join(f"- {leak}" for leak in leaks))
+        if settle.regroup:
+            destroy_dist()
+            self._join()
+        return Passed()
+
+    def _load(self, address: Address) -> Callable[..., Any]:
+        modules = len(sys.modules)
+        body = address.load()
+        if len(sys.modules) != modules:
+            # What modules hold stays. Left out of the collection after every body, that takes microseconds, not 50 ms.
+            gc.collect()
+            gc.freeze()
+        return body
+
+    def _join(self) -> None:
+        # A file of its own each time: a FileStore remembers the keys of the group before.
+        store = FileStore(str(self._seat.folder / f"store{self._times_joined}"), self._seat.size)
+        self._times_joined += 1
+        before = dict(os.environ)
+        # NCCL wants a device per rank; where there are fewer, the ranks share them over gloo.
+        backend = None if torch.accelerator.device_count() >= self._seat.size else "gloo"
+        init_dist("pytorch", backend, timeout=_GROUP_TIMEOUT_SECONDS, store=store)
+        added = {name: os.environ[name] for name in os.environ.keys() - before.keys()}
+        self._variables |= added
+        self._default_group = get_default_group()
+
+
+def _detach(seat: Seat) -> None:
+    """Become a process of one's own: Ctrl-C is for the test process alone, but its end is also the end of this one."""
+    os.setsid()
+    stacks = seat.stacks.open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(STACK_SIGNAL, stacks)
+    threading.Thread(target=_die_with_parent, daemon=True, name="lockstep-parent-watch").start()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answer(connection: Connection, work: Callable[[], Answer]) -> None:
+    try:
+        answer = work()
+    except BaseException as error:
+        answer = _describe(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send(answer)
+
+
+@contextmanager
+def _warnings_as(action: str) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)  # type: ignore[arg-type]
+        # Every rank has threads, those of its process group, so that this warning says nothing about the test.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")
+        yield
+
+
+def _groups() -> list[object]:
+    return list(distributed_c10d._world.pg_map)
+
+
+def _describe(error: BaseException) -> Failed:
+    shown = error.with_traceback(_without_own_frames(error.__traceback__))
+    text = "".join(traceback.format_exception(shown))
+    summary = traceback.format_exception_only(shown)[0].strip().partition("\n")[0]
+    if _is_skip(error):
+        summary = (
+            f"a rank may not skip ({summary}). Skips are decided in the parent: use @pytest.mark.skipif or a fixture"
+        )
+    consequence = isinstance(error, PeerError) or any(sign in text for sign in _PEER_IS_GONE)
+    return Failed("raised", summary, text, consequence)
+
+
+def _is_skip(error: BaseException) -> bool:
+    kinds: tuple[type[BaseException], ...] = (unittest.SkipTest,)
+    if "pytest" in sys.modules:
+        import pytest
+
+        kinds += (pytest.skip.Exception, pytest.xfail.Exception)
+    return isinstance(error, kinds)
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,116 @@
+"""Nested data: dicts, lists, tuples, namedtuples and dataclasses of leaves, walked without losing a type.
+
+A class of one's own becomes a node by two methods: ``tree_children() -> dict[str, Any]`` and
+``tree_rebuild(children) -> Self``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol, Self, runtime_checkable
+
+
+@runtime_checkable
+class TreeNode(Protocol):
+    """A class that can be walked: it names its children, and makes itself anew from changed ones."""
+
+    def tree_children(self) -> dict[str, Any]:
+        """Return the children by name."""
+
+    def tree_rebuild(self, children: dict[str, Any]) -> Self:
+        """Return a new object that holds `children` and is equal otherwise."""
+
+
+def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree of the same shape and types, with `func` applied to every leaf.
+
+    A leaf is whatever is no dict, list, tuple, dataclass instance or `TreeNode`; strings and None are leaves.
+
+    Example:
+        >>> tree_map(lambda x: x + 1, {"a": [1, (2, 3)]})
+        {'a': [2, (3, 4)]}
+    """
+    children = _children(tree)
+    if children is None:
+        return func(tree)
+    return _rebuild(tree, {key: tree_map(func, child) for key, child in children.items()})
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves, in the order in which `tree_map` meets them."""
+    return [leaf for _, leaf in tree_items(tree)]
+
+
+def tree_items(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf with its path, such as ``"losses[0].cls"``; the path of a bare leaf is empty.
+
+    Example:
+        >>> list(tree_items({"a": [1, 2]}))
+        [('a[0]', 1), ('a[1]', 2)]
+    """
+    children = _children(tree)
+    if children is None:
+        yield path, tree
+        return
+    for key, child in children.items():
+        if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+            step = f"{path}[{key}]"
+        else:
+            step = f"{path}.{key}" if path else str(key)
+        yield from tree_items(child, step)
+
+
+def tree_unflatten(like: Any, leaves: list[Any]) -> Any:
+    """Return a tree shaped as `like`, with `leaves` in place of its own, in the order of `tree_leaves`.
+
+    Raises:
+        ValueError: the numbers of leaves differ.
+    """
+    count = len(tree_leaves(like))
+    if count != len(leaves):
+        raise ValueError(f"`leaves` must have {count} entries, one for each leaf, but has {len(leaves)}")
+    rest = iter(leaves)
+    return tree_map(lambda _: next(rest), like)
+
+
+def _children(tree: Any) -> dict[Any, Any] | None:
+    if isinstance(tree, Mapping):
+        return dict(tree)
+    if isinstance(tree, (list, tuple)):
+        names = getattr(tree, "_fields", range(len(tree)))
+        return dict(zip(names, tree, strict=True))
+    if isinstance(tree, TreeNode):
+        return tree.tree_children()
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return {field.name: getattr(tree, field.name) for field in fields(tree)}
+    return None
+
+
+def _rebuild(tree: Any, children: dict[Any, Any]) -> Any:
+    if isinstance(tree, Mapping):
+        return _rebuild_mapping(tree, children)
+    if isinstance(tree, tuple):
+        if hasattr(tree, "_fields"):
+            return type(tree)(**children)
+        return tuple(children.values()) if type(tree) is tuple else type(tree)(children.values())
+    if isinstance(tree, list):
+        return list(children.values()) if type(tree) is list else type(tree)(children.values())
+    if isinstance(tree, TreeNode):
+        return tree.tree_rebuild(children)
+    twin = copy(tree)
+    for name, child in children.items():
+        # A frozen dataclass refuses plain assignment, and its constructor may do more than store.
+        object.__setattr__(twin, name, child)
+    return twin
+
+
+def _rebuild_mapping(tree: Any, children: dict[Any, Any]) -> Any:
+    if type(tree) is dict:
+        return children
+    # A shallow copy keeps what a subclass carries besides its items (a default factory, attributes).
+    twin = copy(tree)
+    for key, child in children.items():
+        twin[key] = child
+    return twin

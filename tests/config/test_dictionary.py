@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import namedtuple
+
+import pytest
+
+from lockstep.config import ConfigDict
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_keys_are_attributes_at_every_depth():
+    original = {"model": {"stages": [{"depth": 2}], "pair": ({"x": 1}, 2)}, "named": Pair({}, 1)}
+    cfg = ConfigDict(original)
+    cfg.model.stages[0].depth = 3
+    assert cfg["model"]["stages"][0]["depth"] == 3
+    assert cfg.model.pair[0].x == 1
+    assert isinstance(cfg.named, Pair)
+    assert isinstance(cfg.named.left, ConfigDict)
+    assert original["model"]["stages"] == [{"depth": 2}]  # the original is left alone
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda cfg, value: cfg.update(a=value),
+        lambda cfg, value: cfg.setdefault("a", value),
+        lambda cfg, value: cfg.__ior__({"a": value}),
+        lambda cfg, value: cfg.__setitem__("a", value),
+        lambda cfg, value: setattr(cfg, "a", value),
+    ],
+)
+def test_every_way_in_converts_dicts(put):
+    cfg = ConfigDict()
+    put(cfg, {"b": 1})
+    assert cfg.a.b == 1
+
+
+def test_or_gives_a_new_dict():
+    cfg = ConfigDict(a=1)
+    both = cfg | {"b": {"c": 2}}
+    assert both.b.c == 2
+    assert cfg == {"a": 1}
+
+
+def test_a_missing_key_suggests_the_nearest():
+    cfg = ConfigDict(optimizer=1)
+    with pytest.raises(AttributeError, match=r"no key `optimiser`: did you mean `optimizer`\?"):
+        _ = cfg.optimiser
+    with pytest.raises(KeyError, match="did you mean `optimizer`"):
+        cfg["optimiser"]
+    with pytest.raises(AttributeError, match=r"no key `zebra`$"):
+        del cfg.zebra
+    assert not hasattr(cfg, "zebra")
+    assert cfg.get("zebra", 7) == 7
+    del cfg.optimizer
+    assert cfg == {}
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda cfg: pickle.loads(pickle.dumps(cfg))],
+    ids=["copy", "pickle"],
+)
+def test_deep_copies_share_nothing(duplicate):
+    cfg = ConfigDict(a={"b": [{"c": 1}]})
+    other = duplicate(cfg)
+    assert other == cfg
+    assert type(other.a.b[0]) is ConfigDict
+    other.a.b[0].c = 2
+    assert cfg.a.b[0].c == 1
+
+
+def test_to_dict_is_plain_all_the_way_down():
+    plain = ConfigDict(a={"b": [{"c": 1}], "d": ({"e": 2},)}).to_dict()
+    assert type(plain) is dict
+    assert type(plain["a"]["b"][0]) is dict
+    assert plain == {"a": {"b": [{"c": 1}], "d": ({"e": 2},)}}

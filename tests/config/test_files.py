@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+
+import pytest
+
+from lockstep.config import Config
+from lockstep.errors import ConfigError
+
+PYTHON = """
+    from __future__ import annotations
+    import math
+    from collections import OrderedDict
+    from pathlib import Path
+    from typing import Optional
+    from dataclasses import dataclass
+
+    @dataclass
+    class Size:
+        width: int
+
+    def twice(x: Optional[int]) -> int:
+        return 2 * x
+
+    lr = 0.1
+    here = Path(__file__).name
+    model: dict = dict(type=OrderedDict, size=Size(twice(4)), make=twice)
+"""
+
+
+def test_a_python_file_gives_what_it_assigns(write):
+    path = write("config.py", PYTHON)
+    cfg = Config.fromfile(path)
+    assert list(cfg) == ["lr", "here", "model"]
+    assert cfg.here == "config.py"
+    assert cfg.model.size.width == 8
+    assert cfg.model.type.__name__ == "OrderedDict"
+    assert cfg.model.make(3) == 6
+    assert cfg.filename == str(path)
+    assert cfg.text == f"# {path}\n{path.read_text()}"
+
+
+def test_classes_of_a_config_can_be_pickled_in_its_process(write):
+    cfg = Config.fromfile(write("config.py", PYTHON))
+    assert pickle.loads(pickle.dumps(cfg)) == cfg
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", "lr: 0.1\nmodel:\n  type: Net\n  sizes: [1, 2]\n"),
+        ("c.yml", "lr: 0.1\nmodel: {type: Net, sizes: [1, 2]}\n"),
+        ("c.json", '{"lr": 0.1, "model": {"type": "Net", "sizes": [1, 2]}}'),
+        ("c.py", "lr = 0.1\nmodel = dict(type='Net', sizes=[1, 2])\n"),
+    ],
+)
+def test_all_formats_say_the_same(write, name, text):
+    assert Config.fromfile(write(name, text)) == {
+        "lr": 0.1,
+        "model": {"type": "Net", "sizes": [1, 2]},
+    }
+
+
+def test_an_empty_file_is_an_empty_config(write):
+    assert Config.fromfile(write("c.yaml", "")) == {}
+    assert Config.fromfile(write("c.py", "")) == {}
+
+
+def test_a_python_config_imports_the_modules_beside_it_and_leaves_the_path_as_it_was(write):
+    write("toy_neighbour.py", "class Net: ...\n")
+    path = write("c.py", "from toy_neighbour import Net\nmodel = dict(type=Net)\n")
+    before = list(sys.path)
+    assert Config.fromfile(path).model.type.__name__ == "Net"
+    assert sys.path == before
+
+
+def test_custom_imports_are_imported(write):
+    write("toy_registering.py", "")
+    path = write("c.yaml", "custom_imports: {imports: [toy_registering]}")
+    Config.fromfile(path)
+    assert "toy_registering" in sys.modules
+    with pytest.raises(ConfigError, match=r"`custom_imports` names `not_there`.*No module"):
+        Config.fromfile(write("d.py", "custom_imports = dict(imports='not_there')"))
+    with pytest.raises(ConfigError, match="`custom_imports` must be dict"):
+        Config.fromfile(write("e.py", "custom_imports = dict(imports=[3])"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("c.py", "a = 1\nb = = 2\n", "c.py:2: invalid syntax"),
+        ("c.py", "a = 1\nb = nothing\n", "c.py:2: NameError: name 'nothing' is not defined"),
+        ("c.py", "def f(x):\n  return 1 / x\n\nb = f(0)\n", "c.py:2: ZeroDivisionError"),
+        ("c.py", "import json\nb = json.loads('')\n", "c.py:2: JSONDecodeError"),
+        ("c.py", "a = 1\n_base_ = 3\n", "c.py:2: `_base_` must be a path or a list of paths"),
+        ("c.py", "x = 'a'\n_base_ = x\n", "c.py:2: `_base_` must be a plain string"),
+        ("c.py", "if True:\n  _base_ = 'x.py'\n", "`_base_` must be assigned at the top level"),
+        ("c.yaml", "a: 1\nb: [1\n", "c.yaml:3: expected ',' or ']'"),
+        ("c.yaml", "- 1\n- 2\n", "c.yaml: must hold one mapping"),
+        ("c.yaml", "1: 2\n", "c.yaml: must hold one mapping with strings as keys"),
+        ("c.yaml", "a: 1\n_base_: 3\n", "c.yaml:2: `_base_` must be a path"),
+        ("c.json", '{"a": 1,\n "b": }', "c.json:2: Expecting value"),
+        ("c.toml", "a = 1\n", "must end in one of .py, .yaml, .yml, .json"),
+        ("c.py", "filename = 1\n", "`filename` cannot be a key"),
+    ],
+)
+def test_what_is_wrong_is_named_with_file_and_line(write, name, text, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        Config.fromfile(write(name, text))
+
+
+def test_a_missing_file_suggests_its_neighbour(write):
+    path = write("schedule.py", "")
+    with pytest.raises(FileNotFoundError, match=r"no config file `.*shedule\.py`; did you mean"):
+        Config.fromfile(path.with_name("shedule.py"))

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.config import Config, parse_options
+from lockstep.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("1e-3", 1e-3),
+        ("-2.5", -2.5),
+        ("True", True),
+        ("true", True),
+        ("false", False),
+        ("none", None),
+        ("Null", None),
+        ("hello", "hello"),
+        ("hello world", "hello world"),
+        ("", ""),
+        ("'1'", "1"),
+        ("'a,b'", "a,b"),
+        ("a=b", "a=b"),
+        ("x,y", ["x", "y"]),
+        ("1,2", [1, 2]),
+        ("1,", [1]),
+        ("[1,2]", [1, 2]),
+        ("[a, 1e-3, true]", ["a", 1e-3, True]),
+        ("[(a,b),(c,1)]", [("a", "b"), ("c", 1)]),
+        ("(1,)", (1,)),
+        ("[]", []),
+        ("['a,b', \"c]\"]", ["a,b", "c]"]),
+        ("{'a': 1}", {"a": 1}),
+        ("[1", "[1"),
+        ("it's", "it's"),
+        ("/data/x.y", "/data/x.y"),
+        ("__import__('os').getcwd()", "__import__('os').getcwd()"),
+    ],
+)
+def test_how_a_value_reads(text, value):
+    got = parse_options([f"key={text}"])["key"]
+    assert got == value
+    assert type(got) is type(value)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(values.filter(lambda v: v not in (float("inf"), float("-inf"))))
+def test_a_python_literal_reads_as_itself(value):
+    text = repr(value)
+    if "inf" not in text:
+        assert parse_options([f"k={text}"]) == {"k": value}
+
+
+@given(st.text())
+def test_any_text_reads_as_something(text):
+    assert set(parse_options([f"k={text}"])) == {"k"}
+
+
+@pytest.mark.parametrize("option", ["a", "=1", "a.=1", ".a=1", ""])
+def test_an_option_needs_a_key_and_a_value(option):
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        parse_options([option])
+
+
+@pytest.fixture
+def cfg():
+    return Config({"model": {"width": 1, "stages": [{"depth": 1}, {"depth": 2}]}, "lr": 0.1})
+
+
+def test_dotted_keys_reach_dicts_and_lists_and_make_what_is_missing(cfg):
+    cfg.merge_from_dict(
+        {
+            "model.width": 2,
+            "model.stages.1.depth": 5,
+            "model.stages.-2": 7,
+            "env.cudnn": {"on": True},
+            "model": {"height": 3},
+        }
+    )
+    assert cfg == {
+        "model": {"width": 2, "stages": [7, {"depth": 5}], "height": 3},
+        "lr": 0.1,
+        "env": {"cudnn": {"on": True}},
+    }
+    assert cfg.env.cudnn.on is True
+
+
+def test_a_dict_is_merged_unless_it_deletes(cfg):
+    cfg.merge_from_dict({"model": {"_delete_": True, "x": 1}, "lr": {"value": 1}})
+    assert cfg == {"model": {"x": 1}, "lr": {"value": 1}}
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("lr.x", "option `lr.x` leads through `lr`, which is 0.1 and not a dict or list"),
+        ("model.stages.2", "must index the list `model.stages` by a number below 2, but has '2'"),
+        ("model.stages.first.depth", "by a number below 2, but has 'first'"),
+        ("model.stages.0.depth.x", "leads through `model.stages.0.depth`, which is 1"),
+        ("text", "`text` cannot be a key"),
+    ],
+)
+def test_keys_that_lead_nowhere_change_nothing(cfg, key, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        cfg.merge_from_dict({"model.width": 5, key: 1})
+    assert cfg.model.width == 1

@@ -1,0 +1,346 @@
+"""The pytest plugin, as a user meets it: in a session of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+
+from lockstep.dist import get_rank
+from lockstep.testing import ranks
+
+HEAD = """
+import os, signal, time
+import pytest
+from lockstep.dist import all_gather_object, get_rank, get_world_size
+from lockstep.testing import ranks, run_ranks
+"""
+
+
+def write(pytester: pytest.Pytester, code: str, head: str = HEAD) -> None:
+    pytester.makepyfile(head + dedent(code))
+
+
+@ranks(2)
+def test_this_very_suite_uses_it(tmp_path: Path) -> None:
+    (tmp_path / str(get_rank())).touch()
+
+
+def test_sizes_parameters_and_fixtures_compose(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        @pytest.fixture
+        def words():
+            return ["a", "b"]
+
+        @ranks(1, 2, 3)
+        @pytest.mark.parametrize("extra", [5, 6])
+        def test_it(words, tmp_path, extra):
+            everybody = all_gather_object((get_rank(), words, extra))
+            assert everybody == [(r, ["a", "b"], extra) for r in range(get_world_size())]
+            (tmp_path / f"{get_rank()} of {get_world_size()}").touch()
+
+        @pytest.mark.parametrize("n", [2, 3])
+        @ranks(2)
+        def test_below(n):
+            assert n > get_world_size() - 1
+        """,
+    )
+    result = pytester.runpytest("-v")
+    result.assert_outcomes(passed=8)
+    for name in ("1rank-5", "2ranks-5", "3ranks-6"):
+        assert any(set(name.split("-")) <= set(line.replace("[", "-").replace("]", "-").split("-"))
+                   for line in result.outlines)  # fmt: skip
+    result.stdout.fnmatch_lines(["rank tests: 8 passed on 16 ranks"])
+
+
+def test_relative_imports_work_in_importlib_mode(pytester: pytest.Pytester) -> None:
+    pytester.mkpydir("suite").joinpath("bodies.py").write_text("NUMBER = 7\n")
+    pytester.path.joinpath("suite", "deep").mkdir()
+    code = HEAD + "from ..bodies import NUMBER\n@ranks(2)\ndef test_it():\n    assert NUMBER == 7\n"
+    pytester.path.joinpath("suite", "deep", "test_relative.py").write_text(code)
+    result = pytester.runpytest("--import-mode=importlib")
+    result.stdout.fnmatch_lines(["rank tests: 1 passed on 2 ranks"])
+
+
+def test_a_failure_names_the_cause_first_and_spares_the_next_test(
+    pytester: pytest.Pytester,
+) -> None:
+    write(
+        pytester,
+        """
+        @ranks(2)
+        def test_dies():
+            if get_rank() == 1:
+                os._exit(3)
+            all_gather_object(1)
+
+        @ranks(2)
+        def test_fine():
+            assert all_gather_object(1) == [1, 1]
+        """,
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E *RankFailure: test_dies on 2 ranks: rank 1 died: exit code 3 (and rank 0 raised)",
+            "*--- rank 1 died: exit code 3",
+            "*--- rank 0 raised: *",
+            "rank tests: 1 passed on 2 ranks, 1 failed",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*def _collect*")
+
+
+def test_a_time_limit_of_its_own(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        def the_place():
+            time.sleep(100)
+
+        @ranks(2, timeout=0.3)
+        def test_hangs():
+            the_place()
+        """,
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*rank 0 hung: not finished after 0.3 s*", "*in the_place*"])
+
+
+def test_the_parent_may_skip_visibly_but_a_rank_may_not(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        @pytest.mark.skipif(True, reason="decided here")
+        @ranks(2)
+        def test_parent():
+            pass
+
+        @ranks(2)
+        def test_rank():
+            pytest.skip("decided there")
+        """,
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(failed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*a rank may not skip*", "rank tests: 0 passed on 0 ranks, 1 failed, 1 skipped"])
+
+
+def test_unpicklable_fixtures_are_named(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        @ranks(2)
+        def test_it(request):
+            pass
+        """,
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*TypeError: argument request of test_it must be picklable*"])
+
+
+def test_start_up_can_be_tested_with_fresh_ranks(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        from lockstep.dist import init_dist, is_distributed
+
+        @ranks(2, fresh=True)
+        def test_it():
+            assert not is_distributed()
+            init_dist("pytorch")
+            assert all_gather_object(get_rank()) == [0, 1]
+            os.environ["LEFT_OVER"] = "no matter"
+        """,
+    )
+    pytester.runpytest().stdout.fnmatch_lines(["rank tests: 1 passed on 2 ranks"])
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("@ranks()\ndef test_it(): pass", "*ValueError: `sizes` must name at least one*"),
+        ("@ranks(0)\ndef test_it(): pass", "*ValueError: `sizes` must be positive integers*"),
+        ("@ranks(2, warnings='off')\ndef test_it(): pass", "*ValueError: `warnings` must be*"),
+        ("class TestIt:\n    @ranks(2)\n    def test_it(self): pass", "*TypeError: @ranks must*"),
+        (
+            "from hypothesis import given, strategies\n@ranks(2)\n@given(strategies.integers())\ndef test_it(n): pass",
+            "*TypeError: @ranks must stand below @given*",
+        ),
+        ("@pytest.mark.ranks\ndef test_it(): pass", "*use @lockstep.testing.ranks*"),
+    ],
+)
+def test_misuse_is_an_error_at_collection(pytester: pytest.Pytester, code: str, error: str) -> None:
+    write(pytester, code)
+    result = pytester.runpytest()
+    assert result.ret != pytest.ExitCode.OK
+    result.stdout.fnmatch_lines([error])
+
+
+def test_a_marker_put_by_hand_does_not_pass_for_a_rank_test(pytester: pytest.Pytester) -> None:
+    write(pytester, "@pytest.mark.ranks(2)\ndef test_it(): pass")
+    result = pytester.runpytest()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*test_it must pass on 2 ranks, but its body passed on 0*"])
+
+
+LOSING_ONE = """
+import pytest
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    return True if item.name == "test_lost" else None
+"""
+
+
+def test_a_rank_test_that_gets_lost_fails_the_session(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(LOSING_ONE)
+    write(
+        pytester,
+        """
+        @ranks(2)
+        def test_lost(): pass
+
+        @ranks(2)
+        def test_run(): pass
+
+        @ranks(2)
+        def test_deselected(): pass
+        """,
+    )
+    result = pytester.runpytest("-k", "not deselected")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "rank tests: 1 passed on 2 ranks",
+            "rank tests: 1 selected, but not run: *::test_lost",
+        ]
+    )
+
+
+@pytest.mark.parametrize(("least", "code"), [(2, pytest.ExitCode.OK), (3, pytest.ExitCode.TESTS_FAILED)])
+def test_a_session_can_demand_a_number_of_rank_tests(
+    pytester: pytest.Pytester, least: int, code: pytest.ExitCode
+) -> None:
+    write(
+        pytester,
+        """
+        @ranks(1, 2)
+        def test_it(): pass
+
+        def test_other(): pass
+        """,
+    )
+    result = pytester.runpytest(f"--min-rank-tests={least}")
+    assert result.ret == code
+    complaint = "rank tests: only 2 passed, but --min-rank-tests asks for 3"
+    assert (complaint in result.outlines) == (least == 3)
+
+
+def test_a_session_without_tests_has_too_few_as_well(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest("--min-rank-tests=1")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["rank tests: only 0 passed, but --min-rank-tests asks for 1"])
+
+
+def test_a_session_without_rank_tests_is_left_alone(pytester: pytest.Pytester) -> None:
+    write(pytester, "def test_it(): pass", head="")
+    result = pytester.runpytest()
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("*rank tests*")
+
+
+def test_the_plugin_imports_no_torch_and_the_pool_no_pytest() -> None:
+    code = "import sys, lockstep.testing.plugin; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys, lockstep.testing.pool; assert not {'torch', 'pytest'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A mark that all descendants of a session bear in their environment."""
+    value = uuid.uuid4().hex
+    monkeypatch.setenv("LOCKSTEP_TEST_TOKEN", value)
+    return value
+
+
+def bearers(token: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _bears(process, token)]
+
+
+def _bears(process: psutil.Process, token: str) -> bool:
+    try:
+        bears = process.environ().get("LOCKSTEP_TEST_TOKEN") == token
+        return bears and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def assert_all_gone(token: str) -> None:
+    deadline = time.monotonic() + 5
+    while (left := bearers(token)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+def test_nothing_outlives_a_session(
+    pytester: pytest.Pytester, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    write(
+        pytester,
+        """
+        import subprocess
+
+        @ranks(2, 3)
+        def test_it(): pass
+
+        @ranks(2)
+        def test_child():
+            subprocess.Popen(["sleep", "1000"])
+            os._exit(1)
+        """,
+    )
+    result = pytester.runpytest_subprocess("--basetemp=base")
+    result.assert_outcomes(passed=2, failed=1)
+    assert_all_gone(token)
+    assert not list(tmp_path.glob("lockstep-*"))
+
+
+SCRIPT = """
+import time
+from lockstep.testing import run_ranks
+
+def hang():
+    print("hanging", flush=True)
+    open("hanging", "w").close()
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    run_ranks(2, hang)
+"""
+
+
+def test_ranks_die_with_a_parent_that_is_killed(pytester: pytest.Pytester, token: str) -> None:
+    script = pytester.makepyfile(script=SCRIPT)
+    with subprocess.Popen([sys.executable, str(script)]) as parent:
+        deadline = time.monotonic() + 30
+        while not Path("hanging").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(bearers(token)) >= 3
+        os.kill(parent.pid, signal.SIGKILL)
+    assert_all_gone(token)
