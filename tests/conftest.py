@@ -16,8 +16,8 @@ pytest_plugins = ["pytester"]
 settings.register_profile("lockstep", deadline=None)
 settings.load_profile("lockstep")
 
-# pytest itself rewrites this one between the phases of a test.
-_CHANGED_BY_PYTEST = "PYTEST_CURRENT_TEST"
+# pytest changes its own between the phases of a test, torch and scikit-learn set theirs when they are first imported.
+_SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_")
 
 
 @pytest.fixture(autouse=True)
@@ -33,4 +33,4 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != _CHANGED_BY_PYTEST}
+    return {n: value for n, value in os.environ.items() if not n.startswith(_SET_BY_LIBRARIES)}

@@ -109,14 +109,14 @@ def test_a_time_limit_of_its_own(pytester: pytest.Pytester) -> None:
         def the_place():
             time.sleep(100)
 
-        @ranks(2, timeout=0.3)
+        @ranks(2, timeout=1.5)
         def test_hangs():
             the_place()
         """,
     )
     result = pytester.runpytest()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*rank 0 hung: not finished after 0.3 s*", "*in the_place*"])
+    result.stdout.fnmatch_lines(["*rank 0 hung: not finished after 1.5 s*", "*in the_place*"])
 
 
 def test_the_parent_may_skip_visibly_but_a_rank_may_not(pytester: pytest.Pytester) -> None:
@@ -187,7 +187,23 @@ def test_misuse_is_an_error_at_collection(pytester: pytest.Pytester, code: str, 
     write(pytester, code)
     result = pytester.runpytest()
     assert result.ret != pytest.ExitCode.OK
-    result.stdout.fnmatch_lines([error])
+    pytest.LineMatcher(result.outlines + result.errlines).fnmatch_lines([error])
+
+
+def test_hypothesis_may_call_a_rank_test(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        from hypothesis import given, settings, strategies
+
+        @settings(max_examples=3, deadline=None)
+        @given(n=strategies.integers())
+        @ranks(2)
+        def test_it(n):
+            assert all_gather_object(n) == [n, n]
+        """,
+    )
+    pytester.runpytest().stdout.fnmatch_lines(["rank tests: 1 passed on 2 ranks"])
 
 
 def test_a_marker_put_by_hand_does_not_pass_for_a_rank_test(pytester: pytest.Pytester) -> None:
@@ -335,12 +351,17 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_die_with_a_parent_that_is_killed(pytester: pytest.Pytester, token: str) -> None:
+def test_ranks_die_with_a_parent_that_is_killed(
+    pytester: pytest.Pytester, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     script = pytester.makepyfile(script=SCRIPT)
     with subprocess.Popen([sys.executable, str(script)]) as parent:
         deadline = time.monotonic() + 30
         while not Path("hanging").exists() and time.monotonic() < deadline:
+            assert parent.poll() is None
             time.sleep(0.02)
         assert len(bearers(token)) >= 3
         os.kill(parent.pid, signal.SIGKILL)
     assert_all_gone(token)
+    assert not list(tmp_path.glob("lockstep-*"))

@@ -109,9 +109,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool) -> DataLoa
     arguments = dict(cfg)
     dataset = arguments.pop("dataset", None)
     if dataset is None:
-        raise ConfigError(
-            f"a data loader's config must have the key 'dataset', but has only {sorted(cfg)}"
-        )
+        raise ConfigError(f"a data loader's config must have the key 'dataset', but has only {sorted(cfg)}")
     if isinstance(dataset, Mapping):
         dataset = DATASETS.build(dataset)
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"))
@@ -120,9 +118,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool) -> DataLoa
     rank, _ = get_dist_info()
     arguments.setdefault("generator", torch.Generator().manual_seed(seed + rank))
     batch_sampler = arguments.get("batch_sampler")
-    if not isinstance(dataset, IterableDataset) and (
-        batch_sampler is None or isinstance(batch_sampler, Mapping)
-    ):
+    if not isinstance(dataset, IterableDataset) and (batch_sampler is None or isinstance(batch_sampler, Mapping)):
         arguments["sampler"] = _sampler(arguments, dataset, seed, evaluation)
     arguments.pop("shuffle", None)
     if isinstance(batch_sampler, Mapping):
@@ -161,10 +157,7 @@ def _collate_fn(collate_fn: Any) -> Callable[[list[Any]], Any]:
         return functools.partial(function, **arguments) if arguments else function
     if isinstance(collate_fn, str):
         if collate_fn not in _COLLATE:
-            raise ConfigError(
-                f"`collate_fn` must be a function or one of {', '.join(_COLLATE)}, "
-                f"but is {collate_fn!r}"
-            )
+            raise ConfigError(f"`collate_fn` must be a function or one of {', '.join(_COLLATE)}, but is {collate_fn!r}")
         return _COLLATE[collate_fn]
     return collate_fn  # type: ignore[no-any-return]
 

@@ -74,7 +74,9 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
 
 
 def to_wire(data: Tensor, group: Group) -> Tensor:
-    """Return `data`, or a contiguous copy of it on a device that the group moves."""
+    """Return `data`, or a contiguous copy of it on a device that the group moves, outside the graph of gradients."""
+    if data.requires_grad:
+        data = data.detach()
     if group.pg is not None and data.device.type not in group.devices:
         data = data.to(group.comm_device)
     return data.contiguous()
@@ -83,7 +85,7 @@ def to_wire(data: Tensor, group: Group) -> Tensor:
 def as_bytes(data: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, as a flat uint8 view of the same memory."""
     # Any dtype can travel so, also those for which a backend has no name. A 0-dim tensor can't change its item size.
-    return data.detach().reshape(-1).view(torch.uint8)
+    return data.detach().view(-1).view(torch.uint8)
 
 
 def copy_back(data: Tensor, result: Tensor) -> None:

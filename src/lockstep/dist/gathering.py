@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, cast, overload
 
-import torch
 from torch import Tensor
 
 from lockstep.dist.arguments import group_rank, require_list, require_tensor
-from lockstep.dist.devices import as_bytes, to_wire
+from lockstep.dist.devices import as_bytes, copy_back, to_wire
 from lockstep.dist.groups import Group, GroupLike, resolve
 from lockstep.dist.guard import check_call
-from lockstep.dist.handles import Handle
+from lockstep.dist.handles import Handle, wait_all
 from lockstep.dist.packets import (
     SLOT_BYTES,
     Packet,
@@ -147,7 +146,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     outputs = gather_list if here.rank == dst else None
     if outputs is not None:
         require_list("gather_list", outputs, here)
-    handle, parts = _gather(data, dst, here)
+    handle, parts = _gather(data, outputs, dst, here)
 
     def finish() -> None:
         handle.wait()
@@ -197,7 +196,7 @@ def scatter(
     require_tensor("tensor", tensor)
     group_rank("src", src, here)
     check_call("scatter", here, src)
-    received = _deal(scatter_list, here) if here.rank == src else _dealt(src, here)
+    received = _deal(scatter_list, here) if here.rank == src else _dealt(tensor, src, here)
     _fill("tensor", [tensor], [received], here)
     return Handle((), here) if async_op else None
 
@@ -205,39 +204,47 @@ def scatter(
 def _all_gather(data: Tensor, here: Group) -> list[Tensor]:
     require_tensor("data", data)
     check_call("all_gather", here)
-    wire = to_wire(data.detach(), here)
+    wire = to_wire(data, here)
     packets = [read_packet(slot) for slot in swap_slots(pack_tensor(wire), here)]
     outputs = [packet.tensor(here.comm_device) for packet in packets]
-    if any(packet.inline is None for packet in packets):
-        _exchange(wire, packets, outputs, here).wait()
-    return [output.to(data.device) for output in outputs]
+    _exchange(wire, packets, outputs, here).wait()
+    return outputs if data.is_cpu else [output.to(data.device) for output in outputs]
 
 
 def _all_gather_into(tensor_list: Sequence[Tensor], data: Tensor, here: Group) -> Handle:
     require_tensor("tensor", data)
     require_list("tensor_list", tensor_list, here)
     check_call("all_gather", here)
-    wire = to_wire(data.detach(), here)
+    wire = to_wire(data, here)
     packets = [read_packet(slot) for slot in swap_slots(pack_tensor(wire, tensor_list), here)]
     require_expected(packets, tensor_list, here)
-    # Straight into the caller's memory where that is possible.
-    landing = [
-        output.detach()
-        if packet.inline is None and output.is_contiguous() and output.device == here.comm_device
-        else packet.tensor(here.comm_device)
-        for output, packet in zip(tensor_list, packets, strict=True)
-    ]
+    landing = [_landing(output, packet, here) for output, packet in zip(tensor_list, packets, strict=True)]
     handle = _exchange(wire, packets, landing, here)
 
     def finish() -> None:
         handle.wait()
-        _fill("tensor_list", tensor_list, landing, here)
+        for output, landed in zip(tensor_list, landing, strict=True):
+            if landed is not output:
+                copy_back(output, landed)
 
     return Handle((), here, finish)
 
 
+def _landing(output: Tensor, packet: Packet, here: Group) -> Tensor:
+    """Return where a tensor arrives: the caller's own memory where that is possible."""
+    if packet.inline is not None:
+        if output.is_cpu and output.is_contiguous():
+            packet.fill(output)
+            return output
+    elif output.is_contiguous() and output.device == here.comm_device:
+        return output
+    return packet.tensor(here.comm_device)
+
+
 def _exchange(wire: Tensor, packets: Sequence[Packet], landing: Sequence[Tensor], here: Group) -> Handle:
     """Move what did not fit into the slots."""
+    if all(packet.inline is not None for packet in packets):
+        return Handle((), here)
     mine = [] if fits(wire) else [as_bytes(wire)]
     targets = [
         [as_bytes(target)] if packet.inline is None else [] for packet, target in zip(packets, landing, strict=True)
@@ -245,26 +252,32 @@ def _exchange(wire: Tensor, packets: Sequence[Packet], landing: Sequence[Tensor]
     return broadcast_each(mine, targets, here)
 
 
-def _gather(data: Tensor, dst: int, here: Group) -> tuple[Handle, list[Tensor]]:
-    wire = to_wire(data.detach(), here)
+def _gather(data: Tensor, outputs: Sequence[Tensor] | None, dst: int, here: Group) -> tuple[Handle, Sequence[Tensor]]:
+    """Start gathering; return what to wait for, and on `dst` where the tensors arrive."""
+    wire = to_wire(data, here)
     slots = collect_slots(pack_tensor(wire), dst, here)
     if slots is None:
         return send_to([] if fits(wire) else [as_bytes(wire)], dst, here), []
     packets = [read_packet(slot) for slot in slots]
-    parts = [packet.tensor(here.comm_device) for packet in packets]
+    if outputs is None or not _are_like(outputs, packets):
+        parts = [packet.tensor(here.comm_device) for packet in packets]
+    else:
+        parts = [_landing(output, packet, here) for output, packet in zip(outputs, packets, strict=True)]
     arriving = []
     for rank, (packet, part) in enumerate(zip(packets, parts, strict=True)):
         if packet.inline is None:
             if rank == here.rank:
-                part.copy_(wire)
+                copy_back(part, wire)
             else:
                 arriving.append(receive_from([as_bytes(part)], rank, here))
+    return Handle((), here, lambda: wait_all(arriving)), parts
 
-    def finish() -> None:
-        for handle in arriving:
-            handle.wait()
 
-    return Handle((), here, finish), parts
+def _are_like(outputs: Sequence[Tensor], packets: Sequence[Packet]) -> bool:
+    return all(
+        output.shape == packet.shape and output.dtype is packet.dtype
+        for output, packet in zip(outputs, packets, strict=True)
+    )
 
 
 def _deal(scatter_list: Sequence[Tensor] | None, here: Group) -> Tensor:
@@ -277,20 +290,22 @@ def _deal(scatter_list: Sequence[Tensor] | None, here: Group) -> Tensor:
         # Only this rank can see it, so it has to tell the others, who wait.
         deal_slots([pack_failure(error)] * here.size, SLOT_BYTES, here.rank, here)
         raise
-    wires = [to_wire(entry.detach(), here) for entry in scatter_list]
+    wires = [to_wire(entry, here) for entry in scatter_list]
     deal_slots([pack_tensor(wire) for wire in wires], SLOT_BYTES, here.rank, here)
-    sending = [
-        send_to([as_bytes(wire)], dst, here) for dst, wire in enumerate(wires) if dst != here.rank and not fits(wire)
-    ]
-    for handle in sending:
-        handle.wait()
+    wait_all(
+        [send_to([as_bytes(wire)], dst, here) for dst, wire in enumerate(wires) if dst != here.rank and not fits(wire)]
+    )
     return wires[here.rank]
 
 
-def _dealt(src: int, here: Group) -> Tensor:
+def _dealt(tensor: Tensor, src: int, here: Group) -> Tensor:
+    """Receive this rank's tensor, into `tensor` where it fits there."""
     packet = read_packet(deal_slots(None, SLOT_BYTES, src, here))
     require_no_failure([packet.failure], here, ranks=[src])
-    received = packet.tensor(here.comm_device)
+    if _are_like([tensor], [packet]):
+        received = _landing(tensor, packet, here)
+    else:
+        received = packet.tensor(here.comm_device)
     if packet.inline is None:
         receive_from([as_bytes(received)], src, here).wait()
     return received
@@ -303,9 +318,8 @@ def _fill(name: str, outputs: Sequence[Tensor], parts: Sequence[Tensor], here: G
                 f"`{name}[{index}]` must be like what arrived, {tuple(part.shape)} {part.dtype}, but is "
                 f"{tuple(output.shape)} {output.dtype} ({here.here})"
             )
-        if output.data_ptr() != part.data_ptr() or output.device != part.device:
-            with torch.no_grad():
-                output.copy_(part)
+        if output is not part:
+            copy_back(output, part)
 
 
 def _group_argument(second: object, group: GroupLike) -> GroupLike:

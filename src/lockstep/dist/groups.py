@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as torch_dist
@@ -26,30 +26,43 @@ _NATIVE_DEVICES = {
 }
 
 
+# Reductions that a backend can't run, by lockstep's names. Of others than these two only the mean is in doubt.
+_LACKING = {"gloo": frozenset[str](), "nccl": frozenset({"band", "bor", "bxor"})}
+_MEAN_IN_DOUBT = frozenset({"mean"})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """A resolved group, as seen from this process.
 
     Attributes:
-        pg: torch's process group; None where no group exists (one process).
+        reference: to torch's process group; None where no group exists (one process). Weak, so that a group that its
+            owner destroys ends, with its threads and connections.
         rank: this process's rank within the group.
         size: number of ranks in the group.
         backend: torch's name of the backend, e.g. ``"gloo"``; None without a process group.
         devices: device types whose tensors the group moves without staging.
         comm_device: where everything else is staged to.
+        lacks: reductions that the backend can't run.
     """
 
-    pg: ProcessGroup | None
+    reference: ReferenceType[ProcessGroup] | None
     rank: int
     size: int
     backend: str | None
     devices: frozenset[str]
     comm_device: torch.device
+    lacks: frozenset[str] = frozenset()
+
+    @property
+    def pg(self) -> ProcessGroup | None:
+        """Torch's process group; None where no group exists."""
+        return None if self.reference is None else self.reference()
 
     @property
     def bytes_device(self) -> torch.device:
         """Where bytes that are no tensor of the caller's travel: the CPU wherever the group serves it."""
-        return torch.device("cpu") if "cpu" in self.devices or self.pg is None else self.comm_device
+        return torch.device("cpu") if "cpu" in self.devices or self.reference is None else self.comm_device
 
     @property
     def here(self) -> str:
@@ -126,6 +139,7 @@ def _describe(pg: ProcessGroup) -> Group:
         comm_device = torch.device(accelerators[0], torch.accelerator.current_device_index())
     else:
         comm_device = torch.device("cpu")
-    group = Group(pg, pg.rank(), pg.size(), torch_dist.get_backend(pg), frozenset(devices), comm_device)
+    lacks = frozenset[str]().union(*(_LACKING.get(name, _MEAN_IN_DOUBT) for _, name in backends))
+    group = Group(ref(pg), pg.rank(), pg.size(), torch_dist.get_backend(pg), frozenset(devices), comm_device, lacks)
     _resolved[pg] = group
     return group

@@ -53,6 +53,12 @@ def settled(handle: Handle, async_op: bool) -> Handle | None:
     return None
 
 
+def wait_all(handles: Sequence[Handle]) -> None:
+    """Wait for every one of `handles`."""
+    for handle in handles:
+        handle.wait()
+
+
 def wait_for(work: Work, group: Group, timeout: timedelta | None = None) -> None:
     """Wait for one piece of work; see `Handle.wait` for what it raises."""
     try:

@@ -49,8 +49,7 @@ def broadcast(data: Tensor, src: int = 0, group: GroupLike = None, async_op: boo
     if here.pg is None or data.numel() == 0:
         return Handle((), here) if async_op else None
     wire = to_wire(data, here)
-    travelling = wire if wire.dtype in _MOVABLE else as_bytes(wire)
-    work = here.pg.broadcast([travelling], _broadcast_options(src, async_op))
+    work = here.pg.broadcast([_travelling(wire)], _broadcast_options(src, async_op))
     if wire is data or here.rank == src:
         handle = Handle([work], here)
     else:
@@ -98,19 +97,22 @@ def all_to_all(
             f"`output_tensor_list[{here.rank}]` must have the {own_in.numel()} elements this rank sends itself, "
             f"but has {own_out.numel()} ({here.here})"
         )
-    check_call("all_to_all", here, dtypes.pop())
+    check_call("all_to_all", here, own_in.dtype)
     if here.pg is None:
         own_out.copy_(own_in.reshape(own_out.shape))
         return Handle((), here) if async_op else None
-    inputs = [as_bytes(to_wire(x, here)) for x in input_tensor_list]
-    sizes_out = [x.numel() * x.element_size() for x in output_tensor_list]
-    received = torch.empty(sum(sizes_out), dtype=torch.uint8, device=here.comm_device)
+    inputs = [_travelling(to_wire(x, here)).view(-1) for x in input_tensor_list]
+    item_bytes = inputs[0].element_size()
+    sizes_out = [x.nbytes // item_bytes for x in output_tensor_list]
+    received = torch.empty(sum(sizes_out), dtype=inputs[0].dtype, device=here.comm_device)
     work = here.pg.alltoall_base(received, torch.cat(inputs), sizes_out, [x.numel() for x in inputs])
 
     def finish() -> None:
-        for output, part in zip(output_tensor_list, torch.split_with_sizes(received, sizes_out), strict=True):
-            # clone: a slice may not be aligned for the wider dtype
-            copy_back(output, part.clone().view(output.dtype))
+        parts = torch.split_with_sizes(received, sizes_out)
+        for output, part in zip(output_tensor_list, parts, strict=True):
+            if part.dtype != output.dtype:
+                part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
+            copy_back(output, part)
 
     return settled(Handle([work], here, finish), async_op)
 
@@ -125,6 +127,10 @@ def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
     if here.pg is None:
         return Handle((), here) if async_op else None
     return settled(Handle([here.pg.barrier()], here), async_op)
+
+
+def _travelling(wire: Tensor) -> Tensor:
+    return wire if wire.dtype in _MOVABLE else as_bytes(wire)
 
 
 @cache

@@ -64,14 +64,14 @@ def all_reduce_dict(data: D, op: str = "sum", group: GroupLike = None, to_float:
     if to_float:
         for key in keys:
             data[key] = torch.as_tensor(data[key], dtype=torch.float32)
-    items = [(str(key), data[key]) for key in keys]
-    for key, reduced in zip(keys, _reduced(items, op, here), strict=True):
-        value = data[key]
-        if isinstance(value, Tensor):
-            with torch.no_grad():
-                value.copy_(reduced)
-        else:
-            data[key] = reduced
+    reduced = _reduced([(str(key), data[key]) for key in keys], op, here)
+    with torch.no_grad():
+        for key, result in zip(keys, reduced, strict=True):
+            value = data[key]
+            if isinstance(value, Tensor):
+                value.copy_(result)
+            else:
+                data[key] = _as_leaf(result, value)
     return data
 
 
@@ -91,8 +91,10 @@ def all_reduce_tree(data: T, op: str = "sum", group: GroupLike = None) -> T:
         >>> all_reduce_tree({"hits": [get_rank(), 2]})
         {'hits': [1, 4]}
     """
-    here = resolve(group)
-    return tree_unflatten(data, _reduced(list(tree_items(data)), op, here))  # type: ignore[no-any-return]
+    items = list(tree_items(data))
+    reduced = _reduced(items, op, resolve(group))
+    leaves = [_as_leaf(result, leaf) for result, (_, leaf) in zip(reduced, items, strict=True)]
+    return tree_unflatten(data, leaves)  # type: ignore[no-any-return]
 
 
 def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
@@ -205,23 +207,26 @@ def sync_random_seed(
     return int(agreed.item())
 
 
-def _reduced(items: list[tuple[str, Any]], op: str, here: Group) -> list[Any]:
-    """Return the leaves reduced, each as what it was: tensor, array or number."""
+def _reduced(items: list[tuple[str, Any]], op: str, here: Group) -> list[Tensor]:
+    """Return every leaf's reduction, as views of one tensor for each dtype."""
     name = op_name(op)
     tensors = [_as_tensor(path, leaf) for path, leaf in items]
-    for tensor in tensors:
-        reduction(name, tensor.dtype)
+    places: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.dtype, []).append(place)
+    for dtype in places:
+        reduction(name, dtype)
     check_call("all_reduce_tree", here, name)
     _require_same_structure(items, tensors, here)
-    reduced: list[Tensor] = [tensor.to(here.comm_device) if here.pg else tensor for tensor in tensors]
-    for dtype in sorted({x.dtype for x in reduced}, key=str):
-        places = [place for place, x in enumerate(reduced) if x.dtype is dtype]
-        flat = torch.cat([reduced[place].detach().reshape(-1) for place in places])
+    reduced = list(tensors)
+    for dtype in sorted(places, key=str):
+        parts = [tensors[place].detach().reshape(-1) for place in places[dtype]]
+        flat = torch.cat([part.to(here.comm_device) for part in parts] if here.pg else parts)
         all_reduce(flat, name, here.pg)
-        parts = torch.split_with_sizes(flat, [reduced[place].numel() for place in places])
-        for place, part in zip(places, parts, strict=True):
-            reduced[place] = part.reshape(reduced[place].shape)
-    return [_as_leaf(x, leaf) for x, (_, leaf) in zip(reduced, items, strict=True)]
+        results = torch.split_with_sizes(flat, [part.numel() for part in parts])
+        for place, result in zip(places[dtype], results, strict=True):
+            reduced[place] = result.view(tensors[place].shape)
+    return reduced
 
 
 def _as_tensor(path: str, leaf: Any) -> Tensor:
@@ -259,11 +264,12 @@ def _is_array(leaf: object) -> bool:
 def _require_same_structure(items: list[tuple[str, Any]], tensors: list[Tensor], here: Group) -> None:
     if here.pg is None:
         return
-    lines = [f"{path}: {x.dtype}{list(x.shape)}" for (path, _), x in zip(items, tensors, strict=True)]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
+    description = repr([(path, x.dtype, tuple(x.shape)) for (path, _), x in zip(items, tensors, strict=True)])
+    digest = hashlib.blake2b(description.encode(), digest_size=32).digest()
     slots = swap_slots(bytearray(digest), here)
     if all(slot == digest for slot in slots):
         return
+    lines = [f"{path}: {x.dtype}{list(x.shape)}" for (path, _), x in zip(items, tensors, strict=True)]
     structures = [set(other) for other in swap_objects(lines, here)]
     shared = set.intersection(*structures)
     table = "\n".join(

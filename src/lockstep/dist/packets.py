@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,34 +25,35 @@ _DTYPES = sorted(
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
-@dataclass(frozen=True, slots=True)
-class Packet:
+class Packet(NamedTuple):
     """What one rank's slot says.
 
     Attributes:
         shape: shape of its tensor.
         dtype: dtype of its tensor.
-        nbytes: bytes of its tensor.
-        inline: those bytes, where they came along; None where they follow.
+        inline: the tensor's bytes, where they came along; None where they follow.
         expectation: fingerprint of what this rank expects to receive; 0 where it takes what comes.
         failure: why this rank has nothing to send; None where it has.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    nbytes: int
     inline: memoryview | None
     expectation: int
     failure: str | None = None
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Return a new tensor as announced, filled where the data came along."""
-        data = torch.empty(self.shape, dtype=self.dtype)
+        """Return a new tensor as announced, on `device` where it follows, else filled, on the CPU."""
         if self.inline is None:
-            return data.to(device) if device.type == "cpu" else torch.empty_like(data, device=device)
-        if self.nbytes:
-            ctypes.memmove(data.data_ptr(), bytes(self.inline), self.nbytes)
-        return data.to(device)
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        data = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(data)
+        return data
+
+    def fill(self, target: Tensor) -> None:
+        """Copy what came along into a contiguous tensor on the CPU."""
+        if self.inline:
+            ctypes.memmove(target.data_ptr(), bytes(self.inline), len(self.inline))
 
 
 def pack_tensor(data: Tensor, expected: Sequence[Tensor] | None = None) -> bytearray:
@@ -66,10 +67,11 @@ def pack_tensor(data: Tensor, expected: Sequence[Tensor] | None = None) -> bytea
     if start > SLOT_BYTES:
         raise ValueError(f"`data` must have at most {(SLOT_BYTES - _HEAD.size) // 8} dims, but has {ndim}")
     slot = bytearray(SLOT_BYTES)
-    fingerprint = 0 if expected is None else _fingerprint((x.dtype, tuple(x.shape)) for x in expected)
-    struct.pack_into(f"<{5 + ndim}q", slot, 0, _OK, fingerprint, _CODES[data.dtype], ndim, nbytes, *shape)
-    if fits(data) and nbytes:
-        slot[start : start + nbytes] = ctypes.string_at(data.cpu().data_ptr(), nbytes)
+    expectation = 0 if expected is None else _fingerprint([(x.dtype, x.shape) for x in expected])
+    struct.pack_into(f"<{5 + ndim}q", slot, 0, _OK, expectation, _CODES[data.dtype], ndim, nbytes, *shape)
+    if 0 < nbytes <= SLOT_BYTES - start:
+        on_cpu = data if data.is_cpu else data.cpu()
+        slot[start : start + nbytes] = ctypes.string_at(on_cpu.data_ptr(), nbytes)
     return slot
 
 
@@ -97,14 +99,13 @@ def failure_in(slot: memoryview) -> str | None:
 
 def read_packet(slot: memoryview) -> Packet:
     """Return what a slot says."""
-    failure = failure_in(slot)
-    if failure is not None:
-        return Packet((), torch.uint8, 0, None, 0, failure)
-    _, expectation, code, ndim, nbytes = _HEAD.unpack_from(slot)
+    status, expectation, code, ndim, nbytes = _HEAD.unpack_from(slot)
+    if status == _FAILED:
+        return Packet((), torch.uint8, None, 0, failure_in(slot))
     start = _HEAD.size + 8 * ndim
     shape = struct.unpack_from(f"<{ndim}q", slot, _HEAD.size)
     inline = slot[start : start + nbytes] if start + nbytes <= len(slot) else None
-    return Packet(shape, _DTYPES[code], nbytes, inline, expectation)
+    return Packet(shape, _DTYPES[code], inline, expectation)
 
 
 def require_no_failure(failures: Sequence[str | None], here: Group, ranks: Sequence[int] | None = None) -> None:
@@ -129,12 +130,12 @@ def require_expected(packets: Sequence[Packet], outputs: Sequence[Tensor], here:
     **Raises**: ValueError on a rank whose own list is wrong, PeerError on the others.
     """
     for rank, (packet, output) in enumerate(zip(packets, outputs, strict=True)):
-        if packet.shape != tuple(output.shape) or packet.dtype != output.dtype:
+        if packet.shape != output.shape or packet.dtype != output.dtype:
             raise ValueError(
                 f"`tensor_list[{rank}]` must be like rank {rank}'s tensor, {packet.shape} {packet.dtype}, but is "
                 f"{tuple(output.shape)} {output.dtype} ({here.here}). Or leave the list out: all_gather(data)"
             )
-    actual = _fingerprint((packet.dtype, packet.shape) for packet in packets)
+    actual = _fingerprint([(packet.dtype, packet.shape) for packet in packets])
     require_no_failure(
         [
             "ValueError: its `tensor_list` does not fit the tensors of all ranks"
@@ -146,6 +147,6 @@ def require_expected(packets: Sequence[Packet], outputs: Sequence[Tensor], here:
     )
 
 
-def _fingerprint(entries: object) -> int:
+def _fingerprint(entries: list[tuple[torch.dtype, tuple[int, ...]]]) -> int:
     # Python's hash of integers is the same in every process; 0 means "takes what comes".
-    return hash(tuple((_CODES[dtype], shape) for dtype, shape in entries)) or 1  # type: ignore[attr-defined]
+    return hash(tuple((_CODES[dtype], *shape) for dtype, shape in entries)) or 1

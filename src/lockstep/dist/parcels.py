@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.dist.groups import Group
-from lockstep.dist.handles import Handle
+from lockstep.dist.handles import wait_all
 from lockstep.dist.packets import failure_in, pack_failure, require_no_failure
 from lockstep.dist.pickling import Pickled, dump, load
 from lockstep.dist.segments import broadcast_each, broadcast_from, receive_from, send_to
@@ -128,9 +128,9 @@ def collect_objects(obj: object, dst: int, here: Group, *, copy_own: bool) -> li
         send_to(_staged(parcel.follows, here) + parcel.segments, dst, here).wait()
         return None
     arriving = {rank: Arriving.from_slot(slot, here.bytes_device) for rank, slot in enumerate(slots) if rank != dst}
-    _wait_all([receive_from(one.landing(), rank, here) for rank, one in arriving.items()])
+    wait_all([receive_from(one.landing(), rank, here) for rank, one in arriving.items()])
     rooms = {rank: one.make_room(here.bytes_device) for rank, one in arriving.items()}
-    _wait_all([receive_from(room, rank, here) for rank, room in rooms.items()])
+    wait_all([receive_from(room, rank, here) for rank, room in rooms.items()])
     own = obj if keeps_own else copied(obj, here)
     return [own if rank == dst else arriving[rank].opened(rooms[rank]) for rank in range(here.size)]
 
@@ -171,7 +171,7 @@ def deal_objects(objects: Sequence[object] | None, src: int, here: Group) -> Any
         deal_slots([pack_failure(error, SLOT_BYTES)] * here.size, SLOT_BYTES, src, here)
         raise
     deal_slots([parcel.slot for parcel in parcels], SLOT_BYTES, src, here)
-    _wait_all(
+    wait_all(
         [
             send_to(_staged(parcel.follows, here) + parcel.segments, rank, here)
             for rank, parcel in enumerate(parcels)
@@ -202,11 +202,6 @@ def _required(outcome: Parcel | TypeError, slots: Sequence[memoryview], here: Gr
 
 def _staged(segments: Sequence[Tensor], here: Group) -> list[Tensor]:
     return [segment.to(here.bytes_device) for segment in segments]
-
-
-def _wait_all(handles: Sequence[Handle]) -> None:
-    for handle in handles:
-        handle.wait()
 
 
 def _fits(nbytes: int) -> bool:

@@ -5,33 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from functools import reduce as fold
-from typing import Any, Literal, TypeAlias, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.distributed import (
-    AllreduceOptions,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-    Work,
-)
+from torch.distributed import AllreduceOptions, ReduceOp, ReduceOptions, ReduceScatterOptions, Work
 
 from lockstep.dist.arguments import group_rank, require_alike, require_list, require_tensor
 from lockstep.dist.devices import copy_back, to_wire
 from lockstep.dist.groups import Group, GroupLike, resolve
 from lockstep.dist.guard import check_call
 from lockstep.dist.handles import Handle, settled, wait_for
-from lockstep.dist.reductions import Reduction, op_name, reduction
+from lockstep.dist.reductions import TORCH_OPS, Reduction, op_name, reduction
 
-WireOp: TypeAlias = Any  # torch's stubs take a ReduceOp where its own constants are of another type
-
-_BIT_OPS = {
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
-_AVERAGING_BACKENDS = ("gloo", "nccl")
+_BIT_OPS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
 
 @overload
@@ -95,19 +82,13 @@ def all_reduce(
         _alone(data, plan)
         return Handle((), here) if async_op else None
     pg = here.pg
+    if _is_plain(data, plan, here, async_op):
+        wait_for(pg.allreduce([data], _allreduce_options(plan.wire_op, False)), here)
+        return None
 
-    def start(travelling: Tensor, wire_op: WireOp) -> Work:
+    def start(travelling: Tensor, wire_op: str) -> Work:
         return pg.allreduce([travelling], _allreduce_options(wire_op, async_op))
 
-    if (
-        plan.encode is None
-        and not async_op
-        and data.device.type in here.devices
-        and data.is_contiguous()
-        and _runs_natively(plan.wire_op, here)
-    ):  # the usual case, kept short: a 4-byte all_reduce is all overhead
-        wait_for(start(data, plan.wire_op), here)
-        return None
     return settled(_reduce(data, plan, here, start, keeps=True), async_op)
 
 
@@ -145,10 +126,12 @@ def reduce(
         return Handle((), here) if async_op else None
     pg = here.pg
 
-    def start(travelling: Tensor, wire_op: WireOp) -> Work:
-        options = ReduceOptions()
-        options.reduceOp, options.rootRank = wire_op, dst
-        return pg.reduce([travelling], options)
+    if _is_plain(data, plan, here, async_op):
+        wait_for(pg.reduce([data], _reduce_options(plan.wire_op, dst)), here)
+        return None
+
+    def start(travelling: Tensor, wire_op: str) -> Work:
+        return pg.reduce([travelling], _reduce_options(wire_op, dst))
 
     return settled(_reduce(data, plan, here, start, keeps=here.rank == dst), async_op)
 
@@ -192,16 +175,19 @@ def reduce_scatter(
         output.copy_(input_list[0])
         _alone(output, plan)
         return Handle((), here) if async_op else None
-    if len({entry.shape for entry in input_list}) > 1:
+    shape = input_list[0].shape
+    if plan.wire_op in here.lacks or any(entry.shape != shape for entry in input_list):
         return settled(_reduce_to_each(output, input_list, name, here), async_op)
     pg = here.pg
-    wires = [to_wire(entry.detach(), here) for entry in input_list]
+    wires = [to_wire(entry, here) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
 
-    def start(received: Tensor, wire_op: WireOp) -> Work:
-        options = ReduceScatterOptions()
-        options.reduceOp = wire_op
-        return pg.reduce_scatter([received], [travelling], options)
+    if _is_plain(output, plan, here, async_op):
+        wait_for(pg.reduce_scatter([output], [travelling], _reduce_scatter_options(plan.wire_op)), here)
+        return None
+
+    def start(received: Tensor, wire_op: str) -> Work:
+        return pg.reduce_scatter([received], [travelling], _reduce_scatter_options(wire_op))
 
     return settled(_reduce(output, plan, here, start, keeps=True), async_op)
 
@@ -224,18 +210,18 @@ def _reduce(
     data: Tensor,
     plan: Reduction,
     here: Group,
-    start: Callable[[Tensor, WireOp], Work],
+    start: Callable[[Tensor, str], Work],
     *,
     keeps: bool,
 ) -> Handle:
     """Encode, start, and say how to finish; only a rank that `keeps` the result writes it back."""
-    wire = to_wire(data.detach(), here)
+    wire = to_wire(data, here)
     travelling = wire if plan.encode is None else plan.encode(wire)
     wire_op = plan.wire_op
-    if wire_op in _BIT_OPS and not _runs_natively(wire_op, here):
+    if wire_op in here.lacks and wire_op in _BIT_OPS:
         return _reduce_bits(data, wire, travelling, plan, here)
-    divides = wire_op == ReduceOp.AVG and not _runs_natively(wire_op, here)
-    work = start(travelling, ReduceOp.SUM if divides else wire_op)
+    divides = wire_op in here.lacks  # the mean
+    work = start(travelling, "sum" if divides else wire_op)
 
     def finish() -> None:
         if keeps:
@@ -272,11 +258,15 @@ def _alone(data: Tensor, plan: Reduction) -> None:
         copy_back(data, plan.decode(plan.encode(wire).clone(), 1))
 
 
-def _runs_natively(wire_op: WireOp, here: Group) -> bool:
-    backend = str(here.backend)
-    if wire_op == ReduceOp.AVG:
-        return backend in _AVERAGING_BACKENDS
-    return wire_op not in _BIT_OPS or "nccl" not in backend
+def _is_plain(data: Tensor, plan: Reduction, here: Group, async_op: bool) -> bool:
+    """Return whether the backend can be called at once: the usual case, kept short as a small reduction is all overhead."""
+    return (
+        plan.encode is None
+        and not async_op
+        and data.is_contiguous()
+        and plan.wire_op not in here.lacks
+        and data.device.type in here.devices
+    )
 
 
 def _planned(data: Tensor, op: object) -> tuple[str, Reduction]:
@@ -286,7 +276,21 @@ def _planned(data: Tensor, op: object) -> tuple[str, Reduction]:
 
 
 @cache
-def _allreduce_options(wire_op: WireOp, async_op: bool) -> AllreduceOptions:
+def _allreduce_options(wire_op: str, async_op: bool) -> AllreduceOptions:
     options = AllreduceOptions()
-    options.reduceOp, options.asyncOp = wire_op, async_op
+    options.reduceOp, options.asyncOp = TORCH_OPS[wire_op], async_op  # type: ignore[assignment]
+    return options
+
+
+@cache
+def _reduce_options(wire_op: str, dst: int) -> ReduceOptions:
+    options = ReduceOptions()
+    options.reduceOp, options.rootRank = TORCH_OPS[wire_op], dst  # type: ignore[assignment]
+    return options
+
+
+@cache
+def _reduce_scatter_options(wire_op: str) -> ReduceScatterOptions:
+    options = ReduceScatterOptions()
+    options.reduceOp = TORCH_OPS[wire_op]  # type: ignore[assignment]  # torch's stubs know no ReduceOp.RedOpType
     return options

@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 
 OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
 _ALIASES = {"avg": "mean", "prod": "product"}
-_TORCH_OPS = {
+TORCH_OPS = {
     "sum": ReduceOp.SUM,
     "mean": ReduceOp.AVG,
     "product": ReduceOp.PRODUCT,
@@ -41,13 +41,13 @@ class Reduction:
     """How one operation runs on one dtype.
 
     Attributes:
-        wire_op: what the backend is asked for.
+        wire_op: what the backend is asked for, one of `OPS`.
         encode: contiguous data -> what travels; None where the data travel as they are.
         decode: (what came back, number of ranks) -> result in the original dtype and shape (flat is fine); None where
             the backend's result is the result, in place.
     """
 
-    wire_op: ReduceOp.RedOpType
+    wire_op: str
     encode: Callable[[Tensor], Tensor] | None = None
     decode: Callable[[Tensor, int], Tensor] | None = None
 
@@ -59,10 +59,10 @@ def op_name(op: object) -> str:
     """
     if isinstance(op, str):
         name = _ALIASES.get(op.lower(), op.lower())
-        if name in _TORCH_OPS:
+        if name in TORCH_OPS:
             return name
     else:
-        for name, torch_op in _TORCH_OPS.items():
+        for name, torch_op in TORCH_OPS.items():
             if op == torch_op:
                 return name
     raise ValueError(f"`op` must be one of {', '.join(OPS)} (or avg, prod, torch's ReduceOp), but is {op!r}")
@@ -83,8 +83,8 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
     if dtype in _FLOATS:
         if op == "mean" and dtype.itemsize == 2:
             # A sum of half numbers overflows where their mean does not.
-            return Reduction(ReduceOp.AVG, torch.Tensor.float, lambda x, n: x.to(dtype))
-        return Reduction(_TORCH_OPS[op])
+            return Reduction("mean", torch.Tensor.float, lambda x, n: x.to(dtype))
+        return Reduction(op)
     if dtype.is_complex:
         if op in _ORDERED_OPS:
             raise TypeError(
@@ -92,7 +92,7 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
                 "which have no order either"
             )
         # A view of the same memory: the result is in place.
-        return Reduction(_TORCH_OPS[op], torch.view_as_real)
+        return Reduction(op, torch.view_as_real)
     raise TypeError(
         f"`data` must have a dtype that can be reduced, but has {dtype}. Convert it first, e.g. data.float()"
     )
@@ -103,33 +103,32 @@ def _bool_reduction(op: str) -> Reduction:
         return _int_mean(torch.bool)
     if op == "bxor":
         # Odd counts; as a sum, since NCCL has no bit operations.
-        return Reduction(ReduceOp.SUM, lambda x: x.to(torch.int32), lambda x, n: (x & 1).bool())
-    any_or_all = ReduceOp.MAX if op in ("sum", "max", "bor") else ReduceOp.MIN
+        return Reduction("sum", lambda x: x.to(torch.int32), lambda x, n: (x & 1).bool())
+    any_or_all = "max" if op in ("sum", "max", "bor") else "min"
     return Reduction(any_or_all, lambda x: x.view(torch.uint8))
 
 
 def _int_reduction(op: str, dtype: torch.dtype) -> Reduction:
-    wire_op = _TORCH_OPS[op]
     if dtype in _NATIVE_INTS:
-        return Reduction(wire_op)
+        return Reduction(op)
     if dtype in _WIDER_INTS:
         wider = _WIDER_INTS[dtype]
-        return Reduction(wire_op, lambda x: x.to(wider), lambda x, n: x.to(dtype))
+        return Reduction(op, lambda x: x.to(wider), lambda x, n: x.to(dtype))
     if op in ("min", "max"):
         # The order of unsigned numbers is that of signed ones with the top bit flipped.
         return Reduction(
-            wire_op,
+            op,
             lambda x: x.view(torch.int64) ^ _SIGN_BIT,
             lambda x, n: (x ^ _SIGN_BIT).view(torch.uint64),
         )
     # Sums, products and bits of two's complement are the same for both signs.
-    return Reduction(wire_op, lambda x: x.view(torch.int64))
+    return Reduction(op, lambda x: x.view(torch.int64))
 
 
 def _int_mean(dtype: torch.dtype) -> Reduction:
     if dtype in (torch.int64, torch.uint64):
-        return Reduction(ReduceOp.SUM, _split_words, partial(_mean_of_words, dtype=dtype))
-    return Reduction(ReduceOp.SUM, lambda x: x.long(), partial(_exact_mean, dtype=dtype))
+        return Reduction("sum", _split_words, partial(_mean_of_words, dtype=dtype))
+    return Reduction("sum", lambda x: x.long(), partial(_exact_mean, dtype=dtype))
 
 
 def _exact_mean(total: Tensor, size: int, *, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,8 @@ Every movement is one call to the backend; CPU and accelerator groups alike.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,27 +23,57 @@ from lockstep.dist.groups import Group
 from lockstep.dist.handles import wait_for
 
 # Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
-_all_gather_single = getattr(ProcessGroup, "all_gather_single", None) or ProcessGroup._allgather_base
+_ALL_GATHER_SINGLE = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+
+
+class _Room:
+    """Memory for the slots of one group and size, used again by every call.
+
+    Not only for the allocations: a tensor that Python has let go of is freed by the backend's thread, which has to wait
+    for the interpreter then; that costs a small collective a third of its time (gloo, torch 2.13).
+    """
+
+    def __init__(self, size: int, here: Group) -> None:
+        self.one = bytearray(size)
+        self.each = bytearray(size * here.size)
+        self.each_views = [memoryview(self.each)[start : start + size] for start in range(0, len(self.each), size)]
+        self._on_cpu = [torch.frombuffer(self.one, dtype=torch.uint8), torch.frombuffer(self.each, dtype=torch.uint8)]
+        self.one_staged, self.each_staged = (x.to(here.comm_device) for x in self._on_cpu)
+        self.each_parts = list(torch.split(self.each_staged, size))
+        self._is_staged = here.comm_device.type != "cpu"
+
+    def stage(self) -> None:
+        """Take over, where the group talks, what was written into the memory here."""
+        if self._is_staged:
+            self.one_staged.copy_(self._on_cpu[0])
+            self.each_staged.copy_(self._on_cpu[1])
+
+    def fetch(self) -> None:
+        """Take over into the memory here what arrived where the group talks."""
+        if self._is_staged:
+            self._on_cpu[0].copy_(self.one_staged)
+            self._on_cpu[1].copy_(self.each_staged)
+
+
+_rooms: WeakKeyDictionary[ProcessGroup, dict[int, _Room]] = WeakKeyDictionary()
 
 
 def swap_slots(slot: bytearray, here: Group) -> list[memoryview]:
     """Give every rank every rank's slot, in rank order.
 
+    The views that this and its sisters return are overwritten by the next call on the same group.
+
     **Collective**: every rank, with slots of one size.
     """
-    if here.pg is None:
+    pg = here.pg
+    if pg is None:
         return [memoryview(slot)]
-    size = len(slot)
-    received = bytearray(size * here.size)
-    if here.comm_device.type == "cpu":
-        work = _all_gather_single(here.pg, _tensor(received), _tensor(slot))
-        wait_for(work, here)
-    else:
-        staged = torch.empty(len(received), dtype=torch.uint8, device=here.comm_device)
-        wait_for(_all_gather_single(here.pg, staged, _tensor(slot).to(here.comm_device)), here)
-        _tensor(received).copy_(staged)
-    view = memoryview(received)
-    return [view[rank * size : (rank + 1) * size] for rank in range(here.size)]
+    room = _room(pg, len(slot), here)
+    room.one[:] = slot
+    room.stage()
+    wait_for(getattr(pg, _ALL_GATHER_SINGLE)(room.each_staged, room.one_staged), here)
+    room.fetch()
+    return room.each_views
 
 
 def collect_slots(slot: bytearray, dst: int, here: Group) -> list[memoryview] | None:
@@ -49,17 +81,16 @@ def collect_slots(slot: bytearray, dst: int, here: Group) -> list[memoryview] | 
 
     **Collective**: every rank, with slots of one size.
     """
-    if here.pg is None:
+    pg = here.pg
+    if pg is None:
         return [memoryview(slot)]
-    options = GatherOptions()
-    options.rootRank = dst
-    sent = _tensor(slot).to(here.comm_device)
-    if here.rank != dst:
-        wait_for(here.pg.gather([], [sent], options), here)
-        return None
-    parts = [torch.empty_like(sent) for _ in range(here.size)]
-    wait_for(here.pg.gather([parts], [sent], options), here)
-    return [_view(part) for part in parts]
+    room = _room(pg, len(slot), here)
+    room.one[:] = slot
+    room.stage()
+    landing = [room.each_parts] if here.rank == dst else []
+    wait_for(pg.gather(landing, [room.one_staged], _gather_options(dst)), here)
+    room.fetch()
+    return room.each_views if here.rank == dst else None
 
 
 def deal_slots(slots: list[bytearray] | None, size: int, src: int, here: Group) -> memoryview:
@@ -67,38 +98,65 @@ def deal_slots(slots: list[bytearray] | None, size: int, src: int, here: Group) 
 
     **Collective**: every rank; only `src` has slots.
     """
-    if here.pg is None:
+    pg = here.pg
+    if pg is None:
         assert slots is not None
         return memoryview(slots[0])
-    options = ScatterOptions()
-    options.rootRank = src
-    received = torch.empty(size, dtype=torch.uint8, device=here.comm_device)
-    sent = [] if slots is None else [[_tensor(slot).to(here.comm_device) for slot in slots]]
-    wait_for(here.pg.scatter([received], sent, options), here)
-    return _view(received)
+    room = _room(pg, size, here)
+    if slots is not None:
+        room.each[:] = b"".join(slots)
+        room.stage()
+    dealt = [room.each_parts] if here.rank == src else []
+    wait_for(pg.scatter([room.one_staged], dealt, _scatter_options(src)), here)
+    room.fetch()
+    return memoryview(room.one)
 
 
 def spread_slot(slot: bytearray, src: int, here: Group) -> memoryview:
-    """Give every rank `src`'s slot; the others hand in an empty one of the same size, which is overwritten.
+    """Give every rank `src`'s slot; the others hand in any of the same size.
 
     **Collective**: every rank, with slots of one size.
     """
-    if here.pg is None:
+    pg = here.pg
+    if pg is None:
         return memoryview(slot)
+    room = _room(pg, len(slot), here)
+    room.one[:] = slot
+    room.stage()
+    wait_for(pg.broadcast([room.one_staged], _broadcast_options(src)), here)
+    room.fetch()
+    return memoryview(room.one)
+
+
+def _room(pg: ProcessGroup, size: int, here: Group) -> _Room:
+    rooms = _rooms.get(pg)
+    if rooms is None:
+        rooms = _rooms[pg] = {}
+    room = rooms.get(size)
+    if room is None:
+        room = rooms[size] = _Room(size, here)
+    return room
+
+
+@cache
+def _gather_options(dst: int) -> GatherOptions:
+    options = GatherOptions()
+    options.rootRank = dst
+    return options
+
+
+@cache
+def _scatter_options(src: int) -> ScatterOptions:
+    options = ScatterOptions()
+    options.rootRank = src
+    return options
+
+
+@cache
+def _broadcast_options(src: int) -> BroadcastOptions:
     options = BroadcastOptions()
     options.rootRank, options.asyncOp = src, False
-    travelling = _tensor(slot).to(here.comm_device)
-    wait_for(here.pg.broadcast([travelling], options), here)
-    return _view(travelling)
-
-
-def _tensor(slot: bytearray) -> Tensor:
-    return torch.frombuffer(slot, dtype=torch.uint8)
-
-
-def _view(data: Tensor) -> memoryview:
-    """Return the bytes of a flat uint8 tensor, without numpy."""
-    return memoryview(bytes_of(data.cpu())).cast("B")
+    return options
 
 
 def bytes_of(data: Tensor) -> ctypes.Array[ctypes.c_char]:

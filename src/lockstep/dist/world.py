@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from weakref import ref
 
 import torch
 import torch.distributed as torch_dist
@@ -22,6 +25,7 @@ from lockstep.errors import DistError, TopologyError
 
 Launcher: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
 
+_THREADS_SETTLE_SECONDS = 0.1
 _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
 # Each backend's variable for the network interface it opens its own connections on.
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
@@ -125,7 +129,7 @@ def destroy_dist() -> None:
     atexit.unregister(destroy_dist)
     groups.forget_groups()
     if torch_dist.is_initialized():
-        torch_dist.destroy_process_group()
+        _end_group()
     if world is not None:
         _clean_up(world)
 
@@ -243,6 +247,18 @@ def _keep_on_loopback(backend: str, world: _World) -> None:
         if name in backend and variable not in os.environ:
             world.environment_set.append(variable)
             os.environ[variable] = loopback_interface()
+
+
+def _end_group() -> None:
+    held = ref(groups.resolve().pg)
+    groups.forget_groups()
+    torch_dist.destroy_process_group()
+    if held() is not None:
+        gc.collect()  # modules that are wrapped for several ranks refer to their group in cycles
+    if held() is not None:
+        # Somebody still refers to the group, so its threads live on. One of them may be about to free the tensors of
+        # the last collective, for which it needs the interpreter; if that is ending, the process aborts (torch 2.13).
+        time.sleep(_THREADS_SETTLE_SECONDS)
 
 
 def _clean_up(world: _World) -> None:

@@ -31,7 +31,7 @@ class Accuracy(BaseMetric):
         """Append whether each sample of the batch was predicted right."""
         scores, labels = _scores_and_labels(data_batch, data_samples)
         classes = scores.argmax(dim=1) if scores.dim() == labels.dim() + 1 else scores
-        if classes.shape != labels.shape:
+        if labels.dim() != 1 or classes.shape != labels.shape:
             raise ValueError(
                 "scores must have shape [batch, classes] and labels [batch], "
                 f"but have {tuple(scores.shape)} and {tuple(labels.shape)}"

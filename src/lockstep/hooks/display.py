@@ -101,7 +101,7 @@ class PlainDisplay:
         if now - self._last_line >= self.period_seconds:
             self._last_line = now
             of_total = "" if self._total is None else f"/{self._total}"
-            self._console.print(f"{self._label}  {done}{of_total}  {text}", markup=False)
+            self._console.print(f"{self._label}  {done}{of_total}  {text}", markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Do nothing: printed lines stay."""

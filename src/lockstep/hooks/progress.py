@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from datetime import timedelta
 from time import perf_counter
 from typing import Any, ClassVar
 
+from lockstep.dataset import length_of
 from lockstep.hooks.display import Display, LiveDisplay, PlainDisplay
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
@@ -52,7 +53,7 @@ class ProgressHook(Hook):
             self._begin(runner, "training", runner.max_iters)
         else:
             label = f"epoch {runner.epoch + 1}/{runner.max_epochs}"
-            self._begin(runner, label, _length(runner.train_dataloader))
+            self._begin(runner, label, length_of(runner.train_dataloader))
 
     def after_train_iter(
         self,
@@ -93,7 +94,7 @@ class ProgressHook(Hook):
 
     def before_val_epoch(self, runner: RunnerLike) -> None:
         """Show a bar for the validation."""
-        self._begin(runner, "validating", _length(runner.val_dataloader))
+        self._begin(runner, "validating", length_of(runner.val_dataloader))
 
     def after_val_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""
@@ -159,7 +160,3 @@ def format_metrics(metrics: Mapping[str, Any], units: Mapping[str, str]) -> str:
         shown = f"{value:.2f}" if unit else f"{value:.4g}"
         parts.append(f"{name} {shown}{unit}")
     return "  ".join(parts)
-
-
-def _length(loader: Any) -> int | None:
-    return len(loader) if isinstance(loader, Sized) else None

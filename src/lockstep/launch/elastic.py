@@ -101,6 +101,7 @@ def launch(
         _say(f"{interruption.name}: all ranks were stopped")
         sys.stdout.flush()
         signal.raise_signal(interruption)
+        raise LaunchError(f"all ranks were stopped by {interruption.name}")  # where this process ignores the signal
 
 
 def _check(

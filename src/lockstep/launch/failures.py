@@ -25,8 +25,8 @@ def describe(failures: Mapping[int, ProcessFailure], log_dir: str | Path | None 
     first, *others = sorted(failures, key=lambda rank: (_suspicion(failures[rank]), rank))
     failure = failures[first]
     parts = [f"rank {first} {_ending(failure)} (pid {failure.pid})."]
-    if trace := _extra(failure).get("py_callstack"):
-        parts.append(trace.rstrip())
+    if _kind(failure) != "SystemExit":  # that has said what it had to say itself
+        parts.append(_extra(failure)["py_callstack"].rstrip())
     failed = [f"rank {rank} {_ending(failures[rank])}" for rank in others if not _stopped(failures[rank])]
     if failed:
         parts.append(f"After it: {', '.join(failed)}.")
@@ -42,7 +42,7 @@ def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
         return (0 if -failure.exitcode in _DEADLY else 4 if _stopped(failure) else 3), 0.0
     if "time" not in extra:
         return 1, 0.0
-    return (2 if extra.get("type") == "PeerError" else 1), float(extra["time"])
+    return (2 if _kind(failure) == "PeerError" else 1), float(extra["time"])
 
 
 def _ending(failure: ProcessFailure) -> str:
@@ -53,10 +53,13 @@ def _ending(failure: ProcessFailure) -> str:
             else ""
         )
         return f"was ended by {_signal_name(failure)}{hint}"
-    kind = _extra(failure).get("type", "SystemExit")
-    if kind == "SystemExit":
-        return f"exited with code {failure.exitcode}"
-    return f"raised {kind}"
+    kind = _kind(failure)
+    return f"exited with code {failure.exitcode}" if kind == "SystemExit" else f"raised {kind}"
+
+
+def _kind(failure: ProcessFailure) -> str:
+    """Return the type of the error that ended a rank; SystemExit also where no error is known."""
+    return str(_extra(failure).get("type", "SystemExit"))
 
 
 def _stopped(failure: ProcessFailure) -> bool:

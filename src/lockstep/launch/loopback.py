@@ -14,20 +14,26 @@ class LoopbackRendezvous(RendezvousHandler):
     torch's own rendezvous (static, c10d) make stores that listen on all addresses, whatever address they are given
     (2.13). Each attempt gets a store of its own, so that ranks which are started again do not meet what their
     predecessors left; bare torch scripts recover as well.
+
+    Attributes:
+        port: where the store of the present attempt listens.
     """
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._store: TCPStore | None = None
+        self.port = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open a new store; nobody has to be waited for."""
         sock = listener(LOOPBACK, 0)
-        port = sock.getsockname()[1]
-        self._store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
+        self.port = sock.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK, self.port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach()
+        )
         # A prefix for the agent's own keys keeps them apart from the ranks'.
         agents = PrefixStore("agent", self._store)
-        return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+        return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(LOOPBACK, self.port))
 
     @property
     def use_agent_store(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -43,6 +42,7 @@ class NodesRendezvous(RendezvousHandler):
         self._timeout_seconds = timeout_seconds
         self._say = say
         self._store: TCPStore | None = None
+        self._ranks_store: TCPStore | None = None
         self.attempt = -1
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -55,20 +55,26 @@ class NodesRendezvous(RendezvousHandler):
             attempt = PrefixStore(f"attempt_{self.attempt}", self._store)
             self._claim(attempt)
             self._await_all(attempt, deadline)
+            port = self._open_for_ranks(attempt)
         except DistError as error:
             raise RendezvousClosedError(f"node 0 at {self._layout.rdzv} is gone: {error}") from error
-        meeting_point = RendezvousStoreInfo(self._host, self._port)
-        return RendezvousInfo(attempt, self._layout.node_rank, self._layout.nnodes, meeting_point)
+        return RendezvousInfo(
+            attempt, self._layout.node_rank, self._layout.nnodes, RendezvousStoreInfo(self._host, port)
+        )
 
     def num_nodes_waiting(self) -> int:
         """Return whether another node wants all ranks started again; the agent then does so here."""
         if self._store is None:
             return 0
         try:
-            begun = PrefixStore(f"attempt_{self.attempt + 1}", self._store).check(["begun"])
-            return int(begun or self._store.check(["closed"]))
+            if self._store.check(["closed"]):
+                return 1
+            if not PrefixStore(f"attempt_{self.attempt + 1}", self._store).check(["begun"]):
+                return 0
         except DistError:  # node 0 is gone: the next rendezvous says so
             return 1
+        self._say("a rank failed on another node: starting all ranks again")
+        return 1
 
     def await_others(self) -> None:
         """Return when the other nodes are done too; only node 0, which owns the store, has to wait for that."""
@@ -95,27 +101,31 @@ class NodesRendezvous(RendezvousHandler):
         return None if first == own else int(first)
 
     def _open(self, deadline: float) -> TCPStore:
-        timeout = timedelta(seconds=self._timeout_seconds)
+        """Open the store in which the agents meet."""
         if self._layout.node_rank == 0:
             try:
-                sock = listener(self._host, self._port)
+                return self._serve(self._port)
             except OSError as error:
                 raise RendezvousConnectionError(
                     f"node 0 cannot listen at {self._layout.rdzv}: {error}; choose an address of this machine "
                     "and a free port"
                 ) from error
-            return TCPStore(
-                self._host,
-                self._port,
-                is_master=True,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=sock.detach(),
-            )
         wait = _Wait(deadline, self._say, lambda: f"node 0 at {self._layout.rdzv}")
         while not answers(self._host, self._port, timeout_seconds=1.0):
             wait.a_little()
-        return TCPStore(self._host, self._port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
+
+    def _open_for_ranks(self, attempt: PrefixStore) -> int:
+        """Open, on node 0, a new store for the ranks, who must not meet what their predecessors left."""
+        if self._layout.node_rank == 0:
+            self._ranks_store = self._serve(0)
+            attempt.set("port", str(self._ranks_store.port))
+        return int(attempt.get("port"))
+
+    def _serve(self, port: int) -> TCPStore:
+        sock = listener(self._host, port)
+        port = sock.getsockname()[1]
+        return TCPStore(self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
 
     def _claim(self, store: PrefixStore) -> None:
         """Take this node's place in the attempt."""
@@ -169,8 +179,8 @@ class NodesRendezvous(RendezvousHandler):
         self.give_up()
 
     def shutdown(self) -> bool:
-        """Leave the store; node 0 closes it."""
-        self._store = None
+        """Leave the stores; node 0 closes them."""
+        self._store = self._ranks_store = None
         return True
 
 

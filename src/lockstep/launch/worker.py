@@ -34,6 +34,7 @@ from lockstep.errors import ConfigError, LaunchError, RegistryError, TopologyErr
 
 # What the user has to put right, and where a traceback through lockstep would only hide the message.
 _INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, TopologyError)
+_OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
 _SECONDS_TO_CLEAN_UP = 10
 _PR_SET_PDEATHSIG = 1
 
@@ -113,10 +114,11 @@ def _record(error: BaseException) -> bool:
         return False
     now = time.time()
     shown = None if isinstance(error, (SystemExit, *_INPUT_ERRORS)) else _own_frames(error.__traceback__)
+    lines = traceback.format_exception(error.with_traceback(shown))
     report = {
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {
-            "py_callstack": "".join(traceback.format_exception(type(error), error.with_traceback(shown), shown)),
+            "py_callstack": "".join(lines),
             "timestamp": str(int(now)),
             "time": now,
             "type": type(error).__name__,
@@ -127,10 +129,10 @@ def _record(error: BaseException) -> bool:
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frames of this module and of runpy, which come before the user's script."""
+    """Drop the frames that come before the user's script, or before the work of a lockstep command."""
     while trace is not None and trace.tb_next is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file != __file__ and "runpy" not in file:
+        place = trace.tb_frame.f_globals
+        if place.get("__package__") not in _OUTER_PACKAGES and place.get("__name__") != "runpy":
             break
         trace = trace.tb_next
     return trace

@@ -66,7 +66,5 @@ class _ConsoleHandler(logging.Handler):
 
 def _file_handler(file: Path) -> logging.Handler:
     handler = logging.FileHandler(file, encoding="utf-8", delay=True)
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
-    )
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     return handler

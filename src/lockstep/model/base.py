@@ -47,8 +47,7 @@ class BaseModel(nn.Module):
             data_preprocessor = MODELS.build(data_preprocessor, type="BaseDataPreprocessor")
         if not isinstance(data_preprocessor, nn.Module):
             raise TypeError(
-                "`data_preprocessor` must be a module, a config dict or None, but is "
-                f"{data_preprocessor!r}"
+                f"`data_preprocessor` must be a module, a config dict or None, but is {data_preprocessor!r}"
             )
         self.data_preprocessor = data_preprocessor
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +15,13 @@ from lockstep.model import steps
 from lockstep.registry import MODEL_WRAPPERS
 
 _logger = logging.getLogger(__name__)
+
+# torch 2.13 warns of the old name, which torch 2.11 knows alone.
+_BUFFERS_ARGUMENT = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 @MODEL_WRAPPERS.register_module()
@@ -25,17 +34,18 @@ class MMDistributedDataParallel(DistributedDataParallel):
         detect_anomalous_params: before each backward pass, name the parameters that the loss does
             not depend on. Costs one walk over the autograd graph per step.
         **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left
-            out, and on the CPU is ignored.
+            out, and on the CPU is ignored. `broadcast_buffers` says whether each forward pass sends
+            rank 0's buffers to the others; they begin equal in any case.
 
     **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
     """
 
-    def __init__(
-        self, module: nn.Module, detect_anomalous_params: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, module: nn.Module, detect_anomalous_params: bool = False, **kwargs: Any) -> None:
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             kwargs.pop("device_ids", None)
             kwargs.pop("output_device", None)
+        if _BUFFERS_ARGUMENT != "broadcast_buffers" and "broadcast_buffers" in kwargs:
+            kwargs[_BUFFERS_ARGUMENT] = kwargs.pop("broadcast_buffers")
         super().__init__(module, **kwargs)
         self.detect_anomalous_params = detect_anomalous_params
         self._last_anomalous: list[str] = []
@@ -78,13 +88,13 @@ class MMDistributedDataParallel(DistributedDataParallel):
 class _Inspecting:
     """An optim wrapper that shows each loss to somebody before it is used."""
 
-    def __init__(self, optim_wrapper: steps.UpdatesParams, inspect: Any) -> None:
+    def __init__(self, optim_wrapper: steps.UpdatesParams, look: Callable[[Tensor], None]) -> None:
         self._optim_wrapper = optim_wrapper
-        self._inspect = inspect
+        self._look = look
         self.optim_context = optim_wrapper.optim_context
 
     def update_params(self, loss: Tensor) -> None:
-        self._inspect(loss)
+        self._look(loss)
         self._optim_wrapper.update_params(loss)
 
 

@@ -123,8 +123,7 @@ def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
     parts = [value for name, value in values.items() if "loss" in name]
     if not parts:
         raise TypeError(
-            "`forward` must return at least one entry whose name contains 'loss', but returned "
-            f"only {sorted(values)}"
+            f"`forward` must return at least one entry whose name contains 'loss', but returned only {sorted(values)}"
         )
     total = sum(parts[1:], start=parts[0])
     log_vars = {name: value.detach() for name, value in values.items()}
@@ -144,11 +143,9 @@ def _mean(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.mean() if value.dim() else value
     if isinstance(value, list | tuple) and value and all(isinstance(v, Tensor) for v in value):
-        means = [item.mean() for item in value]
+        means: list[Tensor] = [item.mean() for item in value]
         return sum(means[1:], start=means[0])
-    raise TypeError(
-        f"`losses[{name!r}]` must be a tensor or a list of tensors, but is {_describe(value)}"
-    )
+    raise TypeError(f"`losses[{name!r}]` must be a tensor or a list of tensors, but is {_describe(value)}")
 
 
 def _describe(value: Any) -> str:

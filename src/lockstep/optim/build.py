@@ -13,9 +13,7 @@ from lockstep.optim.wrapper import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 
 
-def build_optim_wrapper(
-    model: nn.Module, cfg: OptimWrapper | Optimizer | Mapping[str, Any]
-) -> OptimWrapper:
+def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mapping[str, Any]) -> OptimWrapper:
     """Return the optim wrapper that `cfg` describes, over the trainable parameters of `model`.
 
     Args:
@@ -49,9 +47,7 @@ def build_optim_wrapper(
     optimizer = cfg["optimizer"]
     if isinstance(optimizer, Mapping):
         optimizer = OPTIMIZERS.build(optimizer, params=_trainable(model))
-    wrapper: OptimWrapper = OPTIM_WRAPPERS.build(
-        {**cfg, "optimizer": optimizer}, type="OptimWrapper"
-    )
+    wrapper: OptimWrapper = OPTIM_WRAPPERS.build({**cfg, "optimizer": optimizer}, type="OptimWrapper")
     return wrapper
 
 

@@ -59,8 +59,7 @@ class ParamScheduler:
     ) -> None:
         if begin < 0 or (end is not None and end <= begin):
             raise ConfigError(
-                f"{schedule.__name__}: `begin` must be at least 0 and less than `end`, "
-                f"but they are {begin} and {end}"
+                f"{schedule.__name__}: `begin` must be at least 0 and less than `end`, but they are {begin} and {end}"
             )
         _check_arguments(schedule, optimizer, kwargs)
         self.by_epoch = by_epoch
@@ -147,16 +146,12 @@ def build_param_schedulers(
         return []
     items = cfg if isinstance(cfg, Sequence) else [cfg]
     return [
-        item
-        if isinstance(item, ParamScheduler)
-        else _build_one(optimizer, item, max_epochs, max_iters)
+        item if isinstance(item, ParamScheduler) else _build_one(optimizer, item, max_epochs, max_iters)
         for item in items
     ]
 
 
-def _build_one(
-    optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters: int | None
-) -> ParamScheduler:
+def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters: int | None) -> ParamScheduler:
     if not isinstance(cfg, Mapping):
         raise TypeError(
             "`param_scheduler` must be a config dict, a ParamScheduler or a list of them, but has "
@@ -184,9 +179,7 @@ def _build_one(
     return ParamScheduler(schedule, optimizer, by_epoch=by_epoch, begin=begin, end=end, **arguments)
 
 
-def _check_arguments(
-    schedule: type[LRScheduler], optimizer: Optimizer, kwargs: Mapping[str, Any]
-) -> None:
+def _check_arguments(schedule: type[LRScheduler], optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
     # A schedule that begins late would otherwise refuse its arguments in the middle of a run.
     signature = inspect.signature(schedule)
     try:

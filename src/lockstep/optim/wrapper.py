@@ -46,14 +46,10 @@ class OptimWrapper:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"`optimizer` must be a torch.optim.Optimizer, but is {optimizer!r} "
-                f"of type {type(optimizer).__name__}"
+                f"`optimizer` must be a torch.optim.Optimizer, but is {optimizer!r} of type {type(optimizer).__name__}"
             )
         if not isinstance(accumulative_counts, int) or accumulative_counts < 1:
-            raise ValueError(
-                "`accumulative_counts` must be an int of at least 1, "
-                f"but is {accumulative_counts!r}"
-            )
+            raise ValueError(f"`accumulative_counts` must be an int of at least 1, but is {accumulative_counts!r}")
         self.optimizer = optimizer
         self._accumulative_counts = accumulative_counts
         self._clip_type, self._clip_kwargs = _checked_clipping(clip_grad)
@@ -63,9 +59,7 @@ class OptimWrapper:
         self._max_counts: int | None = None
         self._remainder_counts = 0
 
-    def initialize_count_status(
-        self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None
-    ) -> None:
+    def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Say how many batches there have been and will be, so that the last window divides right.
 
         Args:
@@ -189,19 +183,13 @@ class OptimWrapper:
 
     def _window(self) -> int:
         """Return the length of the window that the present batch belongs to."""
-        if (
-            self._max_counts is not None
-            and self._inner_count >= self._max_counts - self._remainder_counts
-        ):
+        if self._max_counts is not None and self._inner_count >= self._max_counts - self._remainder_counts:
             return self._remainder_counts or self._accumulative_counts
         return self._accumulative_counts
 
     def _clip_grad(self) -> None:
         params = [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
+            parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
         ]
         if not params:
             return
@@ -217,9 +205,7 @@ def _checked_clipping(
     if clip_grad is None:
         return None, {}
     if not isinstance(clip_grad, Mapping):
-        raise TypeError(
-            f"`clip_grad` must be a dict such as dict(max_norm=1.0) or None, but is {clip_grad!r}"
-        )
+        raise TypeError(f"`clip_grad` must be a dict such as dict(max_norm=1.0) or None, but is {clip_grad!r}")
     kwargs = dict(clip_grad)
     kind = kwargs.pop("type", "norm")
     needed = {"norm": "max_norm", "value": "clip_value"}.get(kind)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from lockstep.dataset import set_epoch, skip_batches
+from lockstep.dataset import length_of, set_epoch, skip_batches
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.model import predict_step, train_step
@@ -89,14 +89,15 @@ class EpochBasedTrainLoop(TrainLoop):
         val_interval: int = 1,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval)
-        if not isinstance(dataloader, Sized):
+        batches = length_of(dataloader)
+        if batches is None:
             raise ConfigError(
                 "`train_dataloader` must have a length to be counted in epochs, but "
                 f"{type(dataloader).__name__} has none. Use train_cfg=dict(by_epoch=False, "
                 "max_iters=...)"
             )
         self.max_epochs: int = _positive("max_epochs", max_epochs)
-        self.max_iters = self.max_epochs * len(dataloader)
+        self.max_iters = self.max_epochs * batches
 
     def run(self) -> None:
         """Train until `max_epochs`, validating in between."""
@@ -158,8 +159,8 @@ class IterBasedTrainLoop(TrainLoop):
 
     def _endless_batches(self) -> Iterator[Any]:
         done = self.iter
-        if isinstance(self.dataloader, Sized):
-            self.epoch, done = divmod(self.iter, max(len(self.dataloader), 1))
+        if batches := length_of(self.dataloader):
+            self.epoch, done = divmod(self.iter, batches)
         while True:
             set_epoch(self.dataloader, self.epoch)
             empty = True

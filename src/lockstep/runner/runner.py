@@ -149,7 +149,7 @@ class Runner:
         self.work_dir = Path(work_dir)
         self.cfg = cfg
         self.message_hub = MessageHub()
-        self.logger = logging.getLogger(__name__)
+        self.logger = logging.getLogger("lockstep.runner")
         self.param_schedulers: list[ParamScheduler] = []
         self.visualizer: Visualizer | None = None
         self.val_loop: EvalLoop | None = None

@@ -76,16 +76,16 @@ def ranks(
 
 
 def _check_body(body: Callable[..., Any]) -> None:
+    if hasattr(body, "hypothesis"):
+        raise TypeError(
+            f"@ranks must stand below @given, but stands above it ({body.__name__!r}): every rank would draw examples "
+            "of its own. Swap the two, or call run_ranks in the test"
+        )
     name = getattr(body, "__qualname__", repr(body))
     if "." in name or "<" in name:
         raise TypeError(
             f"@ranks must stand above a function at the top level of a module, but stands above {name!r}. "
             "Other processes import it by its name: move it out of the class or function around it"
-        )
-    if hasattr(body, "hypothesis"):
-        raise TypeError(
-            f"@ranks must stand below @given, but stands above it ({name!r}): every rank would draw examples of "
-            "its own. Swap the two, or call run_ranks in the test"
         )
 
 

@@ -27,6 +27,8 @@ def reset_settings(rank: int) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     torch.set_default_dtype(torch.float32)
+    if torch.get_default_device().type != "cpu":
+        torch.set_default_device(None)
     torch.set_grad_enabled(True)
     if torch.are_deterministic_algorithms_enabled():  # the call imports half of the compiler
         torch.use_deterministic_algorithms(False)

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from textwrap import shorten
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +40,7 @@ from lockstep.testing.surroundings import (
 # Longer than the usual time limit of a test, so that a hang is reported with live stacks, not by one rank's time-out.
 _GROUP_TIMEOUT_SECONDS = 120.0
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_SUMMARY_WIDTH = 160
 _HERE = str(Path(__file__).parent)
 
 
@@ -77,7 +80,6 @@ class _Rank:
         os.environ.update(self._variables)
         if self._seat.join:
             self._join()
-        gc.collect()
         gc.freeze()
         return Passed()
 
@@ -86,6 +88,7 @@ class _Rank:
 
     def run(self, task: Task) -> Answer:
         """Run a body as if this rank had been started from the test process just now."""
+        os.truncate(self._seat.output, 0)
         os.chdir(task.folder)
         sys.path[:] = task.import_path
         set_environment({**task.environment, **self._variables})
@@ -97,7 +100,7 @@ class _Rank:
         self._before = Surroundings()
         with _warnings_as(self._warnings):
             value = pickle.dumps(body(*args, **kwargs), protocol=5)
-        return Passed(value, made_groups=len(_groups()) > 1)
+        return Passed(value, made_groups=_number_of_groups() > 1)
 
     def settle(self, settle: Settle) -> Answer:
         """Let go of what the body used, and compare what is there with what was there before it.
@@ -106,16 +109,16 @@ class _Rank:
         """
         with _warnings_as(self._warnings):
             gc.collect()
-        if not self._seat.join:
-            destroy_dist()
-            return Passed()
-        leaks = [*self._strays, *self._before.leaks(ignore_sockets=settle.regroup)]
-        if get_default_group() is not self._default_group:
-            leaks.append("destroyed the default process group, which belongs to the pool")
+        leaks = list(self._strays)
+        if self._seat.join:
+            leaks += self._before.leaks(ignore_sockets=settle.regroup)
+            if get_default_group() is not self._default_group:
+                leaks.append("destroyed the default process group, which belongs to the pool")
         if leaks:
             return Failed("leaked", leaks[0], "\n".join(f"- {leak}" for leak in leaks))
-        if settle.regroup:
+        if settle.regroup or not self._seat.join:
             destroy_dist()
+        if settle.regroup and self._seat.join:
             self._join()
         return Passed()
 
@@ -124,7 +127,6 @@ class _Rank:
         body = address.load()
         if len(sys.modules) != modules:
             # What modules hold stays. Left out of the collection after every body, that takes microseconds, not 50 ms.
-            gc.collect()
             gc.freeze()
         return body
 
@@ -147,13 +149,14 @@ def _detach(seat: Seat) -> None:
     stacks = seat.stacks.open("w")
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, stacks)
-    threading.Thread(target=_die_with_parent, daemon=True, name="lockstep-parent-watch").start()
+    threading.Thread(target=_die_with_parent, args=(seat.folder,), daemon=True).start()
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(folder: Path) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -176,14 +179,16 @@ def _warnings_as(action: str) -> Iterator[None]:
         yield
 
 
-def _groups() -> list[object]:
-    return list(distributed_c10d._world.pg_map)
+def _number_of_groups() -> int:
+    # torch 2.13 has no public list of the groups of a process.
+    return len(distributed_c10d._world.pg_map)
 
 
 def _describe(error: BaseException) -> Failed:
     shown = error.with_traceback(_without_own_frames(error.__traceback__))
     text = "".join(traceback.format_exception(shown))
-    summary = traceback.format_exception_only(shown)[0].strip().partition("\n")[0]
+    first_line = traceback.format_exception_only(shown)[0].strip().partition("\n")[0]
+    summary = shorten(first_line, _SUMMARY_WIDTH, placeholder=" ...")
     if _is_skip(error):
         summary = (
             f"a rank may not skip ({summary}). Skips are decided in the parent: use @pytest.mark.skipif or a fixture"

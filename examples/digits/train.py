@@ -1,0 +1,17 @@
+"""The same in Python alone: lockstep launch examples/digits/train.py --nproc 2, or torchrun, or just python."""
+
+from digits import Digits, DigitsNet
+from torch.utils.data import DataLoader
+
+from lockstep import Runner
+
+runner = Runner(
+    model=DigitsNet(),
+    work_dir="work_dirs/digits",
+    train_dataloader=DataLoader(Digits(), batch_size=32, shuffle=True),
+    val_dataloader=DataLoader(Digits(held_out=True), batch_size=64),
+    val_evaluator=dict(type="Accuracy"),
+    optim_wrapper=dict(optimizer=dict(type="AdamW", lr=3e-3)),
+    train_cfg=dict(by_epoch=True, max_epochs=10, val_interval=1),
+)
+runner.train()

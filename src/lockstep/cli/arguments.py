@@ -1,0 +1,63 @@
+"""Two ways of reading arguments that users of such tools know, and Typer does not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from typer.core import TyperCommand
+
+_CFG_OPTIONS = "--cfg-options"
+_ASSIGNMENT = re.compile(r"[A-Za-z_][\w.\-]*=")
+
+
+class CfgOptionsCommand(TyperCommand):
+    """A command whose ``--cfg-options`` takes many: ``--cfg-options a.b=1 c=[1,2]``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the option before each ``key=value`` that follows it."""
+        repeated: list[str] = []
+        collecting = False
+        for arg in args:
+            if arg == _CFG_OPTIONS:
+                collecting = True
+            elif collecting and _ASSIGNMENT.match(arg):
+                repeated += [_CFG_OPTIONS, arg]
+            else:
+                collecting = False
+                repeated.append(arg)
+        return super().parse_args(ctx, repeated)
+
+
+class ScriptCommand(TyperCommand):
+    """A command that runs a script: its own options may stand before and after the script's name.
+
+    All other arguments after the name are the script's, and everything after ``--`` is.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move the command's own options to the front, and put ``--`` before the script."""
+        takes_value = {
+            name: not getattr(parameter, "is_flag", False)
+            for parameter in self.params
+            if parameter.param_type_name == "option"
+            for name in parameter.opts
+        }
+        own: list[str] = []
+        script: list[str] = []
+        rest = iter(args)
+        for arg in rest:
+            name, equals, _ = arg.partition("=")
+            if arg == "--":
+                script += rest
+            elif name in takes_value and (not script or name.startswith("--")):
+                own.append(arg)
+                if takes_value[name] and not equals:
+                    own += [value for value in [next(rest, None)] if value is not None]
+            elif arg in ctx.help_option_names and not script:
+                own.append(arg)
+            elif not script and arg.startswith("-"):
+                own.append(arg)  # unknown: let the parser say so
+            else:
+                script.append(arg)
+        return super().parse_args(ctx, [*own, "--", *script])

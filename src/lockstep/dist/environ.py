@@ -1,0 +1,326 @@
+"""Who this process is, by the variables its launcher set: a pure function from a mapping to a frozen `Topology`.
+
+Each launcher is a row of names in one table. What a launcher leaves out is derived where there is only one answer;
+variables that contradict each other, or are missing, raise `TopologyError` before anything waits for other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
+
+from lockstep.dist.hostlist import expand_hostlist, expand_task_counts
+from lockstep.dist.placement import Stated, Statement, settle
+from lockstep.errors import TopologyError
+from lockstep.registry.nearest import did_you_mean
+
+Environment: TypeAlias = Mapping[str, str]
+LauncherName: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
+Parsed = TypeVar("Parsed")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where one process stands among the ranks and nodes of its job.
+
+    Attributes:
+        launcher: who started the ranks.
+        rank: this process, below `world_size`.
+        world_size: number of processes in the job.
+        local_rank: this process among those of its node.
+        local_size: number of the job's processes on this node.
+        node_rank: this node, below `num_nodes`.
+        num_nodes: number of nodes that hold ranks.
+        master_addr: host of rank 0, where the environment says it.
+        master_port: port of the store on that host, where the environment says it.
+        restart_count: how often the launcher has started this job anew.
+        agent_store: the launcher already serves a store at `master_addr`, so that rank 0 must not.
+        job_key: the same on all ranks of this job and on those of no other; empty where nothing identifies the job.
+    """
+
+    launcher: LauncherName
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    restart_count: int = 0
+    agent_store: bool = False
+    job_key: str = ""
+
+
+class _Names(NamedTuple):
+    """In which variables a launcher says a thing; the first that is set counts."""
+
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...] = ("LOCAL_RANK",)
+    local_size: tuple[str, ...] = ("LOCAL_WORLD_SIZE",)
+    node_rank: tuple[str, ...] = ("GROUP_RANK",)
+    num_nodes: tuple[str, ...] = ("GROUP_WORLD_SIZE",)
+    restart_count: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()  # all that are set identify the job together
+
+
+_TORCH = _Names(("RANK",), ("WORLD_SIZE",), restart_count=("TORCHELASTIC_RESTART_COUNT",))
+_SLURM = _Names(
+    rank=("SLURM_PROCID",),
+    world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    local_rank=("SLURM_LOCALID",),
+    local_size=(),  # from the list of tasks per node
+    node_rank=("SLURM_NODEID",),
+    num_nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    restart_count=("SLURM_RESTART_COUNT",),
+    job=("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+# OMPI_COMM_WORLD_NODE_RANK is left out on purpose: it numbers the processes on this node, not the nodes.
+_OPEN_MPI = _Names(
+    rank=("OMPI_COMM_WORLD_RANK",),
+    world_size=("OMPI_COMM_WORLD_SIZE",),
+    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK"),
+    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+    job=("OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE"),
+)
+# The mpiexec of MPICH and of Intel MPI gives its ranks nothing that identifies the job.
+_PMI = _Names(
+    rank=("PMI_RANK",),
+    world_size=("PMI_SIZE",),
+    local_rank=("MPI_LOCALRANKID", "LOCAL_RANK"),
+    local_size=("MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE"),
+    job=("PMI_JOBID",),
+)
+# PMIx tells the size through its library only, so that WORLD_SIZE has to be exported by hand.
+_PMIX = _Names(("PMIX_RANK",), ("WORLD_SIZE",), job=("PMIX_NAMESPACE",))
+
+# Within a launcher, the first dialect whose rank is set counts: Open MPI sets PMIX_RANK, too.
+_DIALECTS: Mapping[LauncherName, tuple[_Names, ...]] = {
+    "pytorch": (_TORCH,),
+    "slurm": (_SLURM,),
+    "mpi": (_OPEN_MPI, _PMI, _PMIX),
+    "none": (),
+}
+_REMEDIES: Mapping[LauncherName, str] = {
+    "pytorch": "Start the ranks with torchrun or `lockstep launch`, or set RANK, WORLD_SIZE, LOCAL_RANK and "
+    "LOCAL_WORLD_SIZE by hand on every rank",
+    "slurm": "Start the ranks with srun, e.g. `srun -N 2 -n 4 python train.py`",
+    "mpi": "Start the ranks with mpirun, e.g. `mpirun -n 4 python train.py`",
+}
+
+
+def infer_launcher(env: Environment) -> LauncherName:
+    """Return who started this process.
+
+    Launchers nest, and variables are inherited: torchrun under srun is ``"pytorch"``, mpirun inside an allocation of
+    Slurm is ``"mpi"``. A process that was not started as a rank is ``"none"``, also in the shell of an salloc or of an
+    ``srun --pty`` and in the body of an sbatch script: the other tasks that it would wait for never come.
+    """
+    if "RANK" in env and "LOCAL_RANK" in env:
+        return "pytorch"
+    if _is_mpi_rank(env):
+        return "mpi"
+    if _is_slurm_task(env) and "SLURM_PTY_PORT" not in env:
+        return "slurm"
+    # Set by hand. One without the other is a slip, which read_topology names.
+    return "pytorch" if "RANK" in env or "WORLD_SIZE" in env else "none"
+
+
+def read_topology(env: Environment, launcher: str) -> Topology:
+    """Return where this process stands among the ranks of its job.
+
+    Where nothing numbers the nodes (MPI, ranks set by hand), ranks are taken to fill one node after the other, all
+    nodes alike, as mpirun places them by default. Where nothing counts the ranks of a node, all are taken to share
+    this one if the address of rank 0 is missing or a loopback address.
+
+    Args:
+        env: the variables, normally ``os.environ``.
+        launcher: ``"pytorch"``, ``"slurm"``, ``"mpi"`` or ``"none"``.
+
+    **Raises**: TopologyError where a variable is missing, is no number, or contradicts another.
+
+    **Example**::
+
+        >>> env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        >>> topology = read_topology(env, "pytorch")
+        >>> topology.node_rank, topology.num_nodes
+        (1, 2)
+    """
+    if launcher not in _DIALECTS:
+        known = ", ".join(map(repr, _DIALECTS))
+        hint = did_you_mean(launcher, _DIALECTS)
+        raise TopologyError(f"`launcher` must be one of {known}, but is {launcher!r}{hint}")
+    if launcher == "none":
+        return Topology("none")
+    by = cast(LauncherName, launcher)
+    names = _dialect(env, by)
+    master_addr = env.get("MASTER_ADDR") or (_first_slurm_host(env) if by == "slurm" else None)
+    statement = _read_statement(env, by, names, one_host=master_addr is None or _is_loopback(master_addr))
+    place = settle(statement)
+    if by == "slurm" and not _is_slurm_task(env):
+        _refuse_several_tasks(statement)
+    if by != "pytorch":
+        _refuse_other_torch_numbers(env, by, statement)
+    restart_count = _number(env, names.restart_count)
+    return Topology(
+        launcher=by,
+        rank=statement.rank.value,
+        world_size=statement.world_size.value,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        node_rank=place.node_rank,
+        num_nodes=place.num_nodes,
+        master_addr=master_addr,
+        master_port=_master_port(env),
+        restart_count=restart_count.value if restart_count else 0,
+        agent_store=by == "pytorch" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        job_key=_job_key(env, names),
+    )
+
+
+def _is_mpi_rank(env: Environment) -> bool:
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return True
+    # srun speaks PMI and PMIx to its tasks, too. Under mpiexec in an allocation srun starts the proxies, so that its
+    # numbers are those of the proxies: other ones, or the same where each proxy starts one rank.
+    if "PMI_RANK" in env:
+        numbers = (env["PMI_RANK"], env.get("PMI_SIZE"))
+        return not (_is_slurm_task(env) and numbers == (env["SLURM_PROCID"], env.get("SLURM_STEP_NUM_TASKS")))
+    return "PMIX_RANK" in env and not env.get("PMIX_NAMESPACE", "").startswith("slurm.pmix")
+
+
+def _is_slurm_task(env: Environment) -> bool:
+    # The body of an sbatch script has SLURM_PROCID=0 and SLURM_NTASKS, too, but belongs to no step. It may inherit
+    # the variables of a step that called sbatch, and the shell of an salloc may be a step of one task: there the two
+    # lists of tasks differ, which srun sets alike (Slurm 22.05).
+    return (
+        "SLURM_PROCID" in env
+        and "SLURM_STEP_ID" in env
+        and env.get("SLURM_TASKS_PER_NODE") == env.get("SLURM_STEP_TASKS_PER_NODE")
+    )
+
+
+def _dialect(env: Environment, launcher: LauncherName) -> _Names:
+    dialects = _DIALECTS[launcher]
+    for names in dialects:
+        if any(variable in env for variable in names.rank):
+            return names
+    ranks = " or ".join(variable for names in dialects for variable in names.rank)
+    raise TopologyError(f"{ranks} must be set for launcher {launcher!r}, but is missing. {_REMEDIES[launcher]}")
+
+
+def _read_statement(env: Environment, launcher: LauncherName, names: _Names, *, one_host: bool) -> Statement:
+    rank, world_size = _number(env, names.rank), _number(env, names.world_size)
+    assert rank is not None  # it chose the dialect
+    if world_size is None:
+        raise TopologyError(
+            f"{names.world_size[0]} must be set where {rank.name} is, {rank.value}, but is missing. "
+            f"{_REMEDIES[launcher]}"
+        )
+    node_rank, num_nodes = _number(env, names.node_rank), _number(env, names.num_nodes)
+    local_size = _number(env, names.local_size)
+    if launcher == "slurm":
+        local_size, num_nodes = _slurm_counts(env, world_size, node_rank, num_nodes)
+    return Statement(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(env, names.local_rank),
+        local_size=local_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        one_host=one_host,
+        remedy=_REMEDIES[launcher],
+    )
+
+
+def _slurm_counts(
+    env: Environment, world_size: Stated, node_rank: Stated | None, num_nodes: Stated | None
+) -> tuple[Stated | None, Stated | None]:
+    """Return the number of tasks on this node, and of nodes, from the list of tasks per node."""
+    # The variables of a step belong together, and so do those of its job.
+    name = "SLURM_STEP_TASKS_PER_NODE" if world_size.name == "SLURM_STEP_NUM_TASKS" else "SLURM_TASKS_PER_NODE"
+    if name not in env:
+        return None, num_nodes
+    counts = _parsed(env, name, expand_task_counts)
+    listed = Stated(f"the number of nodes in {name}", len(counts))
+    for total, stated in ((sum(counts), world_size), (len(counts), num_nodes)):
+        if stated is not None and total != stated.value:
+            what = "add up to" if stated is world_size else "be for as many nodes as"
+            raise TopologyError(
+                f"{name} must {what} {stated.name}, {stated.value}, but is {env[name]!r}, which makes {total}. "
+                f"Is one of them left over from another step? {_REMEDIES['slurm']}"
+            )
+    if node_rank is None or node_rank.value >= len(counts):
+        return None, listed
+    return Stated(f"the count for this node in {name}", counts[node_rank.value]), listed
+
+
+def _first_slurm_host(env: Environment) -> str | None:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if name in env:
+            return _parsed(env, name, expand_hostlist)[0]
+    return None
+
+
+def _refuse_several_tasks(statement: Statement) -> None:
+    if statement.world_size.value > 1:
+        raise statement.contradiction(
+            f"{statement.world_size.name} must be 1 outside of a step of srun, but is {statement.world_size.value}: in "
+            "the shell of an salloc or the body of an sbatch script the other tasks never come"
+        )
+
+
+def _refuse_other_torch_numbers(env: Environment, launcher: LauncherName, statement: Statement) -> None:
+    """Refuse numbers of torchrun, or set by hand, that say something else than this launcher does."""
+    said = {
+        "RANK": statement.rank,
+        "WORLD_SIZE": statement.world_size,
+        "LOCAL_RANK": statement.local_rank,
+        "LOCAL_WORLD_SIZE": statement.local_size,
+    }
+    for name, stated in said.items():
+        other = _number(env, (name,))
+        if other is not None and stated is not None and other.value != stated.value:
+            raise TopologyError(
+                f"{name} must be {stated.value} for launcher {launcher!r}, as {stated.name} says, but is {other.value} "
+                f"(rank {statement.rank.value} of {statement.world_size.value}). If torchrun started the ranks, use "
+                f"launcher 'pytorch'; else unset {name}"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _master_port(env: Environment) -> int | None:
+    port = _number(env, ("MASTER_PORT",))
+    if port is not None and not 0 < port.value < 2**16:
+        raise TopologyError(
+            f"MASTER_PORT must be from 1 to 65535, but is {port.value}. Leave it out on a single node: a free port is "
+            "then found"
+        )
+    return port.value if port else None
+
+
+def _job_key(env: Environment, names: _Names) -> str:
+    marks = [f"{name}={env[name]}" for name in names.job if name in env]
+    return sha256("\n".join(marks).encode()).hexdigest()[:16] if marks else ""
+
+
+def _number(env: Environment, variables: tuple[str, ...]) -> Stated | None:
+    for name in variables:
+        if name in env:
+            if not env[name].isdecimal() or not env[name].isascii():
+                raise TopologyError(f"{name} must be a whole number, 0 or more, but is {env[name]!r}")
+            return Stated(name, int(env[name]))
+    return None
+
+
+def _parsed(env: Environment, name: str, parse: Callable[[str], Parsed]) -> Parsed:
+    try:
+        return parse(env[name])
+    except ValueError as error:
+        raise TopologyError(f"{name} must be of Slurm's form, but {error}. Start the ranks with srun") from error

@@ -1,0 +1,124 @@
+"""Where a process stands among ranks and nodes: do the numbers that a launcher states fit, and what do they imply?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lockstep.errors import TopologyError
+
+
+class Stated(NamedTuple):
+    """A number, and the variable that states it."""
+
+    name: str
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a launcher says of one process, as far as it says it, not yet checked.
+
+    Attributes:
+        rank: this process among all.
+        world_size: number of processes.
+        local_rank: this process among those of its node.
+        local_size: number of processes on this node.
+        node_rank: this node among all.
+        num_nodes: number of nodes.
+        one_host: all processes share this machine, by other evidence than the numbers.
+        remedy: how to start processes so that the numbers are right.
+    """
+
+    rank: Stated
+    world_size: Stated
+    local_rank: Stated | None
+    local_size: Stated | None
+    node_rank: Stated | None
+    num_nodes: Stated | None
+    one_host: bool
+    remedy: str
+
+    def contradiction(self, must: str) -> TopologyError:
+        """Return the error that says what must be, with the rank and the remedy."""
+        return TopologyError(f"{must} (rank {self.rank.value} of {self.world_size.value}). {self.remedy}")
+
+
+class Place(NamedTuple):
+    """Where a process stands, complete."""
+
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+
+
+def settle(statement: Statement) -> Place:
+    """Return the place of a process, after checking what is stated and deriving what is not.
+
+    Ranks are taken to fill one node after the other, all nodes alike, where nothing numbers the nodes.
+
+    **Raises**: TopologyError where numbers contradict each other, or leave more than one answer.
+    """
+    _check_bounds(statement)
+    local_size, num_nodes = _settle_sizes(statement)
+    rank = statement.rank.value
+    # With one node both are the rank itself; with several, ranks fill one node after the other.
+    local_rank = statement.local_rank or Stated("the local rank that follows from the rank", rank % local_size)
+    if local_rank.value >= local_size:
+        raise statement.contradiction(
+            f"{local_rank.name} must be below the number of ranks on this node, {local_size}, but is {local_rank.value}"
+        )
+    if statement.node_rank is not None:
+        return Place(local_rank.value, local_size, statement.node_rank.value, num_nodes)
+    if rank % local_size != local_rank.value:
+        raise statement.contradiction(
+            f"{local_rank.name} must be {rank % local_size} where ranks fill one node after the other, {local_size} "
+            f"each, but is {local_rank.value}, and nothing says which node this is. Place ranks node by node (mpirun "
+            "--map-by slot), or export GROUP_RANK and GROUP_WORLD_SIZE: the number of the node, and how many there are"
+        )
+    return Place(local_rank.value, local_size, rank // local_size, num_nodes)
+
+
+def _check_bounds(statement: Statement) -> None:
+    counts = (statement.world_size, statement.local_size, statement.num_nodes)
+    for count in counts:
+        if count is not None and count.value < 1:
+            raise statement.contradiction(f"{count.name} must be at least 1, but is {count.value}")
+    for index, count in zip((statement.rank, statement.local_rank, statement.node_rank), counts, strict=True):
+        if index is not None and count is not None and index.value >= count.value:
+            raise statement.contradiction(
+                f"{index.name} must be below {count.name}, {count.value}, but is {index.value}"
+            )
+
+
+def _settle_sizes(statement: Statement) -> tuple[int, int]:
+    """Return the number of ranks on this node, and of nodes."""
+    world, nodes = statement.world_size, statement.num_nodes
+    local = statement.local_size or _derived_local_size(statement)
+    # Every other node holds at least one rank.
+    most = world.value - (nodes.value - 1 if nodes is not None else 0)
+    if local.value > most or (nodes is not None and nodes.value == 1 and local.value != world.value):
+        on_nodes = f" on {nodes.value} nodes ({nodes.name})" if nodes is not None else ""
+        raise statement.contradiction(
+            f"{local.name} must fit to {world.name}, {world.value}{on_nodes}, but is {local.value}"
+        )
+    if nodes is not None:
+        return local.value, nodes.value
+    if world.value % local.value:
+        raise statement.contradiction(
+            f"{local.name} must divide {world.name}, {world.value}, where nothing says which node this is, but is "
+            f"{local.value}. Start as many ranks on every node, or export GROUP_RANK and GROUP_WORLD_SIZE: the number "
+            "of the node, and how many there are"
+        )
+    return local.value, world.value // local.value
+
+
+def _derived_local_size(statement: Statement) -> Stated:
+    world, nodes = statement.world_size, statement.num_nodes
+    if world.value == 1 or (statement.one_host if nodes is None else nodes.value == 1):
+        return world
+    raise statement.contradiction(
+        f"LOCAL_WORLD_SIZE must be set, because nothing says how many of the {world.value} ranks share this node. "
+        "Export LOCAL_RANK and LOCAL_WORLD_SIZE, e.g. 0 and 1 where each node runs one rank"
+    )

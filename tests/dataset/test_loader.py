@@ -1,0 +1,202 @@
+"""From a config, or a user's own `DataLoader`, to this rank's share."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lockstep.dataset import DefaultSampler, build_dataloader, pseudo_collate, set_epoch, skip_batches
+from lockstep.dist import all_gather_object, get_rank
+from lockstep.errors import ConfigError
+from lockstep.registry import DATASETS
+from lockstep.testing import ranks
+
+Pair = namedtuple("Pair", "image label")
+
+
+@DATASETS.register_module(name="CountingForTests")
+class Counting(Dataset[int]):
+    def __init__(self, length: int = 11) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self):
+        return iter(range(6))
+
+
+def seen(loader) -> list[int]:
+    return [int(value) for batch in loader for value in torch.as_tensor(batch).flatten()]
+
+
+def everybody_saw(loader) -> list[list[int]]:
+    return all_gather_object(seen(loader))
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("dataset", [{"type": "CountingForTests"}, {"type": Counting}, Counting()])
+def test_a_config_deals_the_data_out(dataset):
+    train = build_dataloader({"dataset": dataset, "batch_size": 3}, seed=0)
+    parts = everybody_saw(train)
+    assert len({len(part) for part in parts}) == 1
+    assert {i for part in parts for i in part} == set(range(11))
+    assert parts[0] != sorted(parts[0])
+
+    val = build_dataloader({"dataset": dataset, "batch_size": 3}, seed=0, evaluation=True)
+    parts = everybody_saw(val)
+    assert sorted(i for part in parts for i in part) == list(range(11))
+    assert parts[get_rank()] == list(range(11))[get_rank() :: len(parts)]
+
+
+@ranks(2)
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_a_loader_that_knows_no_ranks_is_dealt_out_anew(evaluation):
+    collate = pseudo_collate
+    given = DataLoader(Counting(), batch_size=4, shuffle=True, drop_last=False, collate_fn=collate)
+    loader = build_dataloader(given, seed=5, evaluation=evaluation)
+    assert isinstance(loader.sampler, DefaultSampler)
+    assert loader.sampler.shuffle
+    assert loader.sampler.round_up is not evaluation
+    assert (loader.batch_size, loader.collate_fn) == (4, collate)
+    parts = everybody_saw(loader)
+    assert {i for part in parts for i in part} == set(range(11))
+    assert sum(map(len, parts)) == (11 if evaluation else 12)
+
+    ordered = build_dataloader(DataLoader(Counting(), batch_size=4), seed=5, evaluation=evaluation)
+    assert seen(ordered)[:5] == list(range(11))[get_rank() :: 2][:5]
+
+
+LEFT_ALONE = {
+    "distributed": lambda: DataLoader(Counting(), sampler=DistributedSampler(Counting())),
+    "weighted": lambda: DataLoader(Counting(), sampler=WeightedRandomSampler([1.0] * 11, 5)),
+    "replacement": lambda: DataLoader(Counting(), sampler=RandomSampler(Counting(), replacement=True)),
+    "batch sampler": lambda: DataLoader(Counting(), batch_sampler=[[0, 1], [2]]),
+    "iterable": lambda: DataLoader(Endless()),
+    "no loader": lambda: [torch.ones(2)],
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", LEFT_ALONE)
+def test_a_loader_whose_order_is_its_authors_is_left_alone_and_this_is_said(kind):
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("lockstep.dataset.loader")
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        given = LEFT_ALONE[kind]()
+        assert build_dataloader(given, seed=0) is given
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel("NOTSET")
+    assert "left as it is" in messages[0]
+
+
+def test_on_one_process_any_loader_is_left_alone():
+    given = DataLoader(Counting(), shuffle=True)
+    assert build_dataloader(given, seed=0) is given
+
+
+@ranks(2)
+def test_samplers_of_a_config():
+    data = Counting()
+    torchs = build_dataloader({"dataset": data, "sampler": {"type": "SequentialSampler"}}, seed=0)
+    assert isinstance(torchs.sampler, SequentialSampler)
+    default = build_dataloader(
+        {"dataset": data, "sampler": {"type": "DefaultSampler", "shuffle": False}}, seed=0, evaluation=True
+    )
+    assert sum(map(len, everybody_saw(default))) == 11
+    padded = build_dataloader(
+        {"dataset": data, "sampler": {"type": DefaultSampler, "round_up": True}}, seed=0, evaluation=True
+    )
+    assert sum(map(len, everybody_saw(padded))) == 12
+    own = build_dataloader({"dataset": data, "sampler": [1, 2]}, seed=0)
+    assert seen(own) == [1, 2]
+    batches = build_dataloader(
+        {"dataset": data, "batch_size": 2, "batch_sampler": {"type": BatchSampler, "drop_last": True}}, seed=0
+    )
+    assert isinstance(batches.batch_sampler.sampler, DefaultSampler)
+    assert [len(batch) for batch in batches] == [2, 2, 2]
+    shuffled = build_dataloader({"dataset": data, "shuffle": True}, seed=0, evaluation=True)
+    assert shuffled.sampler.shuffle
+
+
+@ranks(2)
+def test_workers_draw_other_numbers_on_every_rank_and_the_same_in_every_run():
+    def state(seed: int) -> int:
+        return build_dataloader({"dataset": Counting()}, seed=seed).generator.initial_seed()
+
+    first, second = all_gather_object(state(3))
+    assert first != second
+    assert state(3) == state(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [("default_collate", torch.tensor([0, 1])), ({"type": "pseudo_collate"}, [0, 1]), (None, torch.tensor([0, 1]))],
+)
+def test_samples_become_batches_as_one_asks(name, batch):
+    cfg = {"dataset": Counting(2), "batch_size": 2, "shuffle": False, "collate_fn": name}
+    (got,) = build_dataloader(cfg, seed=0)
+    assert type(got) is type(batch)
+    assert list(got) == list(batch)
+
+
+def test_pseudo_collate_stacks_nothing():
+    sample = {"pair": Pair("a", [1, (2,)])}
+    assert pseudo_collate([sample, sample]) == {"pair": Pair(["a", "a"], [[1, 1], ([2, 2],)])}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "error", "says"),
+    [
+        ({"batch_size": 2}, ConfigError, "key 'dataset', but has only .*batch_size"),
+        ({"dataset": Counting(), "batch_sise": 2}, ConfigError, "does not fit.*batch_sise"),
+        ({"dataset": Counting(), "shuffle": True, "sampler": {}}, ConfigError, "both 'sampler' and 'shuffle'"),
+        ({"dataset": Counting(), "collate_fn": "stack"}, ConfigError, "default_collate, pseudo_collate"),
+        (3, TypeError, "DataLoader, an iterable of batches or a config dict, but is 3"),
+    ],
+)
+def test_wrong_configs_are_refused(cfg, error, says):
+    with pytest.raises(error, match=says):
+        build_dataloader(cfg, seed=0)
+
+
+def test_epochs_reach_the_sampler_wherever_it_is():
+    loader = build_dataloader({"dataset": Counting()}, seed=0)
+    set_epoch(loader, 4)
+    assert loader.sampler.epoch == 4
+    sampler = DefaultSampler(range(11), seed=0)
+    set_epoch(DataLoader(Counting(), batch_sampler=BatchSampler(sampler, 2, False)), 3)
+    assert sampler.epoch == 3
+    set_epoch(DataLoader(TensorDataset(torch.ones(1))), 2)  # nobody wants to know
+
+
+def test_batches_are_skipped_without_reading_them_where_the_sampler_can():
+    loader = build_dataloader({"dataset": Counting(), "batch_size": 2}, seed=0)
+    whole = seen(loader)
+    assert skip_batches(loader, 2)
+    assert seen(loader) == whole[4:]
+    assert not skip_batches(DataLoader(Counting()), 2)

@@ -1,0 +1,178 @@
+"""Metrics are exact on any number of ranks, and say what is wrong."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.dataset import DefaultSampler
+from lockstep.dist import all_reduce, get_rank, get_world_size
+from lockstep.errors import PeerError
+from lockstep.evaluator import Accuracy, BaseMetric, Evaluator
+from lockstep.registry import METRICS
+from lockstep.testing import ranks, run_ranks
+
+
+class InOrder(BaseMetric):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += data_samples
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {"order": results}
+
+
+class PerBatch(BaseMetric):
+    default_prefix = "batches"
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(len(data_samples))
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {"samples": sum(results)}
+
+
+class ReturnsNothing(InOrder):
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return None  # type: ignore[return-value]
+
+
+class Fails(InOrder):
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        raise ZeroDivisionError("no boxes")
+
+
+def evaluate_shard(length: int, batch_size: int, round_up: bool) -> dict[str, Any]:
+    share = list(DefaultSampler(range(length), shuffle=False, round_up=round_up))
+    evaluator = Evaluator([InOrder(), PerBatch()])
+    for start in range(0, len(share), batch_size):
+        evaluator.process(share[start : start + batch_size])
+    return evaluator.evaluate(length)
+
+
+@settings(max_examples=25)
+@given(length=st.integers(4, 30), batch_size=st.integers(1, 7), size=st.integers(1, 4), round_up=st.booleans())
+def test_every_sample_counts_once_in_the_order_of_the_data(length, batch_size, size, round_up):
+    for metrics in run_ranks(size, evaluate_shard, length, batch_size, round_up):
+        assert metrics["order"] == list(range(length))
+        assert metrics["batches/samples"] == (length if not round_up else -(-length // size) * size)
+
+
+def accuracy_of_shard(length: int) -> float:
+    generator = torch.Generator().manual_seed(length)
+    scores, labels = torch.randn(length, 5, generator=generator), torch.randint(5, (length,), generator=generator)
+    share = list(DefaultSampler(range(length), shuffle=False, round_up=False))
+    metric = Accuracy()
+    for index in share:
+        metric.process(None, (scores[[index]], labels[[index]]))
+    return metric.evaluate(length)["accuracy"]
+
+
+@pytest.mark.parametrize("length", [1, 3, 7, 359])
+def test_accuracy_is_that_of_one_process(length):
+    alone = accuracy_of_shard(length)
+    for size in (2, 4):
+        assert run_ranks(size, accuracy_of_shard, length) == [alone] * size
+
+
+SCORES = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]])
+LABELS = torch.tensor([0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (None, (SCORES, LABELS)),
+        (None, [SCORES.argmax(1), LABELS]),
+        (None, {"scores": SCORES, "labels": LABELS}),
+        ((torch.zeros(3), LABELS), SCORES),
+        ({"img": torch.zeros(3), "label": LABELS.tolist()}, SCORES),
+    ],
+)
+def test_accuracy_finds_scores_and_labels(batch, samples):
+    metric = Accuracy()
+    metric.process(batch, samples)
+    assert metric.results == [True, True, False]
+    assert metric.evaluate(3) == {"accuracy": pytest.approx(200 / 3)}
+    assert metric.results == []
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "says"),
+    [
+        (None, TypeError, "scores of a batch and its labels.*predicted NoneType"),
+        ((SCORES, LABELS[:2]), ValueError, r"\(3, 2\) and \(2,\)"),
+    ],
+)
+def test_accuracy_refuses_what_it_cannot_read(samples, error, says):
+    with pytest.raises(error, match=says):
+        Accuracy().process(None, samples)
+
+
+@ranks(2)
+def test_without_a_known_size_all_results_count():
+    metric = PerBatch()
+    for _ in range(1 + get_rank()):
+        metric.process(None, [0])
+    assert metric.evaluate(None) == {"batches/samples": 3}
+
+
+@ranks(2)
+def test_a_metric_that_collects_nothing_is_named_on_every_rank():
+    with pytest.raises(ValueError, match=rf"InOrder.process\(\) must append.*rank {get_rank()} of 2"):
+        InOrder().evaluate(3)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "error", "says"),
+    [
+        (ReturnsNothing, TypeError, r"ReturnsNothing.compute_metrics\(\) must return a dict.*None"),
+        (Fails, ZeroDivisionError, "no boxes"),
+    ],
+)
+def test_a_failure_on_rank_0_reaches_every_rank_and_the_group_lives_on(kind, error, says):
+    metric = kind()
+    metric.process(None, [1])
+    with pytest.raises(error if get_rank() == 0 else PeerError, match=says):
+        metric.evaluate(2)
+    data = torch.ones(1)
+    all_reduce(data)
+    assert data == get_world_size()
+
+
+def test_more_results_than_samplers_repeat_are_warned_of(caplog):
+    metric = InOrder()
+    metric.process(None, [1, 2, 3, 4])
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        assert metric.evaluate(2) == {"order": [1, 2]}
+    assert "4 results for 2 samples" in caplog.text
+
+
+def test_an_evaluator_takes_metrics_in_any_form():
+    accuracy = Accuracy(prefix="top")
+    evaluator = Evaluator([accuracy, {"type": "Accuracy"}, {"type": PerBatch}])
+    assert evaluator.units == {"top/accuracy": "%", "accuracy": "%"}
+    evaluator.set_dataset_meta({"classes": ("a", "b")})
+    assert accuracy.dataset_meta == {"classes": ("a", "b")}
+    evaluator.process((SCORES, LABELS))
+    assert set(evaluator.evaluate(3)) == {"top/accuracy", "accuracy", "batches/samples"}
+    assert Evaluator({"type": "Accuracy"}).metrics[0].prefix is None
+    assert METRICS["Accuracy"] is Accuracy
+
+
+def test_two_metrics_of_one_name_are_refused():
+    evaluator = Evaluator([Accuracy(), Accuracy()])
+    evaluator.process((SCORES, LABELS))
+    with pytest.raises(ValueError, match="'accuracy'.*Give it a `prefix`"):
+        evaluator.evaluate(3)
+
+
+@pytest.mark.parametrize(("metrics", "error"), [([], ValueError), ([len], TypeError), (["Accuracy"], TypeError)])
+def test_what_is_no_metric_is_refused(metrics, error):
+    with pytest.raises(error, match="an evaluator must"):
+        Evaluator(metrics)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+
+class Scripts:
+    """A folder of scripts, and `lockstep launch` in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.jobs: list[subprocess.Popen[str]] = []
+
+    def write(self, text: str, name: str = "script.py") -> str:
+        (self.folder / name).write_text(dedent(text))
+        return name
+
+    def start(self, *words: str, before: tuple[str, ...] = (), env: dict[str, str] | None = None, **options):
+        """Start a job; `before` are words in front of the command."""
+        job = subprocess.Popen(
+            [*before, sys.executable, "-m", "lockstep", "launch", *words],
+            cwd=self.folder,
+            env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | (env or {}),
+            stdout=options.pop("stdout", subprocess.PIPE),
+            stderr=options.pop("stderr", subprocess.PIPE),
+            text=True,
+            **options,
+        )
+        self.jobs.append(job)
+        return job
+
+    def run(self, *words: str, **options):
+        """Run a job to its end; return its exit code, output and errors."""
+        return end_of(self.start(*words, **options))
+
+
+def end_of(job, timeout: float = 90) -> tuple[int, str, str]:
+    out, err = job.communicate(timeout=timeout)
+    return job.returncode, out, err
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    made = Scripts(tmp_path)
+    yield made
+    for job in made.jobs:
+        job.kill()
+        job.wait()
+        for stream in (job.stdout, job.stderr):
+            if stream is not None:
+                stream.close()

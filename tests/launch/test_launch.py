@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import time
+
+import psutil
+import pytest
+
+from lockstep.launch import launch
+
+SUM_OF_RANKS = """
+    import os, sys, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    {before}
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    print(f"attempt {{attempt}} rank {{rank}} sum {{total.item()}}", flush=True)
+    {after}
+    dist.destroy_process_group()
+"""
+
+
+def ranks_of(job):
+    """Return the processes of the ranks, once there are two."""
+    return _eventually(lambda: (found := psutil.Process(job.pid).children()) and len(found) == 2 and found)
+
+
+def _eventually(condition, seconds: float = 60):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.05)
+    raise AssertionError("did not come about in time")
+
+
+def test_two_ranks_of_a_bare_script_on_loopback_alone(scripts):
+    script = scripts.write(SUM_OF_RANKS.format(before="", after="time.sleep(60)"))
+    job = scripts.start(script, "--nproc", "2")
+    assert {job.stdout.readline() for _ in range(2)} == {f"attempt 0 rank {r} sum 1.0\n" for r in range(2)}
+    listening = [
+        connection.laddr.ip
+        for process in [psutil.Process(job.pid), *ranks_of(job)]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 3  # the store, and a gloo device in each rank
+    assert set(listening) == {"127.0.0.1"}
+
+
+def test_arguments_and_environment_reach_the_script(scripts):
+    script = scripts.write("import os, sys\nprint(sys.argv[1:], os.environ['OMP_NUM_THREADS'])")
+    code, out, err = scripts.run("--nproc", "1", script, "--lr", "0.1", "${local_rank}", "--", "--nproc", "7")
+    cores = len(os.sched_getaffinity(0))
+    assert code == 0
+    assert out == f"['--lr', '0.1', '${{local_rank}}', '--nproc', '7'] {cores}\n"
+    assert err == f"lockstep: starting 1 rank, OMP_NUM_THREADS={cores} each ({cores} cores)\n"
+    code, out, err = scripts.run(script, "--nproc", "2", env={"OMP_NUM_THREADS": "5"})
+    assert (code, out, err) == (0, "[] 5\n[] 5\n", "lockstep: starting 2 ranks\n")
+
+
+def test_a_module_runs_too(scripts):
+    scripts.write("import sys\nprint(__name__, sys.argv[1:])", "tool.py")
+    assert scripts.run("-m", "tool", "--nproc", "1", "-m", "x")[:2] == (0, "__main__ ['-m', 'x']\n")
+
+
+def test_a_failure_is_told_once_with_the_rank_and_its_traceback(scripts):
+    script = scripts.write(SUM_OF_RANKS.format(before="if rank == 1: raise ValueError('boom')", after=""))
+    code, _, err = scripts.run(script, "--nproc", "2")
+    assert code == 1
+    head, _, tail = err.partition("error: ")
+    assert head.startswith("lockstep: starting 2 ranks")
+    assert tail.startswith("rank 1 raised ValueError (pid ")
+    assert tail.rstrip().endswith("ValueError: boom")
+    assert err.count("boom") == 2  # the line of the script, and the error
+    assert "torch/distributed/elastic" not in err
+    assert "lockstep/launch" not in err
+
+
+def test_a_killed_rank_is_replaced(scripts):
+    killed = "if rank == 1 and attempt == '0': os.kill(os.getpid(), 9)"
+    script = scripts.write(SUM_OF_RANKS.format(before=killed, after=""))
+    code, out, err = scripts.run(script, "--nproc", "2", "--max-restarts", "1")
+    assert code == 0
+    assert sorted(out.splitlines()) == [f"attempt 1 rank {r} sum 1.0" for r in range(2)]
+    assert "rank 1 was ended by SIGKILL" in err
+    assert "Starting all ranks again (1 of 1)." in err
+
+
+def test_attempts_come_to_an_end(scripts):
+    script = scripts.write("import sys\nsys.exit('not again')")
+    code, _, err = scripts.run(script, "--nproc", "1", "--max-restarts", "2")
+    assert code == 1
+    assert err.count("not again") == 3
+    assert err.count("Starting all ranks again") == 2
+    assert err.rstrip().splitlines()[-1].startswith("error: rank 0 exited with code 1")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_no_rank_outlives_the_job(scripts, number, code):
+    script = scripts.write(
+        """
+        import os, signal, time
+        print("ready", flush=True)
+        time.sleep(60)
+        """
+    )
+    job = scripts.start(script, "--nproc", "2")
+    assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    ranks = ranks_of(job)
+    job.send_signal(number)
+    assert job.wait(timeout=30) == code
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    err = job.stderr.read()
+    assert "Traceback" not in err
+    assert (f"{number.name}: all ranks were stopped" in err) == (number != signal.SIGKILL)
+
+
+def test_a_rank_gets_to_clean_up_when_interrupted(scripts):
+    script = scripts.write(
+        """
+        import time
+        print("ready", flush=True)
+        try:
+            time.sleep(60)
+        finally:
+            print("cleaned up", flush=True)
+        """
+    )
+    job = scripts.start(script, "--nproc", "1")
+    assert job.stdout.readline() == "ready\n"
+    job.send_signal(signal.SIGINT)
+    assert job.stdout.read() == "cleaned up\n"
+    assert job.wait(timeout=30) == 130
+
+
+def test_the_first_rank_keeps_the_terminal_and_the_others_write_to_logs(scripts):
+    script = scripts.write("import os, sys\nprint(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())")
+    master, terminal = pty.openpty()
+    try:
+        job = scripts.start(script, "--nproc", "2", "--log-dir", "logs", stdout=terminal, stderr=terminal)
+        assert job.wait(timeout=60) == 0
+        shown = os.read(master, 10_000).decode().splitlines()
+    finally:
+        os.close(master)
+        os.close(terminal)
+    assert shown[1:] == ["0 True True"]
+    assert (scripts.folder / "logs" / "rank_1.log").read_text() == "1 False False\n"
+    assert [path.name for path in (scripts.folder / "logs").iterdir()] == ["rank_1.log"]
+
+
+def test_nothing_is_left_in_the_temporary_folder(scripts, tmp_path):
+    script = scripts.write("1 / 0")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    assert scripts.run(script, "--nproc", "2", env={"TMPDIR": str(temporary)})[0] == 1
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"command": []}, "`command` must name a script"),
+        ({"nproc": 0}, "`nproc` must be at least 1"),
+        ({"max_restarts": -1}, "`max_restarts` must be at least 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        launch(**{"command": ["x.py"], "nproc": 1, **arguments})

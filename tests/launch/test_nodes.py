@@ -1,0 +1,218 @@
+"""Several nodes: agents on this machine that meet at an address, and real network namespaces."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+
+from lockstep.launch import Layout
+from lockstep.launch.network import LOOPBACK, interface_towards
+from lockstep.launch.nodes import NodesRendezvous
+
+TALK = """
+    import os, sys, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    {before}
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    print(f"attempt {{attempt}} rank {{rank}} sum {{total.item()}}", flush=True)
+    {after}
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def rdzv():
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return f"{LOOPBACK}:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def node(rdzv):
+    """Return a function that makes the rendezvous of one of two nodes."""
+    made = []
+
+    def node(rank, nnodes=2, seconds=10.0):
+        rendezvous = NodesRendezvous(Layout(1, nnodes, rank, rdzv), seconds, lambda text: None)
+        made.append(rendezvous)
+        return rendezvous
+
+    yield node
+    for rendezvous in reversed(made):
+        rendezvous.shutdown()
+
+
+def start_nodes(scripts, rdzv, script, *options, order=(0, 1), pause=0.0, nproc=(1, 1), before=((), ())):
+    jobs = {}
+    for rank in order:
+        place = ("--nnodes", "2", "--node-rank", str(rank), "--rdzv", rdzv, "--nproc", str(nproc[rank]))
+        jobs[rank] = scripts.start(*place, *options, script, before=before[rank])
+        time.sleep(pause)
+    return [jobs[rank] for rank in range(2)]
+
+
+def ends(jobs):
+    return [(job.wait(timeout=90), job.stdout.read(), job.stderr.read()) for job in jobs]
+
+
+def test_nodes_may_start_in_any_order_and_differ_in_size(scripts, rdzv):
+    script = scripts.write(TALK.format(before="", after=""))
+    first, second = ends(start_nodes(scripts, rdzv, script, order=(1, 0), pause=7.0, nproc=(2, 1)))
+    assert (first[0], second[0]) == (0, 0)
+    assert sorted(first[1].splitlines()) == [f"attempt 0 rank {rank} sum 3.0" for rank in (0, 1)]
+    assert second[1] == "attempt 0 rank 2 sum 3.0\n"
+    assert f"waiting for node 0 at {rdzv}" in second[2]
+
+
+def test_a_failure_on_one_node_starts_all_nodes_again(scripts, rdzv):
+    # Rank 0 is not talking to the one that fails, so that only the rendezvous can tell its node.
+    before = "if attempt == '0': time.sleep(60) if rank == 0 else os.kill(os.getpid(), 9)"
+    script = scripts.write(TALK.format(before=before, after=""))
+    first, second = ends(start_nodes(scripts, rdzv, script, "--max-restarts", "1"))
+    assert (first[0], second[0]) == (0, 0)
+    assert (first[1], second[1]) == ("attempt 1 rank 0 sum 1.0\n", "attempt 1 rank 1 sum 1.0\n")
+    assert "a rank failed on another node: starting all ranks again" in first[2]
+    assert "rank 1 was ended by SIGKILL" in second[2]
+
+
+def test_a_node_that_gives_up_ends_the_others(scripts, rdzv):
+    before = "time.sleep(60) if rank == 0 else sys.exit(3)"
+    script = scripts.write(TALK.format(before=before, after=""))
+    first, second = ends(start_nodes(scripts, rdzv, script))
+    assert (first[0], second[0]) == (1, 1)
+    assert "error: node 1 has failed; what went wrong is written there" in first[2]
+    assert "error: rank 1 exited with code 3" in second[2]
+
+
+def test_interrupting_a_node_that_waits_ends_it(scripts, rdzv):
+    script = scripts.write("")
+    job = scripts.start("--nnodes", "2", "--rdzv", rdzv, script)
+    assert "starting 1 rank on node 0 of 2" in job.stderr.readline()
+    time.sleep(0.5)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(timeout=10) == 130
+
+
+def test_missing_nodes_are_named(node):
+    with pytest.raises(RendezvousTimeoutError, match=r"node 1, 2 did not come within 0 s; start it"):
+        node(0, nnodes=3, seconds=0.3).next_rendezvous()
+
+
+def test_a_missing_first_node_is_named(node, rdzv):
+    with pytest.raises(RendezvousTimeoutError, match=f"node 0 at {rdzv} did not come"):
+        node(1, seconds=0.3).next_rendezvous()
+
+
+def test_nodes_that_disagree_on_their_number_are_told(node):
+    with pytest.raises(RendezvousTimeoutError):
+        node(0, nnodes=2, seconds=0.1).next_rendezvous()
+    with pytest.raises(RendezvousError, match="`nnodes` must be the same on all nodes, but is 3 here and 2 elsewhere"):
+        node(1, nnodes=3).next_rendezvous()
+
+
+def test_two_nodes_of_one_rank_are_told(node):
+    with pytest.raises(RendezvousTimeoutError):
+        node(0, nnodes=3, seconds=0.1).next_rendezvous()
+    with pytest.raises(RendezvousTimeoutError):
+        node(1, nnodes=3, seconds=0.1).next_rendezvous()
+    with pytest.raises(RendezvousError, match="`node_rank` must be different on each node, but is 1 on two"):
+        node(1, nnodes=3).next_rendezvous()
+
+
+def test_a_taken_port_is_told(node, rdzv):
+    with socket.create_server((LOOPBACK, int(rdzv.rpartition(":")[2]))):
+        with pytest.raises(RendezvousConnectionError, match=f"node 0 cannot listen at {rdzv}.*in use"):
+            node(0).next_rendezvous()
+
+
+def test_a_node_that_has_finished_cannot_start_again(node):
+    first, second = node(0, seconds=0.1), node(1, seconds=5.0)
+    with pytest.raises(RendezvousTimeoutError):
+        first.next_rendezvous()
+    second_store = second._open(time.monotonic() + 5)
+    second_store.set("done_0", "")
+    first._store.set("attempt_1/node_1", "")
+    with pytest.raises(RendezvousClosedError, match="node 0 has finished already"):
+        second.next_rendezvous()
+
+
+def test_the_first_to_give_up_is_remembered(node):
+    first, second = node(0, seconds=0.1), node(1, seconds=0.1)
+    with pytest.raises(RendezvousTimeoutError):
+        first.next_rendezvous()
+    second._store = second._open(time.monotonic() + 5)
+    assert second.give_up() is None
+    assert first.give_up() == 1
+    assert first.num_nodes_waiting() == 1
+
+
+def test_the_loss_of_the_first_node_is_told(node):
+    first, second = node(0, seconds=0.1), node(1, seconds=0.1)
+    with pytest.raises(RendezvousTimeoutError):
+        first.next_rendezvous()
+    second._store = second._open(time.monotonic() + 5)
+    second._store.set_timeout(timedelta(seconds=2))
+    first.shutdown()
+    assert second.num_nodes_waiting() == 1
+    with pytest.raises(RendezvousClosedError, match="node 0 at .* is gone"):
+        second.next_rendezvous()
+    assert second.give_up() == 0
+
+
+def test_the_interface_towards_loopback_is_known():
+    assert interface_towards(LOOPBACK) in ("lo", "lo0")
+    assert interface_towards("no.such.host.invalid") is None
+
+
+@pytest.fixture
+def namespaces():
+    """Return the words that run a command on one of two hosts, which are namespaces joined by a cable."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("network namespaces need root on Linux")
+    names = [f"lockstep-{os.getpid()}-{node}" for node in range(2)]
+    cables = [f"ls{os.getpid()}{end}"[:15] for end in "ab"]
+
+    def ip(*words):
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for node, (name, cable) in enumerate(zip(names, cables, strict=True)):
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "addr", "add", f"10.213.77.{node + 1}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield [("ip", "netns", "exec", name) for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_two_hosts_train_together_and_listen_on_their_own_address_alone(scripts, namespaces):
+    script = scripts.write(TALK.format(before="", after="sys.stdin.readline()"))
+    jobs = start_nodes(scripts, "10.213.77.1:29533", script, nproc=(2, 2), before=namespaces)
+    for rank, job in enumerate(jobs):
+        lines = {job.stdout.readline() for _ in range(2)}
+        assert lines == {f"attempt 0 rank {2 * rank + local} sum 6.0\n" for local in range(2)}
+    for node, words in enumerate(namespaces):
+        shown = subprocess.run([*words, "ss", "-Hltn"], check=True, capture_output=True, text=True).stdout
+        addresses = {line.split()[3].rpartition(":")[0] for line in shown.splitlines()}
+        assert addresses == {f"10.213.77.{node + 1}"}

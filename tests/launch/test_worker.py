@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+
+
+@pytest.fixture
+def rank(tmp_path):
+    """Return a function that runs a script as one rank, as the agent would."""
+
+    def rank(text, *args, local_rank=1, log_dir=None, module=False):
+        script = tmp_path / "script.py"
+        script.write_text(dedent(text))
+        logs = [] if log_dir is None else ["--log-dir", str(log_dir)]
+        target = ["-m", "script"] if module else [str(script)]
+        return subprocess.run(
+            [sys.executable, "-m", "lockstep.launch.worker", "--agent", str(os.getpid()), *logs, "--", *target, *args],
+            env=os.environ
+            | {"RANK": "3", "LOCAL_RANK": str(local_rank), "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+
+    return rank
+
+
+def recorded(tmp_path):
+    return json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_script_finds_what_python_would_give_it(rank, tmp_path, module):
+    done = rank(
+        """
+        import sys
+        print(__name__, sys.argv, sys.path[0], "torch" in sys.modules, sys.modules["__main__"].__file__)
+        """,
+        *("--agent", "-m", "$x"),
+        module=module,
+    )
+    script = str(tmp_path / "script.py")
+    argv = [script, "--agent", "-m", "$x"]
+    assert done.stdout == f"__main__ {argv} {tmp_path} False {script}\n"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_an_error_is_recorded_with_the_frames_of_the_script_alone(rank, tmp_path):
+    done = rank("def f():\n    raise ValueError('boom')\nf()\n")
+    assert (done.returncode, done.stderr) == (1, "")
+    extra = recorded(tmp_path)
+    trace = extra["py_callstack"]
+    assert trace.startswith("Traceback (most recent call last):\n  File ")
+    assert trace.count("File ") == 2
+    assert trace.endswith("ValueError: boom\n")
+    assert extra["type"] == "ValueError"
+    assert abs(extra["time"] - time.time()) < 60
+
+
+def test_an_error_of_input_is_recorded_without_frames(rank, tmp_path):
+    rank("from lockstep.errors import ConfigError\nraise ConfigError('no such key')")
+    assert recorded(tmp_path)["py_callstack"] == "lockstep.errors.ConfigError: no such key\n"
+
+
+@pytest.mark.parametrize(("code", "expected"), [("3", 3), ("'words'", 1), ("", 0), ("0", 0)])
+def test_exit_codes_pass(rank, tmp_path, code, expected):
+    done = rank(f"import sys\nsys.exit({code})")
+    assert done.returncode == expected
+    assert (tmp_path / "error.json").exists() == (expected != 0)
+    assert done.stderr == ("words\n" if code == "'words'" else "")
+
+
+def test_an_interrupt_is_no_error(rank, tmp_path):
+    done = rank("raise KeyboardInterrupt")
+    assert (done.returncode, done.stderr) == (130, "")
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_ranks_other_than_the_first_write_to_their_log(rank, tmp_path):
+    script = "import os, sys\nprint('out')\nos.system('echo from C')\nprint('err', file=sys.stderr)\n1 / 0"
+    done = rank(script, log_dir=tmp_path / "logs")
+    assert (done.stdout, done.stderr) == ("", "")
+    text = (tmp_path / "logs" / "rank_3.log").read_text()
+    assert {"out", "from C", "err", "ZeroDivisionError: division by zero"} <= set(text.splitlines())
+    done = rank(script, log_dir=tmp_path / "logs", local_rank=0)
+    assert "out" in done.stdout
+    assert (tmp_path / "logs" / "rank_3.log").read_text() == text
+
+
+def test_a_clean_up_that_hangs_does_not_keep_a_failed_rank(tmp_path):
+    code = dedent(
+        """
+        import atexit, sys, time
+        from lockstep.launch import worker
+        worker._SECONDS_TO_CLEAN_UP = 0.2
+        import os
+        atexit.register(time.sleep, 60)
+        worker.main(["--agent", str(os.getppid()), "--", sys.argv[1]])
+        """
+    )
+    script = tmp_path / "script.py"
+    script.write_text("1 / 0")
+    environment = os.environ | {"LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code, str(script)], env=environment)
+    assert done.returncode == 1
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a process when its parent is no more")
+def test_a_rank_dies_with_its_agent(tmp_path):
+    script = tmp_path / "script.py"
+    pid_file = tmp_path / "pid"
+    script.write_text(f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)")
+    code = dedent(
+        """
+        import os, subprocess, sys
+        words = [sys.executable, "-m", "lockstep.launch.worker", "--agent", str(os.getpid()), "--", sys.argv[1]]
+        subprocess.run(words, start_new_session=True)
+        """
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code, str(script)])
+    pid = int(_text_of(pid_file))
+    rank = psutil.Process(pid)
+    agent.kill()
+    agent.wait()
+    assert rank.wait(timeout=10) is None
+
+
+def test_a_rank_whose_agent_is_gone_does_not_begin():
+    words = [sys.executable, "-m", "lockstep.launch.worker", "--agent", "1", "--", "no_such_script.py"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def _text_of(path: Path) -> str:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if path.exists() and (text := path.read_text()):
+            return text
+        time.sleep(0.05)
+    raise AssertionError(f"{path} did not appear")

@@ -1,0 +1,126 @@
+"""`MMDistributedDataParallel` on real ranks."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.dist import all_gather, get_rank
+from lockstep.model import BaseModel, MMDistributedDataParallel, is_model_wrapper, unwrap_model
+from lockstep.optim import OptimWrapper
+from lockstep.registry import MODEL_WRAPPERS
+from lockstep.testing import ranks
+
+
+class Toy(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, y: Tensor | None = None, mode: str = "tensor"):
+        out = self.used(x)
+        if mode == "loss":
+            return {"loss": (out - y).square().mean()}
+        return (out, y) if mode == "predict" else out
+
+
+class ToyWithSpare(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(1, 1)
+        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+
+
+class PlainLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.used(x) - y).square().mean()
+
+
+GLOBAL = torch.arange(16.0).reshape(8, 2) / 16, torch.ones(8, 1)
+
+
+def own_part() -> tuple[Tensor, Tensor]:
+    return GLOBAL[0][get_rank() :: 2], GLOBAL[1][get_rank() :: 2]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [Toy, PlainLoss])
+def test_two_ranks_train_as_one_process_on_the_whole_batch(kind):
+    torch.manual_seed(get_rank())  # rank 0's parameters are what counts
+    wrapped = MMDistributedDataParallel(kind(), device_ids=[0], output_device=0)
+    alone = PlainLoss()
+    alone.used.load_state_dict(wrapped.module.used.state_dict())
+    alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    optim_wrapper = OptimWrapper(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    for _ in range(3):
+        logged = wrapped.train_step(own_part(), optim_wrapper=optim_wrapper)
+        alone_optimizer.zero_grad()
+        loss = alone(*GLOBAL)
+        loss.backward()
+        alone_optimizer.step()
+        assert torch.allclose(torch.stack(all_gather(logged["loss"])).mean(), loss.detach(), rtol=1e-6)
+    assert torch.allclose(wrapped.module.used.weight, alone.used.weight, rtol=1e-6)
+
+
+@ranks(2)
+def test_accumulation_sends_gradients_once_per_window():
+    torch.manual_seed(0)
+    wrapped = MMDistributedDataParallel(Toy())
+    optim_wrapper = OptimWrapper(torch.optim.SGD(wrapped.parameters(), lr=0.1), accumulative_counts=2)
+    start = wrapped.module.used.weight.detach().clone()
+    wrapped.train_step(own_part(), optim_wrapper)
+    local = all_gather(wrapped.module.used.weight.grad)
+    assert not torch.equal(*local)  # not averaged yet
+    assert torch.equal(wrapped.module.used.weight, start)
+    wrapped.train_step(own_part(), optim_wrapper)
+    assert torch.equal(*all_gather(wrapped.module.used.weight.detach()))
+    assert not torch.equal(wrapped.module.used.weight, start)
+
+
+@ranks(2)
+def test_validation_sends_nothing_so_that_ranks_may_have_different_numbers_of_batches():
+    torch.manual_seed(0)
+    wrapped = MMDistributedDataParallel(nn.BatchNorm1d(2), broadcast_buffers=True)
+    toy = MMDistributedDataParallel(Toy())
+    for _ in range(1 + get_rank()):
+        assert wrapped.val_step(GLOBAL[0]).shape == (8, 2)
+        assert wrapped.test_step(GLOBAL[0]).shape == (8, 2)
+        scores, labels = toy.val_step(GLOBAL)
+        assert scores.shape == labels.shape == (8, 1)
+
+
+@ranks(2)
+def test_parameters_without_gradient_are_named_with_the_rank():
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("lockstep.model.ddp")
+    logger.addHandler(handler)
+    try:
+        wrapped = MMDistributedDataParallel(ToyWithSpare(), detect_anomalous_params=True, find_unused_parameters=True)
+        optim_wrapper = OptimWrapper(torch.optim.SGD(wrapped.module.used.parameters(), lr=0.1))
+        for _ in range(2):
+            wrapped.train_step(own_part(), optim_wrapper)
+    finally:
+        logger.removeHandler(handler)
+    (message,) = messages  # said once, not at every step
+    assert "spare.weight, spare.bias" in message
+    assert "frozen" not in message
+    assert f"rank {get_rank()} of 2" in message
+
+
+@ranks(2)
+def test_wrappers_are_told_from_models():
+    wrapped = MMDistributedDataParallel(Toy())
+    assert is_model_wrapper(wrapped)
+    assert is_model_wrapper(nn.parallel.DistributedDataParallel(Toy()))
+    assert not is_model_wrapper(Toy())
+    assert unwrap_model(wrapped) is wrapped.module
+    assert MODEL_WRAPPERS["MMDistributedDataParallel"] is MMDistributedDataParallel

@@ -1,0 +1,105 @@
+"""One training step of any module."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.model import parse_losses, predict_step, train_step
+from lockstep.optim import OptimWrapper
+
+
+class ReturnsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.linear(x) - y).square().mean()
+
+
+class TakesMode(ReturnsLoss):
+    def forward(self, x: Tensor, y: Tensor | None = None, mode: str = "tensor"):
+        out = self.linear(x)
+        if mode == "loss":
+            return {"loss": (out - y).square().mean(), "seen": torch.tensor(float(len(x)))}
+        return (out, y) if mode == "predict" else out
+
+
+class ReturnsObject(ReturnsLoss):
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=super().forward(x, y), logits=None)
+
+
+def sgd(model: nn.Module) -> OptimWrapper:
+    return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+BATCH = (torch.ones(4, 3), torch.zeros(4, 1))
+
+
+@pytest.mark.parametrize("batch", [BATCH, list(BATCH), dict(zip("xy", BATCH, strict=True))])
+@pytest.mark.parametrize("kind", [ReturnsLoss, TakesMode, ReturnsObject])
+def test_a_step_is_what_one_writes_by_hand(kind, batch):
+    torch.manual_seed(0)
+    model, by_hand = kind(), ReturnsLoss()
+    by_hand.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    loss = by_hand(*BATCH)
+    loss.backward()
+    optimizer.step()
+
+    logged = train_step(model, batch, sgd(model))
+
+    assert torch.equal(logged["loss"], loss)
+    assert not logged["loss"].requires_grad
+    assert torch.equal(model.linear.weight, by_hand.linear.weight)
+
+
+def test_predictions_come_in_the_mode_for_them():
+    model = TakesMode()
+    scores, labels = predict_step(model, BATCH)
+    assert torch.equal(scores, model.linear(BATCH[0]))
+    assert labels is BATCH[1]
+
+
+def test_a_batch_that_is_one_tensor_is_one_argument():
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.scale * x).mean()
+
+    model = Mean()
+    assert train_step(model, torch.full((2,), 3.0), sgd(model))["loss"] == 3.0
+
+
+def test_entries_called_loss_are_added_and_all_are_logged():
+    total, logged = parse_losses(
+        {"loss_cls": torch.tensor([1.0, 3.0]), "loss_boxes": [torch.tensor(1.0), torch.tensor([2.0, 4.0])],
+         "accuracy": torch.tensor(7.0)}
+    )  # fmt: skip
+    assert total == 6.0
+    assert {name: value.item() for name, value in logged.items()} == {
+        "loss_cls": 2.0, "loss_boxes": 4.0, "accuracy": 7.0, "loss": 6.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("losses", "error", "says"),
+    [
+        (None, TypeError, "must return a loss in training.*returned None"),
+        ((torch.tensor(1.0), torch.tensor(2.0)), TypeError, "returned a tuple of"),
+        ({"accuracy": torch.tensor(1.0)}, TypeError, "contains 'loss', but returned only .*accuracy"),
+        ({"loss": 1.0}, TypeError, r"losses\['loss'\]` must be a tensor.*1.0"),
+        (torch.ones(2), ValueError, r"must be a scalar, but has shape \(2,\)"),
+    ],
+)
+def test_what_is_no_loss_is_refused(losses, error, says):
+    with pytest.raises(error, match=says):
+        parse_losses(losses)

@@ -1,0 +1,172 @@
+"""One optimizer update: accumulation and clipping."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.optim import OptimWrapper, build_optim_wrapper
+from lockstep.registry import OPTIM_WRAPPERS, BuildError
+
+BATCHES = torch.arange(1.0, 31.0).reshape(10, 3)
+
+
+def make(accumulative_counts: int = 1, **kwargs) -> tuple[nn.Linear, OptimWrapper]:
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.constant_(model.weight, 0.5)
+    return model, OptimWrapper(torch.optim.SGD(model.parameters(), lr=1e-3), accumulative_counts, **kwargs)
+
+
+@given(batches=st.integers(1, 10), counts=st.integers(1, 5))
+def test_every_window_is_the_mean_over_its_own_batches(batches: int, counts: int):
+    model, wrapper = make(counts)
+    wrapper.initialize_count_status(model, 0, batches)
+    for batch in BATCHES[:batches]:
+        wrapper.update_params(model(batch).square().mean())
+
+    by_hand, _ = make()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=1e-3)
+    for start in range(0, batches, counts):
+        window = BATCHES[start : min(start + counts, batches)]
+        optimizer.zero_grad()
+        by_hand(window).square().mean().backward()
+        optimizer.step()
+    assert torch.allclose(model.weight, by_hand.weight, rtol=1e-5)
+
+
+def test_without_a_known_end_an_open_window_is_kept():
+    model, wrapper = make(4)
+    before = model.weight.clone()
+    for batch in BATCHES[:3]:
+        wrapper.update_params(model(batch).square().mean())
+    assert torch.equal(model.weight, before)
+    assert wrapper.inner_count == 3
+    assert wrapper.should_sync()
+    assert not wrapper.should_update()
+
+
+def test_no_sync_is_entered_only_between_updates():
+    entered = []
+
+    class Model(nn.Linear):
+        def no_sync(self):
+            entered.append(len(seen))
+            return torch.no_grad()  # any context
+
+    seen: list[int] = []
+    model, wrapper = Model(3, 1), None
+    wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=3)
+    wrapper.initialize_count_status(model, 0, 5)
+    for index in range(5):
+        with wrapper.optim_context(model):
+            pass
+        wrapper.update_params(model(BATCHES[index]).mean())
+        seen.append(index)
+    assert entered == [0, 1, 3]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_by_norm_is_torchs_and_shows_the_norm(norm_type):
+    model, wrapper = make(clip_grad={"max_norm": 0.5, "norm_type": norm_type})
+    by_hand, _ = make()
+    by_hand(BATCHES[0]).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5, norm_type)
+    torch.optim.SGD(by_hand.parameters(), lr=1e-3).step()
+
+    assert wrapper.grad_norm is None
+    wrapper.update_params(model(BATCHES[0]).square().mean())
+    assert torch.equal(model.weight, by_hand.weight)
+    assert torch.equal(wrapper.grad_norm, norm)
+
+
+def test_clipping_by_value_bounds_every_gradient():
+    model, wrapper = make(clip_grad={"type": "value", "clip_value": 0.25})
+    wrapper.update_params(model(BATCHES[0]).square().mean())
+    assert torch.allclose(model.weight, torch.full((1, 3), 0.5 - 0.25e-3))
+
+
+def test_accumulation_over_batch_norm_and_resuming_inside_a_window_are_said(caplog):
+    _, wrapper = make(4)
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        wrapper.initialize_count_status(nn.BatchNorm1d(3), init_counts=6, max_counts=12)
+    assert "inside an accumulation window of 4: the gradients of its first 2 batches are lost" in caplog.text
+    assert "BatchNorm" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "says"),
+    [
+        ({"accumulative_counts": 0}, ValueError, "at least 1, but is 0"),
+        ({"clip_grad": 1.0}, TypeError, r"dict\(max_norm=1.0\)"),
+        ({"clip_grad": {"norm": 1.0}}, ValueError, "'max_norm', but has only"),
+        ({"clip_grad": {"type": "global", "max_norm": 1}}, ValueError, "'norm' or 'value'"),
+    ],
+)
+def test_wrong_arguments_are_refused(kwargs, error, says):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(error, match=says):
+        OptimWrapper(optimizer, **kwargs)
+
+
+def test_state_goes_through():
+    _, wrapper = make()
+    model = nn.Linear(3, 1)
+    other = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9))
+    assert other.get_lr() == {"lr": [0.7]}
+    assert other.get_momentum() == {"momentum": [0.9]}
+    adam = OptimWrapper(torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9)))
+    assert adam.get_momentum() == {"momentum": [0.8]}
+    twin = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    twin.load_state_dict(other.state_dict())
+    assert twin.get_lr() == {"lr": [0.7]}
+    assert wrapper.get_momentum() == {"momentum": [0.0]}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, "SGD"])
+def test_a_config_names_the_optimizer_by_class_or_name(kind):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).requires_grad_(False))
+    wrapper = build_optim_wrapper(
+        model, {"optimizer": {"type": kind, "lr": 0.3}, "accumulative_counts": 2, "clip_grad": {"max_norm": 1}}
+    )
+    assert type(wrapper) is OptimWrapper
+    assert type(wrapper.optimizer) is torch.optim.SGD
+    assert [id(p) for p in wrapper.param_groups[0]["params"]] == [id(p) for p in model[0].parameters()]
+    assert "accumulative_counts=2" in repr(wrapper)
+
+
+def test_objects_are_taken_as_they_are():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    wrapper = build_optim_wrapper(model, optimizer)
+    assert wrapper.optimizer is optimizer
+    assert build_optim_wrapper(model, wrapper) is wrapper
+    assert build_optim_wrapper(model, {"optimizer": optimizer}).optimizer is optimizer
+
+
+@pytest.mark.parametrize(
+    ("cfg", "error", "says"),
+    [
+        ({"type": "SGD", "lr": 0.1}, ConfigError, "key 'optimizer'.*but has only"),
+        ({"optimizer": {"type": "SGD", "learning_rate": 0.1}}, BuildError, "did you mean `lr`"),
+        ({"optimizer": {"type": "SDG", "lr": 0.1}}, KeyError, "did you mean `SGD`"),
+        ("SGD", TypeError, "OptimWrapper, an optimizer or a config dict"),
+    ],
+)
+def test_wrong_configs_are_refused(cfg, error, says):
+    with pytest.raises(error, match=says):
+        build_optim_wrapper(nn.Linear(1, 1), cfg)
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    with pytest.raises(ConfigError, match="require a gradient, but Linear has none"):
+        build_optim_wrapper(nn.Linear(1, 1).requires_grad_(False), {"optimizer": {"type": "SGD", "lr": 1}})
+
+
+def test_the_wrapper_has_a_name():
+    assert OPTIM_WRAPPERS["OptimWrapper"] is OptimWrapper

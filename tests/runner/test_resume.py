@@ -1,0 +1,267 @@
+"""What is saved, and going on from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.checkpoint import find_last_checkpoint, is_checkpoint, load_state, read_meta, save_state
+from lockstep.dist import all_gather_object, get_rank, get_world_size
+from lockstep.errors import ConfigError
+from lockstep.hooks import Hook
+from lockstep.runner import Runner
+from lockstep.testing import ranks, run_ranks
+
+X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
+        out = self.linear(self.norm(x))
+        return (out - y).square().mean() if mode == "loss" else (out > 0).flatten().long()
+
+
+class Losses(Hook):
+    def __init__(self) -> None:
+        self.by_iter: dict[int, float] = {}
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        self.by_iter[runner.iter] = outputs["loss"].item()
+
+
+class Stop(Hook):
+    """Ends a run as a crash would, after its checkpoint."""
+
+    priority = "LOWEST"
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if runner.iter + 1 == self.after:
+            raise KeyboardInterrupt
+
+
+def run(work_dir: Path, stop_after: int | None = None, **changes: Any) -> dict[int, float]:
+    torch.manual_seed(3)
+    losses = Losses()
+    arguments = {
+        "model": Net(),
+        "work_dir": work_dir,
+        "train_dataloader": {"dataset": TensorDataset(X, Y), "batch_size": 6 // get_world_size()},
+        "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 0.05}},
+        "param_scheduler": [
+            {"type": "LinearLR", "by_epoch": False, "end": 5},
+            {"type": "MultiStepLR", "milestones": [1, 2]},
+        ],
+        "train_cfg": {"max_epochs": 3},
+        "randomness": {"seed": 7},
+        **changes,
+    }
+    custom = [losses] if stop_after is None else [losses, Stop(stop_after)]
+    runner = Runner(custom_hooks=custom, **arguments)
+    try:
+        runner.train()
+    except KeyboardInterrupt:
+        assert stop_after is not None
+    return losses.by_iter
+
+
+CASES = {
+    "at an epoch's end": (9, {}, 8),
+    "inside an epoch": (6, {"default_hooks": {"checkpoint": {"by_epoch": False, "interval": 3}}}, 6),
+    "by iterations": (
+        10,
+        {
+            "train_cfg": {"max_iters": 12},
+            "param_scheduler": None,
+            "default_hooks": {"checkpoint": {"by_epoch": False, "interval": 5}},
+        },
+        10,
+    ),
+}
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path, case):
+    stop_after, changes, resumed_at = CASES[case]
+    whole = run(tmp_path / "whole", **changes)
+    assert set(whole) == set(range(12))
+    first = run(tmp_path / "work", stop_after, **changes)
+    # The seed is that of the run that is resumed.
+    second = run(tmp_path / "work", resume=True, **{**changes, "randomness": None})
+    assert min(second) == resumed_at
+    assert first | second == whole
+
+
+@ranks(2)
+def test_there_is_nothing_to_resume_at_first(tmp_path: Path):
+    assert set(run(tmp_path, resume=True)) == set(range(12))
+
+
+def last(work_dir: Path) -> Path:
+    found = find_last_checkpoint(work_dir)
+    assert found is not None
+    return found
+
+
+def test_a_checkpoint_of_two_ranks_resumes_on_any_number(tmp_path: Path):
+    run_ranks(2, run, tmp_path, stop_after=9)
+    checkpoint = last(tmp_path)
+    assert checkpoint.name == "epoch_2"
+    for size in (1, 3):
+        for losses in run_ranks(size, run, tmp_path / str(size), load_from=checkpoint, resume=True):
+            assert set(losses) == {8, 9, 10, 11}
+
+
+def test_inside_an_epoch_another_number_of_ranks_begins_it_anew(tmp_path: Path):
+    changes = CASES["inside an epoch"][1]
+    run_ranks(2, run, tmp_path, stop_after=6, **changes)
+    (losses,) = run_ranks(1, run, tmp_path, resume=True, **changes)
+    assert min(losses) == 4
+    log = sorted(tmp_path.glob("2*"))[-1] / "log.txt"
+    assert "saved 2 batches into epoch 2 on 2 ranks, which are others on 1" in log.read_text()
+
+
+@ranks(2)
+def test_weights_alone_are_loaded_from_a_checkpoint_or_a_file(tmp_path: Path):
+    run(tmp_path)
+    trained = load_state(last(tmp_path), {"model": Net().state_dict()})["model"]
+    if get_rank() == 0:
+        torch.save({"state_dict": {f"module.{k}": v for k, v in trained.items()}}, tmp_path / "net.pth")
+        torch.save(trained, tmp_path / "bare.pth")
+        torch.save({"epoch": 3}, tmp_path / "none.pth")
+    all_gather_object(None)
+    for path in (last(tmp_path), tmp_path / "net.pth", tmp_path / "bare.pth"):
+        model = Net()
+        torch.nn.init.zeros_(model.linear.weight)
+        runner = Runner(
+            model,
+            tmp_path / "val",
+            val_dataloader={"dataset": TensorDataset(X, Y.flatten() > 0)},
+            val_evaluator={"type": "Accuracy"},
+            load_from=path,
+        )
+        runner.val()
+        assert torch.equal(model.linear.weight, trained["linear.weight"])
+        assert torch.equal(model.norm.running_mean, trained["norm.running_mean"])
+    with pytest.raises(ConfigError, match="must hold a state dict"):
+        run(tmp_path, load_from=tmp_path / "none.pth")
+
+
+def test_names_in_a_checkpoint_are_the_models_own(tmp_path: Path):
+    run_ranks(2, run, tmp_path)
+    metadata = torch.distributed.checkpoint.FileSystemReader(last(tmp_path)).read_metadata()
+    names = set(metadata.state_dict_metadata)
+    assert {"model.linear.weight", "optimizer.state.linear.weight.exp_avg", "model.norm.running_var"} <= names
+    assert not [name for name in names if "module." in name]
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(1, 1)
+
+
+@ranks(2)
+def test_what_does_not_fit_is_said_on_every_rank(tmp_path: Path):
+    run(tmp_path)
+    checkpoint = last(tmp_path)
+    with pytest.raises(ConfigError, match=r"does not fit: .*more.weight"):
+        run(tmp_path, model=Wider(), load_from=checkpoint, strategy={"type": "ddp", "find_unused_parameters": True})
+    with pytest.raises(ConfigError, match=r"must have 2 schedulers to resume.*but has 0"):
+        run(tmp_path, resume=True, param_scheduler=None)
+    with pytest.raises(ConfigError, match=r"a checkpoint must be a directory with .metadata.*is not there"):
+        run(tmp_path, resume=True, load_from=tmp_path / "nowhere")
+    assert all_gather_object(get_rank()) == [0, 1]
+
+
+@ranks(1, 2)
+def test_a_checkpoint_is_replaced_whole(tmp_path: Path):
+    directory = tmp_path / "state"
+    for value in (1.0, 2.0):
+        save_state(directory, {"model": {"w": torch.full((3,), value)}}, {"value": value})
+        assert is_checkpoint(directory)
+        read = load_state(directory, {"model": {"w": torch.zeros(3)}})
+        assert read["model"]["w"].tolist() == [value] * 3
+        assert read_meta(directory) == {"value": value}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state"]
+
+
+@ranks(2)
+def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path):
+    (tmp_path / "file").touch(exist_ok=True)
+    with pytest.raises((OSError, RuntimeError), match="file"):
+        save_state(tmp_path / "file" / "state", {"w": torch.ones(1)}, {})
+    with pytest.raises(OSError, match=r"could not be written: rank \d"):
+        save_state(tmp_path / "state", {"w": Unpicklable()}, {})
+    assert not is_checkpoint(tmp_path / "state")
+    assert all_gather_object(get_rank()) == [0, 1]
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import lockstep.checkpoint.directory as directory
+
+target = Path(sys.argv[1])
+directory.save_state(target, {"w": torch.ones(1)}, {"n": 1})
+original = directory.dcp.save
+def die_after(*args, **kwargs):
+    original(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+directory.dcp.save = die_after
+directory.save_state(target, {"w": torch.zeros(1)}, {"n": 2})
+"""
+
+
+def test_a_process_killed_while_saving_loses_nothing(tmp_path: Path):
+    target = tmp_path / "state"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(target)], env=os.environ, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert read_meta(target) == {"n": 1}
+    assert load_state(target, {"w": torch.zeros(1)})["w"].tolist() == [1.0]
+    save_state(target, {"w": torch.full((1,), 3.0)}, {"n": 3})  # what it left behind is in nobody's way
+    assert read_meta(target) == {"n": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_the_last_checkpoint_is_found_where_the_work_dir_is_moved(tmp_path: Path):
+    run(tmp_path / "before")
+    (tmp_path / "before").rename(tmp_path / "after")
+    assert last(tmp_path / "after").name == "epoch_3"
+    pointer = tmp_path / "after" / "last_checkpoint"
+    pointer.write_text("gone/epoch_9\n")
+    assert find_last_checkpoint(tmp_path / "after") is None
+    assert find_last_checkpoint(tmp_path) is None
+
+
+def test_meta_is_plain_json(tmp_path: Path):
+    run(tmp_path)
+    meta = json.loads((last(tmp_path) / "meta.json").read_text())
+    assert meta["format"] == 1
+    assert (meta["epoch"], meta["iter"], meta["seed"], meta["world_size"]) == (3, 12, 7, 1)
+    assert len(meta["param_schedulers"]) == 2
