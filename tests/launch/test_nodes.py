@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed.elastic.rendezvous import (
@@ -136,41 +136,77 @@ def test_two_nodes_of_one_rank_are_told(node):
 
 
 def test_a_taken_port_is_told(node, rdzv):
-    with socket.create_server((LOOPBACK, int(rdzv.rpartition(":")[2]))):
-        with pytest.raises(RendezvousConnectionError, match=f"node 0 cannot listen at {rdzv}.*in use"):
-            node(0).next_rendezvous()
+    taken = socket.create_server((LOOPBACK, int(rdzv.rpartition(":")[2])))
+    with taken, pytest.raises(RendezvousConnectionError, match=f"node 0 cannot listen at {rdzv}.*in use"):
+        node(0).next_rendezvous()
+
+
+def meet(*nodes):
+    """Let nodes meet, each in a thread of its own."""
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        return list(threads.map(lambda node: node.next_rendezvous(), nodes))
+
+
+def test_each_attempt_has_a_store_of_its_own_for_the_ranks(node):
+    nodes = node(0), node(1)
+    ports = set()
+    for attempt in range(3):
+        infos = meet(*nodes)
+        assert [info.rank for info in infos] == [0, 1]
+        assert [rendezvous.attempt for rendezvous in nodes] == [attempt] * 2
+        (address,) = {(info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) for info in infos}
+        ports.add(address[1])
+    assert len(ports) == 3
+
+
+def test_a_node_that_begins_another_attempt_is_noticed(node):
+    first, second = node(0), node(1)
+    meet(first, second)
+    assert (first.num_nodes_waiting(), second.num_nodes_waiting()) == (0, 0)
+    with ThreadPoolExecutor(1) as thread:
+        restarted = thread.submit(second.next_rendezvous)
+        while not first.num_nodes_waiting():
+            time.sleep(0.01)
+        first.next_rendezvous()
+        assert restarted.result().rank == 1
 
 
 def test_a_node_that_has_finished_cannot_start_again(node):
-    first, second = node(0, seconds=0.1), node(1, seconds=5.0)
-    with pytest.raises(RendezvousTimeoutError):
+    first, second = node(0), node(1)
+    meet(first, second)
+    second.await_others()  # it does not own the store, so that it may go
+    with pytest.raises(RendezvousClosedError, match="node 1 has finished already"):
         first.next_rendezvous()
-    second_store = second._open(time.monotonic() + 5)
-    second_store.set("done_0", "")
-    first._store.set("attempt_1/node_1", "")
-    with pytest.raises(RendezvousClosedError, match="node 0 has finished already"):
-        second.next_rendezvous()
+
+
+def test_the_first_node_waits_for_the_others(node):
+    first, second = node(0), node(1)
+    meet(first, second)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(first.await_others)
+        time.sleep(0.3)
+        assert not waiting.done()
+        second.await_others()
+        waiting.result(timeout=5)
 
 
 def test_the_first_to_give_up_is_remembered(node):
-    first, second = node(0, seconds=0.1), node(1, seconds=0.1)
-    with pytest.raises(RendezvousTimeoutError):
-        first.next_rendezvous()
-    second._store = second._open(time.monotonic() + 5)
+    first, second = node(0), node(1)
+    meet(first, second)
     assert second.give_up() is None
     assert first.give_up() == 1
     assert first.num_nodes_waiting() == 1
+    first.await_others()  # in vain
+    with pytest.raises(RendezvousClosedError, match="node 1 has failed"):
+        first.next_rendezvous()
 
 
 def test_the_loss_of_the_first_node_is_told(node):
-    first, second = node(0, seconds=0.1), node(1, seconds=0.1)
-    with pytest.raises(RendezvousTimeoutError):
-        first.next_rendezvous()
-    second._store = second._open(time.monotonic() + 5)
-    second._store.set_timeout(timedelta(seconds=2))
+    first, second = node(0), node(1)
+    meet(first, second)
     first.shutdown()
     assert second.num_nodes_waiting() == 1
-    with pytest.raises(RendezvousClosedError, match="node 0 at .* is gone"):
+    with pytest.raises(RendezvousClosedError, match=r"node 0 at .* is gone"):
         second.next_rendezvous()
     assert second.give_up() == 0
 

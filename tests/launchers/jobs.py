@@ -43,7 +43,8 @@ def require(*programs: str, root: bool = False) -> None:
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without what any launcher may have put there."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
-    return kept | {"OMP_NUM_THREADS": "1"}
+    # mpirun gives its ranks a terminal.
+    return kept | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
 
 
 @dataclass(frozen=True)

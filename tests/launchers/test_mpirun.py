@@ -8,7 +8,17 @@ from .jobs import LOOPBACK, PYTHON, TRAIN_DIGITS, TWO_STEPS, check_digits, check
 
 require("mpirun")
 
-ON_LOOPBACK = ("--mca", "btl", "self,vader,tcp", "--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", "lo")
+ON_LOOPBACK = (
+    "--mca",
+    "btl",
+    "self,vader,tcp",
+    "--mca",
+    "btl_tcp_if_include",
+    "lo",
+    "--mca",
+    "oob_tcp_if_include",
+    "lo",
+)
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", *ON_LOOPBACK, "-n", "2")
 
 

@@ -18,6 +18,7 @@ from lockstep.version import __version__
 # What the user has to put right: one message, no traceback.
 _INPUT_ERRORS = (ConfigError, FileNotFoundError, LaunchError, RegistryError, TopologyError)
 _INTERRUPTED = 130  # what a shell reports for SIGINT
+_SECONDS_FOR_THE_FIRST_RANK = 3.0
 
 
 class _Commands(TyperGroup):
@@ -69,12 +70,25 @@ def _lockstep(
 
 
 def _tell(error: Exception) -> None:
+    """Print an error of input, which all ranks of a job tend to meet alike, once for each node."""
     from rich.console import Console
     from rich.text import Text
 
+    if _local_rank() > 0:
+        # The first rank tells it and ends, and with it most launchers the others; who is still here is alone with it.
+        time.sleep(_SECONDS_FOR_THE_FIRST_RANK)
     notes = getattr(error, "__notes__", ())
     text = Text.assemble(("error: ", "bold red"), "\n".join([str(error), *notes]))
     Console(stderr=True, soft_wrap=True).print(text)
+
+
+def _local_rank() -> int:
+    from lockstep.dist.environ import infer_launcher, read_topology  # imports torch
+
+    try:
+        return read_topology(os.environ, infer_launcher(os.environ)).local_rank
+    except TopologyError:
+        return 0
 
 
 def main() -> None:

@@ -259,7 +259,7 @@ def _alone(data: Tensor, plan: Reduction) -> None:
 
 
 def _is_plain(data: Tensor, plan: Reduction, here: Group, async_op: bool) -> bool:
-    """Return whether the backend can be called at once: the usual case, kept short as a small reduction is all overhead."""
+    """Return whether the backend can take `data` as it is: the usual case, kept short as small calls are all overhead."""
     return (
         plan.encode is None
         and not async_op

@@ -52,14 +52,17 @@ class LiveDisplay:
             expand=True,
         )
         self._task: TaskID | None = None
+        self._label_width = 0
 
     def begin(self, label: str, total: int | None) -> None:
-        """Put a new bar in the place of the old one."""
+        """Put a new bar in the place of the old one, which leaves its text and its width."""
+        self._label_width = max(self._label_width, len(label))
+        label = label.ljust(self._label_width)
         if self._task is None:
             self._progress.start()
             self._task = self._progress.add_task(label, total=total, text="")
         else:
-            self._progress.reset(self._task, description=label, total=total, text="")
+            self._progress.reset(self._task, description=label, total=total)
         self._progress.refresh()
 
     def show(self, done: int, text: str) -> None:

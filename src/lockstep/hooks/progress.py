@@ -39,6 +39,7 @@ class ProgressHook(Hook):
         self._epoch_started = 0.0
         self._epoch_line = ""
         self._metrics = ""
+        self._text = ""
 
     def before_train(self, runner: RunnerLike) -> None:
         """Start the clock of the whole training."""
@@ -52,8 +53,7 @@ class ProgressHook(Hook):
         if runner.max_epochs is None:
             self._begin(runner, "training", runner.max_iters)
         else:
-            label = f"epoch {runner.epoch + 1}/{runner.max_epochs}"
-            self._begin(runner, label, length_of(runner.train_dataloader))
+            self._begin(runner, _epoch_label(runner), length_of(runner.train_dataloader))
 
     def after_train_iter(
         self,
@@ -67,17 +67,14 @@ class ProgressHook(Hook):
         if now >= self._due and self._display is not None:
             self._due = now + self._display.period_seconds
             done = batch_idx + 1 if runner.max_epochs is not None else runner.iter + 1
-            self._display.show(done, self._training_text(runner, now))
+            self._text = self._training_text(runner, now)
+            self._display.show(done, self._text)
 
     def after_train_epoch(self, runner: RunnerLike) -> None:
         """Prepare the line of the epoch; metrics may still come."""
         means = runner.message_hub.get_info("epoch_means", {})
         seconds = perf_counter() - self._epoch_started
-        label = f"iter {runner.iter}/{runner.max_iters}"
-        if runner.max_epochs is not None:
-            width = len(str(runner.max_epochs))
-            label = f"epoch {runner.epoch + 1:>{width}}/{runner.max_epochs}"
-        parts = [label]
+        parts = [f"iter {runner.iter}/{runner.max_iters}" if runner.max_epochs is None else _epoch_label(runner)]
         if "loss" in means:
             parts.append(f"loss {means['loss']:.4f}")
         parts.append("{metrics}")
@@ -101,7 +98,7 @@ class ProgressHook(Hook):
         now = perf_counter()
         if now >= self._due and self._display is not None:
             self._due = now + self._display.period_seconds
-            self._display.show(batch_idx + 1, self._metrics)
+            self._display.show(batch_idx + 1, self._text)
 
     def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
         """Print the line of the epoch, or of the validation alone."""
@@ -150,6 +147,11 @@ class ProgressHook(Hook):
         left_seconds = (now - self._started) / done * (runner.max_iters - runner.iter - 1)
         parts.append(f"ETA {timedelta(seconds=round(left_seconds))}")
         return "  ".join(parts)
+
+
+def _epoch_label(runner: RunnerLike) -> str:
+    """Return a label that is equally wide in all epochs."""
+    return f"epoch {runner.epoch + 1:>{len(str(runner.max_epochs))}}/{runner.max_epochs}"
 
 
 def format_metrics(metrics: Mapping[str, Any], units: Mapping[str, str]) -> str:

@@ -55,7 +55,7 @@ class NodesRendezvous(RendezvousHandler):
             attempt = PrefixStore(f"attempt_{self.attempt}", self._store)
             self._claim(attempt)
             self._await_all(attempt, deadline)
-            port = self._open_for_ranks(attempt)
+            port = self._open_for_ranks(attempt, deadline)
         except DistError as error:
             raise RendezvousClosedError(f"node 0 at {self._layout.rdzv} is gone: {error}") from error
         return RendezvousInfo(
@@ -115,11 +115,15 @@ class NodesRendezvous(RendezvousHandler):
             wait.a_little()
         return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
 
-    def _open_for_ranks(self, attempt: PrefixStore) -> int:
+    def _open_for_ranks(self, attempt: PrefixStore, deadline: float) -> int:
         """Open, on node 0, a new store for the ranks, who must not meet what their predecessors left."""
         if self._layout.node_rank == 0:
             self._ranks_store = self._serve(0)
             attempt.set("port", str(self._ranks_store.port))
+        wait = _Wait(deadline, self._say, lambda: "node 0")
+        while not attempt.check(["port"]):
+            self._refuse_without([0])
+            wait.a_little()
         return int(attempt.get("port"))
 
     def _serve(self, port: int) -> TCPStore:
@@ -140,22 +144,24 @@ class NodesRendezvous(RendezvousHandler):
         store.set(f"node_{rank}", "")
         store.set("begun", "")
 
-    def _await_all(self, store: PrefixStore, deadline: float) -> None:
-        assert self._store is not None
-        nodes = range(self._layout.nnodes)
-
+    def _await_all(self, attempt: PrefixStore, deadline: float) -> None:
         def missing() -> list[int]:
-            return [node for node in nodes if not store.check([f"node_{node}"])]
+            return [node for node in range(self._layout.nnodes) if not attempt.check([f"node_{node}"])]
 
         wait = _Wait(deadline, self._say, lambda: f"node {', '.join(map(str, missing()))}")
         while left := missing():
-            if self._store.check(["closed"]):
-                first = self._store.get("closed").decode()
-                raise RendezvousClosedError(f"node {first} has failed; what went wrong is written there")
-            for node in left:
-                if self._store.check([f"done_{node}"]):
-                    raise RendezvousClosedError(f"node {node} has finished already and cannot start again")
+            self._refuse_without(left)
             wait.a_little()
+
+    def _refuse_without(self, missing: list[int]) -> None:
+        """Raise where waiting for these nodes is in vain."""
+        assert self._store is not None
+        if self._store.check(["closed"]):
+            first = self._store.get("closed").decode()
+            raise RendezvousClosedError(f"node {first} has failed; what went wrong is written there")
+        for node in missing:
+            if self._store.check([f"done_{node}"]):
+                raise RendezvousClosedError(f"node {node} has finished already and cannot start again")
 
     @property
     def use_agent_store(self) -> bool:

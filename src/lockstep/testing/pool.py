@@ -110,7 +110,7 @@ class Pool:
         try:
             for rank in range(size):
                 self._ranks.append(RankProcess(Seat(rank, size, self._folder, join)))
-            self._collect(f"starting {size} ranks", _START_SECONDS)
+            self._collect("starting the ranks", _START_SECONDS)
         except BaseException:
             self.kill()
             raise

@@ -1,0 +1,77 @@
+"""Run the benchmarks on two ranks and print what they found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.launch import launch
+
+PARTS = ("tensors", "nested", "objects", "results")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"what to measure: {', '.join(PARTS)}; default: all")
+    parser.add_argument("--nproc", type=int, default=2, help="number of ranks")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results.json"), help="where the figures go")
+    arguments = parser.parse_args()
+    unknown = set(arguments.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"PART must be one of {', '.join(PARTS)}, but is {', '.join(sorted(unknown))}")
+    rows = _measured(arguments.parts or PARTS, arguments.nproc)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    show(rows, Console(width=140))
+    print(f"figures in {arguments.json}")
+
+
+def _measured(parts: Sequence[str], nproc: int) -> list[dict[str, Any]]:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        launch(["-m", "benchmarks.rank", str(path), *parts], nproc=nproc)
+        rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print one table for each group of rows."""
+    for group in dict.fromkeys(row["group"] for row in rows):
+        table = Table(title=f"{group} (best of many, slowest rank; ratios below 1: lockstep is faster)")
+        for column in ("", "lockstep", "baseline", "ratio", "of medians", "goal", "peak memory", "baseline's"):
+            table.add_column(column, justify="left" if column == "" else "right")
+        members = [row for row in rows if row["group"] == group]
+        for row in members:
+            table.add_row(
+                row["case"],
+                _time(row["best_seconds"]),
+                _time(row["baseline_best_seconds"]),
+                f"{row['ratio']:.2f}",
+                f"{row['median_ratio']:.2f}",
+                row["goal"],
+                _memory(row["peak_bytes"]),
+                _memory(row["baseline_peak_bytes"]),
+            )
+        table.caption = "baseline: " + ", ".join(dict.fromkeys(row["baseline"] for row in members))
+        console.print(table)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def _memory(amount: int | None) -> str:
+    return "" if amount is None else f"{amount / 2**20:.0f} MiB"
+
+
+if __name__ == "__main__":
+    main()
