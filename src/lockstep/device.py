@@ -62,7 +62,7 @@ class MemoryStats:
     total_bytes: int
 
 
-def memory_stats(device: torch.device | int | None = None) -> MemoryStats:
+def memory_stats(device: torch.device | str | int | None = None) -> MemoryStats:
     """Return what this process holds now, what it held at most, and what there is.
 
     On an accelerator these are the caching allocator's figures and the device's size; on the CPU the resident set of
@@ -71,16 +71,18 @@ def memory_stats(device: torch.device | int | None = None) -> MemoryStats:
     Source: `torch.accelerator.memory_allocated`, `max_memory_allocated`, `get_memory_info` (torch 2.9); getrusage(2).
     """
     accelerator = _accelerator()
+    if isinstance(device, str):
+        device = torch.device(device)
     if accelerator is None or (isinstance(device, torch.device) and device.type == "cpu"):
         return _process_memory()
-    if device is None:
-        device = torch.accelerator.current_device_index()
     index = device.index if isinstance(device, torch.device) else device
+    if index is None:
+        index = torch.accelerator.current_device_index()
     return MemoryStats(
         device=f"{accelerator.type}:{index}",
-        allocated_bytes=torch.accelerator.memory_allocated(device),
-        peak_bytes=torch.accelerator.max_memory_allocated(device),
-        total_bytes=torch.accelerator.get_memory_info(device)[1],
+        allocated_bytes=torch.accelerator.memory_allocated(index),
+        peak_bytes=torch.accelerator.max_memory_allocated(index),
+        total_bytes=torch.accelerator.get_memory_info(index)[1],
     )
 
 

@@ -6,7 +6,7 @@ A class of one's own becomes a node by two methods: ``tree_children() -> dict[st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, Self, runtime_checkable
@@ -109,6 +109,8 @@ def _rebuild(tree: Any, children: dict[Any, Any]) -> Any:
 def _rebuild_mapping(tree: Any, children: dict[Any, Any]) -> Any:
     if type(tree) is dict:
         return children
+    if not isinstance(tree, MutableMapping):
+        return type(tree)(children)  # immutable ones are made from their items
     # A shallow copy keeps what a subclass carries besides its items (a default factory, attributes).
     twin = copy(tree)
     for key, child in children.items():

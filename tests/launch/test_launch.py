@@ -141,6 +141,23 @@ def test_a_rank_gets_to_clean_up_when_interrupted(scripts):
     assert job.wait(timeout=30) == 130
 
 
+def test_a_second_interrupt_ends_a_rank_that_is_deaf_to_the_first(scripts):
+    script = scripts.write(
+        """
+        import signal, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print("ready", flush=True)
+        time.sleep(60)
+        """
+    )
+    job = scripts.start(script, "--nproc", "1")
+    assert job.stdout.readline() == "ready\n"
+    job.send_signal(signal.SIGINT)
+    assert any("once more" in line for line in iter(job.stderr.readline, ""))
+    job.send_signal(signal.SIGINT)
+    assert job.wait(timeout=10) == 130
+
+
 def test_the_first_rank_keeps_the_terminal_and_the_others_write_to_logs(scripts):
     script = scripts.write("import os, sys\nprint(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())")
     master, terminal = pty.openpty()

@@ -55,6 +55,10 @@ class Ended:
     out: str
     err: str
 
+    def __add__(self, other: Ended) -> Ended:
+        """Return what the two parts of a job on two hosts are together."""
+        return Ended(self.code or other.code, self.out + other.out, self.err + other.err)
+
     @property
     def ranks(self) -> list[dict[str, Any]]:
         """What the ranks of `two_steps.py` reported, in their order."""

@@ -39,6 +39,7 @@ NodeName=n2 NodeAddr={loopback} NodeHostname={host} Port={ports[2]} CPUs=8
 PartitionName=main Nodes=n[1-2] Default=YES State=UP
 """
 _SECONDS_TO_START = _SECONDS_TO_STOP = 30
+_END_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class SlurmCluster:
@@ -52,17 +53,36 @@ class SlurmCluster:
         """Run a command of Slurm, with variables added to its environment."""
         return run(command, env=self.env | variables)
 
-    def environments(self, *command: str) -> list[dict[str, str]]:
-        """Return what each process finds in its environment that `command` starts, say srun and its options."""
-        probe = self._folder / "probe.sh"
-        if not probe.exists():
-            probe.write_text('#!/bin/sh\nenv -0 > "$(mktemp "$PROBES/XXXXXX")"\n')
-            probe.chmod(0o755)
-        found = self._folder / f"probes-{time.monotonic_ns()}"
+    def run_batch(self, script: str, *options: str) -> Ended:
+        """Run a shell script under sbatch; its output has the errors in it."""
+        # sbatch --wait would look after its job every few seconds only.
+        number = self.run(
+            "sbatch", "--parsable", f"--output={self._folder}/%j.out", *options, "--wrap", script
+        ).out.strip()
+        state = ""
+        while not state.startswith(_END_STATES):
+            time.sleep(0.1)
+            state = self.run("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T").out
+        out = (self._folder / f"{number}.out").read_text()
+        return Ended(0 if state.startswith("COMPLETED") else 1, out, out)
+
+    def environments(self, count: int, *command: str) -> list[dict[str, str]]:
+        """Return what each process finds in its environment that `command` starts, say srun and its options.
+
+        Args:
+            count: the number of those processes.
+            command: what the name of a program can follow.
+        """
+        found = self._folder / f"environments-{time.monotonic_ns()}"
         found.mkdir()
-        ended = self.run(*command, str(probe), PROBES=str(found))
+        probe = found / "probe.sh"
+        # An environment is complete when its file has its name.
+        probe.write_text(f'#!/bin/sh\nenv -0 > "{found}/$$.part" && mv "{found}/$$.part" "{found}/$$.env"\n')
+        probe.chmod(0o755)
+        ended = self.run(*command, str(probe))
         assert ended.code == 0, ended.err
-        texts = [path.read_text() for path in found.iterdir()]
+        _wait_for(f"{count} processes", lambda: len([*found.glob("*.env")]) == count)
+        texts = [path.read_text() for path in found.glob("*.env")]
         return [dict(entry.split("=", 1) for entry in text.split("\0") if entry) for text in texts]
 
 

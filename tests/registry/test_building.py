@@ -74,7 +74,7 @@ def test_a_missing_misspelt_or_senseless_type(optimizers):
         ),
         (
             {"type": "Optimizer", "params": [], "lr": 0.1, "zebra": 1},
-            "unknown argument `zebra`. Known: `momentum`, `nesterov`.",
+            "unknown argument `zebra`. Known: `lr`, `momentum`, `nesterov`, `params`.",
         ),
         ({"type": "Optimizer"}, "missing arguments `params`, `lr`"),
         (

@@ -53,7 +53,10 @@ class ScriptCommand(TyperCommand):
             elif name in takes_value and (not script or name.startswith("--")):
                 own.append(arg)
                 if takes_value[name] and not equals:
-                    own += [value for value in [next(rest, None)] if value is not None]
+                    value = next(rest, None)
+                    if value is None:
+                        return super().parse_args(ctx, own)  # which says that it is missing
+                    own.append(value)
             elif arg in ctx.help_option_names and not script:
                 own.append(arg)
             elif not script and arg.startswith("-"):

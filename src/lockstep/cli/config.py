@@ -21,7 +21,10 @@ def read_config(path: Path) -> Config:
     for folder in (os.getcwd(), str(path.resolve().parent)):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    return Config.fromfile(path)
+    try:
+        return Config.fromfile(path)
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from None
 
 
 def apply_options(cfg: Config, options: Sequence[str], known: Collection[str]) -> None:

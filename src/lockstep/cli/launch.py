@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.options import MaxRestarts, Nnodes, NodeRank, Nproc, Rdzv, layout_of
+from lockstep.errors import LaunchError
 
 
 def launch_script(
-    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script and its arguments.")],
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A script and its arguments.")],
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
     nproc: Nproc = None,
     nnodes: Nnodes = 1,
@@ -28,7 +29,7 @@ def launch_script(
     """
     layout = layout_of(nproc, nnodes, node_rank, rdzv)
     if not module and not Path(script[0]).is_file():
-        raise FileNotFoundError(f"there is no script `{script[0]}`; a module takes -m")
+        raise LaunchError(f"there is no script `{script[0]}`; a module takes -m")
     from lockstep.launch import launch  # imports torch
 
     launch(

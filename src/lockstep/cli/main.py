@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +18,7 @@ from lockstep.errors import ConfigError, LaunchError, RegistryError, TopologyErr
 from lockstep.version import __version__
 
 # What the user has to put right: one message, no traceback.
-_INPUT_ERRORS = (ConfigError, FileNotFoundError, LaunchError, RegistryError, TopologyError)
+_INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, TopologyError)
 _INTERRUPTED = 130  # what a shell reports for SIGINT
 _SECONDS_FOR_THE_FIRST_RANK = 3.0
 

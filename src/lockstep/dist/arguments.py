@@ -39,6 +39,10 @@ def require_tensor(name: str, data: object) -> None:
 
 def require_list(name: str, tensors: Sequence[Tensor], here: Group) -> None:
     """Raise unless `tensors` has one dense tensor for each rank."""
+    if not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"`{name}` must be a list of tensors, one for each rank, but is {type(tensors).__name__} ({here.here})"
+        )
     if len(tensors) != here.size:
         raise ValueError(
             f"`{name}` must have {here.size} entries, one for each rank, but has {len(tensors)} ({here.here})"

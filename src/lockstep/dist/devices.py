@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.dist.groups import Group, GroupLike, resolve
-from lockstep.tree import tree_items, tree_leaves, tree_map
+from lockstep.tree import tree_items, tree_map
 
 
 def get_data_device(data: Any) -> torch.device:
@@ -57,19 +58,25 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
         device: where to.
         out: a tree shaped as `data`, into whose tensors the values are copied; it is then what is returned.
 
-    **Raises**: ValueError where `out` differs from `data` in its number of leaves or the shape of a tensor, or its
-    tensors do
-    not live on `device`.
+    **Raises**: ValueError where `out` differs from `data` in its leaves or the shape of a tensor, or its tensors do not
+    live on `device`; nothing is copied then.
     """
     target = torch.device(device)
     if out is None:
         return tree_map(lambda x: x.to(target) if isinstance(x, Tensor) else x, data)
-    sources, sinks = list(tree_items(data)), tree_leaves(out)
-    if len(sources) != len(sinks):
-        raise ValueError(f"`out` must be shaped as `data`, with {len(sources)} leaves, but has {len(sinks)}")
-    for (path, source), sink in zip(sources, sinks, strict=True):
-        if isinstance(source, Tensor):
-            _copy_into(sink, source, path, target)
+    sources, sinks = (sorted(tree_items(tree), key=itemgetter(0)) for tree in (data, out))
+    paths, sink_paths = [path for path, _ in sources], [path for path, _ in sinks]
+    if paths != sink_paths:
+        raise ValueError(f"`out` must have the leaves of `data`, {paths}, but has {sink_paths}")
+    pairs = [
+        (path, source, sink)
+        for (path, source), (_, sink) in zip(sources, sinks, strict=True)
+        if isinstance(source, Tensor)
+    ]
+    for path, source, sink in pairs:
+        _check_sink(sink, source, path, target)
+    for _, source, sink in pairs:
+        copy_back(sink, source)
     return out
 
 
@@ -77,9 +84,25 @@ def to_wire(data: Tensor, group: Group) -> Tensor:
     """Return `data`, or a contiguous copy of it on a device that the group moves, outside the graph of gradients."""
     if data.requires_grad:
         data = data.detach()
+    if data.is_conj() or data.is_neg():  # backends see the memory, not what torch still owes to it
+        data = data.resolve_conj().resolve_neg()
     if group.pg is not None and data.device.type not in group.devices:
         data = data.to(group.comm_device)
     return data.contiguous()
+
+
+def to_comm(data: Tensor, group: Group) -> Tensor:
+    """Return `data`, or a copy, as `to_wire` does, but always on `group.comm_device`.
+
+    For collectives that leave devices free: where a group serves several, the ranks have to agree on one.
+    """
+    wire = to_wire(data, group)
+    return wire if wire.device == group.comm_device else wire.to(group.comm_device)
+
+
+def is_bare(data: Tensor) -> bool:
+    """Return whether a tensor's memory holds its values one after the other, so that bytes may be written there."""
+    return data.is_contiguous() and not data.is_neg() and not data.is_conj()
 
 
 def as_bytes(data: Tensor) -> Tensor:
@@ -94,13 +117,12 @@ def copy_back(data: Tensor, result: Tensor) -> None:
         data.copy_(result.reshape(data.shape))
 
 
-def _copy_into(sink: Any, source: Tensor, path: str, target: torch.device) -> None:
+def _check_sink(sink: Any, source: Tensor, path: str, target: torch.device) -> None:
     if not isinstance(sink, Tensor) or sink.shape != source.shape:
         got = tuple(sink.shape) if isinstance(sink, Tensor) else type(sink).__name__
         raise ValueError(f"`out` at `{path}` must be a tensor of shape {tuple(source.shape)}, but is {got}")
     if sink.device.type != target.type or (target.index is not None and sink.device.index != target.index):
         raise ValueError(f"`out` at `{path}` must live on {target}, but is on {sink.device}")
-    sink.copy_(source)
 
 
 def _shortened(data: Any) -> str:

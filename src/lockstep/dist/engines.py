@@ -33,4 +33,6 @@ def adopt_group(name: str, backend: str) -> None:
     """
     engine = load_engine(name)
     if name == "deepspeed":
+        # Its shared-memory collectives for the CPU are compiled at this moment, for 30 s and more, and replace gloo.
+        import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
         engine.init_distributed(dist_backend=backend, dist_init_required=False)

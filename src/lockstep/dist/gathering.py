@@ -7,16 +7,16 @@ larger ones follow in a second message of exactly their size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, cast, overload
 
 from torch import Tensor
 
 from lockstep.dist.arguments import group_rank, require_list, require_tensor
-from lockstep.dist.devices import as_bytes, copy_back, to_wire
+from lockstep.dist.devices import as_bytes, copy_back, is_bare, to_comm
 from lockstep.dist.groups import Group, GroupLike, resolve
 from lockstep.dist.guard import check_call
-from lockstep.dist.handles import Handle, wait_all
+from lockstep.dist.handles import Handle, settled, wait_all
 from lockstep.dist.packets import (
     SLOT_BYTES,
     Packet,
@@ -24,6 +24,7 @@ from lockstep.dist.packets import (
     pack_failure,
     pack_tensor,
     read_packet,
+    require_agreement,
     require_expected,
     require_no_failure,
 )
@@ -85,12 +86,11 @@ def all_gather(
             raise TypeError("`async_op` needs the form all_gather(tensor_list, tensor)")
         return _all_gather(data, resolve(_group_argument(tensor, group)))
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"`tensor` must be a tensor, but is {type(tensor).__name__}")
-    handle = _all_gather_into(data, tensor, resolve(group))
-    if async_op:
-        return handle
-    handle.wait()
-    return None
+        raise TypeError(
+            "`data` must be a tensor, or a list to fill with a tensor in second place, but they are "
+            f"{type(data).__name__} and {type(tensor).__name__}"
+        )
+    return settled(_all_gather_into(data, tensor, resolve(group)), async_op)
 
 
 @overload
@@ -124,7 +124,8 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     **Returns**: on `dst` the tensors in rank order, on its `data`'s device, or None where it filled a list; ``[]``
     elsewhere.
 
-    **Raises**: ValueError on `dst` where its list does not fit what came; everything has been received then.
+    **Raises**: ValueError on `dst` where its list does not fit what came, as only it sees that; everything has been
+    received then.
 
     **Cost**: a slot of 512 bytes from each rank to `dst`, and the bytes of those tensors that don't fit in it.
 
@@ -144,18 +145,18 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     group_rank("dst", dst, here)
     check_call("gather", here, dst)
     outputs = gather_list if here.rank == dst else None
-    if outputs is not None:
-        require_list("gather_list", outputs, here)
     handle, parts = _gather(data, outputs, dst, here)
 
     def finish() -> None:
-        handle.wait()
         if outputs is not None:
             _fill("gather_list", outputs, parts, here)
+        elif async_op and here.rank == dst:
+            raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({here.here})")
 
+    handle = Handle([handle], here, finish)
     if async_op:
-        return Handle((), here, finish)
-    finish()
+        return handle
+    handle.wait()
     return None if outputs is not None else [part.to(data.device) for part in parts]
 
 
@@ -197,46 +198,67 @@ def scatter(
     group_rank("src", src, here)
     check_call("scatter", here, src)
     received = _deal(scatter_list, here) if here.rank == src else _dealt(tensor, src, here)
-    _fill("tensor", [tensor], [received], here)
+    _require_like_what_arrived("tensor", tensor, received, here)
+    if received is not tensor:
+        copy_back(tensor, received)
     return Handle((), here) if async_op else None
 
 
 def _all_gather(data: Tensor, here: Group) -> list[Tensor]:
     require_tensor("data", data)
     check_call("all_gather", here)
-    wire = to_wire(data, here)
-    packets = [read_packet(slot) for slot in swap_slots(pack_tensor(wire), here)]
+    wire = to_comm(data, here)
+    packets = _swapped(lambda: pack_tensor(wire), here)
+    require_agreement(packets, here)
     outputs = [packet.tensor(here.comm_device) for packet in packets]
     _exchange(wire, packets, outputs, here).wait()
-    return outputs if data.is_cpu else [output.to(data.device) for output in outputs]
+    if data.is_cpu and here.comm_device.type == "cpu":
+        return outputs
+    return [output.to(data.device) for output in outputs]
 
 
 def _all_gather_into(tensor_list: Sequence[Tensor], data: Tensor, here: Group) -> Handle:
     require_tensor("tensor", data)
-    require_list("tensor_list", tensor_list, here)
     check_call("all_gather", here)
-    wire = to_wire(data, here)
-    packets = [read_packet(slot) for slot in swap_slots(pack_tensor(wire, tensor_list), here)]
+    wire = to_comm(data, here)
+
+    def pack() -> bytearray:
+        require_list("tensor_list", tensor_list, here)
+        return pack_tensor(wire, tensor_list)
+
+    packets = _swapped(pack, here)
     require_expected(packets, tensor_list, here)
+    require_agreement(packets, here)
     landing = [_landing(output, packet, here) for output, packet in zip(tensor_list, packets, strict=True)]
-    handle = _exchange(wire, packets, landing, here)
 
     def finish() -> None:
-        handle.wait()
         for output, landed in zip(tensor_list, landing, strict=True):
             if landed is not output:
                 copy_back(output, landed)
 
-    return Handle((), here, finish)
+    return Handle([_exchange(wire, packets, landing, here)], here, finish)
+
+
+def _swapped(pack: Callable[[], bytearray], here: Group) -> list[Packet]:
+    """Give every rank every rank's packet; where one can't make its own, all raise."""
+    try:
+        slot = pack()
+    except (TypeError, ValueError) as error:
+        # Only this rank can see it, so it has to tell the others, who wait.
+        swap_slots(pack_failure(error), here)
+        raise
+    packets = [read_packet(slot) for slot in swap_slots(slot, here)]
+    require_no_failure([packet.failure for packet in packets], here)
+    return packets
 
 
 def _landing(output: Tensor, packet: Packet, here: Group) -> Tensor:
     """Return where a tensor arrives: the caller's own memory where that is possible."""
     if packet.inline is not None:
-        if output.is_cpu and output.is_contiguous():
+        if output.is_cpu and is_bare(output):
             packet.fill(output)
             return output
-    elif output.is_contiguous() and output.device == here.comm_device:
+    elif is_bare(output) and output.device == here.comm_device:
         return output
     return packet.tensor(here.comm_device)
 
@@ -254,7 +276,7 @@ def _exchange(wire: Tensor, packets: Sequence[Packet], landing: Sequence[Tensor]
 
 def _gather(data: Tensor, outputs: Sequence[Tensor] | None, dst: int, here: Group) -> tuple[Handle, Sequence[Tensor]]:
     """Start gathering; return what to wait for, and on `dst` where the tensors arrive."""
-    wire = to_wire(data, here)
+    wire = to_comm(data, here)
     slots = collect_slots(pack_tensor(wire), dst, here)
     if slots is None:
         return send_to([] if fits(wire) else [as_bytes(wire)], dst, here), []
@@ -270,12 +292,12 @@ def _gather(data: Tensor, outputs: Sequence[Tensor] | None, dst: int, here: Grou
                 copy_back(part, wire)
             else:
                 arriving.append(receive_from([as_bytes(part)], rank, here))
-    return Handle((), here, lambda: wait_all(arriving)), parts
+    return Handle(arriving, here), parts
 
 
 def _are_like(outputs: Sequence[Tensor], packets: Sequence[Packet]) -> bool:
-    return all(
-        output.shape == packet.shape and output.dtype is packet.dtype
+    return len(outputs) == len(packets) and all(
+        isinstance(output, Tensor) and output.shape == packet.shape and output.dtype is packet.dtype
         for output, packet in zip(outputs, packets, strict=True)
     )
 
@@ -286,12 +308,13 @@ def _deal(scatter_list: Sequence[Tensor] | None, here: Group) -> Tensor:
         if scatter_list is None:
             raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({here.here})")
         require_list("scatter_list", scatter_list, here)
+        wires = [to_comm(entry, here) for entry in scatter_list]
+        slots = [pack_tensor(wire) for wire in wires]
     except (TypeError, ValueError) as error:
         # Only this rank can see it, so it has to tell the others, who wait.
         deal_slots([pack_failure(error)] * here.size, SLOT_BYTES, here.rank, here)
         raise
-    wires = [to_wire(entry, here) for entry in scatter_list]
-    deal_slots([pack_tensor(wire) for wire in wires], SLOT_BYTES, here.rank, here)
+    deal_slots(slots, SLOT_BYTES, here.rank, here)
     wait_all(
         [send_to([as_bytes(wire)], dst, here) for dst, wire in enumerate(wires) if dst != here.rank and not fits(wire)]
     )
@@ -312,14 +335,20 @@ def _dealt(tensor: Tensor, src: int, here: Group) -> Tensor:
 
 
 def _fill(name: str, outputs: Sequence[Tensor], parts: Sequence[Tensor], here: Group) -> None:
+    require_list(name, outputs, here)
     for index, (output, part) in enumerate(zip(outputs, parts, strict=True)):
-        if output.shape != part.shape or output.dtype != part.dtype:
-            raise ValueError(
-                f"`{name}[{index}]` must be like what arrived, {tuple(part.shape)} {part.dtype}, but is "
-                f"{tuple(output.shape)} {output.dtype} ({here.here})"
-            )
+        _require_like_what_arrived(f"{name}[{index}]", output, part, here)
+    for output, part in zip(outputs, parts, strict=True):
         if output is not part:
             copy_back(output, part)
+
+
+def _require_like_what_arrived(name: str, output: Tensor, part: Tensor, here: Group) -> None:
+    if output.shape != part.shape or output.dtype != part.dtype:
+        raise ValueError(
+            f"`{name}` must be like what arrived, {tuple(part.shape)} {part.dtype}, but is "
+            f"{tuple(output.shape)} {output.dtype} ({here.here})"
+        )
 
 
 def _group_argument(second: object, group: GroupLike) -> GroupLike:

@@ -11,6 +11,8 @@ import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.device import get_device
+
 GroupLike: TypeAlias = ProcessGroup | DeviceMesh | None
 
 # Which device types a backend moves by itself. torch also lists gloo for accelerators, but most of its collectives
@@ -108,15 +110,15 @@ def forget_groups() -> None:
 def _process_group_of(group: object) -> ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(map(str, range(group.ndim)))
-            raise ValueError(
-                f"`group` must be a mesh with one axis, but has {group.ndim}: {names}. Name one: mesh[{names[0]!r}]"
-            )
+            names = group.mesh_dim_names
+            remedy = f"Name one: mesh[{names[0]!r}]" if names else "Give it mesh_dim_names, and name one: mesh[name]"
+            axes = ", ".join(names) if names else "without names"
+            raise ValueError(f"`group` must be a mesh with one axis, but has {group.ndim} ({axes}). {remedy}")
         if group.get_coordinate() is None:
             raise ValueError(_not_a_member())
         return group.get_group()
     # torch.distributed.new_group hands this number to processes that are not in the group.
-    if group == GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         raise ValueError(_not_a_member())
     raise TypeError(
         f"`group` must be None, a ProcessGroup or a one-axis DeviceMesh, but is {group!r} ({type(group).__name__})"
@@ -133,7 +135,9 @@ def _not_a_member() -> str:
 
 def _describe(pg: ProcessGroup) -> Group:
     backends = [entry.split(":") for entry in str(torch_dist.get_backend_config(pg)).split(",")]
-    devices = {device for device, name in backends if _NATIVE_DEVICES.get(name, device) == device}
+    # Some backends name every device type there is; those that are not there can't be talked on.
+    present = {"cpu", get_device()}
+    devices = {device for device, name in backends if _NATIVE_DEVICES.get(name, device) == device} & present
     accelerators = sorted(devices - {"cpu"})
     if accelerators:
         comm_device = torch.device(accelerators[0], torch.accelerator.current_device_index())

@@ -18,31 +18,35 @@ _SILENT = ("Timed out", "timed out", "timeout")
 class Handle:
     """A collective in flight. `wait` completes it, the moving back to the caller's device and dtype included."""
 
-    __slots__ = ("_finish", "_group", "_works")
+    __slots__ = ("_finish", "_group", "_pending")
 
-    def __init__(self, works: Sequence[Work], group: Group, finish: Callable[[], None] | None = None) -> None:
-        self._works: tuple[Work, ...] = tuple(works)
+    def __init__(
+        self, pending: Sequence[Work | Handle], group: Group, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._pending: tuple[Work | Handle, ...] = tuple(pending)
         self._group = group
         self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is there; further calls return at once.
+        """Block until the result is there; further calls return at once, or raise again.
 
         **Raises**: PeerError where a rank went away; CollectiveTimeoutError where one did not come in time;
-        ValueError where the
-        mean of integers is no whole number.
+        ValueError where the mean of integers is no whole number.
         """
-        works, self._works = self._works, ()
-        for work in works:
-            wait_for(work, self._group, timeout)
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        for one in self._pending:
+            if isinstance(one, Handle):
+                one.wait(timeout)
+            else:
+                wait_for(one, self._group, timeout)
+        self._pending = ()
+        if self._finish is not None:
+            self._finish()
+        self._finish = None
         return True
 
     def is_completed(self) -> bool:
         """Return whether `wait` would not block."""
-        return all(work.is_completed() for work in self._works)
+        return all(one.is_completed() for one in self._pending)
 
 
 def settled(handle: Handle, async_op: bool) -> Handle | None:

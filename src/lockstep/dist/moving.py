@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions
 
 from lockstep.dist.arguments import group_rank, require_list, require_tensor
-from lockstep.dist.devices import as_bytes, copy_back, to_wire
+from lockstep.dist.devices import as_bytes, copy_back, to_comm, to_wire
 from lockstep.dist.groups import GroupLike, resolve
 from lockstep.dist.guard import check_call
 from lockstep.dist.handles import Handle, settled
@@ -99,9 +99,9 @@ def all_to_all(
         )
     check_call("all_to_all", here, own_in.dtype)
     if here.pg is None:
-        own_out.copy_(own_in.reshape(own_out.shape))
+        copy_back(own_out, own_in)
         return Handle((), here) if async_op else None
-    inputs = [_travelling(to_wire(x, here)).view(-1) for x in input_tensor_list]
+    inputs = [_travelling(to_comm(x, here)).view(-1) for x in input_tensor_list]
     item_bytes = inputs[0].element_size()
     sizes_out = [x.nbytes // item_bytes for x in output_tensor_list]
     received = torch.empty(sum(sizes_out), dtype=inputs[0].dtype, device=here.comm_device)

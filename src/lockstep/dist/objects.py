@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final, TypeVar, overload
 
-from torch.distributed import ProcessGroup
+from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.arguments import group_rank
@@ -33,21 +34,21 @@ def all_gather_object(data: Any, obj: Any = _MISSING, group: GroupLike = None) -
 
     Args:
         data: this rank's object; or the list to fill, with one place for each rank.
-        obj: this rank's object, in the filling form. A group or None in this place is the group of the other form.
+        obj: this rank's object, in the filling form. A group in this place is the group of the other form; so is None,
+            unless `data` is a list of as many Nones as there are ranks, which waits to be filled.
         group: where; None is the default group.
 
     **Collective**: every rank of the group; ranks may mix the two forms.
 
     **Returns**: the objects in rank order, this rank's own as a copy. Tensors keep dtype, shape and `requires_grad`;
-    those
-    from an accelerator arrive on this process's own.
+    those from an accelerator arrive on this process's own.
 
-    **Raises**: TypeError on a rank whose object can't be pickled, PeerError on the others, before anything large is
-    sent.
+    **Raises**: TypeError on a rank whose object can't be pickled, ValueError on one whose list has not one place for
+    each rank, PeerError on the others, before anything large is sent; DistError on a rank that can't load what it
+    received, which the others do not notice.
 
     **Cost**: 4 KiB from each rank, and what does not fit in it. Tensors and arrays of 64 KiB or more are sent from
-    their own
-    memory and arrive in theirs; nothing else is held.
+    their own memory and arrive in theirs; nothing else is held.
 
     **Example (2 ranks)**::
 
@@ -61,14 +62,13 @@ def all_gather_object(data: Any, obj: Any = _MISSING, group: GroupLike = None) -
 
     **Source**: PEP 574 (pickle protocol 5).
     """
-    if isinstance(obj, _Missing) or (obj is None and group is None) or isinstance(obj, ProcessGroup | DeviceMesh):
+    if isinstance(obj, _Missing) or _is_group(obj) or (obj is None and group is None and not _is_waiting(data)):
         here = resolve(group if isinstance(obj, _Missing) else obj)
         check_call("all_gather_object", here)
         return swap_objects(data, here)
     here = resolve(group)
-    _require_places("object_list", data, here)
     check_call("all_gather_object", here)
-    data[:] = swap_objects(obj, here)
+    data[:] = swap_objects(obj, here, partial(_require_places, "object_list", data, here))
     return None
 
 
@@ -93,7 +93,7 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
 
     **Returns**: on `dst` the objects in rank order (None where it filled a list); None elsewhere.
 
-    **Raises**: TypeError on a rank whose object can't be pickled, PeerError on the others.
+    **Raises**: as `all_gather_object`.
 
     **Cost**: 4 KiB from each rank to each, and what does not fit in it to `dst` alone.
 
@@ -108,22 +108,25 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
         object_gather_list, dst = None, object_gather_list
     here = resolve(group)
     group_rank("dst", dst, here)
-    is_filling = object_gather_list is not None and here.rank == dst
-    if is_filling:
-        _require_places("object_gather_list", object_gather_list, here)
     check_call("gather_object", here, dst)
-    gathered = collect_objects(data, dst, here, copy_own=True)
+    is_filling = object_gather_list is not None and here.rank == dst
+    check = partial(_require_places, "object_gather_list", object_gather_list, here) if is_filling else None
+    gathered = collect_objects(data, dst, here, copy_own=True, check=check)
+    if gathered is None:
+        return None
     if is_filling:
         object_gather_list[:] = gathered
         return None
-    return gathered
+    return list(gathered)
 
 
 def broadcast_object(obj: T, src: int = 0, group: GroupLike = None) -> T:
     """Return rank `src`'s object on every rank; what the others hand in is not looked at.
 
-    **Collective**: every rank of the group. **Raises**: TypeError on `src` where its object can't be pickled,
-    PeerError on the others.
+    **Collective**: every rank of the group.
+
+    **Raises**: TypeError on `src` where its object can't be pickled, PeerError on the others; DistError on a rank that
+    can't load what it received.
 
     **Example (2 ranks)**::
 
@@ -143,8 +146,8 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: GroupLike = None
 
     **Collective**: every rank of the group, with lists of one length.
 
-    **Raises**: ValueError on a rank whose list has another length than `src`'s, after all have received; TypeError on
-    `src` where an entry can't be pickled, PeerError on the others.
+    **Raises**: as `broadcast_object`; ValueError on a rank whose list has another length than `src`'s, after all have
+    received.
 
     **Example (2 ranks)**::
 
@@ -178,8 +181,7 @@ def scatter_object_list(
     **Collective**: every rank of the group; only `src` hands in an input list.
 
     **Raises**: ValueError on `src` where its list has not one entry for each rank, TypeError where one can't be
-    pickled;
-    PeerError on the others.
+    pickled, PeerError on the others; DistError on a rank that can't load what it received.
 
     **Example (2 ranks)**::
 
@@ -197,7 +199,17 @@ def scatter_object_list(
         )
     group_rank("src", src, here)
     check_call("scatter_object_list", here, src)
-    scatter_object_output_list[0] = deal_objects(scatter_object_input_list, src, here)
+    check = partial(_require_places, "scatter_object_input_list", scatter_object_input_list, here)
+    scatter_object_output_list[0] = deal_objects(scatter_object_input_list or (), src, here, check)
+
+
+def _is_group(obj: object) -> bool:
+    # torch.distributed.new_group hands a number of its own, that very object, to processes that are not in the group.
+    return isinstance(obj, ProcessGroup | DeviceMesh) or obj is GroupMember.NON_GROUP_MEMBER
+
+
+def _is_waiting(data: object) -> bool:
+    return isinstance(data, list) and len(data) == resolve().size and all(place is None for place in data)
 
 
 def _require_places(name: str, places: object, here: Group) -> None:

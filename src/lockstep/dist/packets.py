@@ -82,7 +82,8 @@ def fits(data: Tensor) -> bool:
 
 def pack_failure(error: BaseException, size: int = SLOT_BYTES) -> bytearray:
     """Return a slot that says why this rank has nothing to send; the text is cut to what fits."""
-    text = f"{type(error).__name__}: {error}".encode()[: size - _FAILURE.size]
+    # A file's name in a message may hold what utf-8 can't; that must not keep the other ranks waiting.
+    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[: size - _FAILURE.size]
     slot = bytearray(size)
     _FAILURE.pack_into(slot, 0, _FAILED, len(text))
     slot[_FAILURE.size : _FAILURE.size + len(text)] = text
@@ -125,9 +126,9 @@ def require_no_failure(failures: Sequence[str | None], here: Group, ranks: Seque
 
 
 def require_expected(packets: Sequence[Packet], outputs: Sequence[Tensor], here: Group) -> None:
-    """Raise, on every rank, if some rank's output list does not fit what the packets announce.
+    """Raise if this rank's output list does not fit what the packets announce.
 
-    **Raises**: ValueError on a rank whose own list is wrong, PeerError on the others.
+    **Raises**: ValueError; `require_agreement` tells the others.
     """
     for rank, (packet, output) in enumerate(zip(packets, outputs, strict=True)):
         if packet.shape != output.shape or packet.dtype != output.dtype:
@@ -135,6 +136,15 @@ def require_expected(packets: Sequence[Packet], outputs: Sequence[Tensor], here:
                 f"`tensor_list[{rank}]` must be like rank {rank}'s tensor, {packet.shape} {packet.dtype}, but is "
                 f"{tuple(output.shape)} {output.dtype} ({here.here}). Or leave the list out: all_gather(data)"
             )
+
+
+def require_agreement(packets: Sequence[Packet], here: Group) -> None:
+    """Raise if some rank's output list does not fit what the packets announce, naming the first.
+
+    **Raises**: PeerError. A rank whose own list is wrong should raise its own error before it comes here.
+    """
+    if not any(packet.expectation for packet in packets):
+        return
     actual = _fingerprint([(packet.dtype, packet.shape) for packet in packets])
     require_no_failure(
         [

@@ -6,8 +6,9 @@ A rank whose object can't be pickled says so in its slot, so that all ranks rais
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lockstep.dist.packets import failure_in, pack_failure, require_no_failure
 from lockstep.dist.pickling import Pickled, dump, load
 from lockstep.dist.segments import broadcast_each, broadcast_from, receive_from, send_to
 from lockstep.dist.slots import bytes_of, deal_slots, spread_slot, swap_slots
+from lockstep.errors import DistError
 
 SLOT_BYTES = 4096
 
@@ -46,25 +48,31 @@ class Parcel:
         """The letter as a segment, where it does not fit into the slot."""
         return [] if _fits(len(self.letter)) else [torch.frombuffer(bytearray(self.letter), dtype=torch.uint8)]
 
+    def reopened(self) -> Any:
+        """Return what another rank would get: an equal object that shares no memory with the one packed."""
+        body = memoryview(self.letter)[8 * len(self.segments) :]
+        return load(Pickled(body, [segment.clone() for segment in self.segments], self.num_tensors))
+
 
 @dataclass(slots=True)
 class Arriving:
     """What is known of another rank's object while it arrives."""
 
+    rank: int
     letter: Tensor
     is_inline: bool
     num_segments: int
     num_tensors: int
 
     @classmethod
-    def from_slot(cls, slot: memoryview, device: torch.device) -> Arriving:
-        """Read a slot; the letter is in it, or room is made for it."""
+    def from_slot(cls, rank: int, slot: memoryview, device: torch.device) -> Arriving:
+        """Read a rank's slot; the letter is in it, or room is made for it."""
         _, nbytes, num_segments, num_tensors = _HEAD.unpack_from(slot)
         if _fits(nbytes):
             letter = torch.frombuffer(bytearray(slot[_HEAD.size : _HEAD.size + nbytes]), dtype=torch.uint8)
         else:
             letter = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return cls(letter, _fits(nbytes), num_segments, num_tensors)
+        return cls(rank, letter, _fits(nbytes), num_segments, num_tensors)
 
     def landing(self) -> list[Tensor]:
         """Where the letter arrives, if it follows."""
@@ -76,15 +84,25 @@ class Arriving:
         sizes = struct.unpack_from(f"<{self.num_segments}q", letter)
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
-    def opened(self, segments: list[Tensor]) -> Any:
-        """Return the object."""
+    def opened(self, segments: list[Tensor], here: Group) -> Any:
+        """Return the object.
+
+        **Raises**: DistError where it can't be loaded. All ranks have got everything by now, so that only this one
+        is concerned.
+        """
         body = memoryview(bytes_of(self.letter.cpu()))[8 * self.num_segments :]
-        return load(Pickled(body, segments, self.num_tensors))
+        try:
+            return load(Pickled(body, segments, self.num_tensors))
+        except Exception as error:  # objects are rebuilt by code of their own, which may raise anything
+            raise DistError(
+                f"the object of rank {self.rank} must be loadable here, but is not: {type(error).__name__}: {error} "
+                f"({here.here}). Define its class in a module that every rank can import"
+            ) from error
 
 
 def pack(obj: object, here: Group) -> Parcel:
     """Pack an object. **Raises**: TypeError where it can't be pickled."""
-    pickled = dump(obj)
+    pickled = dump(obj, here)
     segments = [segment.to(here.bytes_device) for segment in pickled.segments]
     letter = struct.pack(f"<{len(segments)}q", *(x.numel() for x in segments)) + pickled.body
     slot = bytearray(SLOT_BYTES)
@@ -94,45 +112,60 @@ def pack(obj: object, here: Group) -> Parcel:
     return Parcel(slot, letter, segments, pickled.num_tensors)
 
 
-def copied(obj: object, here: Group) -> Any:
-    """Return what another rank would get of `obj`: an equal object that shares no memory with it."""
-    parcel = pack(obj, here)
-    return load(
-        Pickled(parcel.letter[8 * len(parcel.segments) :], [x.clone() for x in parcel.segments], parcel.num_tensors)
-    )
+def swap_objects(obj: object, here: Group, check: Callable[[], None] | None = None) -> list[Any]:
+    """Give every rank every rank's object, in rank order.
 
+    Args:
+        obj: this rank's.
+        here: the group.
+        check: raises where this rank can't take part; that is told to all, as is an object that can't be pickled.
 
-def swap_objects(obj: object, here: Group) -> list[Any]:
-    """Give every rank every rank's object, in rank order. **Collective**: every rank."""
-    outcome = _attempt(obj, here)
+    **Collective**: every rank.
+    """
+    outcome = _attempt(obj, here, check)
     slots = swap_slots(_slot_of(outcome), here)
     parcel = _required(outcome, slots, here)
-    arriving = [Arriving.from_slot(slot, here.bytes_device) for slot in slots]
+    arriving = [Arriving.from_slot(rank, slot, here.bytes_device) for rank, slot in enumerate(slots)]
     if not all(one.is_inline for one in arriving):
         broadcast_each(_staged(parcel.follows, here), [one.landing() for one in arriving], here).wait()
     rooms = [one.make_room(here.bytes_device) for one in arriving]
     broadcast_each(parcel.segments, rooms, here).wait()
-    return [one.opened(room) for one, room in zip(arriving, rooms, strict=True)]
+    return [one.opened(room, here) for one, room in zip(arriving, rooms, strict=True)]
 
 
-def collect_objects(obj: object, dst: int, here: Group, *, copy_own: bool) -> list[Any] | None:
-    """Give rank `dst` every rank's object, in rank order; None elsewhere. **Collective**: every rank.
+def collect_objects(
+    obj: object, dst: int, here: Group, *, copy_own: bool, check: Callable[[], None] | None = None
+) -> Iterator[Any] | None:
+    """Give rank `dst` every rank's object, in rank order; None elsewhere.
 
-    The slots go to every rank, so that all of them raise where one object can't be pickled; the objects only to `dst`.
+    The slots go to every rank, so that all of them raise where one object can't be pickled; the objects only to `dst`,
+    where each is loaded when it is asked for.
+
+    Args:
+        obj: this rank's.
+        dst: rank within the group.
+        here: the group.
+        copy_own: whether `dst` gets its own object as a copy, or as it is, and then unpickled.
+        check: as for `swap_objects`.
+
+    **Collective**: every rank.
     """
     keeps_own = here.rank == dst and not copy_own
-    outcome = _attempt(None if keeps_own else obj, here)
+    outcome = _attempt(None if keeps_own else obj, here, check)
     slots = swap_slots(_slot_of(outcome), here)
     parcel = _required(outcome, slots, here)
     if here.rank != dst:
         send_to(_staged(parcel.follows, here) + parcel.segments, dst, here).wait()
         return None
-    arriving = {rank: Arriving.from_slot(slot, here.bytes_device) for rank, slot in enumerate(slots) if rank != dst}
-    wait_all([receive_from(one.landing(), rank, here) for rank, one in arriving.items()])
-    rooms = {rank: one.make_room(here.bytes_device) for rank, one in arriving.items()}
-    wait_all([receive_from(room, rank, here) for rank, room in rooms.items()])
-    own = obj if keeps_own else copied(obj, here)
-    return [own if rank == dst else arriving[rank].opened(rooms[rank]) for rank in range(here.size)]
+    arriving = [Arriving.from_slot(rank, slot, here.bytes_device) for rank, slot in enumerate(slots) if rank != dst]
+    wait_all([receive_from(one.landing(), one.rank, here) for one in arriving])
+    rooms = [one.make_room(here.bytes_device) for one in arriving]
+    wait_all([receive_from(room, one.rank, here) for one, room in zip(arriving, rooms, strict=True)])
+    loads: list[Callable[[], Any]] = [
+        partial(one.opened, room, here) for one, room in zip(arriving, rooms, strict=True)
+    ]
+    loads.insert(dst, (lambda: obj) if keeps_own else parcel.reopened)
+    return (load_one() for load_one in loads)
 
 
 def spread_object(obj: object, src: int, here: Group) -> Any:
@@ -145,29 +178,33 @@ def spread_object(obj: object, src: int, here: Group) -> Any:
         return obj
     slot = spread_slot(bytearray(SLOT_BYTES), src, here)
     require_no_failure([failure_in(slot)], here, ranks=[src])
-    arriving = Arriving.from_slot(slot, here.bytes_device)
+    arriving = Arriving.from_slot(src, slot, here.bytes_device)
     broadcast_from(arriving.landing(), src, here).wait()
     room = arriving.make_room(here.bytes_device)
     broadcast_from(room, src, here).wait()
-    return arriving.opened(room)
+    return arriving.opened(room, here)
 
 
-def deal_objects(objects: Sequence[object] | None, src: int, here: Group) -> Any:
-    """Give rank i the i-th of `src`'s objects; `src` keeps its own as it is. **Collective**: every rank."""
+def deal_objects(
+    objects: Sequence[object], src: int, here: Group, check: Callable[[], None] | None = None
+) -> Any:
+    """Give rank i the i-th of `src`'s objects; `src` keeps its own as it is. `check`: as for `swap_objects`.
+
+    **Collective**: every rank.
+    """
     if here.rank != src:
         slot = deal_slots(None, SLOT_BYTES, src, here)
         require_no_failure([failure_in(slot)], here, ranks=[src])
-        arriving = Arriving.from_slot(slot, here.bytes_device)
+        arriving = Arriving.from_slot(src, slot, here.bytes_device)
         receive_from(arriving.landing(), src, here).wait()
         room = arriving.make_room(here.bytes_device)
         receive_from(room, src, here).wait()
-        return arriving.opened(room)
+        return arriving.opened(room, here)
     try:
-        if objects is None or len(objects) != here.size:
-            got = "None" if objects is None else f"{len(objects)} entries"
-            raise ValueError(f"the list of `src` must have {here.size} entries, one for each rank, but has {got}")
+        if check is not None:
+            check()
         parcels = [pack(None if rank == src else obj, here) for rank, obj in enumerate(objects)]
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         deal_slots([pack_failure(error, SLOT_BYTES)] * here.size, SLOT_BYTES, src, here)
         raise
     deal_slots([parcel.slot for parcel in parcels], SLOT_BYTES, src, here)
@@ -181,18 +218,21 @@ def deal_objects(objects: Sequence[object] | None, src: int, here: Group) -> Any
     return objects[src]
 
 
-def _attempt(obj: object, here: Group) -> Parcel | TypeError:
+def _attempt(obj: object, here: Group, check: Callable[[], None] | None = None) -> Parcel | Exception:
+    """Return the packed object, or what kept this rank from packing it: to be told to the others before it is raised."""
     try:
+        if check is not None:
+            check()
         return pack(obj, here)
-    except TypeError as error:
-        return TypeError(f"{error} ({here.here})").with_traceback(error.__traceback__)
+    except Exception as error:
+        return error
 
 
-def _slot_of(outcome: Parcel | TypeError) -> bytearray:
+def _slot_of(outcome: Parcel | Exception) -> bytearray:
     return outcome.slot if isinstance(outcome, Parcel) else pack_failure(outcome, SLOT_BYTES)
 
 
-def _required(outcome: Parcel | TypeError, slots: Sequence[memoryview], here: Group) -> Parcel:
+def _required(outcome: Parcel | Exception, slots: Sequence[memoryview], here: Group) -> Parcel:
     """Return this rank's parcel if no rank failed."""
     if not isinstance(outcome, Parcel):
         raise outcome

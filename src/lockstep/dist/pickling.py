@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.dist.devices import as_bytes
+from lockstep.dist.groups import Group
 from lockstep.dist.slots import bytes_of
 
 # Below this a segment costs more as a message of its own than as a copy.
@@ -40,17 +41,19 @@ class Pickled:
     num_tensors: int
 
 
-def dump(obj: object) -> Pickled:
+def dump(obj: object, here: Group) -> Pickled:
     """Take an object apart.
 
-    **Raises**: TypeError where it can't be pickled, from the cause.
+    **Raises**: TypeError where it can't be pickled, from the cause, naming this rank of `here`.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     try:
         pickler.dump(obj)
-    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-        raise TypeError(f"the object must be picklable, but {type(obj).__name__} is not: {error}") from error
+    except Exception as error:  # objects pickle themselves in code of their own, which may raise anything
+        raise TypeError(
+            f"the object must be picklable, but {type(obj).__name__} is not: {error} ({here.here})"
+        ) from error
     return Pickled(stream.getvalue(), pickler.tensors + pickler.buffers, len(pickler.tensors))
 
 
@@ -68,13 +71,13 @@ class _Pickler(pickle.Pickler):
         self.buffers: list[Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized:
-            return self._reduce_tensor(obj)
+        if type(obj) is Tensor and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta):
+            return *self._reduce_tensor(obj), *_attributes_of(obj)
         if type(obj) is torch.nn.Parameter:
-            return _rebuild_parameter, (obj.data, obj.requires_grad)
+            return _rebuild_parameter, (obj.data, obj.requires_grad), *_attributes_of(obj)
         return NotImplemented
 
-    def _reduce_tensor(self, data: Tensor) -> Any:
+    def _reduce_tensor(self, data: Tensor) -> tuple[object, tuple[object, ...]]:
         flat = data.detach().resolve_conj().resolve_neg().contiguous()
         accelerator = "" if flat.device.type == "cpu" else flat.device.type
         head = (flat.dtype, tuple(flat.shape), data.requires_grad, accelerator)
@@ -110,7 +113,7 @@ class _Unpickler(pickle.Unpickler):
 def _rebuild_tensor(
     payload: bytearray, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, accelerator: str
 ) -> Tensor:
-    flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8, device="cpu")
     return _rebuild_from_segment(flat, dtype, shape, requires_grad, accelerator)
 
 
@@ -126,6 +129,15 @@ def _rebuild_from_segment(
 
 def _rebuild_parameter(data: Tensor, requires_grad: bool) -> torch.nn.Parameter:
     return torch.nn.Parameter(data, requires_grad)
+
+
+def _attributes_of(data: Tensor) -> tuple[object, ...]:
+    """Return the third to sixth part of a reduction: what Python code has attached to the tensor, if anything."""
+    return (vars(data), None, None, _set_attributes) if vars(data) else ()
+
+
+def _set_attributes(data: Tensor, attributes: dict[str, object]) -> None:
+    vars(data).update(attributes)
 
 
 def _borrowed(raw: memoryview) -> Tensor:

@@ -170,9 +170,12 @@ def reduce_scatter(
     name, plan = _planned(output, op)
     require_list("input_list", input_list, here)
     require_alike("output", output, "input_list[rank]", input_list[here.rank], here)
+    if any(entry.dtype != output.dtype for entry in input_list):
+        dtypes = sorted({str(entry.dtype) for entry in input_list})
+        raise ValueError(f"`input_list` must have one dtype, but has {', '.join(dtypes)} ({here.here})")
     check_call("reduce_scatter", here, *input_list, name)
     if here.pg is None:
-        output.copy_(input_list[0])
+        copy_back(output, input_list[0])
         _alone(output, plan)
         return Handle((), here) if async_op else None
     shape = input_list[0].shape
@@ -197,13 +200,8 @@ def _reduce_to_each(output: Tensor, input_list: Sequence[Tensor], op: str, here:
     copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in input_list]
     handles = [reduce(x, dst, op, here.pg, async_op=True) for dst, x in enumerate(copies)]
 
-    def finish() -> None:
-        for handle in handles:
-            assert handle is not None
-            handle.wait()
-        copy_back(output, copies[here.rank])
-
-    return Handle((), here, finish)
+    started = [handle for handle in handles if handle is not None]
+    return Handle(started, here, lambda: copy_back(output, copies[here.rank]))
 
 
 def _reduce(
@@ -264,6 +262,7 @@ def _is_plain(data: Tensor, plan: Reduction, here: Group, async_op: bool) -> boo
         plan.encode is None
         and not async_op
         and data.is_contiguous()
+        and not data.is_neg()
         and plan.wire_op not in here.lacks
         and data.device.type in here.devices
     )

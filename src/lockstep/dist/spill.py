@@ -38,38 +38,43 @@ def collect_on_disk(part: Part, tmpdir: Path, here: Group) -> list[Part] | None:
         shared = Path(spread_object(str(folder), 0, here))
         with together(here):
             if here.rank != 0:
-                _write(part, shared / str(here.rank))
+                _write(part, shared / str(here.rank), here)
         parts: list[Part] | None = None
         with together(here):
             if here.rank == 0:
-                parts = [part, *(_read(shared / str(rank)) for rank in range(1, here.size))]
+                parts = [part, *(_read(shared / str(rank), here) for rank in range(1, here.size))]
         return parts
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(part: Part, path: Path) -> None:
+def _write(part: Part, path: Path, here: Group) -> None:
+    _require_shared(path.parent, "the folder made by rank 0", here)
     results, indices = part
     with path.open("wb") as file:
-        _write_one(indices, file)
+        _write_one(indices, file, here)
         for first in range(0, len(results), _CHUNK):
-            _write_one(results[first : first + _CHUNK], file)
+            _write_one(results[first : first + _CHUNK], file, here)
 
 
-def _read(path: Path) -> Part:
-    if not path.exists():
-        raise FileNotFoundError(
-            f"`tmpdir` must be a folder that all ranks share, but rank {path.name}'s file is not at {path}. "
-            "Leave `tmpdir` out to collect in memory"
-        )
+def _read(path: Path, here: Group) -> Part:
+    _require_shared(path, f"the file of rank {path.name}", here)
     with path.open("rb") as file:
         indices, *chunks = _read_each(file)
     return [result for chunk in chunks for result in chunk], indices
 
 
-def _write_one(obj: object, file: BinaryIO) -> None:
-    pickled = dump(obj)
+def _require_shared(path: Path, what: str, here: Group) -> None:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"`tmpdir` must be a folder that all ranks share, but {what} is not at {path} ({here.here}). "
+            "Leave `tmpdir` out to collect in memory"
+        )
+
+
+def _write_one(obj: object, file: BinaryIO, here: Group) -> None:
+    pickled = dump(obj, here)
     sizes = [segment.numel() for segment in pickled.segments]
     file.write(_HEAD.pack(len(pickled.body), len(sizes), pickled.num_tensors))
     file.write(struct.pack(f"<{len(sizes)}q", *sizes))
@@ -83,7 +88,7 @@ def _read_each(file: BinaryIO) -> Iterator[Any]:
         body_bytes, num_segments, num_tensors = _HEAD.unpack(head)
         sizes = struct.unpack(f"<{num_segments}q", file.read(8 * num_segments))
         body = file.read(body_bytes)
-        segments = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        segments = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         for segment in segments:
             file.readinto(bytes_of(segment))  # type: ignore[attr-defined]  # every buffered file has it
         yield load(Pickled(body, segments, num_tensors))

@@ -18,10 +18,11 @@ from torch.distributed import HashStore, Store
 
 from lockstep.device import get_device
 from lockstep.dist import environ, groups
+from lockstep.dist.engines import adopt_group, load_engine
 from lockstep.dist.environ import Topology, read_topology
 from lockstep.dist.guard import check_collectives
 from lockstep.dist.stores import loopback_interface, open_store, port_file
-from lockstep.errors import DistError, TopologyError
+from lockstep.errors import CollectiveTimeoutError, DistError, TopologyError
 
 Launcher: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
 
@@ -95,9 +96,13 @@ def init_dist(
         )
     if init_backend not in _INIT_BACKENDS:
         raise ValueError(f"`init_backend` must be one of {', '.join(_INIT_BACKENDS)}, but is {init_backend!r}")
+    destroy_dist()  # what a group that somebody ended by torch's own function has left set up
     topology = read_topology(os.environ, launcher)
     backend = _checked_backend(backend)
     duration = _checked_timeout(timeout)
+    _choose_checks()
+    if init_backend != "torch":
+        load_engine(init_backend)  # fails before the others wait
     device = _bind_device(topology, backend)
     world = _World(topology)
     if is_one_node(topology):
@@ -108,11 +113,7 @@ def init_dist(
     if options["timeout"] is None:
         del options["timeout"]
     _start(world, store, port, duration, options)
-    if "LOCKSTEP_CHECK" in os.environ:
-        check_collectives(os.environ["LOCKSTEP_CHECK"])
     if init_backend != "torch":
-        from lockstep.dist.engines import adopt_group
-
         adopt_group(init_backend, backend)
 
 
@@ -178,8 +179,10 @@ def _start(
         if store is None:
             store = _open_store(world, port, timeout)
         torch_dist.init_process_group(store=store, rank=topology.rank, world_size=topology.world_size, **options)
-    except BaseException:
+    except BaseException as error:
         _clean_up(world)
+        if isinstance(error, torch_dist.DistError):
+            raise _not_together(error, topology) from error
         raise
     _world = world
     _generation += 1
@@ -191,7 +194,8 @@ def _open_store(world: _World, port: int | None, timeout: timedelta | None) -> S
     if topology.launcher == "none":
         return HashStore()
     loopback = is_one_node(topology)
-    if loopback and topology.rank == 0 and topology.world_size > 1 and topology.job_key:
+    publishes = port is None and topology.master_port is None and topology.world_size > 1
+    if loopback and topology.rank == 0 and publishes:
         world.leftovers.append(port_file(topology, _generation))
     return open_store(topology, port=port, timeout=timeout, loopback=loopback, generation=_generation)
 
@@ -207,9 +211,10 @@ def _checked_backend(backend: str | None) -> str:
                 f"`backend` must name backends of torch.distributed ({', '.join(sorted(set(known) - {'undefined'}))}), "
                 f"but is {backend!r}"
             )
-        if name == "nccl" and not torch_dist.is_nccl_available():
+        is_available = getattr(torch_dist, f"is_{name}_available", None)
+        if is_available is not None and not is_available():
             raise ValueError(
-                f"`backend` must be one that this build of torch has, but is {backend!r} and NCCL is not there. "
+                f"`backend` must be one that this build of torch has, but is {backend!r} and {name} is not there. "
                 "Leave it out, or use 'gloo'"
             )
     return backend
@@ -222,6 +227,16 @@ def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
     if duration <= timedelta(0):
         raise ValueError(f"`timeout` must be positive, but is {timeout!r}")
     return duration
+
+
+def _choose_checks() -> None:
+    mode = os.environ.get("LOCKSTEP_CHECK")
+    if mode is None:
+        return
+    try:
+        check_collectives(mode)
+    except ValueError as error:
+        raise ValueError(f"LOCKSTEP_CHECK is not understood: {error}") from None
 
 
 def _bind_device(topology: Topology, backend: str) -> torch.device | None:
@@ -247,6 +262,17 @@ def _keep_on_loopback(backend: str, world: _World) -> None:
         if name in backend and variable not in os.environ:
             world.environment_set.append(variable)
             os.environ[variable] = loopback_interface()
+
+
+def _not_together(error: torch_dist.DistError, topology: Topology) -> Exception:
+    """Return what it means that the ranks did not find each other, in torch's words."""
+    text = str(error)
+    kind = CollectiveTimeoutError if "time" in text else DistError
+    return kind(
+        f"`init_dist` must meet all {topology.world_size} ranks, but at least one was not to be found "
+        f"(rank {topology.rank} of {topology.world_size}). Did all start, with one MASTER_ADDR and MASTER_PORT? "
+        f"torch says: {text}"
+    )
 
 
 def _end_group() -> None:

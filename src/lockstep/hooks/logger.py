@@ -95,7 +95,8 @@ class LoggerHook(Hook):
 
     def _record(self, runner: RunnerLike, iteration: int) -> None:
         count, self._pending = self._pending, 0
-        shares = gather_object(_share_of(runner.message_hub, count))
+        share = _share_of(runner.message_hub, count)
+        shares = [share] if runner.world_size == 1 else gather_object(share)
         if shares is None:
             return
         values = _merge(shares)

@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
 from lockstep.errors import LaunchError
 from lockstep.launch.failures import describe
@@ -74,42 +74,42 @@ def launch(
         if layout.nnodes == 1
         else NodesRendezvous(layout, rdzv_timeout_seconds, _say)
     )
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        spec = WorkerSpec(
-            role="rank",
-            local_world_size=layout.nproc,
-            entrypoint=sys.executable,
-            args=_worker_arguments(command, log_dir),
-            rdzv_handler=rendezvous,
-            max_restarts=max_restarts,
-        )
-        agent = _Agent(spec, _RankSetup(folder, layout, rendezvous), log_dir)
-        with _signals_restored(), _torch_quiet():
-            try:
-                result = agent.run()
-            except RendezvousError as error:
-                raise LaunchError(str(error)) from error
-            except SignalException as error:
-                interruption: signal.Signals | None = error.sigval
-            else:
-                interruption = None
-                _check(result, rendezvous, log_dir)
-            finally:
-                rendezvous.shutdown()
-    if interruption is not None:
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=layout.nproc,
+        entrypoint=sys.executable,
+        args=_worker_arguments(command, log_dir),
+        rdzv_handler=rendezvous,
+        max_restarts=max_restarts,
+    )
+    try:
+        _run(spec, _environment_additions(layout), None if log_dir is None else Path(log_dir))
+    except SignalException as error:
         # The ranks are gone; now the signal does to this process what it would have done without them.
-        _say(f"{interruption.name}: all ranks were stopped")
+        _say(f"{error.sigval.name}: all ranks were stopped")
         sys.stdout.flush()
-        signal.raise_signal(interruption)
-        raise LaunchError(f"all ranks were stopped by {interruption.name}")  # where this process ignores the signal
+        signal.raise_signal(error.sigval)
+        raise LaunchError(f"all ranks were stopped by {error.sigval.name}") from None  # where the signal is ignored
 
 
-def _check(
-    result: RunResult, rendezvous: LoopbackRendezvous | NodesRendezvous, log_dir: str | os.PathLike[str] | None
-) -> None:
+def _run(spec: WorkerSpec, additions: dict[str, str], log_dir: Path | None) -> None:
+    rendezvous = spec.rdzv_handler
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_restored(), _torch_quiet():
+        agent = _Agent(spec, _RankSetup(folder, additions, rendezvous), log_dir)
+        try:
+            result = agent.run()
+        except RendezvousError as error:
+            raise LaunchError(str(error)) from error
+        else:
+            _check(result, rendezvous, log_dir)
+        finally:
+            rendezvous.shutdown()
+
+
+def _check(result: RunResult, rendezvous: RendezvousHandler, log_dir: Path | None) -> None:
     if not result.is_failed():
         return
-    text = describe(result.failures, None if log_dir is None else Path(log_dir))
+    text = describe(result.failures, log_dir)
     if isinstance(rendezvous, NodesRendezvous) and (first := rendezvous.give_up()) is not None:
         text += f"\n\nNode {first} failed before this one: look there first."
     raise LaunchError(text)
@@ -123,11 +123,11 @@ def _worker_arguments(command: Sequence[str], log_dir: str | os.PathLike[str] | 
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which also tells why it starts the ranks again."""
+    """torch's agent, which also tells the user what it does."""
 
-    def __init__(self, spec: WorkerSpec, setup: _RankSetup, log_dir: str | os.PathLike[str] | None) -> None:
+    def __init__(self, spec: WorkerSpec, setup: _RankSetup, log_dir: Path | None) -> None:
         super().__init__(spec, setup)
-        self._log_dir = None if log_dir is None else Path(log_dir)
+        self._log_dir = log_dir
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -136,6 +136,11 @@ class _Agent(LocalElasticAgent):
             count = total - self._remaining_restarts + 1
             _say(f"{describe(result.failures, self._log_dir)}\n\nStarting all ranks again ({count} of {total}).")
         return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        if death_sig == signal.SIGINT:
+            _say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
+        super()._shutdown(death_sig, *args, **kwargs)
 
     def _exit_barrier(self) -> None:
         # torch's own waits in one piece, deaf to Ctrl-C, and no longer than five minutes.
@@ -146,10 +151,10 @@ class _Agent(LocalElasticAgent):
 class _RankSetup(DefaultLogsSpecs):
     """Where torch's agent lets us add to what each rank finds in its environment."""
 
-    def __init__(self, folder: str, layout: Layout, rendezvous: LoopbackRendezvous | NodesRendezvous) -> None:
+    def __init__(self, folder: str, additions: dict[str, str], rendezvous: RendezvousHandler) -> None:
         super().__init__(log_dir=folder)
+        self._additions = additions
         self._rendezvous = rendezvous
-        self._additions = _environment_additions(layout)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)

@@ -43,7 +43,7 @@ class HistoryBuffer:
         self._must_have_values()
         length = len(self._values)
         count = length if window_size is None else max(1, min(window_size, length))
-        values = list(islice(self._values, length - count, length))
+        values = list(islice(reversed(self._values), count))
         tensors = [value.reshape(()) for value in values if isinstance(value, Tensor)]
         if len(tensors) == count:
             return float(torch.stack(tensors).double().mean())

@@ -54,11 +54,7 @@ def _check_names(constructor: Callable[..., Any], arguments: Mapping[str, Any], 
     named = {p.name: p for p in parameters if p.kind in _NAMED}
     faults = []
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        faults += [
-            f"unknown argument `{key}`{did_you_mean(key, named.keys() - arguments.keys())}"
-            for key in arguments
-            if key not in named
-        ]
+        faults += [f"unknown argument `{key}`{did_you_mean(key, named)}" for key in arguments if key not in named]
     missing = [
         f"`{name}`"
         for name, parameter in named.items()

@@ -1,0 +1,14 @@
+"""What is known of one sample: instances, pixels, labels, and how they were made.
+
+Every class here is a tree (`lockstep.tree.TreeNode`): batches and predictions that hold them are moved between devices,
+gathered and collected over ranks like any other nested data.
+"""
+
+from __future__ import annotations
+
+from lockstep.structures.element import BaseDataElement
+from lockstep.structures.instances import InstanceData
+from lockstep.structures.labels import LabelData
+from lockstep.structures.pixels import PixelData
+
+__all__ = ["BaseDataElement", "InstanceData", "LabelData", "PixelData"]

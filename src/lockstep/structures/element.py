@@ -1,0 +1,309 @@
+"""`BaseDataElement`: named fields of two kinds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any, Literal, Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lockstep.structures.arrays import describe, is_array, to_array
+from lockstep.tree import tree_map
+
+FieldType: TypeAlias = Literal["data", "metainfo"]
+
+_STORES = ("_metainfo", "_data")
+_MISSING: Any = object()
+
+
+class BaseDataElement:
+    """Named fields that belong to one sample: data, which is computed with, and metainfo, which tells about it.
+
+    Fields are attributes. `element.x = value` sets a data field; metainfo is set by `set_metainfo`. A name is of one
+    kind until it is deleted. Both kinds keep the order in which they were set. What changes values (`to`, `detach`,
+    `numpy`, ...) returns a new element, and reaches data alone, however deeply nested in dicts, lists and elements.
+
+    A subclass can tie a field to a type by a property over a field of the same name with an underscore, which it sets
+    by `self.set_field(value, "_x", dtype=...)`; the field is then called `x` everywhere.
+
+    Args:
+        metainfo: copied, so that later changes to the dict do not reach the element.
+        **data: the data fields.
+
+    Example:
+        >>> sample = BaseDataElement(metainfo={"size": (4, 6)}, image=torch.zeros(3, 4, 6))
+        >>> sample.score = torch.tensor(0.5)
+        >>> sample.keys(), sample.metainfo_keys(), sample.size
+        (['image', 'score'], ['size'], (4, 6))
+        >>> sample.to(torch.float64).score.dtype
+        torch.float64
+    """
+
+    _metainfo: dict[str, Any]
+    _data: dict[str, Any]
+
+    def __init__(self, *, metainfo: Mapping[str, Any] | None = None, **data: Any) -> None:
+        vars(self).update(_metainfo={}, _data={})
+        if metainfo is not None:
+            self.set_metainfo(metainfo)
+        self.set_data(data)
+
+    def set_metainfo(self, metainfo: Mapping[str, Any]) -> None:
+        """Set metainfo fields to deep copies of the values of a dict.
+
+        Raises:
+            AttributeError: a name is a data field.
+        """
+        _require_mapping("metainfo", metainfo)
+        for name, value in metainfo.items():
+            self.set_field(deepcopy(value), name, field_type="metainfo")
+
+    def set_data(self, data: Mapping[str, Any]) -> None:
+        """Set data fields to the values of a dict.
+
+        Raises:
+            AttributeError: a name is a metainfo field.
+        """
+        _require_mapping("data", data)
+        for name, value in data.items():
+            self.set_field(value, name)
+
+    def set_field(
+        self,
+        value: Any,
+        name: str,
+        dtype: type | tuple[type, ...] | None = None,
+        field_type: FieldType = "data",
+    ) -> None:
+        """Set one field.
+
+        Args:
+            value: of any type.
+            name: that of the field.
+            dtype: what `value` must be an instance of.
+            field_type: which kind of field it is.
+
+        Raises:
+            TypeError: `value` is not of `dtype`.
+            AttributeError: the name is a field of the other kind, or a method.
+        """
+        if field_type not in ("data", "metainfo"):
+            raise ValueError(f"`field_type` must be 'data' or 'metainfo', but is {field_type!r}")
+        if dtype is not None and not isinstance(value, dtype):
+            raise TypeError(f"`{name}` must be of {dtype}, but is {describe(value)} of {type(value)}")
+        if self._has_property(name):
+            object.__setattr__(self, name, value)  # the property sets the field behind it
+            return
+        self._check_name(name, field_type)
+        if field_type == "metainfo":
+            self._metainfo[name] = value
+        else:
+            self._data[name] = self._admit(name, value)
+
+    def update(self, instance: BaseDataElement) -> None:
+        """Take over all fields of another element."""
+        if not isinstance(instance, BaseDataElement):
+            raise TypeError(f"`instance` must be a BaseDataElement, but is {instance!r}. For a dict call set_data()")
+        self.set_metainfo(instance.metainfo)
+        self.set_data(dict(instance.items()))
+
+    def new(self, *, metainfo: Mapping[str, Any] | None = None, **data: Any) -> Self:
+        """Return an element of this type with other metainfo, other data, or both; what is not given is shared."""
+        twin = self._twin({} if data else self._data)
+        if metainfo is not None:
+            twin._metainfo.clear()
+            twin.set_metainfo(metainfo)
+        twin.set_data(data)
+        return twin
+
+    def clone(self) -> Self:
+        """Return an element with the same fields; tensors are shared (`copy.deepcopy` copies them)."""
+        return self._twin(self._data)
+
+    def keys(self) -> list[str]:
+        """Return the names of all data fields."""
+        return [self._public(name) for name in self._data]
+
+    def values(self) -> list[Any]:
+        """Return the values of all data fields."""
+        return [value for _, value in self.items()]
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of every data field."""
+        for name in self.keys():
+            yield name, getattr(self, name)
+
+    def metainfo_keys(self) -> list[str]:
+        """Return the names of all metainfo fields."""
+        return [self._public(name) for name in self._metainfo]
+
+    def metainfo_values(self) -> list[Any]:
+        """Return the values of all metainfo fields."""
+        return [value for _, value in self.metainfo_items()]
+
+    def metainfo_items(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of every metainfo field."""
+        for name in self.metainfo_keys():
+            yield name, getattr(self, name)
+
+    def all_keys(self) -> list[str]:
+        """Return the names of all fields, metainfo first."""
+        return self.metainfo_keys() + self.keys()
+
+    def all_values(self) -> list[Any]:
+        """Return the values of all fields, metainfo first."""
+        return self.metainfo_values() + self.values()
+
+    def all_items(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of every field, metainfo first."""
+        yield from self.metainfo_items()
+        yield from self.items()
+
+    @property
+    def metainfo(self) -> dict[str, Any]:
+        """The metainfo fields, as a dict of its own."""
+        return dict(self.metainfo_items())
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a field, or `default` where there is none of that name."""
+        return getattr(self, key) if key in self else default
+
+    def pop(self, key: str, default: Any = _MISSING) -> Any:
+        """Remove a field and return its value, or `default` where there is none of that name.
+
+        Raises:
+            KeyError: there is neither.
+        """
+        if key in self:
+            value = getattr(self, key)
+            delattr(self, key)
+            return value
+        if default is _MISSING:
+            raise KeyError(self._no_field(key))
+        return default
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return an element whose data is on another device or of another dtype; arguments of `Tensor.to`."""
+        return self._mapped(lambda leaf: leaf.to(*args, **kwargs) if hasattr(leaf, "to") else leaf)
+
+    def cpu(self) -> Self:
+        """Return an element whose data is on the CPU."""
+        return self._mapped(lambda leaf: leaf.cpu() if hasattr(leaf, "cpu") else leaf)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Self:
+        """Return an element whose data is on a CUDA device; arguments of `Tensor.cuda`."""
+        return self._mapped(lambda leaf: leaf.cuda(*args, **kwargs) if hasattr(leaf, "cuda") else leaf)
+
+    def detach(self) -> Self:
+        """Return an element whose tensors are outside the graph of gradients."""
+        return self._mapped(lambda leaf: leaf.detach() if hasattr(leaf, "detach") else leaf)
+
+    def numpy(self) -> Self:
+        """Return an element with numpy arrays in place of tensors; bfloat16 becomes float32."""
+        return self._mapped(lambda leaf: to_array(leaf) if isinstance(leaf, Tensor) else leaf)
+
+    def to_tensor(self) -> Self:
+        """Return an element with tensors in place of numpy arrays, in the same memory."""
+        return self._mapped(lambda leaf: torch.from_numpy(leaf) if is_array(leaf) else leaf)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as a dict, and elements within it as dicts, too."""
+        return {
+            name: value.to_dict() if isinstance(value, BaseDataElement) else value for name, value in self.all_items()
+        }
+
+    def tree_children(self) -> dict[str, Any]:
+        """Return the data fields by name."""
+        return dict(self._data)
+
+    def tree_rebuild(self, children: dict[str, Any]) -> Self:
+        """Return an element that holds `children` as its data, unchecked, and the same metainfo."""
+        return self._twin(children)
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for what is no attribute of the ordinary kind; while unpickling even before there are stores.
+        for store in _STORES:
+            fields = vars(self).get(store, {})
+            if name in fields:
+                return fields[name]
+        raise AttributeError(self._no_field(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.set_field(value, name)
+
+    def __delattr__(self, name: str) -> None:
+        if self._has_property(name):
+            object.__delattr__(self, name)
+            return
+        for fields in (self._data, self._metainfo):
+            if name in fields:
+                del fields[name]
+                return
+        raise AttributeError(self._no_field(name))
+
+    def __getitem__(self, item: str) -> Any:
+        if not isinstance(item, str):
+            raise TypeError(f"a field of {type(self).__name__} must be named by a str, but is by {item!r}")
+        if item not in self:
+            raise KeyError(self._no_field(item))
+        return getattr(self, item)
+
+    __setitem__ = __setattr__
+    __delitem__ = __delattr__
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._data or item in self._metainfo or item in self.all_keys()
+
+    def __copy__(self) -> Self:
+        return self.clone()
+
+    def __repr__(self) -> str:
+        lines = [type(self).__name__]
+        for title, items in (("metainfo", self.metainfo_items()), ("data", self.items())):
+            lines += [f"  {title} {name}: {describe(value)}".replace("\n", "\n  ") for name, value in items]
+        return "\n".join(lines)
+
+    def _admit(self, name: str, value: Any) -> Any:
+        """Return what is stored for a data field; a subclass refuses here what does not fit to the others."""
+        return value
+
+    def _mapped(self, func: Callable[[Any], Any]) -> Self:
+        mapped: Self = tree_map(func, self)
+        return mapped
+
+    def _twin(self, data: dict[str, Any]) -> Self:
+        twin = object.__new__(type(self))
+        vars(twin).update(_metainfo=dict(self._metainfo), _data=dict(data))
+        return twin
+
+    def _has_property(self, name: str) -> bool:
+        return isinstance(getattr(type(self), name, None), property)
+
+    def _public(self, name: str) -> str:
+        """Return the name of a field, which is that of the property in front of it, if there is one."""
+        return name[1:] if name.startswith("_") and self._has_property(name[1:]) else name
+
+    def _check_name(self, name: str, field_type: FieldType) -> None:
+        if name in _STORES or inspect.isroutine(getattr(type(self), name, None)):
+            raise AttributeError(
+                f"a field of {type(self).__name__} must not be called {name!r}, which is part of the class. "
+                "Choose another name"
+            )
+        other, kind = (self._data, "data") if field_type == "metainfo" else (self._metainfo, "metainfo")
+        if name in other:
+            raise AttributeError(
+                f"`{name}` must stay a {kind} field of {type(self).__name__}, but is set as {field_type}. "
+                f"Delete it first, or set it with set_{kind}()"
+            )
+
+    def _no_field(self, name: str) -> str:
+        known = [field for store in _STORES for field in vars(self).get(store, {})]
+        return f"{type(self).__name__} has no field {name!r}; it has {', '.join(known) or 'none at all'}"
+
+
+def _require_mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"`{name}` must be a dict of fields by name, but is {value!r} of {type(value).__name__}")

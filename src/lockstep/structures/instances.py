@@ -1,0 +1,170 @@
+"""`InstanceData`: fields with one entry per instance."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence, Sized
+from typing import Any, Self, TypeAlias, overload
+
+import torch
+from torch import Tensor
+
+from lockstep.structures.arrays import concatenate, describe, is_array
+from lockstep.structures.element import BaseDataElement
+
+Index: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | Tensor | Any
+"""What picks instances: a number, a slice, or a list, tensor or array of numbers or of one bool per instance."""
+
+
+class InstanceData(BaseDataElement):
+    """Fields that all have one entry for each of the same instances, such as the boxes and labels of an image.
+
+    A field is anything with a length that can be indexed: a tensor, an array, a list, tuple or string, or an object of
+    one's own. Indexing picks instances in all fields at once, and always gives an `InstanceData`.
+
+    **Shapes**: [instances, ...] each.
+
+    Example:
+        >>> found = InstanceData(boxes=torch.rand(3, 4), labels=["cat", "dog", "cat"])
+        >>> len(found), found[1].labels, found[[2, 0]].boxes.shape
+        (3, ['dog'], torch.Size([2, 4]))
+        >>> found[torch.tensor([True, False, True])].labels
+        ['cat', 'cat']
+        >>> len(InstanceData.cat([found, found[:1]]))
+        4
+    """
+
+    def __len__(self) -> int:
+        return len(next(iter(self._data.values()), ()))
+
+    @overload
+    def __getitem__(self, item: str) -> Any: ...
+    @overload
+    def __getitem__(self, item: Index) -> Self: ...
+    def __getitem__(self, item: Any) -> Any:
+        """Return a field by its name, or the instances that an index picks.
+
+        Raises:
+            IndexError: the index goes beyond the instances, or a mask is not as long as they are.
+            TypeError: it is no index.
+        """
+        if isinstance(item, str):
+            return super().__getitem__(item)
+        index = _as_index(item, len(self))
+        return self._twin({name: _picked(value, index) for name, value in self._data.items()})
+
+    @staticmethod
+    def cat(instances_list: Sequence[InstanceData]) -> InstanceData:
+        """Return the instances of several elements, one after the other, with the metainfo of the first.
+
+        Raises:
+            ValueError: there are no elements, or they differ in their fields.
+            TypeError: something is no `InstanceData`, or values of one field can't be joined.
+        """
+        if not instances_list:
+            raise ValueError("`instances_list` must have at least one element, but has none")
+        for place, instances in enumerate(instances_list):
+            if not isinstance(instances, InstanceData):
+                raise TypeError(f"`instances_list[{place}]` must be an InstanceData, but is {instances!r}")
+        first = instances_list[0]
+        for place, instances in enumerate(instances_list):
+            if set(instances.keys()) != set(first.keys()):
+                raise ValueError(
+                    f"`instances_list[{place}]` must have the fields of the first element, {sorted(first.keys())}, "
+                    f"but has {sorted(instances.keys())}"
+                )
+        return first.tree_rebuild(
+            {name: _joined(name, [instances._data[name] for instances in instances_list]) for name in first._data}
+        )
+
+    def _admit(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Sized) or (isinstance(value, Tensor) and value.dim() == 0):
+            raise TypeError(
+                f"`{name}` must have one entry per instance, but is {describe(value)}, which has no length. "
+                "What is said of the whole sample goes to set_metainfo()"
+            )
+        others = (len(other) for key, other in self._data.items() if key != name)
+        expected = next(others, len(value))
+        if len(value) != expected:
+            raise ValueError(f"`{name}` must have {expected} entries as the other fields, but has {len(value)}")
+        return value
+
+
+def _as_index(item: Any, length: int) -> slice | Tensor:
+    """Return a slice, or a tensor of the numbers of the instances that `item` picks."""
+    if isinstance(item, slice):
+        return item
+    if isinstance(item, list | tuple):
+        item = _tensor_of(item)
+    elif is_array(item):
+        item = torch.from_numpy(item)
+    if not isinstance(item, Tensor):
+        return _slice_of(item, length)
+    if item.dim() != 1:
+        raise IndexError(f"an index of instances must have one dim, but is {describe(item)}")
+    if item.dtype == torch.bool:
+        if len(item) != length:
+            raise IndexError(f"a mask of instances must have {length} entries, one for each, but has {len(item)}")
+        return item.nonzero().flatten()  # once for all fields, and not in each of them
+    if item.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"an index of instances must hold bools or ints of 32 or 64 bits, but is {describe(item)}")
+    return item.long()
+
+
+def _tensor_of(items: Sequence[Any]) -> Tensor:
+    if not items:
+        return torch.empty(0, dtype=torch.int64)
+    try:
+        return torch.tensor(items)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"an index of instances must hold ints or bools, but is {items!r}") from error
+
+
+def _slice_of(item: Any, length: int) -> slice:
+    try:
+        number = operator.index(item)
+    except TypeError:
+        number = None
+    if number is None or isinstance(item, bool):
+        raise TypeError(
+            "an index of instances must be a str, an int, a slice, or a list, tensor or array of ints or bools, "
+            f"but is {item!r} of {type(item).__name__}"
+        )
+    if not -length <= number < length:
+        raise IndexError(f"an index of {length} instances must be from {-length} to {length - 1}, but is {number}")
+    number %= length
+    return slice(number, number + 1)
+
+
+def _picked(value: Any, index: slice | Tensor) -> Any:
+    if isinstance(index, slice):
+        return value[index]
+    if isinstance(value, Tensor):
+        return value[index.to(value.device)]
+    if is_array(value):
+        return value[index.cpu().numpy()]
+    if isinstance(value, list | tuple | str):
+        entries = [value[number] for number in index.tolist()]
+        return "".join(entries) if isinstance(value, str) else type(value)(entries)
+    return value[index]
+
+
+def _joined(name: str, values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor) and all(isinstance(value, Tensor) for value in values):
+        return torch.cat(values)
+    if all(map(is_array, values)):
+        return concatenate(values)
+    if any(type(value) is not type(first) for value in values):
+        kinds = sorted({type(value).__name__ for value in values})
+        raise TypeError(f"`{name}` must be of one type in all elements to be joined, but is of {', '.join(kinds)}")
+    if isinstance(first, str):
+        return "".join(values)
+    if isinstance(first, list | tuple):
+        return type(first)(entry for value in values for entry in value)
+    if hasattr(first, "cat"):
+        return first.cat(values)
+    raise TypeError(
+        f"`{name}` must be a tensor, array, list, tuple, str or have a method `cat` to be joined, "
+        f"but is of {type(first).__name__}"
+    )

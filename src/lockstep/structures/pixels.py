@@ -1,0 +1,81 @@
+"""`PixelData`: maps over one image."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Self, TypeAlias, overload
+
+from torch import Tensor
+
+from lockstep.structures.arrays import describe, is_array
+from lockstep.structures.element import BaseDataElement
+
+Step: TypeAlias = int | slice
+
+
+class PixelData(BaseDataElement):
+    """Tensors or arrays that all lie over the same pixels, such as a segmentation and its scores.
+
+    Indexing crops all of them at once, and always gives a `PixelData`.
+
+    **Shapes**: [..., height, width] each, equal in the last two; what has only these gets a first dim of size 1.
+
+    Example:
+        >>> maps = PixelData(segments=torch.zeros(4, 6), scores=torch.rand(2, 4, 6))
+        >>> maps.shape, maps.segments.shape
+        ((4, 6), torch.Size([1, 4, 6]))
+        >>> maps[1:3, 0].scores.shape
+        torch.Size([2, 2, 1])
+    """
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """Height and width, or None where there are no fields."""
+        for value in self._data.values():
+            return tuple(value.shape[-2:])
+        return None
+
+    @overload
+    def __getitem__(self, item: str) -> Any: ...
+    @overload
+    def __getitem__(self, item: tuple[Step, Step]) -> Self: ...
+    def __getitem__(self, item: Any) -> Any:
+        """Return a field by its name, or the crop that two ints or slices say, of rows and of columns.
+
+        Raises:
+            IndexError: an int goes beyond the pixels, or there are not two parts.
+            TypeError: a part is neither an int nor a slice.
+        """
+        if isinstance(item, str):
+            return super().__getitem__(item)
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise IndexError(f"an index of pixels must be one of rows and one of columns, but is {item!r}")
+        shape = self.shape or (0, 0)
+        rows, columns = (_as_slice(part, size) for part, size in zip(item, shape, strict=True))
+        return self._twin({name: value[..., rows, columns] for name, value in self._data.items()})
+
+    def _admit(self, name: str, value: Any) -> Any:
+        if not (isinstance(value, Tensor) or is_array(value)):
+            raise TypeError(f"`{name}` must be a tensor or an array, but is {describe(value)}")
+        if value.ndim < 2:
+            raise ValueError(f"`{name}` must have the shape [..., height, width], but is {describe(value)}")
+        others = (tuple(other.shape[-2:]) for key, other in self._data.items() if key != name)
+        expected = next(others, tuple(value.shape[-2:]))
+        if tuple(value.shape[-2:]) != expected:
+            raise ValueError(
+                f"`{name}` must end in the height and width {expected} as the other fields, but is {describe(value)}"
+            )
+        return value[None] if value.ndim == 2 else value
+
+
+def _as_slice(part: Any, size: int) -> slice:
+    if isinstance(part, slice):
+        return part
+    try:
+        number = operator.index(part)
+    except TypeError as error:
+        raise TypeError(f"an index of pixels must have ints and slices, but has {part!r}") from error
+    if not -size <= number < size:
+        raise IndexError(f"an index of {size} pixels must be from {-size} to {size - 1}, but is {number}")
+    number %= size
+    return slice(number, number + 1)

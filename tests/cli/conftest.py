@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+# A package beside the config, as a user would have it.
+TOY = """
+    import os
+    import torch
+    from torch import nn
+    from torch.utils.data import Dataset
+    from lockstep.model import BaseModel
+
+    class Points(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.tensor([float(index)]), torch.tensor([2.0 * index])
+
+    class Line(BaseModel):
+        def __init__(self, fails_on_rank=None):
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            if str(fails_on_rank) == os.environ.get("RANK"):
+                raise ValueError("boom in the model")
+
+        def forward(self, x, y=None, mode="tensor"):
+            return {"loss": (self.layer(x) - y).square().mean()}
+"""
+CONFIG = """
+    model = dict(type="toy.Line")
+    train_dataloader = dict(dataset=dict(type="toy.Points"), batch_size=2)
+    optim_wrapper = dict(optimizer=dict(type="SGD", lr=1e-3))
+    train_cfg = dict(by_epoch=True, max_epochs=1)
+"""
+
+
+@pytest.fixture
+def lockstep(tmp_path):
+    """Return a function that runs `lockstep` in a folder with a config, and returns its exit code, output, errors."""
+    (tmp_path / "toy.py").write_text(dedent(TOY))
+    (tmp_path / "line.py").write_text(dedent(CONFIG))
+
+    def lockstep(*words, before=(sys.executable, "-m", "lockstep"), env=None):
+        done = subprocess.run(
+            [*before, *words],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return lockstep

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lockstep.cli.arguments import CfgOptionsCommand, ScriptCommand
+from lockstep.cli.options import CfgOptions, Nproc
+
+
+def invoke(function, cls, words):
+    """Run a command line on a command of that class; return what it printed."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command(cls=cls)(function)
+    result = CliRunner().invoke(app, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output.strip()
+
+
+def configured(config: str, nproc: Nproc = None, cfg_options: CfgOptions = None):
+    print(config, nproc, cfg_options)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["c.py"], "c.py None None"),
+        (["c.py", "--cfg-options", "a.b=1"], "c.py None ['a.b=1']"),
+        (["c.py", "--cfg-options", "a=1", "b=[1,2]", "c=", "--nproc", "2"], "c.py 2 ['a=1', 'b=[1,2]', 'c=']"),
+        (["--cfg-options", "a=1", "b=2", "c.py"], "c.py None ['a=1', 'b=2']"),
+        (["--cfg-options", "a=1", "c.py", "--cfg-options", "b=2"], "c.py None ['a=1', 'b=2']"),
+        (["--cfg-options=a=1", "c.py"], "c.py None ['a=1']"),
+    ],
+)
+def test_cfg_options_take_many(words, shown):
+    assert invoke(configured, CfgOptionsCommand, words) == shown
+
+
+def scripted(
+    script: Annotated[list[str], typer.Argument()],
+    module: Annotated[bool, typer.Option("-m")] = False,
+    nproc: Nproc = None,
+):
+    print(script, module, nproc)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["s.py"], "['s.py'] False None"),
+        (["--nproc", "2", "s.py", "x"], "['s.py', 'x'] False 2"),
+        (["s.py", "x", "--nproc", "2", "--lr", "1"], "['s.py', 'x', '--lr', '1'] False 2"),
+        (["s.py", "--nproc=2", "-m"], "['s.py', '-m'] False 2"),
+        (["-m", "pkg.mod", "-m", "--help"], "['pkg.mod', '-m', '--help'] True None"),
+        (["s.py", "--", "--nproc", "2"], "['s.py', '--nproc', '2'] False None"),
+        (["--nproc", "2", "--", "-odd.py", "--"], "['-odd.py', '--'] False 2"),
+    ],
+)
+def test_a_script_keeps_its_own_arguments(words, shown):
+    assert invoke(scripted, ScriptCommand, words) == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nprok", "2", "s.py"], "No such option: --nprok"),
+        (["--nproc"], "requires an argument"),
+        (["s.py", "--nproc", "none"], "--nproc"),
+        ([], "Missing argument"),
+        (["--help"], "Usage:"),
+    ],
+)
+def test_what_cannot_be_read_is_told(words, says):
+    assert says in invoke(scripted, ScriptCommand, words)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.train import default_work_dir
+
+RANKS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def test_the_work_dir_is_named_after_the_config():
+    assert default_work_dir(Path("configs/line.py")) == Path("work_dirs/line")
+    assert default_work_dir(Path("examples/digits/config.yaml")) == Path("work_dirs/digits")
+
+
+def test_one_process_trains_where_it_is(lockstep, tmp_path):
+    code, out, err = lockstep("train", "line.py")
+    assert (code, err) == (0, "")
+    assert "1 rank on" in out or "one process" in out
+    assert len(list((tmp_path / "work_dirs/line").glob("*/metrics.jsonl"))) == 1
+
+
+def test_two_ranks_are_started_and_train(lockstep, tmp_path):
+    code, out, err = lockstep("train", "line.py", "--nproc", "2", "--work-dir", "runs")
+    assert (code, err) == (0, "lockstep: starting 2 ranks\n")
+    assert "2 ranks on" in out
+    assert len(list((tmp_path / "runs").glob("*/metrics.jsonl"))) == 1
+    assert (tmp_path / "runs/ranks/rank_1.log").read_text() == ""
+
+
+def test_ranks_that_are_found_are_joined(lockstep):
+    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "-m", "lockstep")
+    code, out, err = lockstep("train", "line.py", before=torchrun)
+    assert code == 0
+    assert "2 ranks on" in out
+    assert err.count("lockstep: joining the ranks found (pytorch): 2\n") == 1
+
+
+def test_bad_input_is_told_once_by_ranks_that_are_found(lockstep):
+    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "-m", "lockstep")
+    code, _, err = lockstep("train", "none.py", before=torchrun)
+    assert code == 1
+    assert err.count("there is no config file") == 1
+
+
+def test_a_rank_that_is_alone_with_its_error_tells_it_too(lockstep):
+    code, _, err = lockstep("train", "none.py", env={"RANK": "1", "LOCAL_RANK": "1", **RANKS})
+    assert (code, err.count("there is no config file")) == (1, 1)
+
+
+def test_a_rank_that_fails_is_told_once(lockstep, tmp_path):
+    code, _, err = lockstep("train", "line.py", "--nproc", "2", "--cfg-options", "model.fails_on_rank=1")
+    assert code == 1
+    assert "error: rank 1 raised ValueError" in err
+    assert err.count("ValueError: boom in the model") == 1
+    assert "work_dirs/line/ranks/rank_1.log" in err
+    assert "typer" not in err
+    assert "ValueError: boom in the model" in (tmp_path / "work_dirs/line/ranks/rank_1.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["none.py"], "there is no config file"),
+        (["line.py", "--cfg-options", "optm_wrapper.x=1"], "no key `optm_wrapper` for the option"),
+        (["line.py", "--cfg-options", "train_cfg.by_epoch.x=1"], "leads through `train_cfg.by_epoch`"),
+        (["nomodel.yaml"], "'model'"),
+    ],
+)
+def test_bad_input_is_told_once_before_ranks_are_started(lockstep, tmp_path, words, says):
+    (tmp_path / "nomodel.yaml").write_text("lr: 1\n")
+    code, out, err = lockstep("train", *words, "--nproc", "2")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("error") == 1
+    assert says in err
+    assert "starting" not in err
+
+
+def test_bad_input_that_only_ranks_can_find_is_told_once(lockstep):
+    code, _, err = lockstep(
+        "train", "line.py", "--nproc", "2", "--cfg-options", "optim_wrapper.optimizer.lerning_rate=1"
+    )
+    assert code == 1
+    assert err.count("unknown argument `lerning_rate`: did you mean `lr`?") == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--nnodes", "2"], 2, "`rdzv` must be HOST:PORT"),
+        (["--nproc", "0"], 2, "--nproc"),
+        (["--launcher", "torch"], 1, "`launcher` must be one of"),
+    ],
+)
+def test_options_that_do_not_fit(lockstep, words, code, says):
+    got, _, err = lockstep("train", "line.py", *words)
+    assert got == code
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nproc", "3"], "`--nproc` must agree with the ranks found in the environment (pytorch), 2, but is 3"),
+        (["--nnodes", "2", "--rdzv", "a:1"], "`--nnodes` must agree"),
+    ],
+)
+def test_options_that_contradict_the_ranks_found(lockstep, words, says):
+    code, _, err = lockstep("train", "line.py", *words, env={"RANK": "0", "LOCAL_RANK": "0", **RANKS})
+    assert code == 1
+    assert err.startswith("error: ")
+    assert says in err
+
+
+def test_launcher_none_trains_here_whatever_is_found(lockstep):
+    code, out, err = lockstep("train", "line.py", "--launcher", "none", env={"RANK": "0", "LOCAL_RANK": "0", **RANKS})
+    assert (code, err) == (0, "")
+    assert "1 rank on" in out or "one process" in out

@@ -1,0 +1,133 @@
+"""Objects taken apart and put together again: what travels beside the pickle, and what becomes of it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from lockstep.dist.groups import SOLO
+from lockstep.dist.pickling import Pickled, dump, load
+
+from .drawn_objects import assert_same, objects
+
+SEGMENT_BYTES = 64 * 1024
+
+
+def travelled(obj: Any) -> Any:
+    """Return what arrives of an object: segments come in memory of their own."""
+    pickled = dump(obj, SOLO)
+    return load(Pickled(pickled.body, [segment.clone() for segment in pickled.segments], pickled.num_tensors))
+
+
+@given(objects())
+@settings(max_examples=200)
+def test_any_object_is_put_together_as_it_was(obj: Any) -> None:
+    assert_same(travelled(obj), obj)
+
+
+@pytest.mark.parametrize("make", [torch.zeros, lambda n, **_: np.zeros(n, np.uint8)], ids=["tensor", "array"])
+def test_from_64_kib_on_data_travel_beside_the_pickle(make: Callable[..., Any]) -> None:
+    for nbytes, num_segments in [(SEGMENT_BYTES - 1, 0), (SEGMENT_BYTES, 1), (SEGMENT_BYTES + 1, 1)]:
+        pickled = dump({"mask": make(nbytes, dtype=torch.uint8)}, SOLO)
+        assert len(pickled.segments) == num_segments
+        assert (len(pickled.body) < 1024) == (num_segments == 1)
+
+
+@pytest.mark.parametrize("data", [torch.zeros(2**17), np.zeros(2**17), np.zeros((512, 512), order="F")])
+def test_large_contiguous_data_are_not_copied_on_the_way_out(data: Any) -> None:
+    (segment,) = dump([data], SOLO).segments
+    address = data.data_ptr() if isinstance(data, Tensor) else data.ctypes.data
+    assert segment.data_ptr() == address
+
+
+def test_data_are_built_upon_the_memory_they_arrived_in() -> None:
+    pickled = dump([torch.zeros(2**17), np.zeros(2**17)], SOLO)
+    landing = [segment.clone() for segment in pickled.segments]
+    tensor, array = load(Pickled(pickled.body, landing, pickled.num_tensors))
+    assert [tensor.data_ptr(), array.ctypes.data] == [segment.data_ptr() for segment in landing]
+
+
+@pytest.mark.parametrize("nbytes", [16, 2 * SEGMENT_BYTES])
+def test_one_tensor_in_two_places_stays_one(nbytes: int) -> None:
+    tensor, weight = torch.zeros(nbytes, dtype=torch.uint8), torch.nn.Parameter(torch.zeros(nbytes))
+    obj = {"a": tensor, "b": [tensor, weight], "c": weight}
+    assert len(dump(obj, SOLO).segments) == (2 if nbytes >= SEGMENT_BYTES else 0)
+    arrived = travelled(obj)
+    assert arrived["a"] is arrived["b"][0]
+    assert arrived["b"][1] is arrived["c"]
+
+
+@pytest.mark.parametrize("num_elements", [4, 2**16])
+def test_attributes_of_tensors_are_kept(num_elements: int) -> None:
+    tensor, weight = torch.zeros(num_elements), torch.nn.Parameter(torch.zeros(num_elements))
+    buffer = torch.nn.Buffer(torch.zeros(num_elements), persistent=False)
+    tensor.scale, weight.is_sharded = 0.5, True
+    arrived = travelled([tensor, weight, buffer])
+    assert [vars(x) for x in arrived] == [{"scale": 0.5}, {"is_sharded": True}, vars(buffer)]
+    assert isinstance(arrived[2], torch.nn.Buffer)
+
+
+def test_a_module_arrives_with_its_weights() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
+    arrived = travelled(module)
+    assert_same(dict(arrived.state_dict()), dict(module.state_dict()))
+    assert all(isinstance(weight, torch.nn.Parameter) and weight.requires_grad for weight in arrived.parameters())
+
+
+@pytest.mark.parametrize("data", [torch.eye(3).to_sparse(), torch.empty(2**20, device="meta")], ids=["sparse", "meta"])
+def test_tensors_without_plain_memory_travel_as_torch_pickles_them(data: Tensor) -> None:
+    arrived = travelled(data)
+    assert (arrived.layout, arrived.device, arrived.shape) == (data.layout, data.device, data.shape)
+    assert data.is_meta or torch.equal(arrived.to_dense(), data.to_dense())
+
+
+def test_the_default_device_is_for_tensors_of_the_user_alone() -> None:
+    obj = [torch.ones(3), torch.ones(0), torch.ones(2**17)]
+    with torch.device("meta"):
+        arrived = travelled(obj)
+    assert_same(arrived, obj)
+
+
+class Stubborn:
+    """Refuses to be pickled, with an error of its own."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+def endless() -> list[Any]:
+    """Return a list nested too deeply for pickle."""
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    return nested
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        threading.Lock,
+        lambda: lambda: 0,
+        lambda: Stubborn(ValueError("not today")),
+        lambda: Stubborn(RuntimeError("not today")),
+        lambda: Stubborn(KeyError("not today")),
+        lambda: memoryview(b"abc")[::2],
+        lambda: pickle.PickleBuffer(memoryview(b"abc")[::2]),
+    ],
+    ids=["lock", "lambda", "ValueError", "RuntimeError", "KeyError", "memoryview", "buffer with gaps"],
+)
+def test_whatever_keeps_an_object_from_being_pickled_is_a_type_error_with_its_cause(make: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match=r"must be picklable, but dict is not: .* \(rank 0 of 1\)") as caught:
+        dump({"entry": make()}, SOLO)
+    assert caught.value.__cause__ is not None

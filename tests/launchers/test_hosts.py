@@ -1,0 +1,49 @@
+"""Two hosts: network namespaces with a cable between them, in each of them `lockstep launch`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from .jobs import PYTHON, TWO_STEPS, check_training, require, run_at_once
+
+require("ip", root=True)
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29533  # the namespaces are new: every port is free
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Yield the names of two network namespaces, at the addresses above."""
+    names = [f"lockstep-{os.getpid()}-{number}" for number in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_two_hosts_train_together(hosts: list[str]) -> None:
+    layout = ("--nproc", "2", "--nnodes", "2", "--rdzv", f"{ADDRESSES[0]}:{PORT}")
+    jobs = [
+        ("ip", "netns", "exec", host, PYTHON, "-m", "lockstep", "launch", TWO_STEPS, *layout, "--node-rank", str(node))
+        for node, host in enumerate(hosts)
+    ]
+    first, second = run_at_once(*jobs)
+    check_training(first + second, "pytorch", [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)])
+    assert [report["listening"] for report in (first + second).ranks] == [[a] for a in ADDRESSES for _ in range(2)]

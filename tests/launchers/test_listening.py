@@ -1,0 +1,49 @@
+"""On one node lockstep is not reachable from outside: every socket of a job that listens is on loopback."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+
+from .jobs import LOOPBACK, PYTHON, TRAIN_DIGITS, TWO_STEPS, Job, check_training
+
+
+def listening(job: Job) -> set[tuple[int, str]]:
+    """Return process and address of all sockets of a job that listen at this moment."""
+    found = set()
+    for process in job.processes():
+        try:
+            sockets = process.net_connections("inet")
+        except psutil.NoSuchProcess:
+            continue
+        found |= {(process.pid, sock.laddr.ip) for sock in sockets if sock.status == psutil.CONN_LISTEN}
+    return found
+
+
+def seen_listening(job: Job) -> set[tuple[int, str]]:
+    """Return the same of its whole life."""
+    seen = set()
+    while job.running():
+        seen |= listening(job)
+        time.sleep(0.1)
+    return seen
+
+
+def test_lockstep_train_on_two_ranks_listens_on_loopback_alone(tmp_path: Path) -> None:
+    with Job([*TRAIN_DIGITS, "--nproc", "2", "--work-dir", str(tmp_path)]) as job:
+        seen = seen_listening(job)
+        ended = job.end()
+    assert ended.code == 0, ended.err
+    assert {address for _, address in seen} == {LOOPBACK}
+    assert len({process for process, _ in seen}) == 3  # the store, and gloo in each rank
+
+
+def test_lockstep_launch_on_two_ranks_listens_on_loopback_alone() -> None:
+    with Job([PYTHON, "-m", "lockstep", "launch", TWO_STEPS, "--nproc", "2"]) as job:
+        seen = seen_listening(job)
+        ended = job.end()
+    check_training(ended, "pytorch", [(0, 2, 0), (1, 2, 0)])
+    assert {address for _, address in seen} == {LOOPBACK}
+    assert len({process for process, _ in seen}) == 3
