@@ -26,7 +26,8 @@ _HOMES = {
     "get_dist_info": "lockstep.dist",
 }
 _ROOMS = frozenset({"config", "device", "dist", "errors", "evaluator", "hooks", "model", "optim", "registry",
-                    "runner", "strategy", "testing", "tree"})  # fmt: skip
+                    "runner", "strategy", "structures", "testing", "tree",
+                    "visualization"})  # fmt: skip
 
 __all__ = ["Config", "Registry", "Runner", "__version__", "get_dist_info", "init_dist"]
 

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.dist import all_reduce, get_dist_info
+from lockstep.dist.groups import GroupLike
+
 OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
 NOT_WHOLE = "the mean is no whole number"
 
@@ -50,6 +53,14 @@ def assert_is(actual: Tensor, expected: Tensor, op: str) -> None:
     rounds = op in ("mean", "product") and (expected.is_floating_point() or expected.is_complex())
     tolerance = 4 * torch.finfo(expected.dtype).eps if rounds else 0.0
     torch.testing.assert_close(actual.detach(), expected, rtol=tolerance, atol=0.0)
+
+
+def assert_group_works(group: GroupLike = None) -> None:
+    """Check that the ranks of a group are still in step."""
+    rank, size = get_dist_info(group)
+    data = torch.tensor([1 + rank])
+    all_reduce(data, group=group)
+    assert data.item() == sum(range(1, size + 1))
 
 
 def _wrapped(value: Any, dtype: torch.dtype) -> Any:

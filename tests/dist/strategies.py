@@ -33,7 +33,7 @@ INTS = (
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 REDUCIBLE = (torch.bool, *INTS, *FLOATS, *COMPLEX)
-ODD = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.bits8, torch.bits16, torch.int4)
+ODD = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.bits16)
 
 LAYOUTS = ("plain", "transposed", "strided", "offset")
 SHAPES = ((), (0,), (1,), (5,), (2, 3), (0, 2), (3, 1, 2))
@@ -45,17 +45,35 @@ def run_on(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     return [body(*args)] if size == NO_GROUP else run_ranks(size, body, *args)
 
 
+class Sent:
+    """A tensor of any dtype that can be printed, and sent to a rank and back; torch 2.13 can't do that with all."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def __repr__(self) -> str:
+        shown = self.data.tolist() if self.data.dtype in REDUCIBLE and self.data.numel() < 100 else "..."
+        return f"{str(self.data.dtype).removeprefix('torch.')}{list(self.data.shape)}: {shown}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (bytes(bytes_of(self.data).tolist()), self.data.dtype, tuple(self.data.shape))
+
+
 @dataclass(frozen=True)
 class Drawn:
     """One tensor for each rank, and how it lies in memory there."""
 
-    parts: list[Tensor]
+    parts: list[Sent]
     layout: str = "plain"
     requires_grad: bool = False
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [part.data for part in self.parts]
+
     def here(self) -> Laid:
         """Return this rank's."""
-        return lay_out(self.parts[get_rank()], self.layout, self.requires_grad)
+        return lay_out(self.parts[get_rank()].data, self.layout, self.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -93,24 +111,38 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(prod(shape) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
 
 
+def _received(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Sent:
+    return Sent(torch.tensor(list(raw), dtype=torch.uint8).view(dtype).view(shape))
+
+
 def bytes_of(data: Tensor) -> Tensor:
     """Return what a tensor holds as bytes: something that can be compared for every dtype."""
-    return data.detach().contiguous().view(-1).view(torch.uint8)
+    return torch.empty_like(data, memory_format=torch.contiguous_format).copy_(data.detach()).view(-1).view(torch.uint8)
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors agree in dtype, shape and every bit, also those of a NaN."""
+    return one.dtype is other.dtype and one.shape == other.shape and torch.equal(bytes_of(one), bytes_of(other))
 
 
 @st.composite
-def tensors(draw: Callable[..., Any], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def tensors(draw: Callable[..., Any], dtype: torch.dtype, shape: tuple[int, ...]) -> Sent:
     """Draw a tensor of one dtype and shape."""
     elements = draw(st.lists(_elements(dtype), min_size=prod(shape), max_size=prod(shape)))
-    return torch.tensor(elements, dtype=dtype).reshape(shape)
+    return Sent(torch.tensor(elements, dtype=dtype).reshape(shape))
 
 
 @st.composite
-def any_tensors(draw: Callable[..., Any]) -> Tensor:
+def any_tensors(draw: Callable[..., Any]) -> Sent:
     """Draw a tensor of any dtype and shape, small or larger than a slot, from random bytes."""
     dtype = draw(st.sampled_from([*REDUCIBLE, *ODD]))
     shape = draw(st.sampled_from([*SHAPES, *LARGE_SHAPES]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    return Sent(raw_tensor(dtype, shape, draw(st.integers(0, 2**16))))
+
+
+def raw_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return a tensor of random bytes."""
+    generator = torch.Generator().manual_seed(seed)
     highest = 2 if dtype is torch.bool else 256
     raw = torch.randint(0, highest, (prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     return raw.view(dtype).view(shape)

@@ -17,8 +17,21 @@ from lockstep.dist import all_reduce, get_dist_info, get_rank, get_world_size, r
 from lockstep.dist.handles import Handle
 from lockstep.testing import ranks
 
-from .reference import NOT_WHOLE, OPS, assert_is, reduced
-from .strategies import INTS, LAYOUTS, ODD, REDUCIBLE, SIZES, Drawn, drawn, has_meaning, lay_out, reductions, run_on
+from .reference import NOT_WHOLE, OPS, assert_group_works, assert_is, reduced
+from .strategies import (
+    INTS,
+    LAYOUTS,
+    ODD,
+    REDUCIBLE,
+    SIZES,
+    Drawn,
+    Sent,
+    drawn,
+    has_meaning,
+    lay_out,
+    reductions,
+    run_on,
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ def finish(handle: Handle | None) -> None:
         handle.wait()
 
 
-def outcome(call: Callable[[Tensor], Handle | None], mine: Drawn) -> Tensor | str:
+def outcome(call: Callable[[Tensor], Handle | None], mine: Drawn) -> Sent | str:
     """Run a reduction on this rank's tensor; return what became of it, after checking what may not change."""
     laid = mine.here()
     data = laid.data
@@ -60,37 +73,40 @@ def outcome(call: Callable[[Tensor], Handle | None], mine: Drawn) -> Tensor | st
     try:
         finish(call(data))
     except ValueError as error:
-        assert "must be a whole number" in str(error)
+        if "must be a whole number" not in str(error):
+            raise
         assert torch.equal(data.detach(), before)
         return NOT_WHOLE
     finally:
         assert laid.has_clean_gaps()
         assert (data.dtype, data.shape, data.stride(), data.data_ptr(), data.requires_grad, data.grad_fn) == kept
-    return data.detach().clone()
+    return Sent(data)
 
 
-def all_reduce_each(todo: list[Call]) -> list[Tensor | str]:
-    return [outcome(lambda data, call=call: all_reduce(data, call.op, None, call.async_op), call.drawn) for call in todo]
+def all_reduce_each(todo: list[Call]) -> list[Sent | str]:
+    return [
+        outcome(lambda data, call=call: all_reduce(data, call.op, None, call.async_op), call.drawn) for call in todo
+    ]
 
 
 @given(calls())
-@settings(max_examples=60)
+@settings(max_examples=150)
 def test_all_reduce_gives_every_rank_the_reduction_of_all(case: tuple[int, list[Call]]) -> None:
     size, todo = case
-    expected = [reduced(call.op, call.drawn.parts) for call in todo]
+    expected = [reduced(call.op, call.drawn.tensors) for call in todo]
     for outcomes in run_on(size, all_reduce_each, todo):
         for call, actual, wanted in zip(todo, outcomes, expected, strict=True):
             assert_outcome(actual, wanted, call.op)
 
 
-def assert_outcome(actual: Tensor | str, expected: Tensor | str, op: str) -> None:
+def assert_outcome(actual: Sent | str, expected: Tensor | str, op: str) -> None:
     if isinstance(expected, str) or isinstance(actual, str):
         assert actual == expected
     else:
-        assert_is(actual, expected, op)
+        assert_is(actual.data, expected, op)
 
 
-def reduce_each(todo: list[Call]) -> list[Tensor | str | None]:
+def reduce_each(todo: list[Call]) -> list[Sent | str | None]:
     return [
         outcome(lambda data, call=call: reduce(data, call.dst, call.op, None, call.async_op), call.drawn)
         if get_rank() == call.dst
@@ -100,12 +116,12 @@ def reduce_each(todo: list[Call]) -> list[Tensor | str | None]:
 
 
 @given(calls())
-@settings(max_examples=50)
+@settings(max_examples=100)
 def test_reduce_gives_dst_the_reduction_of_all(case: tuple[int, list[Call]]) -> None:
     size, todo = case
     outcomes = run_on(size, reduce_each, todo)
     for index, call in enumerate(todo):
-        assert_outcome(outcomes[call.dst][index], reduced(call.op, call.drawn.parts), call.op)
+        assert_outcome(outcomes[call.dst][index], reduced(call.op, call.drawn.tensors), call.op)
 
 
 @dataclass(frozen=True)
@@ -131,33 +147,34 @@ def scatter_calls(draw: Callable[..., Any]) -> tuple[int, list[ScatterCall]]:
     return size, todo
 
 
-def reduce_scatter_one(call: ScatterCall) -> Tensor | str:
+def reduce_scatter_one(call: ScatterCall) -> Sent | str:
     entries = [entry.here().data for entry in call.lists]
     before = [entry.detach().clone() for entry in entries]
     output = lay_out(torch.zeros_like(before[get_rank()]), call.layout, entries[get_rank()].requires_grad)
     try:
         finish(reduce_scatter(output.data, entries, call.op, None, call.async_op))
     except ValueError as error:
-        assert "must be a whole number" in str(error)
+        if "must be a whole number" not in str(error):
+            raise
         return NOT_WHOLE
     finally:
         assert output.has_clean_gaps()
         assert output.data.grad_fn is None
         assert all(torch.equal(entry, kept) for entry, kept in zip(entries, before, strict=True))
-    return output.data.detach().clone()
+    return Sent(output.data)
 
 
-def reduce_scatter_each(todo: list[ScatterCall]) -> list[Tensor | str]:
+def reduce_scatter_each(todo: list[ScatterCall]) -> list[Sent | str]:
     return [reduce_scatter_one(call) for call in todo]
 
 
 @given(scatter_calls())
-@settings(max_examples=40)
+@settings(max_examples=100)
 def test_reduce_scatter_gives_rank_i_the_reduction_of_the_ith_entries(case: tuple[int, list[ScatterCall]]) -> None:
     size, todo = case
     for rank, outcomes in enumerate(run_on(size, reduce_scatter_each, todo)):
         for call, actual in zip(todo, outcomes, strict=True):
-            assert_outcome(actual, reduced(call.op, call.lists[rank].parts), call.op)
+            assert_outcome(actual, reduced(call.op, call.lists[rank].tensors), call.op)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -168,10 +185,10 @@ def test_every_op_works_on_every_dtype_that_it_has_a_meaning_for(size: int) -> N
             if has_meaning(op, dtype):
                 # 6 and 2 a rank: the mean is whole on up to 4 ranks where it is 6 everywhere.
                 parts = [torch.tensor([[6], [1]]).mul(1 if op == "mean" else rank + 1) for rank in range(max(size, 1))]
-                todo.append(Call(op, Drawn([part.to(dtype) for part in parts])))
+                todo.append(Call(op, Drawn([Sent(part.to(dtype)) for part in parts])))
     for outcomes in run_on(size, all_reduce_each, todo):
         for call, actual in zip(todo, outcomes, strict=True):
-            assert_outcome(actual, reduced(call.op, call.drawn.parts), call.op)
+            assert_outcome(actual, reduced(call.op, call.drawn.tensors), call.op)
 
 
 def refuse_what_has_no_meaning() -> None:
@@ -188,12 +205,6 @@ def refuse_what_has_no_meaning() -> None:
     assert_group_works()
 
 
-def assert_group_works() -> None:
-    data = torch.tensor([1 + get_rank()])
-    all_reduce(data)
-    assert data.item() == sum(range(1, get_world_size() + 1))
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_ops_without_meaning_for_a_dtype_are_type_errors_on_one_process_as_on_many(size: int) -> None:
     run_on(size, refuse_what_has_no_meaning)
@@ -202,7 +213,7 @@ def test_ops_without_meaning_for_a_dtype_are_type_errors_on_one_process_as_on_ma
 def refuse_wrong_calls() -> None:
     rank, size = get_dist_info()
     data = torch.ones(2)
-    for op in ("median", "", "SUM ", None, 3, data[:0], ReduceOp.PREMUL_SUM):
+    for op in ("median", "", "SUM ", None, 0, True, data, ReduceOp.PREMUL_SUM):
         with pytest.raises(ValueError, match="`op` must be one of sum, mean, product, min, max, band, bor, bxor"):
             all_reduce(data, op)
     for not_a_tensor in (3.0, [1.0], None):
@@ -211,18 +222,24 @@ def refuse_wrong_calls() -> None:
     with pytest.raises(TypeError, match="`data` must be dense"):
         all_reduce(data.to_sparse())
     for dst in (-1, size):
-        with pytest.raises(ValueError, match=rf"`dst` must be .* 0 to {size - 1}, but is {dst} \(rank {rank} of {size}"):
+        with pytest.raises(
+            ValueError, match=rf"`dst` must be .* 0 to {size - 1}, but is {dst} \(rank {rank} of {size}"
+        ):
             reduce(data, dst)
     for dst in ("0", 0.0, True, None):
         with pytest.raises(TypeError, match="`dst` must be an int"):
             reduce(data, dst)
-    with pytest.raises(ValueError, match=f"`input_list` must have {size} entries, one for each rank, but has {size + 1}"):
+    with pytest.raises(
+        ValueError, match=f"`input_list` must have {size} entries, one for each rank, but has {size + 1}"
+    ):
         reduce_scatter(data, [data] * (size + 1))
     with pytest.raises(TypeError, match="`input_list` must be a list of tensors"):
         reduce_scatter(data, None)
     with pytest.raises(TypeError, match=r"`input_list\[0\]` must be a tensor"):
         reduce_scatter(data, [None] * size)
-    with pytest.raises(ValueError, match=r"`output` must be like `input_list\[rank\]`, \(2,\) torch.float32, but is \(3,"):
+    with pytest.raises(
+        ValueError, match=r"`output` must be like `input_list\[rank\]`, \(2,\) torch.float32, but is \(3,"
+    ):
         reduce_scatter(torch.ones(3), [data] * size)
     with pytest.raises(ValueError, match="`output` must be like"):
         reduce_scatter(data.double(), [data] * size)
@@ -238,14 +255,19 @@ def test_wrong_calls_are_refused_on_every_rank_and_the_group_works_on(size: int)
 @ranks(2)
 def test_a_list_of_two_dtypes_is_refused() -> None:
     entries = [torch.ones(1), torch.ones(1, dtype=torch.int64)]
-    with pytest.raises(ValueError, match="`input_list` must have one dtype, but has torch.float32, torch.int64"):
+    with pytest.raises(ValueError, match=r"`input_list` must have one dtype, but has torch.float32, torch.int64"):
         reduce_scatter(entries[get_rank()].clone(), entries)
     assert_group_works()
 
 
 @ranks(1, 3)
 def test_ops_may_be_those_of_torch_or_other_names() -> None:
-    for name, op in (("sum", ReduceOp.SUM), ("mean", ReduceOp.AVG), ("product", ReduceOp.PRODUCT), ("max", ReduceOp.MAX)):
+    for name, op in (
+        ("sum", ReduceOp.SUM),
+        ("mean", ReduceOp.AVG),
+        ("product", ReduceOp.PRODUCT),
+        ("max", ReduceOp.MAX),
+    ):
         for other in (op, ReduceOp(op), name.upper()):
             data, expected = torch.full((2,), 1.0 + get_rank()), torch.full((2,), 1.0 + get_rank())
             all_reduce(data, other)
@@ -279,18 +301,18 @@ def test_the_mean_of_the_largest_integers_does_not_overflow(size: int) -> None:
 
 @ranks(4)
 def test_the_mean_of_large_half_numbers_does_not_overflow() -> None:
-    for dtype, large in ((torch.float16, 60000.0), (torch.bfloat16, 3e38)):
-        data = torch.full((3,), large, dtype=dtype)
-        expected = data.clone()
-        all_reduce(data, "mean")
-        assert torch.equal(data, expected)
+    data = torch.full((3,), 60000.0, dtype=torch.float16)
+    all_reduce(data, "mean")
+    assert torch.equal(data, torch.full((3,), 60000.0, dtype=torch.float16))
 
 
 @ranks(3)
 def test_several_reductions_may_be_in_flight_and_be_awaited_in_any_order_and_twice() -> None:
     factor = 1 + get_rank()
-    data = [torch.full((n,), factor, dtype=dtype) for n in (1, 1000) for dtype in (torch.int64, torch.uint16, torch.half)]
-    handles = [all_reduce(x, op, async_op=True) for x in data for op in ("sum",)]
+    data = [
+        torch.full((n,), factor, dtype=dtype) for n in (1, 1000) for dtype in (torch.int64, torch.uint16, torch.half)
+    ]
+    handles = [all_reduce(x, async_op=True) for x in data]
     handles.append(reduce_scatter(torch.empty(2), [torch.ones(2)] * 3, async_op=True))
     handles.append(reduce(torch.ones(1), 1, async_op=True))
     for handle in reversed(handles):
@@ -306,7 +328,7 @@ def test_a_handle_whose_mean_is_not_whole_raises_each_time_it_is_awaited() -> No
     data = torch.tensor([get_rank(), 4])
     handle = all_reduce(data, "mean", async_op=True)
     for _ in range(2):
-        with pytest.raises(ValueError, match="the mean of torch.int64 data must be a whole number"):
+        with pytest.raises(ValueError, match=r"the mean of torch.int64 data must be a whole number"):
             handle.wait()
     assert data.tolist() == [get_rank(), 4]
     assert_group_works()

@@ -168,7 +168,7 @@ def test_an_evaluator_takes_metrics_in_any_form():
 def test_two_metrics_of_one_name_are_refused():
     evaluator = Evaluator([Accuracy(), Accuracy()])
     evaluator.process((SCORES, LABELS))
-    with pytest.raises(ValueError, match="'accuracy'.*Give it a `prefix`"):
+    with pytest.raises(ValueError, match=r"'accuracy'.*Give it a `prefix`"):
         evaluator.evaluate(3)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from .jobs import PYTHON, TWO_STEPS, check_training, require, run_at_once
 
-require("ip", root=True)
+require("ip", "unshare", root=True, able_to=("unshare", "--net", "--mount", "true"))
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29533  # the namespaces are new: every port is free

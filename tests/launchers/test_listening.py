@@ -22,11 +22,11 @@ def listening(job: Job) -> set[tuple[int, str]]:
     return found
 
 
-def seen_listening(job: Job) -> set[tuple[int, str]]:
-    """Return the same of its whole life."""
-    seen = set()
-    while job.running():
-        seen |= listening(job)
+def seen_listening(*jobs: Job) -> set[tuple[int, str]]:
+    """Return the same of jobs' whole lives."""
+    seen: set[tuple[int, str]] = set()
+    while any(job.running() for job in jobs):
+        seen = seen.union(*map(listening, jobs))
         time.sleep(0.1)
     return seen
 
@@ -40,10 +40,12 @@ def test_lockstep_train_on_two_ranks_listens_on_loopback_alone(tmp_path: Path) -
     assert len({process for process, _ in seen}) == 3  # the store, and gloo in each rank
 
 
-def test_lockstep_launch_on_two_ranks_listens_on_loopback_alone() -> None:
-    with Job([PYTHON, "-m", "lockstep", "launch", TWO_STEPS, "--nproc", "2"]) as job:
-        seen = seen_listening(job)
-        ended = job.end()
-    check_training(ended, "pytorch", [(0, 2, 0), (1, 2, 0)])
+def test_two_jobs_of_lockstep_launch_train_apart_and_listen_on_loopback_alone() -> None:
+    command = [PYTHON, "-m", "lockstep", "launch", TWO_STEPS, "--nproc", "2"]
+    with Job(command) as first, Job(command) as second:
+        seen = seen_listening(first, second)
+        jobs = [first.end(), second.end()]
+    for ended in jobs:
+        check_training(ended, "pytorch", [(0, 2, 0), (1, 2, 0)])
     assert {address for _, address in seen} == {LOOPBACK}
-    assert len({process for process, _ in seen}) == 3
+    assert len({process for process, _ in seen}) == 6

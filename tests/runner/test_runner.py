@@ -212,11 +212,15 @@ def test_a_config_makes_the_same_runner(tmp_path: Path):
             "train_dataloader": {"dataset": data(), "batch_size": 4},
             "train_cfg": {"max_epochs": 1},
             "some_variable": 3,
+            "optim_wraper": {},
         }
     )
     runner = Runner.from_cfg(cfg)
     runner.train()
     assert "max_epochs=1" in (runner.run_dir / "config.py").read_text()
+    log = (runner.run_dir / "log.txt").read_text()
+    assert "`optim_wraper` means nothing here: did you mean `optim_wrapper`?" in log
+    assert "some_variable" not in log
     del cfg["model"]
     with pytest.raises(ConfigError, match="key 'model'"):
         Runner.from_cfg(cfg)

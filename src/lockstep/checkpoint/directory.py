@@ -74,11 +74,7 @@ def load_state(directory: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the directory is not a checkpoint, or does not hold what `state` asks for.
     """
-    if not is_checkpoint(directory):
-        raise ConfigError(
-            f"a checkpoint must be a directory with {_INDEX_FILE} and {META_FILE} in it, but "
-            f"{directory} {'has not both' if directory.is_dir() else 'is not there'}"
-        )
+    _require_checkpoint(directory)
     wanted = dict(state)
     with _failures_as(ConfigError, f"the checkpoint {directory} does not fit"):
         dcp.load(wanted, checkpoint_id=directory, no_dist=not is_distributed())
@@ -86,7 +82,12 @@ def load_state(directory: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """Return the facts that were saved with a checkpoint."""
+    """Return the facts that were saved with a checkpoint.
+
+    Raises:
+        ConfigError: the directory is not a checkpoint.
+    """
+    _require_checkpoint(directory)
     meta: dict[str, Any] = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
     return meta
 
@@ -94,6 +95,14 @@ def read_meta(directory: Path) -> dict[str, Any]:
 def is_checkpoint(directory: Path) -> bool:
     """Return whether there is a complete checkpoint of that name."""
     return all((directory / name).is_file() for name in (_INDEX_FILE, META_FILE))
+
+
+def _require_checkpoint(directory: Path) -> None:
+    if not is_checkpoint(directory):
+        raise ConfigError(
+            f"a checkpoint must be a directory with {_INDEX_FILE} and {META_FILE} in it, but "
+            f"{directory} {'has not both' if directory.is_dir() else 'is not there'}"
+        )
 
 
 def _publish(draft: Path, directory: Path) -> None:

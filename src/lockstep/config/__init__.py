@@ -10,5 +10,6 @@ from __future__ import annotations
 from lockstep.config.config import Config
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.options import parse_options
+from lockstep.config.read_base import read_base
 
-__all__ = ["Config", "ConfigDict", "parse_options"]
+__all__ = ["Config", "ConfigDict", "parse_options", "read_base"]

@@ -11,14 +11,16 @@ from typing import Any, Self
 
 import yaml
 
+from lockstep.config.config_file import DUMPED
 from lockstep.config.dictionary import ConfigDict
-from lockstep.config.files import neighbours_importable
 from lockstep.config.inheritance import load
 from lockstep.config.options import set_dotted
+from lockstep.config.python_file import neighbours_importable
 from lockstep.config.source_form import plain_data, python_source
+from lockstep.config.sources import Sources
 from lockstep.errors import ConfigError
 
-_SLOTS = ("_filename", "_text")
+_SLOTS = ("_changed", "_filename", "_text")
 _RESERVED = ("filename", "text", "pretty_text")
 
 
@@ -43,6 +45,7 @@ class Config(ConfigDict):
 
     __slots__ = _SLOTS
 
+    _changed: frozenset[str]
     _filename: str | None
     _text: str
 
@@ -54,6 +57,7 @@ class Config(ConfigDict):
     ) -> None:
         if cfg_dict is not None and not isinstance(cfg_dict, Mapping):
             raise TypeError(f"`cfg_dict` must be a dict, but is {type(cfg_dict).__name__}")
+        self._changed = frozenset()
         self._filename = None if filename is None else str(filename)
         self._text = text
         super().__init__(cfg_dict or {})
@@ -64,8 +68,8 @@ class Config(ConfigDict):
 
         A Python file may import the modules beside it. What it imports or defines (modules,
         functions, classes) does not become a key, but may be a value: ``dict(type=MyNet)``. Its
-        bases are at hand as `_base_`: ``lr = _base_.lr * 2``. The modules that
-        ``custom_imports=dict(imports=[...])`` names are imported.
+        bases are at hand as `_base_`: ``lr = _base_.lr * 2``; or it imports them, see `read_base`.
+        The modules that ``custom_imports=dict(imports=[...])`` names are imported.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -93,26 +97,45 @@ class Config(ConfigDict):
         """The whole config as Python source."""
         return python_source(self)
 
+    @property
+    def helpers(self) -> set[str]:
+        """The keys that need no other purpose, as the files' own code has read them."""
+        sources = self._sources()
+        return set() if sources is None else sources.helpers()
+
+    def where(self, key: str) -> str:
+        """Return where a dotted key, or the nearest above it, got its value, to be told to a user.
+
+        That is ``"path:line"``, ``"an option"`` for what `merge_from_dict` has set, or "" where it
+        is not known.
+        """
+        if any(f"{key}.".startswith(f"{changed}.") for changed in self._changed):
+            return "an option"
+        sources = self._sources()
+        return "" if sources is None else sources.where(key)
+
     def dump(self, path: str | PathLike[str] | None = None) -> str:
         """Return the config as text, and write it to `path`, whose suffix chooses the format.
 
         Python source gives an equal config when it is read again. YAML and JSON know no classes
-        and tuples: they hold import paths and lists.
+        and tuples: they hold import paths and lists. A comment at the top of a file says that it
+        was written so, where the format knows comments.
 
         Raises:
             ConfigError: the suffix is unknown.
         """
-        suffix = ".py" if path is None else Path(path).suffix
+        if path is None:
+            return self.pretty_text
+        suffix = Path(path).suffix
         if suffix == ".py":
-            text = self.pretty_text
+            text = DUMPED + self.pretty_text
         elif suffix in (".yaml", ".yml"):
-            text = yaml.safe_dump(plain_data(self), sort_keys=False, allow_unicode=True)
+            text = DUMPED + yaml.safe_dump(plain_data(self), sort_keys=False, allow_unicode=True)
         elif suffix == ".json":
             text = json.dumps(plain_data(self), indent=2, ensure_ascii=False) + "\n"
         else:
             raise ConfigError(f"{path}: a config must end in .py, .yaml, .yml or .json")
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
         return text
 
     def merge_from_dict(self, options: Mapping[str, Any]) -> None:
@@ -129,6 +152,13 @@ class Config(ConfigDict):
         for key, value in options.items():
             set_dotted(changed, key, value)
         self.update(changed)
+        self._changed |= options.keys()
+
+    def _sources(self) -> Sources | None:
+        try:
+            return None if self._filename is None else Sources.read(Path(self._filename))
+        except OSError:  # moved or removed since
+            return None
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key in _RESERVED:

@@ -1,11 +1,15 @@
-"""`ConfigDict`: a dict whose keys are attributes too."""
+"""`ConfigDict`: a dict whose keys are attributes too, and how one is laid over another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from difflib import get_close_matches
 from typing import Any, Self
+
+from lockstep.errors import ConfigError
+
+DELETE = "_delete_"
 
 
 class ConfigDict(dict[Any, Any]):
@@ -62,6 +66,24 @@ class ConfigDict(dict[Any, Any]):
         """Return a shallow copy."""
         return copy(self)
 
+    def merge(self, changes: Mapping[Any, Any]) -> None:
+        """Lay `changes` over this dict, dicts within dicts key by key.
+
+        A dict with ``_delete_=True`` replaces instead.
+
+        Raises:
+            ConfigError: a dict would be laid over something that is none.
+
+        Example:
+            >>> model = ConfigDict(type="Net", head=dict(width=3, bias=True))
+            >>> model.merge(dict(head=dict(width=5)))
+            >>> model
+            {'type': 'Net', 'head': {'width': 5, 'bias': True}}
+        """
+        result = merged(self, changes, lambda key, says: ConfigError(f"`{key}` {says}"))
+        self.clear()
+        self.update(result)
+
     def __or__(self, other: Any) -> Self:
         if not isinstance(other, Mapping):
             return NotImplemented
@@ -88,6 +110,43 @@ def closest(word: object, names: Iterable[object]) -> str | None:
     return close[0] if close else None
 
 
+def merged(
+    base: Mapping[Any, Any],
+    changes: Mapping[Any, Any],
+    error: Callable[[str, str], ConfigError],
+    prefix: str = "",
+) -> ConfigDict:
+    """Return `base` with `changes` laid over it.
+
+    Dicts are merged key by key; anything else replaces what was there. A dict of `changes` with
+    ``_delete_=True`` replaces too.
+
+    Args:
+        base: left as it is.
+        changes: left as it is.
+        error: makes the error from a dotted key and what is wrong with it.
+        prefix: the dotted key of the two dicts, for errors, with a dot at its end.
+    """
+    result = ConfigDict() if _deletes(changes, error, prefix) else ConfigDict(base)
+    for key, value in changes.items():
+        name = f"{prefix}{key}"
+        if key == DELETE:
+            continue
+        if not isinstance(value, dict):
+            result[key] = value
+            continue
+        below = result.get(key, {})
+        if not isinstance(below, dict):
+            if not _deletes(value, error, f"{name}."):
+                raise error(
+                    name,
+                    f"is a dict, but was {below!r} in the base; add {DELETE}=True to replace it",
+                )
+            below = {}
+        result[key] = merged(below, value, error, f"{name}.")
+    return result
+
+
 def _wrapped(value: Any) -> Any:
     if isinstance(value, ConfigDict):
         return value
@@ -108,3 +167,10 @@ def _mapped(function: Any, value: Any) -> Any:
     if isinstance(value, list):
         return items
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
+def _deletes(changes: Mapping[Any, Any], error: Callable[[str, str], ConfigError], prefix: str) -> bool:
+    flag = changes.get(DELETE, False)
+    if not isinstance(flag, bool):
+        raise error(f"{prefix}{DELETE}", f"must be True or False, but is {flag!r}")
+    return flag

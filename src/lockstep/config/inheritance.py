@@ -1,17 +1,13 @@
-"""`_base_` and `_delete_`: how one config file builds upon others."""
+"""`_base_` and `read_base()`: how one config file builds upon others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
-from lockstep.config.dictionary import ConfigDict
-from lockstep.config.files import BASE, ConfigFile, read_file
-from lockstep.errors import ConfigError
-
-DELETE = "_delete_"
+from lockstep.config.config_file import BASE, BaseFile, ConfigFile
+from lockstep.config.dictionary import ConfigDict, closest, merged
+from lockstep.config.files import read_file
 
 
 def load(path: Path, children: tuple[ConfigFile, ...] = ()) -> tuple[ConfigDict, str]:
@@ -27,72 +23,57 @@ def load(path: Path, children: tuple[ConfigFile, ...] = ()) -> tuple[ConfigDict,
             has an error. Names file, line and key.
     """
     file = read_file(path)
-    base = ConfigDict()
-    origin: dict[str, Path] = {}
+    parts: list[tuple[BaseFile, ConfigDict]] = []
     texts = []
-    for base_path in file.bases():
-        part, text = _load_base(base_path.resolve(), (*children, file))
-        for key in part:
-            if key in origin:
-                raise file.error(BASE, f"gives `{key}` twice: in {origin[key]} and in {base_path}; keep one")
-            origin[key] = base_path
-        base.update(part)
+    for base in file.bases():
+        part, text = _load_base(base, (*children, file))
+        parts.append((base, part))
         texts.append(text)
-    own = ConfigDict(file.values(deepcopy(base)))
     texts.append(f"# {path}\n{file.text}")
-    return merged(base, own, file.error), "\n".join(texts)
+    if file.imports_bases:
+        values = ConfigDict(file.values(ConfigDict(), [_taken(base, part, file) for base, part in parts]))
+    else:
+        united = _united(parts, file)
+        values = merged(united, ConfigDict(file.values(deepcopy(united))), file.error)
+    return values, "\n".join(texts)
 
 
-def _load_base(path: Path, children: tuple[ConfigFile, ...]) -> tuple[ConfigDict, str]:
+def _load_base(base: BaseFile, children: tuple[ConfigFile, ...]) -> tuple[ConfigDict, str]:
+    path = base.path.resolve()
     chain = [child.path for child in children]
     if path in chain:
         circle = " -> ".join(map(str, [*chain[chain.index(path) :], path]))
-        raise children[-1].error(BASE, f"leads in a circle: {circle}")
+        raise children[-1].error(base.named_by, f"leads in a circle: {circle}", base.line)
     try:
         return load(path, children)
     except FileNotFoundError as error:
-        raise children[-1].error(BASE, f"names a file that is missing: {error}") from error
+        raise children[-1].error(base.named_by, f"names a file that is missing: {error}", base.line) from error
 
 
-def merged(
-    base: Mapping[Any, Any],
-    changes: Mapping[Any, Any],
-    error: Callable[[str, str], ConfigError],
-    prefix: str = "",
-) -> ConfigDict:
-    """Return `base` with `changes` laid over it.
-
-    Dicts are merged key by key; anything else replaces what was there. A dict of `changes` with
-    ``_delete_=True`` replaces too.
-
-    Args:
-        base: left as it is.
-        changes: left as it is.
-        error: makes the error from a dotted key and what is wrong with it.
-        prefix: the dotted key of the two dicts, for errors, with a dot at its end.
-    """
-    result = ConfigDict() if _deletes(changes, error, prefix) else ConfigDict(base)
-    for key, value in changes.items():
-        name = f"{prefix}{key}"
-        if key == DELETE:
-            continue
-        if not isinstance(value, dict):
-            result[key] = value
-            continue
-        below = result.get(key, {})
-        if not isinstance(below, dict):
-            if not _deletes(value, error, f"{name}."):
-                raise error(
-                    name,
-                    f"is a dict, but was {below!r} in the base; add {DELETE}=True to replace it",
-                )
-            below = {}
-        result[key] = merged(below, value, error, f"{name}.")
-    return result
+def _taken(base: BaseFile, values: ConfigDict, file: ConfigFile) -> dict[str, object]:
+    """Return the keys that `file` imports from a base, by the names that it gives them."""
+    if base.names is None:
+        return dict(values)
+    for name in base.names.values():
+        if name not in values:
+            near = closest(name, values)
+            raise file.error(
+                name,
+                f"is not a key of {base.path}{f', did you mean `{near}`?' if near else '.'} What is no key (a "
+                "function, a class, a module) is imported outside of read_base()",
+                base.line,
+            )
+    return {own: values[name] for own, name in base.names.items()}
 
 
-def _deletes(changes: Mapping[Any, Any], error: Callable[[str, str], ConfigError], prefix: str) -> bool:
-    flag = changes.get(DELETE, False)
-    if not isinstance(flag, bool):
-        raise error(f"{prefix}{DELETE}", f"must be True or False, but is {flag!r}")
-    return flag
+def _united(parts: list[tuple[BaseFile, ConfigDict]], file: ConfigFile) -> ConfigDict:
+    """Return the keys of all bases, which must not share any."""
+    united = ConfigDict()
+    origin: dict[str, Path] = {}
+    for base, part in parts:
+        for key in part:
+            if key in origin:
+                raise file.error(BASE, f"gives `{key}` twice: in {origin[key]} and in {base.path}; keep one")
+            origin[key] = base.path
+        united.update(part)
+    return united

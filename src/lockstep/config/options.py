@@ -6,8 +6,7 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep.config.dictionary import ConfigDict
-from lockstep.config.inheritance import merged
+from lockstep.config.dictionary import ConfigDict, merged
 from lockstep.errors import ConfigError
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}

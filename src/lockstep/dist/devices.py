@@ -107,8 +107,9 @@ def is_bare(data: Tensor) -> bool:
 
 def as_bytes(data: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, as a flat uint8 view of the same memory."""
-    # Any dtype can travel so, also those for which a backend has no name. A 0-dim tensor can't change its item size.
-    return data.detach().view(-1).view(torch.uint8)
+    # Any dtype can travel so, also those for which a backend has no name. Neither a 0-dim tensor can change its item
+    # size nor one element of a strided view, which counts as contiguous whatever its stride.
+    return data.detach().as_strided((data.numel(),), (1,)).view(torch.uint8)
 
 
 def copy_back(data: Tensor, result: Tensor) -> None:

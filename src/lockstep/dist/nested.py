@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import sys
 from collections.abc import Iterable, MutableMapping, Sequence
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.dist.arguments import group_rank, require_tensor
 from lockstep.dist.groups import Group, GroupLike, resolve
 from lockstep.dist.guard import check_call
-from lockstep.dist.moving import broadcast
+from lockstep.dist.packets import SLOT_BYTES, failure_in, pack_failure, require_no_failure
 from lockstep.dist.parcels import spread_object, swap_objects
 from lockstep.dist.reducing import all_reduce
 from lockstep.dist.reductions import op_name, reduction
@@ -29,26 +30,28 @@ D = TypeVar("D", bound=MutableMapping[Any, Any])
 
 _ALONE_MIN_BYTES = 2**20
 _MIB = 2**20
+_DIGEST_BYTES = 32
+_NUMBERS = ((bool, torch.bool), (int, torch.int64), (float, torch.float64), (complex, torch.complex128))
 
 
 def all_reduce_dict(data: D, op: str = "sum", group: GroupLike = None, to_float: bool = False) -> D:
     """Reduce every value of a dict over all ranks, in place, and return the dict.
 
     Args:
-        data: tensors and Python numbers by key; the order of the keys is free. Tensors are reduced in place, numbers
-            replaced.
+        data: tensors, arrays and Python numbers by key; the order of the keys is free. Tensors are reduced in place,
+            the others replaced.
         op: as for `all_reduce`.
         group: where; None is the default group.
         to_float: reduce everything in float32, so that one collective does for all and means need not be whole; the
-            entries are replaced then.
+            entries become tensors of float32 then.
 
     **Collective**: every rank of the group, with the same keys, shapes and dtypes.
 
-    **Raises**: CollectiveMismatchError on every rank where they differ, naming ranks and keys, before anything is
-    reduced;
-    ValueError where the mean of integers is no whole number, with nothing changed.
+    **Raises**: CollectiveMismatchError on every rank where they differ, naming ranks and keys; TypeError or ValueError
+    on a rank with a value that can't be reduced, PeerError on the others; ValueError on every rank where the mean of
+    integers is no whole number. Nothing is changed then.
 
-    **Cost**: one message of 32 bytes from each rank to each, and one all_reduce for each dtype.
+    **Cost**: one message of 512 bytes from each rank to each, and one all_reduce for each dtype.
 
     **Example (2 ranks)**::
 
@@ -59,19 +62,14 @@ def all_reduce_dict(data: D, op: str = "sum", group: GroupLike = None, to_float:
     """
     if not isinstance(data, MutableMapping):
         raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
-    here = resolve(group)
-    keys = sorted(data, key=str)
-    if to_float:
-        for key in keys:
-            data[key] = torch.as_tensor(data[key], dtype=torch.float32)
-    reduced = _reduced([(str(key), data[key]) for key in keys], op, here)
+    values = [(key if isinstance(key, str) else f"[{key!r}]", value) for key, value in data.items()]
+    reduced = _reduced(values, op, resolve(group), torch.float32 if to_float else None)
     with torch.no_grad():
-        for key, result in zip(keys, reduced, strict=True):
-            value = data[key]
-            if isinstance(value, Tensor):
+        for (key, value), result in zip(list(data.items()), reduced, strict=True):
+            if isinstance(value, Tensor) and value.dtype == result.dtype:
                 value.copy_(result)
             else:
-                data[key] = _as_leaf(result, value)
+                data[key] = result.clone() if to_float else _as_leaf(result, value)
     return data
 
 
@@ -79,7 +77,7 @@ def all_reduce_tree(data: T, op: str = "sum", group: GroupLike = None) -> T:
     """Return a tree with every leaf reduced over all ranks; `data` stays as it is.
 
     Args:
-        data: any tree of tensors, numpy arrays and Python numbers.
+        data: any tree of tensors, numpy arrays and numbers; the order of keys in its dicts is free.
         op: as for `all_reduce`.
         group: where; None is the default group.
 
@@ -147,11 +145,12 @@ def all_reduce_params(
         op: as for `all_reduce`.
         group: where; None is the default group.
 
-    **Collective**: every rank of the group. **Raises**: as `all_reduce`.
+    **Collective**: every rank of the group.
+
+    **Raises**: as `all_reduce`; where the mean of some integers is no whole number, only after all have been reduced.
 
     **Cost**: one all_reduce for each large tensor and each bucket of small ones, all in flight at once; a copy of
-    the small
-    ones in memory.
+    the small ones in memory.
 
     **Example (2 ranks)**::
 
@@ -173,12 +172,18 @@ def all_reduce_params(
     buckets = _buckets([x for x in tensors if x.nbytes < alone_from], limit_bytes)
     flats = [_joined(bucket) for bucket in buckets]
     handles += [all_reduce(flat, name, here.pg, async_op=True) for flat in flats]
+    refusal: ValueError | None = None
     for handle in handles:
-        handle.wait()
+        try:
+            handle.wait()
+        except ValueError as error:  # the mean of these integers; the others are on their way all the same
+            refusal = refusal or error
     with torch.no_grad():
         for bucket, flat in zip(buckets, flats, strict=True):
             for tensor, part in zip(bucket, _parted(flat, bucket), strict=True):
                 tensor.copy_(part)
+    if refusal is not None:
+        raise refusal
 
 
 def sync_random_seed(
@@ -187,11 +192,11 @@ def sync_random_seed(
     """Return one seed on every rank: rank 0's `seed`, or a random one where that is None.
 
     Args:
-        seed: what rank 0 proposes, 0 to 2**63 - 1. A group in this place is the group.
+        seed: what rank 0 proposes, 0 to 2**63 - 1; that of others is not looked at. A group in this place is the group.
         device: taken for the sake of older callers; the group knows where it talks.
         group: where; None is the default group.
 
-    **Collective**: every rank of the group.
+    **Collective**: every rank of the group. **Raises**: ValueError on every rank where rank 0's seed is none.
 
     **Example (2 ranks)**::
 
@@ -201,86 +206,107 @@ def sync_random_seed(
     """
     if isinstance(seed, ProcessGroup | DeviceMesh):
         seed, group = None, seed
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
-        raise ValueError(f"`seed` must be an int from 0 to 2**63 - 1, but is {seed!r}")
+    here = resolve(group)
+    check_call("sync_random_seed", here)
     # 31 bits: what numpy's and Python's generators and data loaders all take
-    agreed = torch.tensor(secrets.randbelow(2**31) if seed is None else seed)
-    broadcast(agreed, 0, group)
-    return int(agreed.item())
+    agreed = spread_object(secrets.randbelow(2**31) if seed is None else seed, 0, here)
+    if isinstance(agreed, bool) or not isinstance(agreed, Integral) or not 0 <= agreed < 2**63:
+        raise ValueError(f"`seed` must be an int from 0 to 2**63 - 1, but is {agreed!r} on rank 0 ({here.here})")
+    return int(agreed)
 
 
-def _reduced(items: list[tuple[str, Any]], op: str, here: Group) -> list[Tensor]:
-    """Return every leaf's reduction, as views of one tensor for each dtype."""
+def _reduced(items: list[tuple[str, Any]], op: str, here: Group, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return every leaf's reduction, in `dtype` or its own, on its device; some are views of one tensor."""
     name = op_name(op)
-    tensors = [_as_tensor(path, leaf) for path, leaf in items]
-    places: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault(tensor.dtype, []).append(place)
-    for dtype in places:
-        reduction(name, dtype)
     check_call("all_reduce_tree", here, name)
-    _require_same_structure(items, tensors, here)
+    tensors = _prepared(items, name, here, dtype)
+    places: dict[torch.dtype, list[int]] = {}
+    # By path: in dicts, every rank has an order of its own.
+    for place in sorted(range(len(items)), key=lambda place: items[place][0]):
+        places.setdefault(tensors[place].dtype, []).append(place)
     reduced = list(tensors)
-    for dtype in sorted(places, key=str):
-        members = [tensors[place] for place in places[dtype]]
-        joined = _joined(members if here.pg is None else [x.to(here.comm_device) for x in members])
+    for one_dtype in sorted(places, key=str):
+        members = [tensors[place] for place in places[one_dtype]]
+        device = members[0].device if here.pg is None else here.comm_device
+        joined = _joined([x.to(device) for x in members])
         all_reduce(joined, name, here.pg)
-        for place, result in zip(places[dtype], _parted(joined, members), strict=True):
-            reduced[place] = result
+        for place, result in zip(places[one_dtype], _parted(joined, members), strict=True):
+            reduced[place] = result.to(tensors[place].device)
     return reduced
 
 
-def _as_tensor(path: str, leaf: Any) -> Tensor:
-    if isinstance(leaf, Tensor):
-        require_tensor(path, leaf)
-        return leaf
-    if isinstance(leaf, bool):
-        return torch.tensor(leaf)
-    if isinstance(leaf, int):
-        return torch.tensor(leaf, dtype=torch.int64)
-    if isinstance(leaf, float):
-        return torch.tensor(leaf, dtype=torch.float64)
-    if _is_array(leaf):
-        return torch.from_numpy(leaf.copy())
-    raise TypeError(
-        f"`{path or 'data'}` must be a tensor, an array or a number, but is {type(leaf).__name__}. "
-        "Other objects go through all_gather_object"
-    )
-
-
-def _as_leaf(reduced: Tensor, leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return reduced.clone() if leaf.device == reduced.device else reduced.to(leaf.device)
-    if _is_array(leaf):
-        return reduced.cpu().numpy().copy()
-    return reduced.item()
-
-
-def _is_array(leaf: object) -> bool:
-    # Asked without importing numpy: where nobody has imported it, nothing is one.
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, numpy.ndarray)
-
-
-def _require_same_structure(items: list[tuple[str, Any]], tensors: list[Tensor], here: Group) -> None:
+def _prepared(items: list[tuple[str, Any]], op: str, here: Group, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return the leaves as tensors, when every rank has shown that its own can be reduced, and that all are alike."""
+    try:
+        tensors = [_as_tensor(path, leaf, dtype) for path, leaf in items]
+        for one_dtype in {x.dtype for x in tensors}:
+            reduction(op, one_dtype)
+    except Exception as error:  # as only this rank can see it, it has to tell the others, who wait
+        swap_slots(pack_failure(error), here)
+        raise
     if here.pg is None:
-        return
-    description = repr([(path, x.dtype, tuple(x.shape)) for (path, _), x in zip(items, tensors, strict=True)])
-    digest = hashlib.blake2b(description.encode(), digest_size=32).digest()
-    slots = swap_slots(bytearray(digest), here)
-    if all(slot == digest for slot in slots):
-        return
-    lines = [f"{path}: {x.dtype}{list(x.shape)}" for (path, _), x in zip(items, tensors, strict=True)]
+        return tensors
+    lines = sorted(_described(path, x) for (path, _), x in zip(items, tensors, strict=True))
+    slot = bytearray(SLOT_BYTES)
+    slot[-_DIGEST_BYTES:] = hashlib.blake2b(repr(lines).encode(), digest_size=_DIGEST_BYTES).digest()
+    slots = swap_slots(slot, here)
+    require_no_failure([failure_in(other) for other in slots], here)
+    if any(other != slot for other in slots):
+        raise _mismatch(lines, here)
+    return tensors
+
+
+def _mismatch(lines: list[str], here: Group) -> CollectiveMismatchError:
+    """Return the error that lists what each rank has beyond what all share. **Collective**: every rank."""
     structures = [set(other) for other in swap_objects(lines, here)]
     shared = set.intersection(*structures)
     table = "\n".join(
         f"  rank {rank}: {', '.join(sorted(structure - shared)) or '(nothing else)'}"
         for rank, structure in enumerate(structures)
     )
-    raise CollectiveMismatchError(
+    return CollectiveMismatchError(
         f"all ranks must hand in the same keys, shapes and dtypes; beyond the {len(shared)} that they share they have\n"
         f"{table}"
     )
+
+
+def _described(path: str, data: Tensor) -> str:
+    return f"{path}: {str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
+
+
+def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None) -> Tensor:
+    tensor = leaf if isinstance(leaf, Tensor) else _tensor_of(path or "data", leaf)
+    require_tensor(path or "data", tensor)
+    return tensor if dtype is None else tensor.detach().to(dtype)
+
+
+def _tensor_of(path: str, leaf: Any) -> Tensor:
+    if _is_of_numpy(leaf):
+        return torch.from_numpy(sys.modules["numpy"].array(leaf))
+    for kind, dtype in _NUMBERS:
+        if isinstance(leaf, kind):
+            if kind is int and not -(2**63) <= leaf < 2**63:
+                raise ValueError(f"`{path}` must be an int that fits into 64 bits, but is {leaf}")
+            return torch.tensor(leaf, dtype=dtype)
+    raise TypeError(
+        f"`{path}` must be a tensor, an array or a number, but is {type(leaf).__name__}. "
+        "Other objects go through all_gather_object"
+    )
+
+
+def _as_leaf(reduced: Tensor, leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return reduced.clone()
+    if _is_of_numpy(leaf):
+        array = reduced.cpu().numpy().copy()
+        return array if isinstance(leaf, sys.modules["numpy"].ndarray) else array[()]
+    return reduced.item()
+
+
+def _is_of_numpy(leaf: object) -> bool:
+    # Asked without importing numpy: where nobody has imported it, nothing is.
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(leaf, numpy.ndarray | numpy.generic)
 
 
 def _buckets(tensors: list[Tensor], limit_bytes: int) -> list[list[Tensor]]:

@@ -185,9 +185,7 @@ def spread_object(obj: object, src: int, here: Group) -> Any:
     return arriving.opened(room, here)
 
 
-def deal_objects(
-    objects: Sequence[object], src: int, here: Group, check: Callable[[], None] | None = None
-) -> Any:
+def deal_objects(objects: Sequence[object], src: int, here: Group, check: Callable[[], None] | None = None) -> Any:
     """Give rank i the i-th of `src`'s objects; `src` keeps its own as it is. `check`: as for `swap_objects`.
 
     **Collective**: every rank.
@@ -219,7 +217,7 @@ def deal_objects(
 
 
 def _attempt(obj: object, here: Group, check: Callable[[], None] | None = None) -> Parcel | Exception:
-    """Return the packed object, or what kept this rank from packing it: to be told to the others before it is raised."""
+    """Return the packed object, or what kept this rank from packing it; the others are told before it is raised."""
     try:
         if check is not None:
             check()

@@ -257,12 +257,16 @@ def _alone(data: Tensor, plan: Reduction) -> None:
 
 
 def _is_plain(data: Tensor, plan: Reduction, here: Group, async_op: bool) -> bool:
-    """Return whether the backend can take `data` as it is: the usual case, kept short as small calls are all overhead."""
+    """Return whether the backend can take `data` as it is.
+
+    The usual case, kept short, as small calls are all overhead.
+    """
     return (
         plan.encode is None
         and not async_op
         and data.is_contiguous()
         and not data.is_neg()
+        and not data.requires_grad  # gloo divides and copies in sight of autograd
         and plan.wire_op not in here.lacks
         and data.device.type in here.devices
     )

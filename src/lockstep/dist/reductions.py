@@ -61,7 +61,7 @@ def op_name(op: object) -> str:
         name = _ALIASES.get(op.lower(), op.lower())
         if name in TORCH_OPS:
             return name
-    else:
+    elif isinstance(op, ReduceOp | ReduceOp.RedOpType):  # 0 and False would be equal to SUM, too
         for name, torch_op in TORCH_OPS.items():
             if op == torch_op:
                 return name

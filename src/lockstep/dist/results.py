@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from lockstep.dist.agreement import together
 from lockstep.dist.groups import Group, resolve
 from lockstep.dist.guard import check_call
+from lockstep.dist.packets import require_no_failure
 from lockstep.dist.parcels import collect_objects, spread_object
-from lockstep.dist.spill import collect_on_disk
+from lockstep.dist.spill import Part, collect_on_disk
 
 _ABSENT: Final = object()
 
@@ -36,19 +38,18 @@ def collect_results(
         indices: for each result, which sample of the data set it belongs to.
 
     Without `indices` the parts are taken to be interleaved as samplers deal them (rank 0's first, rank 1's first,
-    ...), and what
-    exceeds `size`, padding, is cut off. With `indices` results are ordered by index, and of padding duplicates the
-    first kept.
+    ...), and what exceeds `size`, padding, is cut off. With `indices` results are ordered by index, and of padding
+    duplicates the first kept, in the order of the ranks.
 
     **Collective**: every rank of the default group.
 
     **Raises**: on every rank ValueError where there are fewer results than `size`, or indices are missing or out of
-    range, naming them;
-    TypeError where a result can't be pickled (on its rank; PeerError on the others).
+    range, naming them. On one rank, with PeerError on the others: TypeError where a result can't be pickled, ValueError
+    where the numbers of results and indices differ, DistError where rank 0 can't load what it received, OSError where
+    `tmpdir` can't be written to or is not shared.
 
     **Cost**: the pickled bytes of all parts but rank 0's, sent to rank 0 alone; large tensors and arrays from their
-    own memory.
-    Rank 0's own results are handed back as they are.
+    own memory. Rank 0's own results are handed back as they are.
 
     **Example (2 ranks)**::
 
@@ -58,9 +59,11 @@ def collect_results(
         True
     """
     here = resolve()
-    _check_arguments(results, size, device, indices)
+    _check_arguments(size, device)
     check_call("collect_results", here, size)
-    part = (list(results), None if indices is None else [int(index) for index in indices])
+    with together(here):
+        part = _own_part(results, indices, here)
+    parts: Iterable[Part] | None
     if tmpdir is None:
         parts = collect_objects(part, 0, here, copy_own=False)
     else:
@@ -69,16 +72,34 @@ def collect_results(
 
 
 def collect_results_cpu(results: Sequence[Any], size: int, tmpdir: str | Path | None = None) -> list[Any] | None:
-    """Return all ranks' results on rank 0; see `collect_results`."""
+    """Return all ranks' results on rank 0: `collect_results` by the name that older callers know.
+
+    **Collective**: every rank of the default group.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import collect_results_cpu, get_rank
+        >>> collect_results_cpu([get_rank()], size=2) == ([0, 1] if get_rank() == 0 else None)
+        True
+    """
     return collect_results(results, size, "cpu", tmpdir)
 
 
 def collect_results_gpu(results: Sequence[Any], size: int) -> list[Any] | None:
-    """Return all ranks' results on rank 0; see `collect_results`."""
+    """Return all ranks' results on rank 0: `collect_results` by the name that older callers know.
+
+    **Collective**: every rank of the default group.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import collect_results_gpu, get_rank
+        >>> collect_results_gpu([get_rank()], size=2) == ([0, 1] if get_rank() == 0 else None)
+        True
+    """
     return collect_results(results, size, "gpu")
 
 
-def _check_arguments(results: Sequence[Any], size: int, device: str, indices: Sequence[int] | None) -> None:
+def _check_arguments(size: int, device: str) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise ValueError(f"`size` must be the number of samples, an int >= 0, but is {size!r}")
     if device not in ("cpu", "gpu"):
@@ -86,34 +107,46 @@ def _check_arguments(results: Sequence[Any], size: int, device: str, indices: Se
             torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"`device` must be 'cpu' or an accelerator such as 'gpu', but is {device!r}") from error
+
+
+def _own_part(results: Sequence[Any], indices: Sequence[int] | None, here: Group) -> Part:
     if not hasattr(results, "__len__"):
-        raise TypeError(f"`results` must be a list, but is {type(results).__name__}")
-    if indices is not None and len(indices) != len(results):
+        raise TypeError(f"`results` must be a list, but is {type(results).__name__} ({here.here})")
+    if indices is None:
+        return list(results), None
+    if len(indices) != len(results):
         raise ValueError(
-            f"`indices` must name one sample for each of the {len(results)} results, but has {len(indices)} entries"
+            f"`indices` must name one sample for each of the {len(results)} results, but has {len(indices)} entries "
+            f"({here.here})"
         )
+    return list(results), [int(index) for index in indices]
 
 
-def _agreed(parts: list[Any] | None, size: int, here: Group) -> list[Any] | None:
+def _agreed(parts: Iterable[Part] | None, size: int, here: Group) -> list[Any] | None:
     """Order the parts on rank 0, and let every rank learn whether that went well."""
-    ordered, error = None, None
+    ordered: list[Any] | None = None
+    error: Exception | None = None
     if parts is not None:
         try:
-            ordered = _in_order(parts, size)
-        except ValueError as refused:
+            ordered = _in_order(list(parts), size)
+        except Exception as refused:  # loading what arrived may raise anything
             error = refused
-    message = spread_object(None if error is None else str(error), 0, here)
-    if message is not None:
-        raise error or ValueError(f"{message} (seen on {here.here})")
+    kind, message = spread_object((None, "") if error is None else (type(error).__name__, str(error)), 0, here)
+    if error is not None:
+        raise error
+    if kind == "ValueError":
+        raise ValueError(f"{message} (seen on {here.here})")
+    require_no_failure([kind and f"{kind}: {message}"], here, ranks=[0])
     return ordered
 
 
-def _in_order(parts: list[tuple[list[Any], list[int] | None]], size: int) -> list[Any]:
-    if any(indices is None for _, indices in parts):
-        if not all(indices is None for _, indices in parts):
-            raise ValueError("`indices` must be given on every rank or on none, but is given on some")
-        return _interleaved([part for part, _ in parts], size)
-    return _by_index(parts, size)
+def _in_order(parts: list[Part], size: int) -> list[Any]:
+    without = [str(rank) for rank, (_, indices) in enumerate(parts) if indices is None]
+    if not without:
+        return _by_index(parts, size)
+    if len(without) < len(parts):
+        raise ValueError(f"`indices` must be given on every rank or on none, but lack on rank {', '.join(without)}")
+    return _interleaved([part for part, _ in parts], size)
 
 
 def _interleaved(parts: list[list[Any]], size: int) -> list[Any]:
@@ -125,12 +158,14 @@ def _interleaved(parts: list[list[Any]], size: int) -> list[Any]:
     return ordered
 
 
-def _by_index(parts: list[tuple[list[Any], list[int] | None]], size: int) -> list[Any]:
+def _by_index(parts: list[Part], size: int) -> list[Any]:
     ordered: list[Any] = [_ABSENT] * size
     for rank, (part, indices) in enumerate(parts):
         for result, index in zip(part, indices or [], strict=True):
             if not 0 <= index < size:
-                raise ValueError(f"`indices` must be from 0 to {size - 1}, but rank {rank} has {index}")
+                raise ValueError(
+                    f"`indices` must be below `size`, {size}, and not negative, but rank {rank} has {index}"
+                )
             if ordered[index] is _ABSENT:
                 ordered[index] = result
     missing = [index for index, result in enumerate(ordered) if result is _ABSENT]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.dist import all_reduce_params, broadcast
@@ -14,29 +16,53 @@ from lockstep.registry import HOOKS
 
 @HOOKS.register_module()
 class SyncBuffersHook(Hook):
-    """Average the model's buffers over ranks before each validation and each checkpoint.
+    """Average the model's buffers over ranks before each validation, test and checkpoint.
 
-    During an epoch, the running statistics of BatchNorm follow each rank's own samples; what is
-    validated and saved must be one model. Buffers of whole numbers are those of rank 0.
+    During an epoch, the running statistics of BatchNorm follow each rank's own samples; what is validated and saved
+    must be one model. Buffers of whole numbers are those of rank 0.
+
+    **Cost**: one all_reduce and one broadcast for each dtype.
     """
 
     def before_val_epoch(self, runner: RunnerLike) -> None:
         """Average before validating."""
-        _average_buffers(runner)
+        average_buffers(runner.model.buffers())
+
+    def before_test_epoch(self, runner: RunnerLike) -> None:
+        """Average before testing."""
+        average_buffers(runner.model.buffers())
 
     def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Average before saving; the checkpoint holds the very tensors."""
-        _average_buffers(runner)
+        average_buffers(runner.model.buffers())
 
 
-def _average_buffers(runner: RunnerLike) -> None:
-    if runner.world_size == 1:
-        return
+@torch.no_grad()
+def average_buffers(buffers: Iterable[Tensor]) -> None:
+    """Make buffers the same on all ranks, in place: means, and rank 0's where they are whole numbers.
+
+    **Collective**: every rank, with the same shapes and dtypes.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import get_rank
+        >>> mean, count = torch.tensor([1.0 + get_rank()]), torch.tensor(5 + get_rank())
+        >>> average_buffers([mean, count])
+        >>> mean, count
+        (tensor([1.5000]), tensor(5))
+    """
     floating: list[Tensor] = []
-    for buffer in runner.model.buffers():
-        if buffer.is_floating_point():
+    whole: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers:
+        if buffer.is_floating_point() or buffer.is_complex():
             floating.append(buffer)
         else:
-            broadcast(buffer)
+            whole.setdefault(buffer.dtype, []).append(buffer)
     if floating:
         all_reduce_params(floating, op="mean")
+    for members in whole.values():
+        together = torch.cat([buffer.flatten() for buffer in members])
+        broadcast(together)
+        parts = torch.split_with_sizes(together, [buffer.numel() for buffer in members])
+        for buffer, part in zip(members, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))

@@ -8,10 +8,8 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
+from lockstep.hooks.rules import check_rule, rule_of
 from lockstep.registry import HOOKS
-
-_GREATER_IS_BETTER = ("acc", "auc", "precision", "recall", "f1", "map", "miou", "dice", "top", "r2")
-_LESS_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "wer", "cer", "nll", "fid")
 
 
 @HOOKS.register_module()
@@ -42,8 +40,7 @@ class CheckpointHook(Hook):
     ) -> None:
         if max_keep_ckpts == 0 or max_keep_ckpts < -1:
             raise ConfigError(f"`max_keep_ckpts` must be at least 1, or -1 for all, but is {max_keep_ckpts}")
-        if rule not in (None, "greater", "less"):
-            raise ConfigError(f"`rule` must be 'greater', 'less' or None, but is {rule!r}")
+        check_rule(rule)
         self.interval = interval
         self.by_epoch = by_epoch
         self.save_last = save_last
@@ -116,18 +113,8 @@ class CheckpointHook(Hook):
             _remove(runner, self._kept.pop(0))
 
     def _is_better(self, name: str, value: float, former: float) -> bool:
-        rule = self.rule or _rule_of(name)
+        rule = self.rule or rule_of(name)
         return value > former if rule == "greater" else value < former
-
-
-def _rule_of(metric: str) -> str:
-    name = metric.rpartition("/")[2].lower()
-    # Names of errors first: "top1_error" is one.
-    if any(part in name for part in _LESS_IS_BETTER):
-        return "less"
-    if any(part in name for part in _GREATER_IS_BETTER):
-        return "greater"
-    raise ConfigError(f"`rule` must be 'greater' or 'less' for the metric {metric!r}, whose name does not tell")
 
 
 def _remove(runner: RunnerLike, name: str) -> None:

@@ -124,7 +124,13 @@ class Hook:
         """Happen when a test batch is done; `outputs` are the predictions."""
 
     def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
-        """Happen before a checkpoint is written; `checkpoint["meta"]` may be added to."""
+        """Happen before a checkpoint is written: add tensors to `checkpoint`, facts to `checkpoint["meta"]`."""
+
+    def before_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+        """Happen before training resumes from a checkpoint, of which `checkpoint["meta"]` is there already.
+
+        To have what `before_save_checkpoint` added, put tensors of its names and shapes there; they are filled.
+        """
 
     def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Happen when training resumes from a checkpoint; `checkpoint["meta"]` is what was saved."""

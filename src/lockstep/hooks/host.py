@@ -11,8 +11,19 @@ from rich.console import Console
 from torch import nn
 
 from lockstep.evaluator import Evaluator
-from lockstep.logging import JsonLinesSink, MessageHub, Visualizer
+from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.optim import OptimWrapper, ParamScheduler
+from lockstep.visualization import Visualizers
+
+
+class TrainLoopLike(Protocol):
+    """The training loop, as hooks see it.
+
+    Attributes:
+        stop_training: set it, on every rank alike, to end the training after the present epoch or iteration.
+    """
+
+    stop_training: bool
 
 
 class RunnerLike(Protocol):
@@ -45,6 +56,10 @@ class RunnerLike(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model as it is trained: on its device, and wrapped."""
+
+    @property
+    def train_loop(self) -> TrainLoopLike:
+        """The loop that trains."""
 
     @property
     def optim_wrapper(self) -> OptimWrapper:
@@ -87,8 +102,8 @@ class RunnerLike(Protocol):
         """The run's `metrics.jsonl`; rank 0 writes to it."""
 
     @property
-    def visualizer(self) -> Visualizer | None:
-        """Where else scalars go."""
+    def visualizer(self) -> Visualizers:
+        """Where else scalars, pictures and the config go; on all ranks but 0, nowhere."""
 
     @property
     def message_hub(self) -> MessageHub:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from lockstep.device import memory_stats
 from lockstep.dist import gather_object
+from lockstep.hooks.exchange import ExchangeTimer
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
+from lockstep.hooks.rank_times import RankTimes
 from lockstep.logging import MessageHub
 from lockstep.registry import HOOKS
 
@@ -19,6 +22,7 @@ class _Share(NamedTuple):
     means: dict[str, float]
     samples: float
     seconds: float
+    memory_mib: float
 
 
 @HOOKS.register_module()
@@ -27,8 +31,9 @@ class LoggerHook(Hook):
 
     Records go to the run's `metrics.jsonl`, to its log file and to the visualizer. A training
     record holds means over all ranks and over the iterations since the last record, and the samples
-    per second of all ranks together. Between records values are only put aside: nothing is sent,
-    and an accelerator is not waited for.
+    per second of all ranks together, and the most memory that any rank has held. What each rank
+    spends its time on goes to `ranks.jsonl`. Between records values are only put aside: nothing is
+    sent, and an accelerator is not waited for.
 
     Args:
         interval: number of iterations from one record to the next. The end of an epoch makes one,
@@ -46,6 +51,14 @@ class LoggerHook(Hook):
         self._pending = 0
         self._epoch_sums: dict[str, float] = {}
         self._epoch_iters = 0
+        self._exchange: ExchangeTimer | None = None
+        self._rank_times: RankTimes | None = None
+
+    def before_train(self, runner: RunnerLike) -> None:
+        """Begin to measure the exchange of gradients."""
+        self._exchange = ExchangeTimer(runner.model, self.interval)
+        if runner.rank == 0:
+            self._rank_times = RankTimes(runner.run_dir / "ranks.jsonl")
 
     def before_train_epoch(self, runner: RunnerLike) -> None:
         """Forget the sums of the former epoch."""
@@ -93,9 +106,14 @@ class LoggerHook(Hook):
         """Record the metrics of a test."""
         self._record_metrics(runner, "test", metrics or {})
 
+    def close(self) -> None:
+        """Write what is left of the times by rank."""
+        if self._rank_times is not None:
+            self._rank_times.close()
+
     def _record(self, runner: RunnerLike, iteration: int) -> None:
         count, self._pending = self._pending, 0
-        share = _share_of(runner.message_hub, count)
+        share = _share_of(runner.message_hub, count, self._exchange)
         shares = [share] if runner.world_size == 1 else gather_object(share)
         if shares is None:
             return
@@ -107,6 +125,10 @@ class LoggerHook(Hook):
         seconds = max(share.seconds for share in shares)
         values["lr"] = runner.optim_wrapper.get_lr()["lr"][0]
         values["samples_per_second"] = samples / seconds if seconds else 0.0
+        values["memory_mib"] = max(share.memory_mib for share in shares)
+        if self._rank_times is not None:
+            by_rank = [{**share.means, "memory_mib": share.memory_mib} for share in shares]
+            self._rank_times.add(iteration, count, by_rank)
         self._write(runner, "train", runner.epoch + 1, iteration, values)
 
     def _record_metrics(self, runner: RunnerLike, mode: str, metrics: dict[str, Any]) -> None:
@@ -121,19 +143,20 @@ class LoggerHook(Hook):
             f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
         )
         runner.logger.debug("%s  epoch %d  iter %d  %s", mode, epoch, iteration, shown)
-        if runner.visualizer is not None:
-            scalars = {f"{mode}/{name}": value for name, value in values.items()}
-            runner.visualizer.add_scalars(scalars, step=iteration)
+        runner.visualizer.add_scalars({f"{mode}/{name}": value for name, value in values.items()}, step=iteration)
 
 
-def _share_of(hub: MessageHub, count: int) -> _Share:
+def _share_of(hub: MessageHub, count: int, exchange: ExchangeTimer | None) -> _Share:
     means = {
         name.removeprefix(_PREFIX): buffer.mean(count)
         for name, buffer in hub.log_scalars.items()
         if name.startswith(_PREFIX)
     }
     samples = means.pop("samples", 0.0) * count
-    return _Share(means, samples, means.get("time", 0.0) * count)
+    waited = None if exchange is None else exchange.mean_seconds(count)
+    if waited is not None:
+        means["comm_time"] = waited
+    return _Share(means, samples, means.get("time", 0.0) * count, memory_stats().peak_bytes / 2**20)
 
 
 def _merge(shares: list[_Share]) -> dict[str, float]:

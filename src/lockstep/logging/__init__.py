@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from lockstep.logging.console import open_console, run_logging
 from lockstep.logging.meters import HistoryBuffer, MessageHub
-from lockstep.logging.sinks import JsonLinesSink, Visualizer
+from lockstep.logging.sinks import JsonLinesSink
 
 __all__ = [
     "HistoryBuffer",
     "JsonLinesSink",
     "MessageHub",
-    "Visualizer",
     "open_console",
     "run_logging",
 ]

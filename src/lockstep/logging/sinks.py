@@ -1,4 +1,4 @@
-"""Where records of a run go: always to a file of JSON lines, and to whatever else is asked for."""
+"""Where records of a run go in any case: to files of JSON lines."""
 
 from __future__ import annotations
 
@@ -6,16 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
-
-
-@runtime_checkable
-class Visualizer(Protocol):
-    """Something that shows scalars while a run goes on."""
-
-    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
-        """Show values that belong to one step."""
-        ...
+from typing import Any, TextIO
 
 
 class JsonLinesSink:

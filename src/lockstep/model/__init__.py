@@ -1,26 +1,50 @@
-"""Models: what a training step is made of, and the wrappers that lay a model over ranks."""
+"""Models: what a training step is made of, and the wrappers that lay a model over ranks.
+
+What stands on torch's FSDP is imported on first use, because that import takes longer than all the others together.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lockstep.model.base import BaseModel
-from lockstep.model.ddp import MMDistributedDataParallel, is_model_wrapper
+from lockstep.model.comm_hooks import COMM_HOOKS
+from lockstep.model.ddp import MMDistributedDataParallel
 from lockstep.model.preprocessor import BaseDataPreprocessor
-from lockstep.model.steps import (
-    UpdatesParams,
-    parse_losses,
-    predict_step,
-    train_step,
-    unwrap_model,
-)
+from lockstep.model.recomputing import checkpoint_activations
+from lockstep.model.separate import MMSeparateDistributedDataParallel
+from lockstep.model.steps import UpdatesParams, parse_losses, predict_step, train_step
+from lockstep.model.wrapping import is_model_wrapper, unwrap_model
+
+if TYPE_CHECKING:
+    from lockstep.model.fsdp import MMFullyShardedDataParallel
+    from lockstep.model.fsdp_policies import FSDP_WRAP_POLICIES
+
+_HOMES = {
+    "MMFullyShardedDataParallel": "lockstep.model.fsdp",
+    "FSDP_WRAP_POLICIES": "lockstep.model.fsdp_policies",
+}
 
 __all__ = [
+    "COMM_HOOKS",
+    "FSDP_WRAP_POLICIES",
     "BaseDataPreprocessor",
     "BaseModel",
     "MMDistributedDataParallel",
+    "MMFullyShardedDataParallel",
+    "MMSeparateDistributedDataParallel",
     "UpdatesParams",
+    "checkpoint_activations",
     "is_model_wrapper",
     "parse_losses",
     "predict_step",
     "train_step",
     "unwrap_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

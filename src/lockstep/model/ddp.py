@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.dist import get_rank, get_world_size
 from lockstep.model import steps
+from lockstep.model.comm_hooks import HookConfig, register_comm_hook
 from lockstep.registry import MODEL_WRAPPERS
 
 _logger = logging.getLogger(__name__)
@@ -29,26 +30,37 @@ class MMDistributedDataParallel(DistributedDataParallel):
     """Train replicas of a module on all ranks, with their gradients averaged.
 
     Args:
-        module: the module, which lies on the device it is to be trained on. It need not be a
-            `BaseModel`.
-        detect_anomalous_params: before each backward pass, name the parameters that the loss does
-            not depend on. Costs one walk over the autograd graph per step.
-        **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left
-            out, and on the CPU is ignored. `broadcast_buffers` says whether each forward pass sends
-            rank 0's buffers to the others; they begin equal in any case.
+        module: the module, which lies on the device it is to be trained on. It need not be a `BaseModel`.
+        detect_anomalous_params: before each backward pass, look for trainable parameters that the loss does not depend
+            on, and warn of those that were not named before. Each rank speaks for itself: where the ranks' losses
+            depend on different parameters, so do their warnings. Costs one walk over the autograd graph per step.
+        comm_hook: how gradients travel: `"fp16_compress"`, `"bf16_compress"`, `"powerSGD"` or another name in
+            `COMM_HOOKS`; a dict with such a `type` and its options; or a function for torch's `register_comm_hook`.
+        **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left out, and on the CPU
+            is ignored. `broadcast_buffers` says whether each forward pass sends rank 0's buffers to the others; they
+            begin equal in any case.
 
     **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
     """
 
-    def __init__(self, module: nn.Module, detect_anomalous_params: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        detect_anomalous_params: bool = False,
+        *,
+        comm_hook: HookConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             kwargs.pop("device_ids", None)
             kwargs.pop("output_device", None)
         if _BUFFERS_ARGUMENT != "broadcast_buffers" and "broadcast_buffers" in kwargs:
             kwargs[_BUFFERS_ARGUMENT] = kwargs.pop("broadcast_buffers")
         super().__init__(module, **kwargs)
+        if comm_hook is not None:
+            register_comm_hook(self, comm_hook)
         self.detect_anomalous_params = detect_anomalous_params
-        self._last_anomalous: list[str] = []
+        self._named_anomalous: set[str] = set()
 
     def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
         """Train on this rank's part of the batch, and return this rank's values to log.
@@ -61,28 +73,26 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
     def val_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch. Nothing is sent."""
-        return _own_step(self.module, "val_step", data)
+        return steps.own_step(self.module, "val_step", data)
 
     def test_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch. Nothing is sent."""
-        return _own_step(self.module, "test_step", data)
+        return steps.own_step(self.module, "test_step", data)
 
     def _report_anomalous(self, loss: Tensor) -> None:
         reached = leaves_of(loss)
         names = [
             name
             for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and parameter not in reached
+            if parameter.requires_grad and parameter not in reached and name not in self._named_anomalous
         ]
-        if names != self._last_anomalous:
-            self._last_anomalous = names
-            if names:
-                _logger.warning(
-                    "the loss does not depend on %d parameters, which get no gradient "
-                    "(rank %d of %d): %s. Freeze them with requires_grad_(False), or pass "
-                    "find_unused_parameters=True",
-                    len(names), get_rank(), get_world_size(), ", ".join(names),
-                )  # fmt: skip
+        if names:
+            self._named_anomalous.update(names)
+            _logger.warning(
+                "the loss does not depend on %d parameters, which get no gradient (rank %d of %d): %s. Freeze them "
+                "with requires_grad_(False), or pass find_unused_parameters=True",
+                len(names), get_rank(self.process_group), get_world_size(self.process_group), ", ".join(names),
+            )  # fmt: skip
 
 
 class _Inspecting:
@@ -96,16 +106,6 @@ class _Inspecting:
     def update_params(self, loss: Tensor) -> None:
         self._look(loss)
         self._optim_wrapper.update_params(loss)
-
-
-def is_model_wrapper(model: nn.Module) -> bool:
-    """Return whether `model` lays another module over ranks, which is then its `.module`.
-
-    True of torch's `DistributedDataParallel` and `DataParallel`, and of every class in
-    `MODEL_WRAPPERS`.
-    """
-    known = tuple(entry for entry in MODEL_WRAPPERS.module_dict.values() if isinstance(entry, type))
-    return isinstance(model, (DistributedDataParallel, nn.DataParallel, *known))
 
 
 def leaves_of(loss: Tensor) -> set[Tensor]:
@@ -122,8 +122,3 @@ def leaves_of(loss: Tensor) -> set[Tensor]:
             leaves.add(leaf)
         open_nodes += [parent for parent, _ in node.next_functions]
     return leaves
-
-
-def _own_step(module: nn.Module, name: str, data: Any) -> Any:
-    step = getattr(module, name, None)
-    return steps.predict_step(module, data) if step is None else step(data)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import Tensor, nn
 
 from lockstep.model.preprocessor import move_to_device
+from lockstep.model.wrapping import unwrap_model
 
 Mode: TypeAlias = Literal["tensor", "loss", "predict"]
 _ParseLosses: TypeAlias = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
@@ -30,13 +31,6 @@ class UpdatesParams(Protocol):
     def update_params(self, loss: Tensor) -> None:
         """Run the backward pass, and update the parameters where the time has come."""
         ...
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the user's own module under any number of parallel wrappers."""
-    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        model = model.module
-    return model
 
 
 def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:
@@ -68,6 +62,12 @@ def predict_step(model: nn.Module, data: Any) -> Any:
     """
     core = unwrap_model(model)
     return call_forward(core, core, preprocess(core, data, training=False), "predict")
+
+
+def own_step(module: nn.Module, name: str, data: Any) -> Any:
+    """Call the step of that name (`val_step`, `test_step`) where the module has one, else `predict_step`."""
+    step = getattr(module, name, None)
+    return predict_step(module, data) if step is None else step(data)
 
 
 def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:

@@ -15,7 +15,7 @@ from lockstep.registry.registry import Library, Registry
 SCOPE = "lockstep"
 
 MODELS = Registry("model", scope=SCOPE, locations=["lockstep.model"])
-MODEL_WRAPPERS = Registry("model wrapper", scope=SCOPE, locations=["lockstep.model"])
+MODEL_WRAPPERS = Registry("model wrapper", scope=SCOPE, locations=["lockstep.model", "lockstep.model.fsdp"])
 OPTIMIZERS = Registry(
     "optimizer",
     scope=SCOPE,
@@ -35,5 +35,5 @@ METRICS = Registry("metric", scope=SCOPE, locations=["lockstep.evaluator"])
 HOOKS = Registry("hook", scope=SCOPE, locations=["lockstep.hooks"])
 LOOPS = Registry("loop", scope=SCOPE, locations=["lockstep.runner"])
 STRATEGIES = Registry("strategy", scope=SCOPE, locations=["lockstep.strategy"])
-VISUALIZERS = Registry("visualizer", scope=SCOPE, locations=["lockstep.logging"])
+VISUALIZERS = Registry("visualizer", scope=SCOPE, locations=["lockstep.visualization"])
 RUNNERS = Registry("runner", scope=SCOPE, locations=["lockstep.runner"])

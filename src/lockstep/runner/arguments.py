@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ class Arguments:
     def names(cls) -> tuple[str, ...]:
         """Return the names of all arguments."""
         return tuple(field.name for field in fields(cls))
+
+    @property
+    def misspelt(self) -> dict[str, str]:
+        """Keys of the config that mean nothing, with the argument that was probably meant.
+
+        A config may hold variables of its own, so that only what comes very close is suspect.
+        """
+        known = self.names()
+        strange = [key for key in self.cfg if key not in known] if isinstance(self.cfg, Mapping) else []
+        meant = {key: get_close_matches(str(key), known, n=1, cutoff=0.85) for key in strange}
+        return {key: close[0] for key, close in meant.items() if close}
 
     def _check_kinds(self) -> None:
         _check("model", self.model, (nn.Module, Mapping), "a torch.nn.Module or a config dict")

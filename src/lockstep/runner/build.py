@@ -10,8 +10,7 @@ from torch import nn
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.hooks import Hook
-from lockstep.logging import Visualizer
-from lockstep.registry import HOOKS, LOOPS, MODELS, VISUALIZERS
+from lockstep.registry import HOOKS, LOOPS, MODELS
 from lockstep.runner.loops import EvalLoop, TrainLoop
 
 if TYPE_CHECKING:
@@ -63,14 +62,6 @@ def build_eval_loop(
 def build_evaluator(evaluator: Any) -> Evaluator:
     """Return an evaluator of the metrics that are given."""
     return evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
-
-
-def build_visualizer(visualizer: Any) -> Visualizer | None:
-    """Return the visualizer that is given or described."""
-    built = VISUALIZERS.build(visualizer) if isinstance(visualizer, Mapping) else visualizer
-    if built is not None and not isinstance(built, Visualizer):
-        raise TypeError(f"`visualizer` must have a method add_scalars, but is {built!r}")
-    return built
 
 
 def build_hooks(

@@ -18,14 +18,15 @@ from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.hooks import Hook, HookList
-from lockstep.logging import JsonLinesSink, MessageHub, Visualizer, open_console, run_logging
+from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging
 from lockstep.optim import OptimWrapper, ParamScheduler, build_param_schedulers
 from lockstep.registry import RUNNERS
-from lockstep.runner import build, saving, start, summary
+from lockstep.runner import build, recording, saving, start, summary
 from lockstep.runner.arguments import Arguments
 from lockstep.runner.loops import EvalLoop, TrainLoop
 from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import Strategy, build_strategy
+from lockstep.visualization import Visualizers, build_visualizers
 
 
 @RUNNERS.register_module()
@@ -63,7 +64,8 @@ class Runner:
         compile: compile the model; a dict has arguments for `torch.compile`.
         auto_scale_lr: `base_batch_size`, the global batch that the learning rate is meant for.
         log_level: from which level on messages are shown.
-        visualizer: an object with `add_scalars(scalars, step)`, or the config of one.
+        visualizer: an object with `add_scalars(scalars, step)`, its config, or a list of those; by default
+            TensorBoard where it is installed.
         experiment_name: put before the time in the name of the run's folder.
         cfg: the config that the arguments come from; saved with the run.
 
@@ -78,6 +80,7 @@ class Runner:
     run_dir: Path
     console: Console
     records: JsonLinesSink
+    visualizer: Visualizers
     model: nn.Module
     strategy: Strategy
     optim_wrapper: OptimWrapper
@@ -151,7 +154,6 @@ class Runner:
         self.message_hub = MessageHub()
         self.logger = logging.getLogger("lockstep.runner")
         self.param_schedulers: list[ParamScheduler] = []
-        self.visualizer: Visualizer | None = None
         self.val_loop: EvalLoop | None = None
         self.last_evaluation: EvalLoop | None = None
         self._custom_hooks = list(custom_hooks or ())
@@ -185,6 +187,7 @@ class Runner:
                 self._prepare_validation()
             self._make_hooks()
             self._restore(training=True)
+            recording.begin_records(self)
             self.call_hook("before_run")
             self.train_loop.run()
             self.call_hook("after_run")
@@ -277,11 +280,14 @@ class Runner:
                 "%s, seed %d, folder %s",
                 summary.describe_ranks(self.world_size, get_device()), self.seed, self.run_dir,
             )  # fmt: skip
+            for key, meant in self.given.misspelt.items():
+                self.logger.warning("the config's key `%s` means nothing here: did you mean `%s`?", key, meant)
             try:
                 yield
             finally:
                 if "hooks" in vars(self):
                     self.hooks.close()
+                    self.visualizer.close()
                 self.records.close()
             summary.print_summary(self, what, perf_counter() - began)
 
@@ -337,7 +343,9 @@ class Runner:
         return self.val_loop
 
     def _make_hooks(self) -> None:
-        self.visualizer = build.build_visualizer(self.given.visualizer)
+        # Built on every rank, so that what is wrong with it is told by all; used on one.
+        visualizers = build_visualizers(self.given.visualizer)
+        self.visualizer = visualizers if self.rank == 0 else Visualizers()
         self.hooks = HookList(
             build.build_hooks(
                 self.given.default_hooks,
@@ -358,6 +366,7 @@ class Runner:
         if "hooks" not in vars(self):
             self._make_hooks()
             self._restore(training=False)
+        recording.begin_records(self)
         self.call_hook("before_run")
         metrics = loop.run()
         self.call_hook("after_run")

@@ -84,9 +84,11 @@ def resume_run(runner: Runner, directory: Path) -> None:
     **Collective**: every rank.
     """
     strategy, loop = runner.strategy, runner.train_loop
-    wanted = {"model": strategy.model_state(), "optimizer": strategy.optim_state()}
-    state = load_state(directory, wanted)
     meta = read_meta(directory)
+    wanted = {"model": strategy.model_state(), "optimizer": strategy.optim_state(), "meta": meta}
+    runner.call_hook("before_load_checkpoint", checkpoint=wanted)
+    del wanted["meta"]
+    state = load_state(directory, wanted)
     _check_schedulers(runner, meta, directory)
     for scheduler, saved in zip(runner.param_schedulers, meta["param_schedulers"], strict=True):
         scheduler.load_state_dict(saved)

@@ -1,0 +1,146 @@
+"""A config in Python: assignments, with whatever code makes the values."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from lockstep.config.config_file import BASE, DUMPED, BaseFile, ConfigFile, Place
+from lockstep.config.dictionary import ConfigDict
+from lockstep.config.python_places import place_in
+from lockstep.config.read_base import imported_bases, is_read_base
+from lockstep.errors import ConfigError
+
+
+class PythonFile(ConfigFile):
+    """A config in Python. Its bases stand in `_base_`, or in ``with read_base():``."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        super().__init__(path, text)
+        try:
+            self._tree = ast.parse(text, filename=str(path))
+        except SyntaxError as error:
+            raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
+        self._imported = imported_bases(self._tree, path)
+        self.imports_bases = bool(self._imported)
+        if self.imports_bases and (base := self._assignment_of_base()) is not None:
+            raise self.error(BASE, "and read_base() must not both be in one file; keep one", base.lineno)
+
+    @property
+    def base(self) -> Any:
+        """What the file gives for `_base_`, read without running it."""
+        if (statement := self._assignment_of_base()) is None:
+            return None
+        try:
+            return ast.literal_eval(statement.value)  # type: ignore[attr-defined]
+        except ValueError as error:
+            raise self.error(BASE, "must be a plain string or list of strings") from error
+
+    def bases(self) -> list[BaseFile]:
+        """Return the files that this one builds upon."""
+        return self._imported or super().bases()
+
+    def values(self, base: ConfigDict, imported: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        """Run the file; imports, functions and classes are its tools, not its values."""
+        # A real module, so that dataclasses and pickle find the classes that the file defines; a
+        # dot in its name would be taken for a package.
+        module = ModuleType(f"lockstep_config:{self.path}".replace(".", "_"))
+        module.__file__ = str(self.path)
+        setattr(module, BASE, base)
+        sys.modules[module.__name__] = module
+        with neighbours_importable(self.path):
+            try:
+                self._run(module, list(imported))
+            except Exception as error:
+                line = _line_in(error, self.path)
+                raise ConfigError(f"{self.path}:{line}: {type(error).__name__}: {error}") from error
+        if vars(module).get(BASE) is not base:
+            raise ConfigError(f"{self.path}: `{BASE}` must be assigned at the top level, plainly")
+        inherited = {name: value for names in imported for name, value in names.items()}
+        return {
+            name: value
+            for name, value in vars(module).items()
+            if not name.startswith("__")
+            and name != BASE
+            and (value is inherited.get(name) or not self._is_tool(name, value, module))
+        }
+
+    def place_of(self, key: str) -> Place | None:
+        """Return where the file writes a key; what it changes in place counts, code in functions does not."""
+        return place_in(self._tree, key.split("."))
+
+    def helpers(self) -> set[str]:
+        """Return the names that the file's own code reads, or all names of a file that was dumped."""
+        if self.text.startswith(DUMPED):
+            return {name for statement in self._tree.body for name in _names_assigned(statement)}
+        return {
+            node.id if isinstance(node, ast.Name) else node.attr
+            for node in ast.walk(self._tree)
+            if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+            or (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == BASE)
+        }
+
+    def _run(self, module: ModuleType, imported: list[Mapping[str, Any]]) -> None:
+        for statement in self._tree.body:
+            if is_read_base(statement):
+                for _ in statement.body:  # type: ignore[attr-defined]
+                    vars(module).update(imported.pop(0))
+            elif BASE not in _names_assigned(statement):
+                # The bases are loaded by now: `_base_` stands for what they say.
+                exec(compile(ast.Module([statement], type_ignores=[]), str(self.path), "exec"), vars(module))
+
+    def _assignment_of_base(self) -> ast.stmt | None:
+        return next((statement for statement in self._tree.body if BASE in _names_assigned(statement)), None)
+
+    def _is_tool(self, name: str, value: object, module: ModuleType) -> bool:
+        """Say whether a name is there to make values, rather than a value itself.
+
+        Modules, and what an import, a def, a class statement or a lambda has bound, are tools. A
+        class or function from elsewhere that is assigned by name is a value.
+        """
+        home = getattr(value, "__module__", None)
+        if isinstance(value, ModuleType | __future__._Feature) or home == "typing":
+            return True
+        if not isinstance(value, type | FunctionType | BuiltinFunctionType):
+            return False
+        return home == module.__name__ or not any(name in _names_assigned(s) for s in self._tree.body)
+
+
+@contextmanager
+def neighbours_importable(path: Path) -> Iterator[None]:
+    """Let the file at `path` import the modules beside it, as Python lets a script."""
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _names_assigned(statement: ast.stmt) -> list[str]:
+    """Return the plain names that a statement gives a value."""
+    match statement:
+        case ast.Assign(targets=targets):
+            return [target.id for target in targets if isinstance(target, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+            return [name]
+        case _:
+            return []
+
+
+def _line_in(error: Exception, path: Path) -> int | str:
+    """Return the innermost line of the file at `path` that took part in an error."""
+    line: int | str = "?"
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line

@@ -1,0 +1,97 @@
+"""An end of training where it does not help any more."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.hooks.hook import Hook
+from lockstep.hooks.host import RunnerLike
+from lockstep.hooks.rules import check_rule, rule_of
+from lockstep.registry import HOOKS
+
+_KEY = "early_stopping"
+
+
+@HOOKS.register_module()
+class EarlyStoppingHook(Hook):
+    """Stop training when a metric of the validation has not become better for a while.
+
+    All ranks have the same metrics, and so stop together. What was best, and for how long, is saved with checkpoints.
+
+    Args:
+        monitor: the name of the metric.
+        rule: whether `"greater"` or `"less"` is better; by default the metric's name tells.
+        min_delta: by how much it must be better than the best one so far to count.
+        strict: refuse a validation that lacks the metric; else it is passed over with a warning.
+        check_finite: stop when the metric is infinite or not a number.
+        patience: number of validations in a row that may be no better.
+        stopping_threshold: stop as soon as the metric is better than that.
+    """
+
+    priority = "LOWEST"
+
+    def __init__(
+        self,
+        monitor: str,
+        rule: str | None = None,
+        min_delta: float = 0.1,
+        strict: bool = False,
+        check_finite: bool = True,
+        patience: int = 5,
+        stopping_threshold: float | None = None,
+    ) -> None:
+        check_rule(rule)
+        if patience < 1:
+            raise ConfigError(f"`patience` must be at least 1, but is {patience}")
+        if min_delta < 0:
+            raise ConfigError(f"`min_delta` must be at least 0, but is {min_delta}")
+        self.monitor = monitor
+        self.rule = rule or rule_of(monitor)
+        self.min_delta = min_delta
+        self.strict = strict
+        self.check_finite = check_finite
+        self.patience = patience
+        self.stopping_threshold = stopping_threshold
+        self.best: float | None = None
+        self.wait_count = 0
+
+    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+        """Compare the metric with the best one so far."""
+        if self.monitor not in (metrics or {}):
+            known = f"`monitor` must be one of the metrics {', '.join(metrics or {})}, but is {self.monitor!r}"
+            if self.strict:
+                raise ConfigError(f"{known}. Give strict=False to pass over validations without it")
+            runner.logger.warning("EarlyStoppingHook does nothing: %s", known)
+            return
+        reason = self._reason_to_stop(float((metrics or {})[self.monitor]))
+        if reason is not None:
+            runner.train_loop.stop_training = True
+            runner.logger.info("training stops early: %s %s", self.monitor, reason)
+
+    def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+        """Note how far patience has gone."""
+        checkpoint["meta"][_KEY] = {"best": self.best, "wait_count": self.wait_count}
+
+    def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+        """Go on being patient from there."""
+        saved = checkpoint["meta"].get(_KEY)
+        if saved is not None:
+            self.best, self.wait_count = saved["best"], saved["wait_count"]
+
+    def _reason_to_stop(self, value: float) -> str | None:
+        if self.check_finite and not math.isfinite(value):
+            return f"is {value}"
+        if self.stopping_threshold is not None and self._gain(value, self.stopping_threshold) > 0:
+            return f"is {value:g}, better than {self.stopping_threshold:g}"
+        if self.best is None or self._gain(value, self.best) > self.min_delta:
+            self.best, self.wait_count = value, 0
+            return None
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return None
+        return f"is not better than {self.best:g} by more than {self.min_delta:g} after {self.patience} validations"
+
+    def _gain(self, value: float, former: float) -> float:
+        return value - former if self.rule == "greater" else former - value

@@ -1,0 +1,222 @@
+"""Validating, testing and saving the average of a model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.hooks.buffers import average_buffers
+from lockstep.hooks.hook import Hook
+from lockstep.hooks.host import RunnerLike
+from lockstep.model import unwrap_model
+from lockstep.model.averaged import BaseAveragedModel
+from lockstep.registry import HOOKS, MODELS
+
+_KEY = "ema"
+_WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
+
+
+class _Weight(NamedTuple):
+    """One tensor of the model."""
+
+    name: str
+    averaged: Tensor
+    trained: Tensor
+
+
+@HOOKS.register_module()
+class EMAHook(Hook):
+    """Average the model's weights over the training; validate, test and save the average.
+
+    * After each iteration the weights enter the average. Replicas are equal, and so are their averages: nothing is
+      sent between ranks.
+    * During validation and testing the average takes the place of the model's weights.
+    * The model in a checkpoint is the average: whoever loads it gets what was validated. The weights that training
+      goes on from are beside it, and a run that resumes with this hook goes on from them.
+
+    Args:
+        ema_type: which average: `"ExponentialMovingAverage"`, `"MomentumAnnealingEMA"`, `"StochasticWeightAverage"` or
+            another `BaseAveragedModel` in `MODELS`.
+        strict_load: refuse to resume from a checkpoint without an average; else the average begins anew.
+        begin_iter: number of complete iterations after which averaging begins.
+        begin_epoch: number of complete epochs after which averaging begins.
+        **kwargs: arguments of the average, such as `momentum`, `interval` (in iterations) and `update_buffers`.
+
+    Attributes:
+        ema_model: the average, from the beginning of the training on.
+
+    **Cost**: one pass over the weights per iteration, and memory for the weights; during validation once more.
+    With `update_buffers`, one all_reduce of the buffers per validation and checkpoint.
+    """
+
+    ema_model: BaseAveragedModel
+    src_model: nn.Module
+
+    def __init__(
+        self,
+        ema_type: str = "ExponentialMovingAverage",
+        strict_load: bool = False,
+        begin_iter: int = 0,
+        begin_epoch: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        if begin_iter < 0 or begin_epoch < 0 or (begin_iter and begin_epoch):
+            raise ConfigError(
+                "`begin_iter` and `begin_epoch` must be at least 0, and only one of them above, but are "
+                f"{begin_iter} and {begin_epoch}"
+            )
+        self.strict_load = strict_load
+        self.begin_iter = begin_iter
+        self.begin_epoch = begin_epoch
+        self.ema_cfg = {"type": ema_type, **kwargs}
+        # The weights that training goes on from, while the average is in their place.
+        self._put_aside: dict[str, Tensor] | None = None
+
+    def before_train(self, runner: RunnerLike) -> None:
+        """Copy the model, whose weights are loaded by now."""
+        self._build(runner)
+
+    def after_train_iter(
+        self,
+        runner: RunnerLike,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: dict[str, Any] | None = None,
+    ) -> None:
+        """Let the weights enter the average."""
+        if runner.iter >= self.begin_iter and runner.epoch >= self.begin_epoch:
+            self.ema_model.update_parameters(self.src_model)
+
+    def before_val_epoch(self, runner: RunnerLike) -> None:
+        """Put the average in the model's place."""
+        self._swap_in()
+
+    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+        """Put the model's own weights back."""
+        self._swap_out()
+
+    def before_test_epoch(self, runner: RunnerLike) -> None:
+        """Put the average in the model's place."""
+        self._swap_in()
+
+    def after_test_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+        """Put the model's own weights back."""
+        self._swap_out()
+
+    def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+        """Make the average the checkpoint's model, and add the weights that training goes on from."""
+        if "ema_model" not in vars(self):
+            return
+        checkpoint["meta"][_KEY] = {"steps": int(self.ema_model.steps)}
+        if not self._has_average():
+            return
+        self._sync_buffers()
+        trained: dict[str, Tensor] = {}
+        for name, weight in self._named_as_in(checkpoint["model"]):
+            trained[name] = weight.trained if self._put_aside is None else self._put_aside[weight.name]
+            checkpoint["model"][name] = weight.averaged
+        checkpoint[_KEY] = trained
+
+    def before_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+        """Ask for both sets of weights.
+
+        Raises:
+            ConfigError: there is only one, and `strict_load` is set.
+        """
+        if _KEY not in checkpoint["meta"]:
+            said = "the checkpoint has no average of weights"
+            if self.strict_load:
+                raise ConfigError(f"{said}, which `strict_load` of EMAHook asks for. Resume with strict_load=False")
+            runner.logger.warning("%s: EMAHook begins anew from the weights that it has", said)
+            return
+        if checkpoint["meta"][_KEY]["steps"] == 0:  # it was saved before averaging had begun
+            return
+        self._build(runner)
+        trained: dict[str, Tensor] = {}
+        for name, weight in self._named_as_in(checkpoint["model"]):
+            # Read straight to where they belong: on the way through the model, finer dtypes would be rounded.
+            checkpoint["model"][name] = weight.averaged
+            trained[name] = torch.empty_like(weight.trained)
+        checkpoint[_KEY] = trained
+
+    def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+        """Go on from the weights that training had come to."""
+        if _KEY not in checkpoint:
+            return
+        with torch.no_grad():
+            for name, weight in self._named_as_in(checkpoint["model"]):
+                weight.trained.copy_(checkpoint[_KEY][name])
+        self.ema_model.steps.fill_(checkpoint["meta"][_KEY]["steps"])
+
+    def close(self) -> None:
+        """Put the model's own weights back, if a validation has failed."""
+        self._swap_out()
+
+    def _build(self, runner: RunnerLike) -> None:
+        if "ema_model" in vars(self):
+            return
+        self.src_model = unwrap_model(runner.model)
+        ema_model = MODELS.build(self.ema_cfg, model=self.src_model)
+        if not isinstance(ema_model, BaseAveragedModel):
+            raise ConfigError(f"`ema_type` must build a BaseAveragedModel, but built {type(ema_model).__name__}")
+        self.ema_model = ema_model
+
+    def _has_average(self) -> bool:
+        return "ema_model" in vars(self) and int(self.ema_model.steps) > 0
+
+    @torch.no_grad()
+    def _swap_in(self) -> None:
+        if self._put_aside is not None or not self._has_average():
+            return
+        self._sync_buffers()
+        weights = list(self._weights())
+        self._put_aside = {weight.name: weight.trained.detach().clone() for weight in weights}
+        for weight in weights:
+            weight.trained.copy_(weight.averaged)
+
+    @torch.no_grad()
+    def _swap_out(self) -> None:
+        if self._put_aside is None:
+            return
+        for weight in self._weights():
+            weight.trained.copy_(self._put_aside[weight.name])
+        self._put_aside = None
+
+    def _sync_buffers(self) -> None:
+        if self.ema_model.update_buffers:
+            average_buffers(self.ema_model.module.buffers())
+
+    def _weights(self) -> Iterator[_Weight]:
+        """Yield what is averaged, under all of its names."""
+        _reshard(self.src_model)
+        parameters = dict(self.ema_model.module.named_parameters(remove_duplicate=False))
+        for name, parameter in self.src_model.named_parameters(remove_duplicate=False):
+            yield _Weight(name, parameters[name], parameter)
+        if self.ema_model.update_buffers:
+            buffers = dict(self.ema_model.module.named_buffers(remove_duplicate=False))
+            for name, buffer in self.src_model.named_buffers(remove_duplicate=False):
+                if buffer.is_floating_point():
+                    yield _Weight(name, buffers[name], buffer)
+
+    def _named_as_in(self, state: dict[str, Any]) -> Iterator[tuple[str, _Weight]]:
+        """Yield the weights that are in a model's state, with their names there."""
+        for weight in self._weights():
+            name = weight.name
+            if name not in state:  # there the names are without those that wrappers inside the model add
+                name = ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+            if name in state:
+                yield name, weight
+            elif isinstance(weight.trained, nn.Parameter):
+                raise ConfigError(f"the checkpoint's model must have all parameters to be averaged, but lacks {name}")
+
+
+def _reshard(model: nn.Module) -> None:
+    """Make FSDP let go of parameters that it has gathered for a forward pass without a backward one."""
+    for module in model.modules():
+        reshard = getattr(type(module), "reshard", None)
+        if reshard is not None:
+            reshard(module)

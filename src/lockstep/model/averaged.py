@@ -1,0 +1,278 @@
+"""Averages of a model's weights over its training, which often predict better than the weights of any one moment."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.model.shards import ShardedCopy, is_sharded, own_shard
+from lockstep.registry import MODELS
+
+_logger = logging.getLogger(__name__)
+
+
+class BaseAveragedModel(nn.Module):
+    """A copy of a model whose weights are an average of those that the model has had.
+
+    A subclass says in `avg_func` how one more set of weights enters the average. Replicas that are equal on all ranks
+    have averages that are equal on all ranks; nothing is sent.
+
+    Args:
+        model: the model whose weights are averaged. The copy is `.module`; nothing in it is trained. Of a model that is
+            sharded by FSDP each rank averages its shards; such a copy can't be called.
+        interval: number of calls of `update_parameters` from one that counts to the next.
+        device: where the average lies; by default where the model does.
+        update_buffers: average floating-point buffers, too, such as the running statistics of BatchNorm; else they
+            are those that the model had at the last update.
+
+    Attributes:
+        steps: number of calls of `update_parameters`; a buffer that stays on the CPU, where reading it costs nothing.
+    """
+
+    steps: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        interval: int = 1,
+        device: torch.device | str | None = None,
+        update_buffers: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"`interval` must be an int of at least 1, but is {interval!r}")
+        if is_sharded(model) and device is not None:
+            raise ValueError(f"`device` must be None for a sharded model, whose shards stay in place, but is {device}")
+        copy = ShardedCopy(model) if is_sharded(model) else deepcopy(model)
+        self.module = copy.requires_grad_(False)
+        if device is not None:
+            self.module.to(device)
+        self.interval = interval
+        self.update_buffers = update_buffers
+        self.register_buffer("steps", torch.tensor(0, dtype=torch.int64, device="cpu"))
+
+    @abstractmethod
+    def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: Tensor) -> None:
+        """Let one tensor of the model enter its average, in place.
+
+        Args:
+            averaged_param: the average so far.
+            source_param: what the model has now, on the device and in the dtype of the average.
+            steps: number of calls of `update_parameters` before this one.
+        """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the copy."""
+        return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Let the present weights of `model` enter the average. The first ones are the average.
+
+        Args:
+            model: the model that is averaged, wrapped or not.
+
+        **Cost**: one pass over the weights, in a few kernels for all of them together; an accelerator is not waited
+        for.
+
+        Raises:
+            ValueError: `model` has other weights than the copy.
+        """
+        steps = int(self.steps)
+        if steps % self.interval == 0:
+            averaged, copied = self._pairs_with(model)
+            if steps:
+                self._average(averaged.own, _moved_to(averaged), steps)
+            else:
+                _copy(averaged)
+            _copy(copied)
+        self.steps += 1
+
+    def _pairs_with(self, model: nn.Module) -> tuple[_Pairs, _Pairs]:
+        """Return the tensors that are averaged and those that are copied, here and in `model`."""
+        own, theirs = _tensors_of(self.module), _tensors_of(model)
+        if [x.shape for x in own.parameters + own.buffers] != [x.shape for x in theirs.parameters + theirs.buffers]:
+            raise ValueError(
+                f"`model` must be the {type(self.module).__name__} that is averaged, with {len(own.parameters)} "
+                f"parameters and {len(own.buffers)} buffers of its shapes, but is a {type(model).__name__} with "
+                f"{len(theirs.parameters)} and {len(theirs.buffers)}"
+            )
+        averaged, copied = _Pairs(own.parameters, theirs.parameters), _Pairs([], [])
+        for buffer, other in zip(own.buffers, theirs.buffers, strict=True):
+            kind = averaged if self.update_buffers and buffer.is_floating_point() else copied
+            kind.own.append(buffer)
+            kind.theirs.append(other)
+        return averaged, copied
+
+    def _average(self, averaged: list[Tensor], source: list[Tensor], steps: int) -> None:
+        for averaged_param, source_param in zip(averaged, source, strict=True):
+            self.avg_func(averaged_param, source_param, self.steps)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.steps = self.steps.cpu()
+        return self
+
+
+class _InterpolatedModel(BaseAveragedModel):
+    """An average that moves towards the model by a share of their distance, the same for all weights."""
+
+    @abstractmethod
+    def share(self, steps: int) -> float:
+        """Return the share after so many calls of `update_parameters`."""
+
+    def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: Tensor) -> None:
+        """Move one tensor of the average towards the model."""
+        averaged_param.lerp_(source_param, self.share(int(steps)))
+
+    def _average(self, averaged: list[Tensor], source: list[Tensor], steps: int) -> None:
+        if type(self).avg_func is not _InterpolatedModel.avg_func:  # a subclass has a rule of its own
+            super()._average(averaged, source, steps)
+        else:
+            torch._foreach_lerp_(averaged, source, self.share(steps))
+
+
+@MODELS.register_module()
+class StochasticWeightAverage(_InterpolatedModel):
+    """The plain mean of all weights that counted.
+
+    Args: those of `BaseAveragedModel`.
+
+    **Source**: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (2018).
+    """
+
+    def share(self, steps: int) -> float:
+        """Return one part of as many as have counted, this one included."""
+        return 1 / (steps // self.interval + 1)
+
+
+@MODELS.register_module()
+class ExponentialMovingAverage(_InterpolatedModel):
+    """An average that forgets: `average = (1 - momentum) * average + momentum * weights`.
+
+    In bfloat16 and float16 a small momentum is lost in rounding; keep the average in float32 then (`ema.float()`).
+
+    Args:
+        model: the model whose weights are averaged.
+        momentum: how much the present weights count, above 0 and below 1. Note that this is what others call
+            1 - decay.
+        interval: number of calls of `update_parameters` from one that counts to the next.
+        device: where the average lies; by default where the model does.
+        update_buffers: average floating-point buffers, too.
+
+    Example:
+        >>> net = nn.Linear(1, 1, bias=False)
+        >>> ema = ExponentialMovingAverage(net, momentum=0.25)
+        >>> for value in (0.0, 4.0, 4.0):
+        ...     _ = nn.init.constant_(net.weight, value)
+        ...     ema.update_parameters(net)
+        >>> ema.module.weight.item()
+        1.75
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        momentum: float = 0.0002,
+        interval: int = 1,
+        device: torch.device | str | None = None,
+        update_buffers: bool = False,
+    ) -> None:
+        super().__init__(model, interval, device, update_buffers)
+        if not 0.0 < momentum < 1.0:
+            raise ValueError(f"`momentum` must be above 0 and below 1, but is {momentum!r}")
+        if momentum > 0.5:
+            _logger.warning(
+                "`momentum` is %g, so that the present weights count more than the average of all former ones; "
+                "where a decay of %g was meant, it is %g",
+                momentum, momentum, 1 - momentum,
+            )  # fmt: skip
+        self.momentum = momentum
+
+    def share(self, steps: int) -> float:
+        """Return the momentum."""
+        return self.momentum
+
+
+@MODELS.register_module()
+class MomentumAnnealingEMA(ExponentialMovingAverage):
+    """An `ExponentialMovingAverage` whose momentum falls from 1 to its value, as `gamma / (gamma + steps)` does.
+
+    The weights of the beginning, which are far from any good, are forgotten soon.
+
+    Args:
+        model: the model whose weights are averaged.
+        momentum: where the fall ends.
+        gamma: how slow it is: after `gamma` steps it has come to one half.
+        interval: number of calls of `update_parameters` from one that counts to the next.
+        device: where the average lies; by default where the model does.
+        update_buffers: average floating-point buffers, too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        momentum: float = 0.0002,
+        gamma: int = 100,
+        interval: int = 1,
+        device: torch.device | str | None = None,
+        update_buffers: bool = False,
+    ) -> None:
+        super().__init__(model, momentum, interval, device, update_buffers)
+        if gamma <= 0:
+            raise ValueError(f"`gamma` must be above 0, but is {gamma!r}")
+        self.gamma = gamma
+
+    def share(self, steps: int) -> float:
+        """Return the momentum of this step."""
+        return max(self.momentum, self.gamma / (self.gamma + steps))
+
+
+class _Tensors(NamedTuple):
+    parameters: list[Tensor]
+    buffers: list[Tensor]
+
+
+class _Pairs(NamedTuple):
+    """Tensors of an averaged model, and their counterparts in the model that is averaged."""
+
+    own: list[Tensor]
+    theirs: list[Tensor]
+
+
+def _tensors_of(model: nn.Module) -> _Tensors:
+    """Return the parameters and buffers of a model, each once; of sharded ones this rank's part.
+
+    In one walk over the modules: `parameters()` and `buffers()` take several times as long, which counts at every step.
+    """
+    parameters: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
+    seen: set[nn.Module] = set()
+    stack: list[nn.Module | None] = [model]
+    while stack:
+        module = stack.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        parameters.update((id(x), x) for x in module._parameters.values() if x is not None)
+        buffers.update((id(x), x) for x in module._buffers.values() if x is not None)
+        stack.extend(module._modules.values())
+    return _Tensors([own_shard(x) for x in parameters.values()], list(buffers.values()))
+
+
+def _copy(pairs: _Pairs) -> None:
+    if pairs.own:
+        torch._foreach_copy_(pairs.own, pairs.theirs, non_blocking=True)
+
+
+def _moved_to(pairs: _Pairs) -> list[Tensor]:
+    """Return the model's tensors on the device and in the dtype of the average."""
+    return [
+        theirs.to(own.device, own.dtype, non_blocking=True) for own, theirs in zip(pairs.own, pairs.theirs, strict=True)
+    ]

@@ -1,0 +1,307 @@
+"""`MMFullyShardedDataParallel`: each rank keeps a share of the parameters, gathered while they are needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+
+from lockstep.model import fsdp_arguments as arguments
+from lockstep.model import steps
+from lockstep.model.fsdp_arguments import Offload, Precision
+from lockstep.model.fsdp_mesh import GroupsLike, MeshLike, make_mesh
+from lockstep.model.fsdp_policies import choose_units
+from lockstep.model.fsdp_start import InitFunction, Start
+from lockstep.model.full_params import full_parameters, reshard
+from lockstep.registry import MODEL_WRAPPERS
+from lockstep.registry.nearest import did_you_mean
+
+
+@MODEL_WRAPPERS.register_module()
+class MMFullyShardedDataParallel(nn.Module):
+    """Train a module of which every rank keeps only a share.
+
+    The arguments are those of torch's `FullyShardedDataParallel`; the work is done by its successor, `fully_shard`.
+    What has no meaning to that any more is accepted, with a warning. Parameters become `DTensor`s in place: build the
+    optimizer afterwards.
+
+    Args:
+        module: the module. It is changed in place and can't be copied or pickled any more; its state dict can.
+        process_group: the ranks to shard over (by default all), or a pair (to shard over, to replicate over).
+        sharding_strategy: a `ShardingStrategy` or its name. `FULL_SHARD` frees gathered parameters after the forward
+            pass, `SHARD_GRAD_OP` after the backward pass, `HYBRID_SHARD` and `_HYBRID_SHARD_ZERO2` do the same within
+            each node, and `NO_SHARD` keeps them on every rank. By default `FULL_SHARD`, hybrid over a mesh of two axes.
+        cpu_offload: keep shards, their gradients and the optimizer's work in CPU memory.
+        auto_wrap_policy: which parts are gathered by themselves; see `lockstep.model.fsdp_policies`. Without one
+            the module is gathered as a whole, which saves memory only between steps.
+        backward_prefetch: 'pre', 'post' or a `BackwardPrefetch`; torch now always does what 'pre' says.
+        mixed_precision: a `MixedPrecisionPolicy`, the older `MixedPrecision`, a dict of their arguments, or one dtype
+            such as `"bf16"`. BatchNorm layers keep their precision.
+        ignored_modules: modules inside `module` whose parameters stay as they are, their gradients not averaged.
+        param_init_fn: called with each module that owns parameters on the meta device, to make and fill them; by
+            default their `reset_parameters` does. One unit after the other is made and sharded.
+        device_id: where to train; by default where the parameters are.
+        sync_module_states: begin with the parameters and buffers of the first rank.
+        forward_prefetch: gather the next part while the present one computes.
+        limit_all_gathers: has no meaning any more.
+        use_orig_params: has no meaning any more; parameters keep their names and shapes.
+        fsdp_auto_wrap_policy: another name of `auto_wrap_policy`.
+        device_mesh: the mesh to shard over, one-axis or (replicas, shards); or its shape.
+        reshard_after_forward: as for `fully_shard`, in place of `sharding_strategy`.
+
+    **Collective**: every rank of the mesh, for making it and for each forward and backward pass, also in validation.
+
+    Raises:
+        TypeError: an argument is of no known kind; the message says what it is.
+        ValueError: arguments contradict each other or the ranks there are.
+
+    **Source**: `torch.distributed.fsdp.fully_shard` (2.13). Zhao et al., PyTorch FSDP, VLDB 2023.
+    """
+
+    forward_is_collective = True
+    """Ranks must call `forward` equally often, which a loop over uneven data has to see to."""
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: GroupsLike | None = None,
+        sharding_strategy: ShardingStrategy | str | None = None,
+        cpu_offload: Offload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | str | None = None,
+        mixed_precision: Precision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: InitFunction | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        *,
+        fsdp_auto_wrap_policy: Any = None,
+        device_mesh: MeshLike | None = None,
+        reshard_after_forward: bool | int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        _refuse(kwargs, type(self))
+        _check_module(module)
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise TypeError(f"`param_init_fn` must be a function of a module or None, but is {param_init_fn!r}")
+        policy = arguments.one_of(auto_wrap_policy=auto_wrap_policy, fsdp_auto_wrap_policy=fsdp_auto_wrap_policy)
+        arguments.check_meaningless(backward_prefetch, limit_all_gathers, use_orig_params)
+        precision = arguments.read_precision(mixed_precision)
+        ignored = arguments.read_ignored(ignored_modules, module)
+        device = arguments.read_device(device_id, module)
+        offload = arguments.read_offload(cpu_offload, device.type)
+        sharding = arguments.read_sharding(sharding_strategy, reshard_after_forward)
+        units = choose_units(module, policy, ignored)
+        self.mesh = make_mesh(
+            device.type,
+            hybrid=sharding.hybrid,
+            replicated=sharding.replicated,
+            process_group=process_group,
+            device_mesh=device_mesh,
+        )
+        start = Start(device, param_init_fn, self.mesh if sync_module_states else None)
+        options = {
+            "mesh": self.mesh,
+            "reshard_after_forward": sharding.reshard_after_forward,
+            "offload_policy": offload,
+        }
+        _shard(module, units, ignored, precision, start, options)
+        self.module = module
+        self._syncs_gradients = True
+        self._is_summoned = False
+        if forward_prefetch:
+            _prefetch_in_order(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, gathering each unit while it computes.
+
+        **Collective**: every rank of the mesh.
+        """
+        if self._is_summoned:
+            raise RuntimeError(
+                "forward must not be called inside summon_full_params: the units would gather old values"
+            )
+        with _without_inference_mode():
+            return self.module(*args, **kwargs)
+
+    def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
+        """Train on this rank's part of the batch, and return this rank's values to log.
+
+        **Collective**: every rank of the mesh.
+        """
+        return steps.train_step(self, data, optim_wrapper)
+
+    def val_step(self, data: Any) -> Any:
+        """Return what the module predicts for this rank's batch.
+
+        **Collective**: every rank of the mesh, equally often.
+        """
+        with _without_inference_mode():
+            return steps.own_step(self.module, "val_step", data)
+
+    def test_step(self, data: Any) -> Any:
+        """Return what the module predicts for this rank's batch.
+
+        **Collective**: every rank of the mesh, equally often.
+        """
+        with _without_inference_mode():
+            return steps.own_step(self.module, "test_step", data)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside add up whole gradients on each rank, and reduce nothing.
+
+        **Cost**: the memory of all gradients in full, until the next backward pass outside.
+        """
+        before, self._syncs_gradients = self._syncs_gradients, False
+        self._set_gradient_sync()
+        try:
+            yield
+        finally:
+            self._syncs_gradients = before
+            self._set_gradient_sync()
+
+    @contextmanager
+    def summon_full_params(
+        self,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Hold every parameter in full, to be read and changed in place; see `full_parameters`.
+
+        No forward or backward pass may begin inside. **Collective**: every rank of the mesh.
+
+        **Example (2 ranks)**::
+
+            >>> from torch import nn
+            >>> from lockstep.model import MMFullyShardedDataParallel
+            >>> wrapped = MMFullyShardedDataParallel(nn.Linear(4, 2))
+            >>> with wrapped.summon_full_params():
+            ...     _ = wrapped.module.bias.data.fill_(1.0)
+            >>> wrapped.module.bias.full_tensor().tolist()
+            [1.0, 1.0]
+        """
+        full = full_parameters(
+            self.module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+        with full:
+            self._is_summoned = True
+            try:
+                yield
+            finally:
+                self._is_summoned = False
+
+    def train(self, mode: bool = True) -> MMFullyShardedDataParallel:
+        """Switch between training and evaluation, with every parameter back in its shards."""
+        # After validation the outermost unit would still hold its parameters in full.
+        reshard(self.module)
+        super().train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state dict: its own names, sharded tensors."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict of the module: its own names, tensors that are sharded alike."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _set_gradient_sync(self) -> None:
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_requires_gradient_sync(self._syncs_gradients)
+
+
+def _refuse(kwargs: Mapping[str, Any], wrapper: type) -> None:
+    if kwargs:
+        key = next(iter(kwargs))
+        known = set(inspect.signature(wrapper).parameters) - {"kwargs"}
+        raise TypeError(f"{wrapper.__name__} got an unexpected keyword argument '{key}'{did_you_mean(key, known)}")
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"`module` must be a torch.nn.Module, but is {module!r} of type {type(module).__name__}")
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise ValueError(f"`module` must not be sharded yet, but {type(module).__name__} is, or a part of it")
+
+
+def _shard(
+    module: nn.Module,
+    units: list[nn.Module],
+    ignored: list[nn.Module],
+    precision: MixedPrecisionPolicy,
+    start: Start,
+    options: Mapping[str, Any],
+) -> None:
+    """Shard the units and then the rest, each whole for only as long as it takes to fill and shard it."""
+    _move_preprocessor(module, start.device)
+    left_out = {part for each in ignored for part in each.modules()}
+    ignored_params = {parameter for each in ignored for parameter in each.parameters()}
+    precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, left_out)
+    for unit in reversed(list(module.modules())):
+        if unit in precisions:
+            start.fill(unit, ignored_params)
+            fully_shard(unit, mp_policy=precisions[unit], ignored_params=ignored_params or None, **options)
+
+
+def _move_preprocessor(module: nn.Module, device: torch.device) -> None:
+    # fully_shard moves parameters and buffers, of which a preprocessor may have none to learn the device from.
+    preprocessor = getattr(module, "data_preprocessor", None)
+    if isinstance(preprocessor, nn.Module):
+        preprocessor.to(device)
+
+
+def _precisions_of_norms(
+    module: nn.Module, precision: MixedPrecisionPolicy, left_out: Collection[nn.Module]
+) -> dict[nn.Module, MixedPrecisionPolicy]:
+    """Return the layers that need a precision of their own, with it.
+
+    BatchNorm refuses parameters in half precision beside running statistics in full precision.
+    """
+    if precision.param_dtype is None:
+        return {}
+    own = MixedPrecisionPolicy(cast_forward_inputs=False)
+    return {
+        part: own
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.affine and part not in left_out
+    }
+
+
+def _prefetch_in_order(module: nn.Module) -> None:
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+@contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """Turn inference mode into no_grad.
+
+    The buffers into which units are gathered are kept; made in inference mode, they could not be used to train.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,233 @@
+"""What the arguments of the older FSDP class mean to `fully_shard`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+from lockstep.device import get_device
+from lockstep.dist import is_main_process
+from lockstep.registry.nearest import did_you_mean
+
+_logger = logging.getLogger("lockstep.model.fsdp")
+
+Precision: TypeAlias = MixedPrecision | MixedPrecisionPolicy | Mapping[str, Any] | str | torch.dtype
+Offload: TypeAlias = bool | CPUOffload | OffloadPolicy
+
+_DTYPES = {
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
+    "half": torch.float16, "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+}  # fmt: skip
+_PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST}
+
+
+class Sharding(NamedTuple):
+    """What a sharding strategy means.
+
+    Attributes:
+        hybrid: shard over one axis of a mesh and replicate over the other; None where the mesh may decide.
+        replicated: keep everything on every rank.
+        reshard_after_forward: as for `fully_shard`; None frees all units but the outermost.
+    """
+
+    hybrid: bool | None
+    replicated: bool
+    reshard_after_forward: bool | int | None
+
+
+_SHARDINGS = {
+    ShardingStrategy.FULL_SHARD: Sharding(False, False, None),
+    ShardingStrategy.SHARD_GRAD_OP: Sharding(False, False, False),
+    ShardingStrategy.NO_SHARD: Sharding(None, True, False),
+    ShardingStrategy.HYBRID_SHARD: Sharding(True, False, None),
+    ShardingStrategy._HYBRID_SHARD_ZERO2: Sharding(True, False, False),
+}
+
+
+def read_sharding(strategy: Any, reshard_after_forward: bool | int | None) -> Sharding:
+    """Return what `sharding_strategy` (an enum, its name, or None) and `reshard_after_forward` mean."""
+    if strategy is None:
+        return Sharding(None, False, reshard_after_forward)
+    if reshard_after_forward is not None:
+        raise ValueError(
+            "`sharding_strategy` and `reshard_after_forward` must not be given both, but are "
+            f"{strategy!r} and {reshard_after_forward!r}: the first implies the second"
+        )
+    if isinstance(strategy, str):
+        names = {kind.name.strip("_").lower(): kind for kind in ShardingStrategy}
+        if strategy.strip("_").lower() not in names:
+            raise ValueError(
+                f"`sharding_strategy` must name a member of ShardingStrategy, but is {strategy!r}"
+                + did_you_mean(strategy, (kind.name for kind in ShardingStrategy))
+            )
+        strategy = names[strategy.strip("_").lower()]
+    if not isinstance(strategy, ShardingStrategy):
+        raise TypeError(_wrong("sharding_strategy", "a ShardingStrategy, its name or None", strategy))
+    return _SHARDINGS[strategy]
+
+
+def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
+    """Return the policy that is meant by one, by the older `MixedPrecision`, by its arguments, or by one dtype.
+
+    One dtype is that of parameters and activations; gradients are then reduced in float32.
+    """
+    if precision is None:
+        return MixedPrecisionPolicy()
+    if isinstance(precision, MixedPrecisionPolicy):
+        return precision
+    if isinstance(precision, str | torch.dtype):
+        return MixedPrecisionPolicy(param_dtype=_dtype("mixed_precision", precision), reduce_dtype=torch.float32)
+    if isinstance(precision, Mapping):
+        return _precision_of(precision)
+    if not isinstance(precision, MixedPrecision):
+        raise TypeError(
+            _wrong("mixed_precision", "a MixedPrecisionPolicy, a MixedPrecision, a dict, a dtype or None", precision)
+        )
+    if precision.buffer_dtype is not None:
+        _warn_of_no_meaning("mixed_precision.buffer_dtype", precision.buffer_dtype, "buffers keep the dtype they have")
+    if precision.keep_low_precision_grads:
+        _warn_of_no_meaning("mixed_precision.keep_low_precision_grads", True, "gradients have the parameters' dtype")
+    return MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        cast_forward_inputs=precision.cast_forward_inputs or precision.cast_root_forward_inputs,
+    )
+
+
+def read_offload(offload: Offload | None, device_type: str) -> OffloadPolicy:
+    """Return the policy that is meant by one, by the older `CPUOffload`, or by a bool."""
+    if isinstance(offload, CPUOffload):
+        offload = offload.offload_params
+    if isinstance(offload, bool) or offload is None:
+        offload = CPUOffloadPolicy() if offload else OffloadPolicy()
+    if not isinstance(offload, OffloadPolicy):
+        raise TypeError(_wrong("cpu_offload", "a bool, a CPUOffload, an OffloadPolicy or None", offload))
+    if isinstance(offload, CPUOffloadPolicy) and device_type == "cpu":
+        # There is no accelerator that memory could be pinned for; torch would raise.
+        return CPUOffloadPolicy(pin_memory=False)
+    return offload
+
+
+def check_meaningless(backward_prefetch: Any, limit_all_gathers: bool, use_orig_params: bool) -> None:
+    """Check the arguments that `fully_shard` leaves no choice about, and say where another choice was made.
+
+    Raises:
+        TypeError: `backward_prefetch` is of no known kind.
+        ValueError: `backward_prefetch` is a name that means nothing.
+    """
+    if isinstance(backward_prefetch, str):
+        key = backward_prefetch.lower().removeprefix("backward_")
+        if key not in _PREFETCHES:
+            raise ValueError(
+                f"`backward_prefetch` must be 'pre', 'post', a BackwardPrefetch or None, but is {backward_prefetch!r}"
+            )
+        backward_prefetch = _PREFETCHES[key]
+    if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
+        raise TypeError(_wrong("backward_prefetch", "'pre', 'post', a BackwardPrefetch or None", backward_prefetch))
+    if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        _warn_of_no_meaning("backward_prefetch", "post", "the next part is gathered before the present one's gradients")
+    if not limit_all_gathers:
+        _warn_of_no_meaning("limit_all_gathers", False, "the memory of gathered parameters is always limited")
+    if not use_orig_params:
+        _warn_of_no_meaning("use_orig_params", False, "parameters always keep their names and shapes")
+
+
+def one_of(**values: Any) -> Any:
+    """Return the value of whichever of two names for one argument was used."""
+    given = {name: value for name, value in values.items() if value is not None}
+    if len(given) > 1:
+        names = " and ".join(f"`{name}`" for name in given)
+        raise ValueError(f"{names} must not be given both: they are one argument")
+    return next(iter(given.values()), None)
+
+
+def read_device(device_id: Any, module: nn.Module) -> torch.device:
+    """Return the device to train on: the one that is named, else that of the module's parameters."""
+    if device_id is None:
+        first = next(module.parameters(), None)
+        return torch.device(get_device()) if first is None or first.is_meta else torch.device(first.device.type)
+    if isinstance(device_id, bool) or not isinstance(device_id, int | str | torch.device):
+        raise TypeError(_wrong("device_id", "an int, a torch.device or None", device_id))
+    if isinstance(device_id, int):
+        if not torch.accelerator.is_available():
+            return torch.device("cpu")
+        device_id = torch.device(get_device(), device_id)
+    device = torch.device(device_id)
+    if device.type != "cpu" and device.index not in (None, (current := torch.accelerator.current_device_index())):
+        raise ValueError(
+            f"`device_id` must be this process's current device, {device.type}:{current}, but is {device}. init_dist "
+            "makes each rank's own device the current one"
+        )
+    return device
+
+
+def read_ignored(modules: Any, model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` that FSDP is to leave alone."""
+    if modules is None:
+        return []
+    if isinstance(modules, str | nn.Module) or not isinstance(modules, Iterable):
+        raise TypeError(_wrong("ignored_modules", "a list of modules or None", modules))
+    ignored = list(modules)
+    inside = set(model.modules())
+    for module in ignored:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"`ignored_modules` must hold modules, but holds {module!r} of type {type(module).__name__}"
+            )
+        if module not in inside or module is model:
+            raise ValueError(
+                f"`ignored_modules` must hold modules inside {type(model).__name__}, but holds a "
+                f"{type(module).__name__} that is not inside it"
+            )
+    return ignored
+
+
+def _warn_of_no_meaning(name: str, value: object, instead: str) -> None:
+    """Say, on rank 0, that an argument changes nothing any more."""
+    if is_main_process():
+        _logger.warning("`%s` is %r, which has no meaning any more: %s", name, value, instead)
+
+
+def _precision_of(arguments: Mapping[str, Any]) -> MixedPrecisionPolicy:
+    options: dict[str, Any] = {key: value for key, value in arguments.items() if key != "type"}
+    known = MixedPrecisionPolicy.__dataclass_fields__.keys() | MixedPrecision.__dataclass_fields__.keys()
+    for key, value in options.items():
+        if key not in known:
+            raise ValueError(
+                f"`mixed_precision` must have keys of MixedPrecision, but has {key!r}" + did_you_mean(key, known)
+            )
+        if key.endswith("_dtype") and value is not None:
+            options[key] = _dtype(f"mixed_precision[{key!r}]", value)
+    if options.keys() <= MixedPrecisionPolicy.__dataclass_fields__.keys():
+        return MixedPrecisionPolicy(**options)
+    output_dtype = options.pop("output_dtype", None)
+    return replace(read_precision(MixedPrecision(**options)), output_dtype=output_dtype)
+
+
+def _dtype(name: str, value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(_wrong(name, "a torch.dtype or the name of one", value))
+    key = value.removeprefix("torch.")
+    if key not in _DTYPES:
+        raise ValueError(f"`{name}` must name a floating dtype, but is {value!r}" + did_you_mean(key, _DTYPES))
+    return _DTYPES[key]
+
+
+def _wrong(name: str, wanted: str, value: object) -> str:
+    return f"`{name}` must be {wanted}, but is {value!r} of type {type(value).__name__}"

@@ -1,0 +1,140 @@
+"""The mesh over which FSDP shards, from the ways in which one may be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.dist import (
+    all_gather_object,
+    get_default_group,
+    get_node_rank,
+    get_rank,
+    get_world_size,
+    init_dist,
+    is_distributed,
+)
+
+MeshLike: TypeAlias = DeviceMesh | Sequence[int]
+GroupsLike: TypeAlias = ProcessGroup | DeviceMesh | Sequence[ProcessGroup]
+
+REPLICATE, SHARD = "replicate", "shard"
+
+
+def make_mesh(
+    device_type: str,
+    *,
+    hybrid: bool | None,
+    replicated: bool = False,
+    process_group: GroupsLike | None = None,
+    device_mesh: MeshLike | None = None,
+) -> DeviceMesh:
+    """Return a mesh with the axis `shard`, or the axes `replicate` and `shard`.
+
+    Args:
+        device_type: where parameters live during a step.
+        hybrid: whether two axes are wanted; None leaves it to the other arguments.
+        replicated: shard over nobody.
+        process_group: the ranks to shard over; a pair (to shard over, to replicate over); or a one-axis mesh.
+        device_mesh: the mesh itself, or its shape (replicas, shards).
+
+    Without a mesh or groups, all ranks are sharded over; a hybrid mesh shards within each node. Without a default
+    group, this process becomes a group of one.
+
+    **Collective**: every rank.
+
+    Raises:
+        ValueError: what is asked for contradicts itself, or does not fit the ranks there are.
+    """
+    if not is_distributed():
+        init_dist("none")
+    if device_mesh is not None and process_group is not None:
+        raise ValueError("`process_group` and `device_mesh` must not be given both: they say the same thing")
+    given = device_mesh if device_mesh is not None else process_group
+    if replicated:
+        if given is not None:
+            raise ValueError(
+                "`sharding_strategy` must shard where a process_group or device_mesh is given, but is NO_SHARD. "
+                "Use MMDistributedDataParallel with that group"
+            )
+        return _grid(device_type, [[rank] for rank in range(get_world_size())])
+    mesh = _whole(device_type, hybrid=bool(hybrid)) if given is None else _given(device_type, given)
+    if hybrid is not None and hybrid != (mesh.ndim == 2):
+        wanted = "two axes (replicas, shards)" if hybrid else "one axis"
+        raise ValueError(
+            f"`sharding_strategy` must fit the mesh, but it wants {wanted} and the mesh has {mesh.ndim}. Leave one out"
+        )
+    return mesh
+
+
+def _whole(device_type: str, *, hybrid: bool) -> DeviceMesh:
+    """Return all ranks, in one row, or in a row for each node."""
+    group = get_default_group()
+    assert group is not None
+    if not hybrid:
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=(SHARD,))
+    nodes: dict[int, list[int]] = {}
+    for rank, node in enumerate(all_gather_object(get_node_rank())):
+        nodes.setdefault(node, []).append(rank)
+    rows = list(nodes.values())
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(
+            "`sharding_strategy` 'HYBRID_SHARD' must find equally many ranks on every node, but finds "
+            f"{[len(row) for row in rows]}. Give the mesh's shape as device_mesh=(replicas, shards)"
+        )
+    return _grid(device_type, rows)
+
+
+def _given(device_type: str, given: Any) -> DeviceMesh:
+    if isinstance(given, DeviceMesh):
+        return _checked(device_type, given)
+    if isinstance(given, ProcessGroup):
+        return DeviceMesh.from_group(given, device_type, mesh_dim_names=(SHARD,))
+    if isinstance(given, Sequence) and len(given) == 2:
+        if all(isinstance(item, ProcessGroup) for item in given):
+            return _from_groups(device_type, shard=given[0], replicate=given[1])
+        if all(isinstance(item, int) for item in given):
+            return _shaped(device_type, *given)
+    raise TypeError(
+        "`process_group` must be a ProcessGroup, a pair of them (to shard over, to replicate over) or None, and "
+        f"`device_mesh` a DeviceMesh or its shape (replicas, shards), but there is {given!r}"
+    )
+
+
+def _checked(device_type: str, mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.device_type != device_type:
+        raise ValueError(
+            f"`device_mesh` must be one of {device_type} devices, but is one of {mesh.device_type} devices"
+        )
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"`device_mesh` must have one or two axes (replicas, shards), but has {mesh.ndim}: {mesh.mesh_dim_names}. "
+            "Take a part of it: mesh[name]"
+        )
+    return mesh
+
+
+def _shaped(device_type: str, replicas: int, shards: int) -> DeviceMesh:
+    world_size = get_world_size()
+    if replicas < 1 or shards < 1 or replicas * shards != world_size:
+        raise ValueError(
+            f"`device_mesh` must be a shape for {world_size} ranks, but is ({replicas}, {shards}) "
+            f"(rank {get_rank()} of {world_size})"
+        )
+    ranks = torch.arange(world_size).view(replicas, shards)
+    return _grid(device_type, ranks.tolist())
+
+
+def _from_groups(device_type: str, *, shard: ProcessGroup, replicate: ProcessGroup) -> DeviceMesh:
+    rows = all_gather_object(get_process_group_ranks(shard), group=replicate)
+    return DeviceMesh.from_group(
+        [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=(REPLICATE, SHARD)
+    )
+
+
+def _grid(device_type: str, rows: list[list[int]]) -> DeviceMesh:
+    return DeviceMesh(device_type, torch.tensor(rows), mesh_dim_names=(REPLICATE, SHARD))

@@ -1,0 +1,216 @@
+"""Which parts of a model FSDP gathers and frees together: the units.
+
+A policy is one of: a class of modules or its name, or several; a function of a module that says whether it is a unit;
+torch's policies (`ModuleWrapPolicy`, `CustomPolicy`, and functions of `module, recurse, nonwrapped_numel`); an object
+with `choose(model)`; a name in `FSDP_WRAP_POLICIES`, or a dict with such a `type` and its options.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.distributed.fsdp import wrap
+
+from lockstep.model.class_names import ClassNames, classes_in
+from lockstep.registry import Registry
+from lockstep.registry.nearest import did_you_mean
+
+FSDP_WRAP_POLICIES = Registry("FSDP wrap policy", scope="lockstep")
+for _name in (
+    "always_wrap_policy", "lambda_auto_wrap_policy", "size_based_auto_wrap_policy", "transformer_auto_wrap_policy",
+    "CustomPolicy", "ModuleWrapPolicy",
+):  # fmt: skip
+    FSDP_WRAP_POLICIES.register_module(module=getattr(wrap, _name))
+
+
+@runtime_checkable
+class WrapPolicy(Protocol):
+    """A policy that looks at the model as a whole."""
+
+    def choose(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules of `model` that are to be units."""
+        ...
+
+
+@FSDP_WRAP_POLICIES.register_module(name="repeated_blocks")
+class RepeatedBlocks:
+    """Make a unit of each block that a model repeats, such as the layers of a transformer.
+
+    The blocks are what the model names in `_no_split_modules`, as HuggingFace's models do; else the items of each
+    `ModuleList`, `ModuleDict` or `Sequential` that has at least two of one class, with children of their own. A block
+    that is itself mostly made of repeated blocks, such as a stage of a vision transformer, is passed over for those.
+    """
+
+    def choose(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks."""
+        named = set(getattr(model, "_no_split_modules", None) or ())
+        blocks = [module for module in model.modules() if type(module).__name__ in named]
+        return blocks or list(self._blocks_in(model))
+
+    def _blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
+        repeated = _repeated_items(module)
+        for child in module.children():
+            inner = list(self._blocks_in(child))
+            if child in repeated and 2 * _numel(inner) <= _numel([child]):
+                yield child
+            else:
+                yield from inner
+
+
+def choose_units(model: nn.Module, policy: Any, ignored: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """Return the parts of `model` that are to be units, each after the parts inside it, without `model` itself.
+
+    Left out are modules without a parameter or a `forward` of their own, what lies in `ignored`, and modules that
+    share a parameter with one outside them: FSDP wants such a parameter in a single unit, so that it goes to the next
+    one around both.
+
+    Raises:
+        TypeError: `policy` is no policy.
+        ValueError: `policy` is a name that means nothing here.
+    """
+    if policy is None:
+        return []
+    left_out = {model, *(inner for module in ignored for inner in module.modules())}
+    chosen = set(_as_policy(model, policy, left_out).choose(model)) - left_out
+    owners = _owners_of_parameters(model)
+    return [
+        module
+        for module in reversed(list(model.modules()))
+        if module in chosen
+        and type(module).forward is not nn.Module.forward
+        and next(module.parameters(), None) is not None
+        and _keeps_to_itself(module, owners)
+    ]
+
+
+class _ByClass:
+    def __init__(self, kinds: tuple[type[nn.Module], ...]) -> None:
+        self._kinds = kinds
+
+    def choose(self, model: nn.Module) -> list[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, self._kinds)]
+
+
+class _ByFunction:
+    def __init__(self, accepts: Callable[[nn.Module], bool]) -> None:
+        self._accepts = accepts
+
+    def choose(self, model: nn.Module) -> list[nn.Module]:
+        return [module for module in model.modules() if self._accepts(module)]
+
+
+class _ByRecursion:
+    """Torch's older policies: asked on the way down whether to go on, on the way up whether to make a unit."""
+
+    def __init__(self, policy: Callable[..., bool], left_out: Collection[nn.Module]) -> None:
+        self._policy = policy
+        self._left_out = left_out
+
+    def choose(self, model: nn.Module) -> list[nn.Module]:
+        units: list[nn.Module] = []
+        self._visit(model, units, {model})
+        return units
+
+    def _visit(self, module: nn.Module, units: list[nn.Module], seen: set[nn.Module]) -> int:
+        """Return how many numbers of `module` belong to units within it, or to itself."""
+        total = _numel([module])
+        if not self._policy(module=module, recurse=True, nonwrapped_numel=total):
+            return 0
+        taken = 0
+        for child in module.children():
+            if child not in seen and child not in self._left_out:
+                seen.add(child)
+                taken += self._visit(child, units, seen)
+        if not self._policy(module=module, recurse=False, nonwrapped_numel=total - taken):
+            return taken
+        units.append(module)
+        return total
+
+
+class _ByCustomPolicy:
+    def __init__(self, policy: wrap.CustomPolicy) -> None:
+        self._policy = policy
+
+    def choose(self, model: nn.Module) -> list[nn.Module]:
+        # torch offers no public way to ask this policy (2.13).
+        chosen = self._policy._run_policy(model, set(), {})
+        if options := next((options for options in chosen.values() if options), None):
+            raise ValueError(
+                "`auto_wrap_policy` must answer True or False for each module, but this CustomPolicy answers "
+                f"{options!r}. Every unit has the arguments of the whole"
+            )
+        return list(chosen)
+
+
+def _as_policy(model: nn.Module, policy: Any, left_out: Collection[nn.Module]) -> WrapPolicy:
+    if isinstance(policy, str | Mapping):
+        policy = _from_registry(model, policy)
+    if isinstance(policy, WrapPolicy):
+        return policy
+    if isinstance(policy, wrap.CustomPolicy):
+        return _ByCustomPolicy(policy)
+    if isinstance(policy, type | list | tuple | set | frozenset):
+        return _ByClass(classes_in(model, policy, what="auto_wrap_policy"))
+    if callable(policy):
+        old = "recurse" in inspect.signature(policy).parameters
+        return _ByRecursion(policy, left_out) if old else _ByFunction(policy)
+    raise TypeError(
+        "`auto_wrap_policy` must be a policy of torch's, a function, classes of modules or their names, a name in "
+        f"FSDP_WRAP_POLICIES, a config dict or None, but is {policy!r} of type {type(policy).__name__}"
+    )
+
+
+def _from_registry(model: nn.Module, policy: str | Mapping[str, Any]) -> Any:
+    options = {"type": policy} if isinstance(policy, str) else dict(policy)
+    kind = options.pop("type", None)
+    entry = FSDP_WRAP_POLICIES.get(kind) if isinstance(kind, str) else kind
+    if isinstance(entry, type):
+        return FSDP_WRAP_POLICIES.build({"type": entry, **_with_classes(model, options)})
+    if callable(entry):
+        return partial(entry, **_with_classes(model, options))
+    names = {type(module).__name__ for module in model.modules()}
+    if isinstance(policy, str) and policy in names:
+        return [policy]
+    raise ValueError(
+        "`auto_wrap_policy` must be a name in FSDP_WRAP_POLICIES or that of a class of modules in "
+        f"{type(model).__name__}, but is {policy!r}" + did_you_mean(str(kind), {*FSDP_WRAP_POLICIES, *names})
+    )
+
+
+def _with_classes(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Let a config name classes where torch's policies want the classes themselves."""
+    known = {"transformer_layer_cls", "module_classes"}
+    return {key: _classes(model, value, key) if key in known else value for key, value in options.items()}
+
+
+def _classes(model: nn.Module, names: ClassNames, key: str) -> set[type[nn.Module]]:
+    return set(classes_in(model, names, what=key))
+
+
+def _repeated_items(module: nn.Module) -> set[nn.Module]:
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return set()
+    items = [item for item in module.children() if any(_numel([child]) for child in item.children())]
+    kinds = [type(item) for item in items]
+    return {item for item in items if kinds.count(type(item)) > 1}
+
+
+def _numel(modules: list[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def _owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+    return owners
+
+
+def _keeps_to_itself(module: nn.Module, owners: Mapping[nn.Parameter, list[nn.Module]]) -> bool:
+    inside = set(module.modules())
+    return all(owner in inside for parameter in module.parameters() for owner in owners[parameter])

@@ -1,0 +1,109 @@
+"""The values that parameters have when they are sharded: made on the spot, or sent from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lockstep.dist import broadcast
+
+InitFunction: TypeAlias = Callable[[nn.Module], None]
+
+
+class Start:
+    """How the parts of a model come to their values, just before each is sharded.
+
+    Args:
+        device: where parameters on the meta device are made.
+        init: called with each module that owns something on the meta device; must put that on `device`. By default
+            memory is taken and `reset_parameters` called.
+        mesh: the ranks that are to begin with the values of the first of them; None leaves each its own.
+    """
+
+    def __init__(self, device: torch.device, init: InitFunction | None, mesh: DeviceMesh | None) -> None:
+        self.device = device
+        self._init = init
+        self._mesh = mesh
+        self._sent: set[Tensor] = set()
+
+    def fill(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
+        """Give values to a part of the model, apart from the parameters in it that are sharded already.
+
+        Args:
+            unit: the part.
+            ignored: tensors that every rank keeps as its own.
+
+        **Collective**: every rank of the mesh, where there is one.
+
+        Raises:
+            ValueError: a module has no `reset_parameters`, or something stays on the meta device.
+        """
+        self._materialize(unit)
+        if self._mesh is not None:
+            self._send(unit, ignored, self._mesh)
+
+    @torch.no_grad()
+    def _materialize(self, unit: nn.Module) -> None:
+        waiting = [module for module in unit.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
+        if not waiting:
+            return
+        ties = _ties_in(unit)
+        for module in waiting:
+            if self._init is None:
+                _reset(module, self.device)
+            else:
+                self._init(module)
+        for (first_owner, first_name), *others in ties:
+            for owner, name in others:
+                setattr(owner, name, getattr(first_owner, first_name))
+        for name, tensor in chain(unit.named_parameters(), unit.named_buffers()):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"`param_init_fn` must put every parameter and buffer of a module on {self.device}, but {name!r} "
+                    f"of {type(unit).__name__} is still on the meta device"
+                )
+
+    def _send(self, unit: nn.Module, ignored: Collection[Tensor], mesh: DeviceMesh) -> None:
+        tensors = [
+            tensor.detach()
+            for tensor in chain(unit.parameters(), unit.buffers())
+            if not isinstance(tensor, DTensor) and tensor not in self._sent and tensor not in ignored
+        ]
+        self._sent.update(unit.buffers())
+        # Along the axis of replicas first, so that the whole first row has it; from there through each row.
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            under_way = [broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
+            for handle in under_way:
+                assert handle is not None  # asked for by async_op
+                handle.wait()
+
+
+def _reset(module: nn.Module, device: torch.device) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        raise ValueError(
+            f"`param_init_fn` must be given, because {type(module).__name__} is on the meta device and has no "
+            "method reset_parameters. For example: lambda module: module.to_empty(device=..., recurse=False)"
+        )
+    module.to_empty(device=device, recurse=False)
+    reset()
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(recurse=False), module.buffers(recurse=False))
+
+
+def _ties_in(unit: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return, for each parameter that has several owners, who they are and what they call it."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in unit.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((module, name))
+    return [places for places in owners.values() if len(places) > 1]

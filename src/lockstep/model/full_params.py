@@ -1,0 +1,112 @@
+"""Sharded parameters, whole for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lockstep.dist import is_main_process
+
+
+class _Place(NamedTuple):
+    owner: nn.Module
+    name: str
+    sharded: nn.Parameter
+
+
+@contextmanager
+def full_parameters(
+    model: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Hold every parameter of a sharded model in full, as a plain parameter in its own dtype.
+
+    Args:
+        model: a model that `fully_shard` has been applied to.
+        recurse: also the parameters of the modules inside, not only `model`'s own.
+        writeback: keep the changes that are made inside; each rank keeps its own shard of what it holds.
+        rank0_only: only rank 0 gets them in full; needs `writeback=False`.
+        offload_to_cpu: hold them in CPU memory.
+        with_grads: with their gradients, also in full; these are only to be read.
+
+    **Collective**: every rank of the model's mesh. **Cost**: the memory of all parameters, and one all-gather each.
+
+    Raises:
+        ValueError: `rank0_only` with `writeback`.
+    """
+    if rank0_only and writeback:
+        raise ValueError("`writeback` must be False with `rank0_only`, because the other ranks hold nothing to write")
+    reshard(model)
+    places = [
+        _Place(module, name, parameter)
+        for module in (model.modules() if recurse else [model])
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if isinstance(parameter, DTensor)
+    ]
+    full: dict[nn.Parameter, nn.Parameter] = {}
+    for place in places:
+        if place.sharded not in full:
+            gathered = _gather(place.sharded, offload_to_cpu=offload_to_cpu, with_grad=with_grads)
+            full[place.sharded] = place.sharded if rank0_only and not is_main_process() else gathered
+    for place in places:
+        setattr(place.owner, place.name, full[place.sharded])
+    try:
+        yield
+    finally:
+        for place in places:
+            setattr(place.owner, place.name, place.sharded)
+    if writeback:
+        for sharded, parameter in full.items():
+            write_full(sharded, parameter.detach())
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what units hold in full, so that the parameters of `model` are the shards. Nothing is sent.
+
+    The outermost unit keeps its parameters in full after a forward pass. Whoever then lists the parameters, such as
+    an optimizer that is being built, would get hold of tensors that are thrown away.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def write_full(sharded: Tensor, value: Tensor) -> None:
+    """Write this rank's part of a full `value` into a sharded tensor. Nothing is sent."""
+    with torch.no_grad():
+        sharded.copy_(shard_like(value, sharded))
+
+
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
+    """Return `value`, which every rank has in full, laid out as `like`. Nothing is sent."""
+    if not isinstance(like, DTensor):
+        return value
+    whole = value.to(like.device_mesh.device_type)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _gather(parameter: nn.Parameter, *, offload_to_cpu: bool, with_grad: bool) -> nn.Parameter:
+    gathered = nn.Parameter(_full(parameter, offload_to_cpu=offload_to_cpu), requires_grad=parameter.requires_grad)
+    if with_grad and parameter.grad is not None:
+        gathered.grad = _full(parameter.grad, offload_to_cpu=offload_to_cpu)
+    return gathered
+
+
+@torch.no_grad()
+def _full(tensor: Tensor, *, offload_to_cpu: bool) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    full = tensor.full_tensor()
+    if full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr():
+        full = full.clone()  # this rank holds it all; changes that are not to be written back must not be seen
+    return full.cpu() if offload_to_cpu else full

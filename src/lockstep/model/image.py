@@ -1,0 +1,154 @@
+"""`ImgDataPreprocessor`: from images as they are stored to one normalised batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.model.preprocessor import BaseDataPreprocessor
+from lockstep.registry import MODELS
+
+
+@MODELS.register_module()
+class ImgDataPreprocessor(BaseDataPreprocessor):
+    """Move images to the model's device, order their channels, normalise them, and stack them to one batch.
+
+    The images are the entry `inputs` of a batch that is a dict, or the first one of a list or tuple; the others are
+    only moved. They are a tensor, or a list of tensors whose sizes may differ.
+
+    Args:
+        mean: of each channel, or one for all; in the units of the images, and in the order that they get.
+        std: the same; given together with `mean`.
+        pad_size_divisor: height and width of the batch become multiples of it.
+        pad_value: what is right of and below the images, after they are normalised.
+        bgr_to_rgb: turn the order of the three channels around.
+        rgb_to_bgr: the same, for images that are RGB.
+        non_blocking: copy from pinned memory without waiting for the copy.
+
+    **Shapes**: [images, channels, height, width], or a list of [channels, height, width], of any dtype -> [images,
+    channels, greatest height, greatest width] in float32.
+
+    Raises:
+        ValueError: arguments contradict each other, or images have another number of dims or channels.
+
+    Example:
+        >>> preprocessor = ImgDataPreprocessor(mean=[127.5], std=[127.5], pad_size_divisor=4)
+        >>> images = [torch.full((3, 5, 4), 255, dtype=torch.uint8), torch.zeros(3, 2, 6, dtype=torch.uint8)]
+        >>> batch = preprocessor({"inputs": images, "labels": [0, 1]})
+        >>> batch["inputs"].shape, batch["inputs"][0, 0, 0].tolist()
+        (torch.Size([2, 3, 8, 8]), [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        pad_size_divisor: int = 1,
+        pad_value: float = 0,
+        bgr_to_rgb: bool = False,
+        rgb_to_bgr: bool = False,
+        non_blocking: bool = False,
+    ) -> None:
+        super().__init__(non_blocking)
+        if bgr_to_rgb and rgb_to_bgr:
+            raise ValueError("`bgr_to_rgb` and `rgb_to_bgr` must not both be True, as one would undo the other")
+        if (mean is None) != (std is None):
+            raise ValueError(f"`mean` and `std` must be given together, but are {mean!r} and {std!r}")
+        if not isinstance(pad_size_divisor, int) or pad_size_divisor < 1:
+            raise ValueError(f"`pad_size_divisor` must be an int of at least 1, but is {pad_size_divisor!r}")
+        # Plain tensors: buffers would be broadcast and averaged over ranks like what a model has learnt.
+        self.mean = None if mean is None else _per_channel("mean", mean)
+        self.std = None if std is None else _per_channel("std", std)
+        self.pad_size_divisor = pad_size_divisor
+        self.pad_value = pad_value
+        self.channel_conversion = bgr_to_rgb or rgb_to_bgr
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        """Return the batch with its images as one tensor."""
+        data = self.cast_data(data)
+        if isinstance(data, Mapping):
+            if "inputs" not in data:
+                raise ValueError(f"a batch must have its images in the entry 'inputs', but has only {sorted(data)}")
+            return {**data, "inputs": self._batch(data["inputs"])}
+        if isinstance(data, list | tuple):
+            if not data:
+                raise ValueError("a batch must have its images in first place, but is empty")
+            first, *others = data
+            parts = (self._batch(first), *others)
+            return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+        return self._batch(data)
+
+    def _batch(self, images: Any) -> Tensor:
+        if isinstance(images, Tensor) and images.dim() == 4:
+            height, width = images.shape[-2:]
+        elif isinstance(images, list | tuple) and images and all(map(_is_image, images)):
+            height, width = (max(image.shape[dim] for image in images) for dim in (-2, -1))
+        else:
+            raise ValueError(
+                "the images of a batch must be a tensor [images, channels, height, width] or a list of tensors "
+                f"[channels, height, width], but are {_describe(images)}"
+            )
+        channels = {image.shape[0] for image in images}
+        if len(channels) > 1:
+            raise ValueError(f"the images of a batch must have equally many channels, but have {sorted(channels)}")
+        self._check_channels(images[0].shape[0])
+        batch = torch.full(
+            (len(images), *channels, self._rounded(height), self._rounded(width)),
+            float(self.pad_value),
+            dtype=torch.float32,
+            device=images[0].device,
+        )
+        if isinstance(images, Tensor):
+            self._write(images, batch[..., :height, :width])
+        else:
+            for image, place in zip(images, batch, strict=True):
+                self._write(image, place[:, : image.shape[-2], : image.shape[-1]])
+        return batch
+
+    def _write(self, images: Tensor, place: Tensor) -> None:
+        """Write normalised images to their place in the batch."""
+        place.copy_(images.flip(-3) if self.channel_conversion else images)
+        if self.mean is not None and self.std is not None:
+            place.sub_(self.mean).div_(self.std)
+
+    def _check_channels(self, channels: int) -> None:
+        if self.channel_conversion and channels != 3:
+            raise ValueError(f"images must have 3 channels to turn their order around, but have {channels}")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None and values.numel() not in (1, channels):
+                raise ValueError(f"`{name}` must have 1 value or {channels}, as images have, but has {values.numel()}")
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.pad_size_divisor) * self.pad_size_divisor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImgDataPreprocessor:
+        super()._apply(fn, recurse)
+        # To the device alone: in half precision 255 levels would not be told apart.
+        self.mean = None if self.mean is None else self.mean.to(self.device)
+        self.std = None if self.std is None else self.std.to(self.device)
+        return self
+
+
+def _per_channel(name: str, values: Sequence[float]) -> Tensor:
+    if not isinstance(values, Sequence) or not values:
+        raise ValueError(f"`{name}` must be a list with a number for each channel, but is {values!r}")
+    channels = torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
+    if name == "std" and not bool((channels > 0).all()):
+        raise ValueError(f"`std` must be above 0, but is {values!r}")
+    return channels
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 3
+
+
+def _describe(images: Any) -> str:
+    if isinstance(images, Tensor):
+        return f"a tensor of shape {tuple(images.shape)}"
+    if isinstance(images, list | tuple):
+        kinds = [str(tuple(i.shape)) if isinstance(i, Tensor) else type(i).__name__ for i in images]
+        return f"a {type(images).__name__} of {', '.join(kinds) or 'nothing'}"
+    return f"of {type(images).__name__}"

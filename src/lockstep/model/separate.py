@@ -1,0 +1,159 @@
+"""`MMSeparateDistributedDataParallel`: a DDP for each part of a model, so that each part can be trained on its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.model import steps
+from lockstep.model.ddp import MMDistributedDataParallel
+from lockstep.registry import MODEL_WRAPPERS
+
+
+@MODEL_WRAPPERS.register_module()
+class MMSeparateDistributedDataParallel(nn.Module):
+    """Put every child of a module that has something to train into a DDP of its own.
+
+    A DDP around the whole of a GAN waits in the generator's step for gradients of the discriminator, unless it
+    searches the graph for them in every step (`find_unused_parameters`). A DDP around each of the two waits for its
+    own gradients alone. The module's `train_step` runs as it is written; it calls its children, which are DDPs now
+    (their own attributes are behind `.module`).
+
+    Containers without a `forward`, such as `ModuleList`, are not wrapped but entered.
+
+    Args:
+        module: the model. Its parameters belong to its children: none is its own, none is shared by two of them.
+        device_ids: as for DDP; on the CPU ignored.
+        output_device: as for DDP; on the CPU ignored.
+        broadcast_buffers: send rank 0's buffers to the others in each forward pass of training.
+        find_unused_parameters: search the graph of each child's outputs for parameters that get no gradient.
+        **kwargs: further arguments of `MMDistributedDataParallel`, for every child.
+
+    **Collective**: every rank; the parameters of rank 0 are sent to the others.
+
+    Raises:
+        ValueError: a trainable parameter belongs to no child, or to two of them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        broadcast_buffers: bool = False,
+        find_unused_parameters: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        _check_ownership(module)
+        options = {
+            "device_ids": device_ids,
+            "output_device": output_device,
+            "broadcast_buffers": broadcast_buffers,
+            "find_unused_parameters": find_unused_parameters,
+            **kwargs,
+        }
+        device = _device_of(module, device_ids)
+        self._parallel: list[MMDistributedDataParallel] = []
+        for parent, name, child in _parts(module):
+            child.to(device)
+            if _is_trainable(child):
+                wrapped = MMDistributedDataParallel(child, **options)
+                setattr(parent, name, wrapped)
+                self._parallel.append(wrapped)
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; its children are DDPs."""
+        return self.module(*args, **kwargs)
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        """Let the module train on this rank's part of the batch.
+
+        Args:
+            data: the batch.
+            optim_wrapper: handed to the module's own `train_step`; mostly an `OptimWrapperDict`.
+
+        **Collective**: every rank.
+        """
+        own = getattr(self.module, "train_step", None)
+        if own is None:
+            return steps.train_step(self.module, data, optim_wrapper)
+        logged: dict[str, Tensor] = own(data, optim_wrapper)
+        return logged
+
+    def val_step(self, data: Any) -> Any:
+        """Return what the module predicts for this rank's batch. Nothing is sent."""
+        with self._buffers_left_alone():
+            return steps.own_step(self.module, "val_step", data)
+
+    def test_step(self, data: Any) -> Any:
+        """Return what the module predicts for this rank's batch. Nothing is sent."""
+        with self._buffers_left_alone():
+            return steps.own_step(self.module, "test_step", data)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let no child exchange the gradients of forward and backward passes inside."""
+        with ExitStack() as stack:
+            for wrapped in self._parallel:
+                stack.enter_context(wrapped.no_sync())
+            yield
+
+    @contextmanager
+    def _buffers_left_alone(self) -> Iterator[None]:
+        # The module calls its children's DDPs, which would send buffers even without gradients, while ranks may hold
+        # different numbers of validation batches.
+        before = [wrapped.require_forward_param_sync for wrapped in self._parallel]
+        for wrapped in self._parallel:
+            wrapped.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            for wrapped, required in zip(self._parallel, before, strict=True):
+                wrapped.require_forward_param_sync = required
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield the children that can be called, with the module that holds them and their name there."""
+    for name, child in list(module.named_children()):
+        if type(child).forward is nn.Module.forward:
+            yield from _parts(child)
+        else:
+            yield module, name, child
+
+
+def _check_ownership(module: nn.Module) -> None:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    owners = Counter(parameter for _, _, part in _parts(module) for parameter in part.parameters())
+    if orphans := [known[0] for parameter, known in names.items() if not owners[parameter]]:
+        raise ValueError(
+            f"`module` must hold its trainable parameters in children that have a forward, but {type(module).__name__} "
+            f"itself has {', '.join(orphans)}, which nobody would average over ranks. Move them into a child, or use "
+            "MMDistributedDataParallel"
+        )
+    if shared := ["=".join(known) for parameter, known in names.items() if owners[parameter] > 1]:
+        raise ValueError(
+            "`module` must hold each trainable parameter in one child, but two would both average "
+            f"{', '.join(shared)}. Use MMDistributedDataParallel"
+        )
+
+
+def _device_of(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> torch.device:
+    first = next(module.parameters(), None)
+    if first is None or first.device.type == "cpu" or not device_ids:
+        return torch.device("cpu") if first is None else first.device
+    chosen = device_ids[0]
+    return chosen if isinstance(chosen, torch.device) else torch.device(first.device.type, chosen)
+
+
+def _is_trainable(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

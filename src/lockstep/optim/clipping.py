@@ -1,0 +1,128 @@
+"""Bounding gradients, whether this rank holds them whole or in shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from lockstep.dist import all_reduce
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# A gradient's mesh, and those of its axes over which it is sharded.
+Layout = tuple["DeviceMesh", tuple[int, ...]]
+
+
+def clip_by_norm(
+    params: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients down to a common norm of at most `max_norm`, and return what it was.
+
+    The norm is that of all gradients together, on every rank the same: shards are gathered to one number. torch's own
+    function gives the norm of sharded gradients only as a `DTensor`, refuses a mixture of sharded and whole ones, and
+    for `norm_type=inf` hangs where a rank holds nothing of a parameter (2.13).
+
+    Args:
+        params: those without a gradient are passed over.
+        max_norm: as for `torch.nn.utils.clip_grad_norm_`, like the other arguments.
+        norm_type: of the p-norm, above 0; may be infinite.
+        error_if_nonfinite: raise where the norm is not finite.
+        foreach: use torch's faster implementation; by default where there is one.
+
+    **Collective**: every rank of the meshes that gradients are sharded over. **Cost**: one number per mesh axis.
+
+    Raises:
+        RuntimeError: on every rank, with `error_if_nonfinite`, if the norm is not finite.
+    """
+    with_gradient = [param for param in params if param.grad is not None]
+    total = gradient_norm([param.grad for param in with_gradient if param.grad is not None], norm_type, foreach)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients must be finite, but is {total.item()}. Look for the loss that is not finite, "
+            "or set error_if_nonfinite=False"
+        )
+    for alike in _whole_and_sharded(with_gradient):
+        clip_grads_with_norm_(alike, max_norm, total, foreach)
+    return total
+
+
+def clip_by_value(params: Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
+    """Bring every number of the gradients between `-clip_value` and `clip_value`. Nothing is sent."""
+    for alike in _whole_and_sharded([param for param in params if param.grad is not None]):
+        clip_grad_value_(alike, clip_value, foreach)
+
+
+def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
+    """Return the norm of all gradients together, whole or sharded, as a plain tensor.
+
+    **Collective**: every rank of the meshes that gradients are sharded over.
+
+    Raises:
+        ValueError: `norm_type` is not above 0.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"`norm_type` must be above 0, but is {norm_type!r}")
+    whole = [gradient for gradient in gradients if not _is_sharded(gradient)]
+    shards: dict[Layout, list[Tensor]] = {}
+    for gradient in gradients:
+        if _is_sharded(gradient):
+            layout, local = _own_part(gradient)
+            shards.setdefault(layout, []).append(local)
+    norms = [get_total_norm(whole, norm_type, foreach=foreach)] if whole or not shards else []
+    norms += [_norm_of_shards(locals_, *layout, norm_type, foreach) for layout, locals_ in shards.items()]
+    if len(norms) == 1:
+        return norms[0]
+    device = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+
+
+def _norm_of_shards(
+    parts: list[Tensor], mesh: DeviceMesh, axes: tuple[int, ...], norm_type: float, foreach: bool | None
+) -> Tensor:
+    # A rank may hold nothing of a short parameter, and nothing has no largest number.
+    present = [part for part in parts if part.numel()]
+    norm = get_total_norm(present, norm_type, foreach=foreach) if present else parts[0].new_zeros(())
+    infinite = math.isinf(norm_type)
+    total = norm if infinite else norm**norm_type
+    for axis in axes:
+        all_reduce(total, "max" if infinite else "sum", group=mesh.get_group(axis))
+    return total if infinite else total ** (1 / norm_type)
+
+
+def _own_part(gradient: Any) -> tuple[Layout, Tensor]:
+    """Return how a DTensor is laid out, and what this rank holds of it."""
+    if any(placement.is_partial() for placement in gradient.placements):
+        gradient = gradient.redistribute(
+            placements=[_replicated() if placement.is_partial() else placement for placement in gradient.placements]
+        )
+    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return (gradient.device_mesh, axes), gradient.to_local()
+
+
+def _replicated() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def _whole_and_sharded(params: list[Tensor]) -> list[list[Tensor]]:
+    """Return the parameters in lists that torch can take, which do not mix shards of different meshes."""
+    lists: dict[Any, list[Tensor]] = {}
+    for param in params:
+        lists.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    return list(lists.values())
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    # Asked without importing DTensor, which takes longer than all of lockstep.
+    return hasattr(tensor, "device_mesh")

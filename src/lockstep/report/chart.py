@@ -1,0 +1,176 @@
+"""Curves as HTML: an SVG that stretches with the page, and labels beside it that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from lockstep.report.scale import Scale, fitted, fitted_log, shown
+from lockstep.report.series import Bucket, Point, buckets
+
+SIDE = 1000  # units of a plot in both directions, whatever its size on the page
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve: its name, its points in order, and whether each is marked."""
+
+    name: str
+    points: Sequence[Point]
+    marked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Some curves in one frame.
+
+    Attributes:
+        title: what they show.
+        lines: at least one, each with at least one point.
+        unit: of the values.
+        stacked: the lines are parts of a whole, at the same places, and are drawn on top of each other.
+        from_zero: the axis of values begins at zero.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    unit: str = ""
+    stacked: bool = False
+    from_zero: bool = False
+
+
+def chart_html(chart: Chart, across: Scale) -> tuple[str, dict[str, Any]]:
+    """Return a chart as HTML, and its values for the script that reads them out.
+
+    Args:
+        chart: what to draw.
+        across: the axis of iterations.
+    """
+    curves = [buckets(line.points) for line in chart.lines]
+    tops = _stacked(curves) if chart.stacked else curves
+    up = fitted(_extremes(tops), from_zero=chart.from_zero or chart.stacked)
+    log = None if chart.stacked or chart.from_zero else fitted_log(_extremes(tops))
+    layers = [_layer(chart, tops, across, up, "linear")]
+    if log is not None:
+        layers.append(_layer(chart, tops, across, log, "log"))
+    legend = "".join(
+        f'<li style="--c:var(--c{index % 6})">{escape(line.name)} <output>{_latest(curve)}</output></li>'
+        for index, (line, curve) in enumerate(zip(chart.lines, curves, strict=True))
+    )
+    unit = f' <span class="unit">{escape(chart.unit)}</span>' if chart.unit else ""
+    toggle = '<button type="button" aria-pressed="false">log</button>' if log is not None else ""
+    html = (
+        f'<figure class="card chart{" is-stacked" if chart.stacked else ""}">'
+        f"<figcaption><h3>{escape(chart.title)}{unit}</h3>{toggle}<ul>{legend}</ul></figcaption>"
+        f'<div class="plot" tabindex="0" role="img" aria-label="{escape(_spoken(chart, curves))}">'
+        f'{"".join(layers)}{_across_labels(across)}<div class="cursor" hidden></div></div></figure>'
+    )
+    values = {
+        "lines": [_values(curve) for curve in curves],
+        "stacked": chart.stacked,
+        "linear": [up.low, up.high],
+        "log": None if log is None else [log.low, log.high],
+    }
+    return html, values
+
+
+def _layer(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scale, kind: str) -> str:
+    ticks = up.ticks()
+    rules = "".join(f"M0 {_down(up, tick)}h{SIDE}" for tick in ticks)
+    labels = "".join(f'<span style="bottom:{100 * up.at(tick):.2f}%">{shown(tick)}</span>' for tick in ticks)
+    drawn = []
+    # The first part of a stack lies at its bottom, and in front of the areas of those above it.
+    for index in reversed(range(len(curves))):
+        curve, colour = curves[index], f'style="--c:var(--c{index % 6})"'
+        line = _line_path(curve, across, up)
+        if chart.stacked:
+            drawn.append(f'<path class="area" {colour} d="{_area_path(curve, across, up)}"/>')
+        elif any(bucket.high > bucket.low for bucket in curve):
+            drawn.append(f'<path class="band" {colour} d="{_band_path(curve, across, up)}"/>')
+        drawn.append(f'<path class="line" {colour} d="{line}"/>')
+        if chart.lines[index].marked or _single(curve):
+            dots = "".join(f"M{place}h0" for place in _places(curve, across, up) if place)
+            drawn.append(f'<path class="dots" {colour} d="{dots}"/>')
+        if faulty := "".join(f"M{_along(across, b.x)} 0v40" for b in curve if b.faulty):
+            drawn.append(f'<path class="faulty" d="{faulty}"><title>not a finite number</title></path>')
+    return (
+        f'<div class="layer {kind}"><svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">'
+        f'<path class="rules" d="{rules}"/>{"".join(drawn)}</svg><div class="up">{labels}</div></div>'
+    )
+
+
+def _across_labels(across: Scale) -> str:
+    labels = "".join(
+        f'<span style="left:{100 * across.at(tick):.2f}%">{shown(tick)}</span>' for tick in across.ticks(6)
+    )
+    return f'<div class="across">{labels}</div>'
+
+
+def _stacked(curves: Sequence[list[Bucket]]) -> list[list[Bucket]]:
+    """Return curves of which each has those before it under it."""
+    tops: list[list[Bucket]] = []
+    for curve in curves:
+        under = [bucket.mean or 0.0 for bucket in tops[-1]] if tops else [0.0] * len(curve)
+        sums = [(bucket.mean or 0.0) + below for bucket, below in zip(curve, under, strict=True)]
+        tops.append([Bucket(bucket.x, top, top, top) for bucket, top in zip(curve, sums, strict=True)])
+    return tops
+
+
+def _line_path(curve: Sequence[Bucket], across: Scale, up: Scale) -> str:
+    parts, pen_up = [], True
+    for place in _places(curve, across, up):
+        if place:
+            parts.append(("M" if pen_up else "L") + place)
+        pen_up = not place
+    return "".join(parts)
+
+
+def _band_path(curve: Sequence[Bucket], across: Scale, up: Scale) -> str:
+    there = [bucket for bucket in curve if bucket.mean is not None]
+    upper = [f"{_along(across, bucket.x)} {_down(up, bucket.high)}" for bucket in there]
+    lower = [f"{_along(across, bucket.x)} {_down(up, bucket.low)}" for bucket in reversed(there)]
+    return "M" + "L".join(upper + lower) + "Z"
+
+
+def _area_path(curve: Sequence[Bucket], across: Scale, up: Scale) -> str:
+    places = "L".join(place for place in _places(curve, across, up) if place)
+    return f"M{_along(across, curve[0].x)} {SIDE}L{places}L{_along(across, curve[-1].x)} {SIDE}Z"
+
+
+def _places(curve: Sequence[Bucket], across: Scale, up: Scale) -> list[str]:
+    """Return where the means of a curve are drawn; nothing for one that has none."""
+    return ["" if b.mean is None else f"{_along(across, b.x)} {_down(up, b.mean)}" for b in curve]
+
+
+def _along(across: Scale, x: float) -> str:
+    return f"{SIDE * across.at(x):.4g}"
+
+
+def _down(up: Scale, value: float) -> str:
+    return f"{SIDE * (1 - up.at(value)):.4g}"
+
+
+def _single(curve: Sequence[Bucket]) -> bool:
+    return sum(bucket.mean is not None for bucket in curve) == 1
+
+
+def _extremes(curves: Iterable[list[Bucket]]) -> list[float]:
+    return [value for curve in curves for bucket in curve for value in (bucket.low, bucket.high)]
+
+
+def _latest(curve: Sequence[Bucket]) -> str:
+    return "not finite" if curve[-1].mean is None else shown(curve[-1].mean)
+
+
+def _values(curve: Sequence[Bucket]) -> dict[str, Any]:
+    return {
+        "x": [bucket.x for bucket in curve],
+        "y": [None if bucket.mean is None else float(f"{bucket.mean:.5g}") for bucket in curve],
+    }
+
+
+def _spoken(chart: Chart, curves: Sequence[list[Bucket]]) -> str:
+    ends = [f"{line.name} ends at {_latest(curve)}" for line, curve in zip(chart.lines, curves, strict=True)]
+    return f"{chart.title} by iteration: {', '.join(ends)}"

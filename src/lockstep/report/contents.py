@@ -1,0 +1,163 @@
+"""Which curves and heat maps a run's records give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lockstep.report.chart import Chart, Line
+from lockstep.report.heatmap import HeatMap, Stretch
+from lockstep.report.records import Record, Run, number
+from lockstep.report.series import Point
+
+_PLACE = {"mode", "epoch", "iter"}
+_PARTS_OF_A_STEP = ("time", "data_time", "comm_time")
+_MOST_LINES = 6
+_COMPUTE = "compute"
+_DATA = "wait for data"
+_EXCHANGE = "wait for gradients"
+
+
+def charts_of(run: Run) -> list[Chart]:
+    """Return the charts of a run: losses, metrics, then what describes its course."""
+    names = _names(run.train)
+    losses = [name for name in names if "loss" in name]
+    rates = [name for name in names if name.rpartition(".")[2] == "lr"]
+    taken = {*losses, *rates, *_PARTS_OF_A_STEP, "samples_per_second", "memory_mib", "grad_norm"}
+    charts = [
+        *_loss_charts(run, losses),
+        *_metric_charts(run),
+        _chart(run, "Throughput", ["samples_per_second"], unit="samples/s", from_zero=True),
+        _step_chart(run),
+        _chart(run, "Learning rate", rates, from_zero=True),
+        _chart(run, "Gradient norm", ["grad_norm"]),
+        _chart(run, "Memory, most of any rank", ["memory_mib"], unit="MiB", from_zero=True),
+        *(_chart(run, name, [name]) for name in names if name not in taken),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def heatmaps_of(run: Run) -> list[HeatMap]:
+    """Return heat maps of what several ranks spent their time on; none for a single rank."""
+    rows = _rows(run)
+    if not rows:
+        return []
+    exchange = all("comm_time" in row for row in rows)
+    maps = [_heatmap("Whole step", rows, lambda row, rank: row["time"][rank])]
+    if exchange:
+        maps += [
+            _heatmap(
+                "Compute",
+                rows,
+                lambda row, rank: max(0.0, row["time"][rank] - row["data_time"][rank] - row["comm_time"][rank]),
+                "The rest of the step. The rank that is darkest here keeps the others waiting.",
+            ),
+            _heatmap(
+                "Wait for gradients",
+                rows,
+                lambda row, rank: row["comm_time"][rank],
+                "The exchange beyond the backward pass, and waiting for slower ranks; a sample for each record.",
+            ),
+        ]
+    maps.append(_heatmap("Wait for data", rows, lambda row, rank: row["data_time"][rank]))
+    return maps
+
+
+def points_of(records: Sequence[Record], name: str) -> list[Point]:
+    """Return the values of one name with their iterations."""
+    found = [(float(record["iter"]), number(record.get(name))) for record in records]
+    return [(place, value) for place, value in found if value is not None]
+
+
+def metric_names(run: Run) -> list[str]:
+    """Return the names of the metrics of all evaluations."""
+    return _names(run.evaluations)
+
+
+def _names(records: Sequence[Record]) -> list[str]:
+    """Return the names that have a number in some record, in order of appearance."""
+    names = {
+        name: None
+        for record in records
+        for name, value in record.items()
+        if name not in _PLACE and number(value) is not None
+    }
+    return list(names)
+
+
+def _chart(run: Run, title: str, names: Sequence[str], unit: str = "", *, from_zero: bool = False) -> Chart | None:
+    lines = [Line(name, points) for name in names if (points := points_of(run.train, name))]
+    return Chart(title, lines, unit, from_zero=from_zero) if lines else None
+
+
+def _loss_charts(run: Run, names: Sequence[str]) -> list[Chart]:
+    lines = [Line(f"train {name}", points_of(run.train, name)) for name in names]
+    for mode in ("val", "test"):
+        lines += [line for line in _evaluation_lines(run, mode) if "loss" in line.name]
+    if len(lines) > _MOST_LINES:
+        return [Chart(line.name, [line]) for line in lines]
+    return [Chart("Loss", lines)] if lines else []
+
+
+def _metric_charts(run: Run) -> list[Chart]:
+    units = run.environment.get("units")
+    charts = []
+    for name in metric_names(run):
+        if "loss" in name:
+            continue
+        lines = [line for mode in ("val", "test") for line in _evaluation_lines(run, mode, name)]
+        unit = str(units.get(name, "")) if isinstance(units, dict) else ""
+        charts.append(Chart(name.replace("_", " ").capitalize(), lines, unit))
+    return charts
+
+
+def _evaluation_lines(run: Run, mode: str, only: str | None = None) -> list[Line]:
+    records = [record for record in run.evaluations if record["mode"] == mode]
+    names = _names(records) if only is None else [only]
+    found = [(name, points_of(records, name)) for name in names]
+    return [Line(f"{mode} {name}", points, marked=True) for name, points in found if points]
+
+
+def _step_chart(run: Run) -> Chart | None:
+    """Return where the time of a step goes, in a stack, as the mean over the ranks."""
+    records = [r for r in run.train if all(number(r.get(name)) is not None for name in ("time", "data_time"))]
+    if not records:
+        return None
+    parts: dict[str, list[Point]] = {_COMPUTE: [], _EXCHANGE: [], _DATA: []}
+    for record in records:
+        place = float(record["iter"])
+        whole, data, exchange = (1e3 * (number(record.get(name)) or 0.0) for name in _PARTS_OF_A_STEP)
+        # Of the exchange only a sample is measured, which may be longer than the mean step.
+        exchange = max(0.0, min(exchange, whole - data))
+        parts[_COMPUTE].append((place, whole - data - exchange))
+        parts[_EXCHANGE].append((place, exchange))
+        parts[_DATA].append((place, data))
+    if not any("comm_time" in record for record in records):
+        del parts[_EXCHANGE]
+    lines = [Line(name, points) for name, points in parts.items()]
+    return Chart("Time of a step", lines, "ms", stacked=True)
+
+
+def _rows(run: Run) -> list[Record]:
+    """Return the rows of times by rank that are whole and of one size."""
+    size = 0
+    rows = []
+    for row in run.ranks:
+        columns = [row[name] for name in _PARTS_OF_A_STEP if name in row]
+        lengths = {len(column) if _is_numbers(column) else 0 for column in columns}
+        size = size or max(lengths, default=0)
+        if {"time", "data_time"} <= row.keys() and lengths == {size} and number(row.get("count")):
+            rows.append(row)
+    return rows if size > 1 else []
+
+
+def _is_numbers(column: object) -> bool:
+    return isinstance(column, list) and all(isinstance(value, int | float) for value in column)
+
+
+def _heatmap(title: str, rows: Sequence[Record], value: Callable[[Record, int], float], note: str = "") -> HeatMap:
+    size = len(rows[0]["time"])
+    stretches = [
+        Stretch(row["iter"] - row["count"], row["iter"], [1e3 * value(row, rank) for rank in range(size)])
+        for row in rows
+    ]
+    return HeatMap(title, stretches, "ms", note)

@@ -1,0 +1,138 @@
+"""What can be said of a run in a few words and tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import groupby
+from statistics import median
+from typing import Any
+
+from lockstep.report.contents import metric_names, points_of
+from lockstep.report.records import Run, number
+from lockstep.report.scale import shown
+from lockstep.report.series import Point
+
+_LESS_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "wer", "cer", "nll", "fid")
+_TILE_METRICS = 2
+_VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")
+
+
+def tiles_html(run: Run) -> str:
+    """Return the few numbers that one looks for first."""
+    tiles = [_tile("final loss", shown(points[-1][1])) for points in [points_of(run.train, "loss")] if points]
+    for name in metric_names(run)[:_TILE_METRICS]:
+        place, value = best(name, _evaluation_points(run, name))
+        tiles.append(_tile(f"best {name.replace('_', ' ')}", shown(value), _unit(run, name), f"at {place:,.0f}"))
+    if rates := [value for _, value in points_of(run.train, "samples_per_second") if value > 0]:
+        tiles.append(_tile("throughput", shown(float(f"{median(rates):.3g}")), "samples/s", "median"))
+    if times := points_of(run.train, "time"):
+        tiles.append(_tile("step", shown(float(f"{1e3 * median(t for _, t in times):.3g}")), "ms", "median"))
+        tiles.append(_tile("time in training", *_duration(_seconds_in_training(times))))
+    if memory := points_of(run.train, "memory_mib"):
+        tiles.append(_tile("memory per rank", *_memory(max(value for _, value in memory)), "at most"))
+    return f'<dl class="tiles">{"".join(tiles)}</dl>'
+
+
+def evaluations_html(run: Run) -> str:
+    """Return all evaluations as a table, with the best value of each metric in bold; nothing if there are none."""
+    if not run.evaluations:
+        return ""
+    names = metric_names(run)
+    bests = {name: best(name, _evaluation_points(run, name))[1] for name in names}
+    heads = "".join(f"<th>{escape(name)}{_in_unit(_unit(run, name))}</th>" for name in ("iteration", *names))
+    rows = []
+    for record in run.evaluations:
+        cells = [f"<td>{escape(str(record['mode']))}</td>", f"<td>{_plain(record.get('epoch'))}</td>"]
+        cells.append(f"<td>{_plain(record['iter'])}</td>")
+        for name in names:
+            value = number(record.get(name))
+            is_best = value is not None and value == bests[name]
+            text = _plain(value)
+            cells.append(f"<td>{f'<b>{text}</b>' if is_best else text}</td>")
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return (
+        '<section><h2>Evaluations</h2><div class="card scroll" tabindex="0"><table>'
+        f"<thead><tr><th></th><th>epoch</th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def environment_html(run: Run) -> str:
+    """Return where and on what the run took place; nothing if that is not recorded."""
+    known = run.environment
+    if not known:
+        return ""
+    facts = [(name, known.get(name)) for name in ("started", "command", "model", "seed", "backend", *_VERSIONS)]
+    rows = [(name, str(value)) for name, value in facts if value is not None]
+    ranks = known.get("ranks")
+    rows += _ranks(ranks if isinstance(ranks, list) else [])
+    terms = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
+    return f'<section><h2>Environment</h2><div class="card"><dl class="facts">{terms}</dl></div></section>'
+
+
+def best(name: str, points: Sequence[Point]) -> Point:
+    """Return the best of some values with its iteration; whether less is better, the name tells."""
+    sign = -1 if any(word in name.lower() for word in _LESS_IS_BETTER) else 1
+    return max(points, key=lambda point: sign * point[1] if math.isfinite(point[1]) else -math.inf)
+
+
+def _tile(name: str, value: str, unit: str = "", note: str = "") -> str:
+    note = f" <small>{escape(note)}</small>" if note else ""
+    return f"<div><dt>{escape(name)}{note}</dt><dd>{escape(value)}{_in_unit(unit)}</dd></div>"
+
+
+def _in_unit(unit: str) -> str:
+    return f' <span class="unit">{escape(unit)}</span>' if unit else ""
+
+
+def _plain(value: object) -> str:
+    found = number(value)
+    return "" if found is None else shown(found)
+
+
+def _unit(run: Run, name: str) -> str:
+    units = run.environment.get("units")
+    return str(units.get(name, "")) if isinstance(units, dict) else ""
+
+
+def _evaluation_points(run: Run, name: str) -> list[Point]:
+    return points_of(run.evaluations, name)
+
+
+def _seconds_in_training(times: Sequence[Point]) -> float:
+    """Return the sum over all iterations; each record is the mean of those since the one before it."""
+    places = [place for place, _ in times]
+    # Where the first record began, only its distance to the second one tells.
+    begin = max(0.0, places[0] - (places[1] - places[0])) if len(places) > 1 else 0.0
+    spans = [end - start for start, end in zip([begin, *places], places, strict=False)]
+    return sum(span * seconds for span, (_, seconds) in zip(spans, times, strict=True))
+
+
+def _duration(seconds: float) -> tuple[str, str]:
+    if seconds < 60:
+        return f"{seconds:.1f}", "s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02}", "min"
+    return f"{minutes // 60}:{minutes % 60:02}", "h"
+
+
+def _memory(mib: float) -> tuple[str, str]:
+    return (f"{mib:,.0f}", "MiB") if mib < 10_000 else (f"{mib / 1024:,.1f}", "GiB")
+
+
+def _ranks(ranks: Iterable[Any]) -> list[tuple[str, str]]:
+    """Return the ranks, neighbours that are alike on one line."""
+    described = [(rank, _describe(facts)) for rank, facts in enumerate(ranks) if isinstance(facts, dict)]
+    lines = []
+    for text, group in groupby(described, key=lambda item: item[1]):
+        members = [rank for rank, _ in group]
+        several = len(members) > 1
+        lines.append((f"ranks {members[0]}-{members[-1]}" if several else f"rank {members[0]}", text))
+    return lines
+
+
+def _describe(facts: dict[str, Any]) -> str:
+    device, name, threads = (facts.get(key) for key in ("device", "device_name", "threads"))
+    return f"{facts.get('host')}, {device} ({name}), {threads} thread{'s' if threads != 1 else ''}"

@@ -1,0 +1,124 @@
+"""One number per rank and stretch of iterations, as colours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from lockstep.report.scale import Scale, shown
+
+LEVELS = 9
+_MOST_CELLS = 16_000
+_MOST_COLUMNS = 160
+_ROW_LABELS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The iterations after `begin` up to `end`, and one value for each rank."""
+
+    begin: int
+    end: int
+    values: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """Stretches of iterations in their order, all with as many values.
+
+    Attributes:
+        title: what the values are.
+        stretches: at least one.
+        unit: of the values.
+        note: what one should know to read it.
+    """
+
+    title: str
+    stretches: Sequence[Stretch]
+    unit: str
+    note: str = ""
+
+
+def heatmap_html(heatmap: HeatMap, across: Scale) -> tuple[str, dict[str, Any]]:
+    """Return a heat map as HTML, and its values for the script that reads them out.
+
+    Args:
+        heatmap: what to draw.
+        across: the axis of iterations.
+    """
+    size = len(heatmap.stretches[0].values)
+    stretches = _merged(heatmap.stretches, most=min(_MOST_COLUMNS, max(20, _MOST_CELLS // size)))
+    low, high = _range([value for stretch in stretches for value in stretch.values])
+    paths = "".join(
+        f'<path class="h{level}" d="{path}"/>' for level, path in _paths(stretches, low, high).items()
+    )
+    width = round(across.high - across.low, 6)
+    labels = "".join(
+        f'<span style="top:{100 * (rank + 0.5) / size:.2f}%">{rank}</span>'
+        for rank in range(0, size, math.ceil(size / _ROW_LABELS))
+    )
+    steps = "".join(f'<i class="h{level}"></i>' for level in range(LEVELS))
+    ticks = "".join(f'<span style="left:{100 * across.at(t):.2f}%">{shown(t)}</span>' for t in across.ticks(6))
+    html = (
+        f'<figure class="card heatmap"><figcaption><h3>{escape(heatmap.title)} '
+        f'<span class="unit">{escape(heatmap.unit)}</span></h3>'
+        f'<p class="key"><output></output>{shown(low)} {steps} {shown(high)}</p></figcaption>'
+        f'<div class="plot" tabindex="0" role="img" style="--rows:{size}" '
+        f'aria-label="{escape(heatmap.title)} by rank and iteration: {shown(low)} to {shown(high)} '
+        f'{escape(heatmap.unit)}"><div class="layer"><svg viewBox="{across.low:g} 0 {width:g} {size}" '
+        f'preserveAspectRatio="none" aria-hidden="true">{paths}</svg><div class="up">{labels}</div></div>'
+        f'<div class="across">{ticks}</div><div class="cursor" hidden></div></div>'
+        f"{f'<p class=note>{escape(heatmap.note)}</p>' if heatmap.note else ''}</figure>"
+    )
+    values = {
+        "begin": [stretch.begin for stretch in stretches],
+        "end": [stretch.end for stretch in stretches],
+        "values": [[float(f"{value:.4g}") for value in stretch.values] for stretch in stretches],
+        "unit": heatmap.unit,
+    }
+    return html, values
+
+
+def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
+    """Return at most so many stretches, each the mean of some neighbours by their iterations."""
+    size = max(1, math.ceil(len(stretches) / most))
+    return [_joined(stretches[begin : begin + size]) for begin in range(0, len(stretches), size)]
+
+
+def _joined(stretches: Sequence[Stretch]) -> Stretch:
+    total = sum(stretch.end - stretch.begin for stretch in stretches)
+    by_rank = zip(*(stretch.values for stretch in stretches), strict=True)
+    lengths = [stretch.end - stretch.begin for stretch in stretches]
+    means = [sum(v * n for v, n in zip(values, lengths, strict=True)) / total for values in by_rank]
+    return Stretch(stretches[0].begin, stretches[-1].end, means)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Return what the colours reach from and to: a few outliers do not make everything else look alike."""
+    ordered = sorted(values)
+    low, high = ordered[len(ordered) // 50], ordered[-1 - len(ordered) // 50]
+    return (low, high) if high > low else (ordered[0], ordered[-1])
+
+
+def _paths(stretches: Sequence[Stretch], low: float, high: float) -> dict[int, str]:
+    """Return the cells of each level as one path; equal neighbours in a row are one cell."""
+    paths: dict[int, list[str]] = {level: [] for level in range(LEVELS)}
+    for rank in range(len(stretches[0].values)):
+        levels = [_level(stretch.values[rank], low, high) for stretch in stretches]
+        first = 0
+        for index, level in enumerate(levels):
+            last = index + 1 == len(levels)
+            if last or levels[index + 1] != level or stretches[index + 1].begin != stretches[index].end:
+                begin, end = stretches[first].begin, stretches[index].end
+                paths[level].append(f"M{begin} {rank}h{end - begin}v1h{begin - end}z")
+                first = index + 1
+    return {level: "".join(cells) for level, cells in paths.items() if cells}
+
+
+def _level(value: float, low: float, high: float) -> int:
+    if high <= low:
+        return 0
+    return min(LEVELS - 1, max(0, int((value - low) / (high - low) * LEVELS)))

@@ -1,0 +1,133 @@
+"""What a run has left in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lockstep.errors import ReportError
+
+Record: TypeAlias = Mapping[str, Any]
+
+_RECORDS = "metrics.jsonl"
+_RANKS = "ranks.jsonl"
+_MODES = ("train", "epoch", "val", "test")
+_NOT_FINITE = {"nan", "inf", "-inf"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The records of one run, in their order.
+
+    Attributes:
+        folder: where they were found.
+        train: means over a few iterations each.
+        evaluations: metrics of validations and tests.
+        ranks: times by rank; see `lockstep.hooks.rank_times`.
+        environment: where and on what the run took place.
+        config: the config as Python source.
+        faults: one sentence for each file in which something could not be read.
+    """
+
+    folder: Path
+    train: list[Record]
+    evaluations: list[Record]
+    ranks: list[Record] = field(default_factory=list)
+    environment: Record = field(default_factory=dict)
+    config: str = ""
+    faults: list[str] = field(default_factory=list)
+
+
+def find_run(path: Path) -> Path:
+    """Return the folder of a run: `path` itself, or in a work dir the run that recorded last.
+
+    Raises:
+        ReportError: there is none.
+    """
+    if not path.exists():
+        raise ReportError(f"there is no folder `{path}`")
+    if not path.is_dir():
+        raise ReportError(f"`RUN_DIR` must be the folder of a run, but `{path}` is a file")
+    if (path / _RECORDS).is_file():
+        return path
+    runs = [folder for folder in path.iterdir() if (folder / _RECORDS).is_file()]
+    if not runs:
+        raise ReportError(
+            f"`{path}` holds no run: there is no {_RECORDS} in it or in a folder of it. "
+            "The folder of a run is what `lockstep train` names at its end"
+        )
+    return max(runs, key=lambda folder: ((folder / _RECORDS).stat().st_mtime, folder.name))
+
+
+def read_run(folder: Path) -> Run:
+    """Read what a run has left. Lines that cannot be read are left out and told of in `faults`.
+
+    Raises:
+        ReportError: there is not a single record.
+    """
+    faults: list[str] = []
+    records = [record for record in _json_lines(folder / _RECORDS, faults) if record.get("mode") in _MODES]
+    if not records:
+        found = f", only what cannot be read ({faults[0]})" if faults else ""
+        raise ReportError(f"`{folder / _RECORDS}` has no record yet{found}; there is nothing to show of this run")
+    config = folder / "config.py"
+    return Run(
+        folder=folder,
+        train=[record for record in records if record["mode"] == "train"],
+        evaluations=[record for record in records if record["mode"] in ("val", "test")],
+        ranks=list(_json_lines(folder / _RANKS, faults)),
+        environment=_json_object(folder / "environment.json", faults),
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        faults=faults,
+    )
+
+
+def number(value: object) -> float | None:
+    """Return a recorded number, also one that JSON does not know; None for anything else.
+
+    Example:
+        >>> number(3), number("nan"), number("seven")
+        (3.0, nan, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if isinstance(value, str) and value not in _NOT_FINITE:
+        return None
+    return float(value)
+
+
+def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:
+    """Yield the objects of a file, one on each line, that know their iteration."""
+    if not path.is_file():
+        return
+    broken = []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line_number, line in enumerate(lines, start=1):
+            record = _parsed(line)
+            if isinstance(record, dict) and isinstance(record.get("iter"), int):
+                yield record
+            elif line.strip():
+                broken.append(line_number)
+    if broken:
+        shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
+        faults.append(f"{path.name}: {len(broken)} unreadable line{'s'[: len(broken) > 1]} left out ({shown})")
+
+
+def _json_object(path: Path, faults: list[str]) -> Record:
+    if not path.is_file():
+        return {}
+    found = _parsed(path.read_text(encoding="utf-8", errors="replace"))
+    if isinstance(found, dict):
+        return found
+    faults.append(f"{path.name}: unreadable, left out")
+    return {}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -1,0 +1,24 @@
+"""Libraries that a visualizer needs and lockstep does not."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from lockstep.errors import ConfigError
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package is there, without importing it."""
+    return find_spec(package) is not None
+
+
+def require(package: str, extra: str, who: str) -> None:
+    """Make sure that a package is there.
+
+    Raises:
+        ConfigError: it is not; says what to install.
+    """
+    if not is_installed(package):
+        raise ConfigError(
+            f"{who} needs the package `{package}`, which is not installed: pip install 'lockstep-engine[{extra}]'"
+        )

@@ -1,0 +1,107 @@
+"""Scalars, pictures and the config in MLflow."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lockstep.config import Config
+from lockstep.registry import VISUALIZERS
+from lockstep.visualization.library import require
+from lockstep.visualization.options import flat_options
+from lockstep.visualization.png import as_picture, png_bytes
+
+_PARAMS_PER_CALL = 100  # MLflow's own limit
+_LONGEST_PARAM = 500
+
+
+@VISUALIZERS.register_module(name=["MLflowVisualizer", "MLflowVisBackend"])
+class MLflowVisualizer:
+    """Logs to an MLflow experiment, through a client of its own: MLflow's active run is left alone.
+
+    Args:
+        tracking_uri: MLflow's store or server, by default the file `mlflow.db` in `save_dir`, which
+            `mlflow ui --backend-store-uri sqlite:///.../mlflow.db` shows.
+        exp_name: the experiment, by default the name of the work_dir. It is made where it is missing.
+        run_name: by default the name of the run's folder.
+        tags: tags of the run.
+        save_dir: where that file is, and `mlartifacts/`; by default the work_dir, for all of its runs.
+    """
+
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        exp_name: str | None = None,
+        run_name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        save_dir: str | Path | None = None,
+    ) -> None:
+        require("mlflow", "mlflow", "MLflowVisualizer")
+        self._tracking_uri = tracking_uri
+        self._exp_name = exp_name
+        self._run_name = run_name
+        self._tags = dict(tags or {})
+        self._save_dir = save_dir
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self, run_dir: Path) -> None:
+        """Begin a run."""
+        from mlflow import MlflowClient
+
+        work_dir = run_dir.resolve().parent
+        place = work_dir if self._save_dir is None else Path(self._save_dir).resolve()
+        place.mkdir(parents=True, exist_ok=True)
+        self._client = MlflowClient(tracking_uri=self._tracking_uri or f"sqlite:///{place / 'mlflow.db'}")
+        name = self._exp_name or work_dir.name
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            # A server knows where its artifacts go; those of a file are kept beside it.
+            artifacts = (place / "mlartifacts").as_uri() if self._tracking_uri is None else None
+            experiment_id = self._client.create_experiment(name, artifact_location=artifacts)
+        else:
+            experiment_id = experiment.experiment_id
+        run = self._client.create_run(experiment_id, run_name=self._run_name or run_dir.name, tags=self._tags)
+        self._run_id = run.info.run_id
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        """Log values as metrics."""
+        from mlflow.entities import Metric
+
+        now_ms = time.time_ns() // 1_000_000
+        metrics = [Metric(name, float(value), now_ms, step) for name, value in scalar_dict.items()]
+        self._opened().log_batch(self._run_id, metrics=metrics)
+
+    def add_image(self, name: str, image: Any, step: int = 0) -> None:
+        """Log a picture as an artifact, `images/NAME_STEP.png`."""
+        client = self._opened()
+        folder, _, stem = f"images/{name}".rpartition("/")
+        with TemporaryDirectory() as place:
+            file = Path(place, f"{stem}_{step}.png")
+            file.write_bytes(png_bytes(as_picture(image)))
+            client.log_artifact(self._run_id, str(file), folder)
+
+    def add_config(self, config: Config) -> None:
+        """Log the config as an artifact, and each value of it as a parameter."""
+        from mlflow.entities import Param
+
+        client = self._opened()
+        client.log_text(self._run_id, config.pretty_text, "config.py")
+        params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in flat_options(config).items()]
+        for begin in range(0, len(params), _PARAMS_PER_CALL):
+            client.log_batch(self._run_id, params=params[begin : begin + _PARAMS_PER_CALL])
+
+    def close(self) -> None:
+        """End the run, as failed if there is an exception on its way."""
+        if self._client is not None:
+            self._client.set_terminated(self._run_id, "FINISHED" if sys.exc_info()[0] is None else "FAILED")
+            self._client = None
+
+    def _opened(self) -> Any:
+        if self._client is None:
+            raise RuntimeError("MLflowVisualizer must be opened before it is used; a Runner does so")
+        return self._client

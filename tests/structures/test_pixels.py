@@ -1,0 +1,60 @@
+"""`PixelData`: maps over the same pixels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.structures import PixelData
+
+
+def test_all_maps_are_cropped_together():
+    grid = torch.arange(24.0).reshape(4, 6)
+    maps = PixelData(metainfo={"path": "a"}, flat=grid, array=grid.numpy()[None], deep=grid.expand(2, 3, 4, 6))
+    assert maps.shape == (4, 6)
+    assert maps.flat.shape == (1, 4, 6)
+    for index, size in (
+        ((slice(1, 3), slice(None)), (2, 6)),
+        ((0, slice(2, 5)), (1, 3)),
+        ((-1, np.int64(5)), (1, 1)),
+        ((slice(None, None, 2), slice(9, 10)), (2, 0)),
+    ):
+        crop = maps[index]
+        wanted = grid[tuple(part if isinstance(part, slice) else [int(part)] for part in index)].reshape(size)
+        assert type(crop) is PixelData
+        assert crop.shape == size
+        assert torch.equal(crop.flat[0], wanted)
+        assert np.array_equal(crop.array[0], wanted.numpy())
+        assert torch.equal(crop.deep, wanted.expand(2, 3, *size))
+        assert crop.path == "a"
+    assert maps["flat"] is maps.flat
+
+
+def test_a_map_over_other_pixels_is_refused():
+    maps = PixelData(a=torch.zeros(1, 4, 6))
+    for value, error, says in (
+        (torch.zeros(4, 5), ValueError, r"must end in the height and width \(4, 6\) .* but is Tensor\(4, 5\)"),
+        (torch.zeros(6), ValueError, r"\[..., height, width\], but is Tensor\(6,\)"),
+        ([[0]], TypeError, "must be a tensor or an array, but is"),
+    ):
+        with pytest.raises(error, match=says):
+            maps.b = value
+    maps.a = torch.zeros(2, 2)  # the only map may change the size
+    assert maps.shape == (2, 2)
+    assert PixelData().shape is None
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "says"),
+    [
+        (1, IndexError, "one of rows and one of columns, but is 1"),
+        ((1, 2, 3), IndexError, "one of rows and one of columns"),
+        ((4, 0), IndexError, "4 pixels must be from -4 to 3, but is 4"),
+        ((0, -7), IndexError, "6 pixels must be from -6 to 5, but is -7"),
+        ((0, [1]), TypeError, r"must have ints and slices, but has \[1\]"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(index, error, says):
+    with pytest.raises(error, match=says):
+        PixelData(a=torch.zeros(4, 6))[index]
