@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lockstep.launch import launch
 
-PARTS = ("tensors", "nested", "objects", "results")
+PARTS = ("tensors", "nested", "objects", "results", "training")
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ Contender = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison. Times are seconds per call, of the slowest rank; memory is the peak above what was held before."""
+    """One comparison. Times are seconds per call, of the slowest rank; memory is the peak above that before."""
 
     group: str
     case: str
@@ -65,7 +65,7 @@ def compare(
             for _ in range(calls):
                 contenders[which]()
             seconds[which].append((time.perf_counter() - start) / calls)
-    slowest = [_slowest(times) for times in seconds]
+    slowest = [slowest(times) for times in seconds]
     peaks = [_peak_bytes(contender) if memory else None for contender in contenders]
     return Row(
         group,
@@ -80,7 +80,7 @@ def compare(
     )
 
 
-def _slowest(times: list[float]) -> list[float]:
+def slowest(times: list[float]) -> list[float]:
     """Return, round by round, the time of the rank that took longest."""
     everyone: list[list[float]] = [[] for _ in range(torch_dist.get_world_size())]
     torch_dist.all_gather_object(everyone, times)
@@ -88,7 +88,7 @@ def _slowest(times: list[float]) -> list[float]:
 
 
 def _peak_bytes(contender: Contender) -> int | None:
-    """Return the peak of resident memory during one call, above what was resident before; None where Linux doesn't tell."""
+    """Return the peak of resident memory during one call, above that before; None where the system doesn't tell."""
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         return None

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as torch_dist
-from benchmarks.measure import Row, compare
 
+from benchmarks.measure import Row, compare
 from lockstep import dist
 
 _CASES = {

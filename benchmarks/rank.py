@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import torch
-from benchmarks import nested, objects, results, tensors
 
+from benchmarks import nested, objects, results, tensors, training
 from lockstep import dist
 
-PARTS = {"tensors": tensors, "nested": nested, "objects": objects, "results": results}
+PARTS = {"tensors": tensors, "nested": nested, "objects": objects, "results": results, "training": training}
 
 
 def main(parts: list[str], path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from benchmarks.measure import Row, compare
 
+from benchmarks.measure import Row, compare
 from lockstep import dist
 
 

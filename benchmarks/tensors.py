@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as torch_dist
-from benchmarks.measure import Contender, Row, compare
 from torch import Tensor
 
+from benchmarks.measure import Contender, Row, compare
 from lockstep import dist
 
 SIZES = {"4 B": 1, "64 KiB": 2**14, "16 MiB": 2**22}

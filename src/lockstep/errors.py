@@ -6,6 +6,7 @@ LockstepError
 ├── LaunchError (RuntimeError)           workers could not be started, or one of them failed
 ├── ConfigError (ValueError)             a config names something that does not exist or does not fit
 ├── RegistryError (KeyError)             a registry has no such name, or has it already
+├── ReportError (ValueError)             a folder holds no run that can be shown
 └── DistError (RuntimeError)             something between ranks
     ├── PeerError                        another rank failed first; names it and its cause
     ├── CollectiveMismatchError          ranks called with arguments that do not belong together
@@ -41,6 +42,10 @@ class RegistryError(LockstepError, KeyError):
     def __str__(self) -> str:
         # KeyError prints the repr of its argument; a sentence should be read as one.
         return str(self.args[0]) if self.args else ""
+
+
+class ReportError(LockstepError, ValueError):
+    """A folder holds no run that can be shown, or there is no place for its page."""
 
 
 class DistError(LockstepError, RuntimeError):

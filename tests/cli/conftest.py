@@ -6,6 +6,9 @@ import sys
 from textwrap import dedent
 
 import pytest
+from typer.testing import CliRunner
+
+from lockstep.cli.main import app
 
 # A package beside the config, as a user would have it.
 TOY = """
@@ -41,15 +44,43 @@ CONFIG = """
 
 
 @pytest.fixture
-def lockstep(tmp_path):
-    """Return a function that runs `lockstep` in a folder with a config, and returns its exit code, output, errors."""
+def folder(tmp_path):
+    """Return a folder with a config, and the module that it names."""
     (tmp_path / "toy.py").write_text(dedent(TOY))
     (tmp_path / "line.py").write_text(dedent(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """Return a function that runs `lockstep` in this process, in the folder, and returns exit code, output, errors.
+
+    It is for what ends before anything is trained; a process of its own would take seconds to import torch.
+    """
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+
+    def here(*words):
+        result = CliRunner().invoke(app, words)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stdout, result.stderr
+
+    yield here
+    for name in set(sys.modules) - before:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def lockstep(folder):
+    """Return a function that runs `lockstep` in the folder, and returns its exit code, output, errors."""
 
     def lockstep(*words, before=(sys.executable, "-m", "lockstep"), env=None):
         done = subprocess.run(
             [*before, *words],
-            cwd=tmp_path,
+            cwd=folder,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
             capture_output=True,
             text=True,

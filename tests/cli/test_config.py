@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
 
-def test_print_shows_the_whole_config_as_python(lockstep, tmp_path):
-    (tmp_path / "child.yaml").write_text("_base_: line.py\nmodel: {fails_on_rank: 7}\n")
-    code, out, err = lockstep("config", "print", "child.yaml", "--cfg-options", "train_cfg.max_epochs=3", "new.key=x")
+
+def test_print_shows_the_whole_config_as_python(here, folder):
+    (folder / "child.yaml").write_text("_base_: line.py\nmodel: {fails_on_rank: 7}\n")
+    code, out, err = here("config", "print", "child.yaml", "--cfg-options", "train_cfg.max_epochs=3", "new.key=x")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "model = dict(type='toy.Line', fails_on_rank=7)",
@@ -14,8 +16,66 @@ def test_print_shows_the_whole_config_as_python(lockstep, tmp_path):
     ]
 
 
-def test_an_error_in_a_config_is_one_line(lockstep, tmp_path):
-    (tmp_path / "bad.py").write_text("a = 1\nb = nothing\n")
-    code, out, err = lockstep("config", "print", "bad.py")
+def test_print_takes_changes_by_themselves(here):
+    code, out, _ = here("config", "print", "train_cfg.max_epochs=3", "line.py", "optim_wrapper.optimizer.lr=0.5")
+    assert code == 0
+    assert "max_epochs=3" in out
+    assert "lr=0.5" in out
+
+
+def test_an_error_in_a_config_is_one_line(here, folder):
+    (folder / "bad.py").write_text("a = 1\nb = nothing\n")
+    code, out, err = here("config", "print", "bad.py")
     assert (code, out) == (1, "")
-    assert err == f"error: {tmp_path}/bad.py:2: NameError: name 'nothing' is not defined\n"
+    assert err == f"error: {folder}/bad.py:2: NameError: name 'nothing' is not defined\n"
+
+
+def test_check_finds_nothing_in_a_good_config(here):
+    assert here("config", "check", "line.py") == (0, "line.py: no faults\n", "")
+
+
+def test_check_tells_everything_at_once(here, folder):
+    (folder / "bad.py").write_text(
+        "_base_ = 'line.py'\n"
+        "optm_wrapper = dict(clip_grad=None)\n"
+        "optim_wrapper = dict(\n"
+        "    optimizer=dict(lerning_rate=0.1))\n"
+        "model = dict(type='toy.Lien')\n"
+    )
+    code, out, err = here("config", "check", "bad.py", "--cfg-options", "train_cfg.max_epochs=ten")
+    assert (code, out) == (1, "")
+    first, *rest = err.splitlines()
+    assert first == "error: bad.py has 4 faults:"
+    assert rest[0].startswith(
+        "  bad.py:5: `model.type` = 'toy.Lien' is no model in the module `toy`: did you mean `Line`?"
+    )
+    assert rest[1].startswith(
+        "  bad.py:4: `optim_wrapper.optimizer.lerning_rate` = 0.1 is no argument of the optimizer"
+    )
+    assert rest[1].endswith("did you mean `lr`?")
+    assert rest[2:] == [
+        "  an option: `train_cfg.max_epochs` must be int, but is 'ten'",
+        "  bad.py:2: `optm_wrapper` is no argument of Runner, and nothing reads it: did you mean `optim_wrapper`?",
+    ]
+
+
+def test_diff_ends_as_diff_does(here, folder):
+    (folder / "child.py").write_text(
+        "_base_ = 'line.py'\ntrain_cfg = dict(_delete_=True, max_epochs=2)\nrandomness = dict(seed=0)\n"
+    )
+    assert here("config", "diff", "line.py", "line.py") == (0, "", "")
+    code, out, err = here("config", "diff", "line.py", "child.py")
+    assert (code, err) == (1, "")
+    assert out.splitlines() == [
+        "- train_cfg.by_epoch = True",
+        "~ train_cfg.max_epochs = 1 -> 2",
+        "+ randomness.seed = 0",
+    ]
+    code, out, err = here("config", "diff", "line.py", "none.py")
+    assert (code, out) == (2, "")
+    assert "there is no config file" in err
+
+
+@pytest.mark.parametrize("command", ["check", "diff", "print"])
+def test_the_group_lists_its_commands(here, command):
+    assert command in here("config", "--help")[1]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.train import default_work_dir
+from lockstep.cli.job import default_work_dir
 
 RANKS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -66,12 +66,16 @@ def test_a_rank_that_fails_is_told_once(lockstep, tmp_path):
         (["none.py"], "there is no config file"),
         (["line.py", "--cfg-options", "optm_wrapper.x=1"], "no key `optm_wrapper` for the option"),
         (["line.py", "--cfg-options", "train_cfg.by_epoch.x=1"], "leads through `train_cfg.by_epoch`"),
-        (["nomodel.yaml"], "'model'"),
+        (["nomodel.yaml"], "`model` must be given"),
+        (
+            ["line.py", "optim_wrapper.optimizer.lerning_rate=1"],
+            "no argument of the optimizer `SGD`: did you mean `lr`?",
+        ),
     ],
 )
-def test_bad_input_is_told_once_before_ranks_are_started(lockstep, tmp_path, words, says):
-    (tmp_path / "nomodel.yaml").write_text("lr: 1\n")
-    code, out, err = lockstep("train", *words, "--nproc", "2")
+def test_bad_input_is_told_once_before_ranks_are_started(here, folder, words, says):
+    (folder / "nomodel.yaml").write_text("lr: 1\n")
+    code, out, err = here("train", *words, "--nproc", "2")
     assert (code, out) == (1, "")
     assert err.startswith("error: ")
     assert err.count("error") == 1
@@ -80,9 +84,7 @@ def test_bad_input_is_told_once_before_ranks_are_started(lockstep, tmp_path, wor
 
 
 def test_bad_input_that_only_ranks_can_find_is_told_once(lockstep):
-    code, _, err = lockstep(
-        "train", "line.py", "--nproc", "2", "--cfg-options", "optim_wrapper.optimizer.lerning_rate=1"
-    )
+    code, _, err = lockstep("train", "line.py", "--no-check", "--nproc", "2", "optim_wrapper.optimizer.lerning_rate=1")
     assert code == 1
     assert err.count("unknown argument `lerning_rate`: did you mean `lr`?") == 1
     assert "Traceback" not in err
@@ -96,8 +98,8 @@ def test_bad_input_that_only_ranks_can_find_is_told_once(lockstep):
         (["--launcher", "torch"], 1, "`launcher` must be one of"),
     ],
 )
-def test_options_that_do_not_fit(lockstep, words, code, says):
-    got, _, err = lockstep("train", "line.py", *words)
+def test_options_that_do_not_fit(here, words, code, says):
+    got, _, err = here("train", "line.py", *words)
     assert got == code
     assert says in err
 
@@ -109,8 +111,10 @@ def test_options_that_do_not_fit(lockstep, words, code, says):
         (["--nnodes", "2", "--rdzv", "a:1"], "`--nnodes` must agree"),
     ],
 )
-def test_options_that_contradict_the_ranks_found(lockstep, words, says):
-    code, _, err = lockstep("train", "line.py", *words, env={"RANK": "0", "LOCAL_RANK": "0", **RANKS})
+def test_options_that_contradict_the_ranks_found(here, monkeypatch, words, says):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", **RANKS}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = here("train", "line.py", *words)
     assert code == 1
     assert err.startswith("error: ")
     assert says in err

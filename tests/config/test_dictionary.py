@@ -7,6 +7,7 @@ from collections import namedtuple
 import pytest
 
 from lockstep.config import ConfigDict
+from lockstep.errors import ConfigError
 
 Pair = namedtuple("Pair", "left right")
 
@@ -43,6 +44,19 @@ def test_or_gives_a_new_dict():
     both = cfg | {"b": {"c": 2}}
     assert both.b.c == 2
     assert cfg == {"a": 1}
+
+
+def test_merge_goes_key_by_key_and_changes_in_place():
+    cfg = ConfigDict(model={"type": "Net", "head": {"width": 3}}, lr=1)
+    model = cfg.model
+    cfg.model.merge({"head": {"bias": False}, "depth": 2})
+    assert model == {"type": "Net", "head": {"width": 3, "bias": False}, "depth": 2}
+    cfg.model.merge({"_delete_": True, "head": {"type": "Id"}})
+    assert cfg.model is model
+    assert cfg == {"model": {"head": {"type": "Id"}}, "lr": 1}
+    assert cfg.model.head.type == "Id"
+    with pytest.raises(ConfigError, match=r"`lr` is a dict, but was 1"):
+        cfg.merge({"lr": {"value": 1}})
 
 
 def test_a_missing_key_suggests_the_nearest():

@@ -73,7 +73,7 @@ def test_a_python_config_can_use_what_its_base_says(write):
         ("_base_ = 'base.py'\n\nlr = dict(x=1)", "child.py:3: `lr` is a dict, but was 0.1"),
         (
             "_base_ = 'base.py'\nmodel = dict(\n  type=dict(x=1))",
-            "child.py:2: `model.type` is a dict, but was 'Net' in the base; add _delete_=True",
+            "child.py:3: `model.type` is a dict, but was 'Net' in the base; add _delete_=True",
         ),
         ("_base_ = 'base.py'\nmodel = dict(_delete_=1)", "`model._delete_` must be True or False"),
         ("_base_ = ['base.py', 'copy.py']", "child.py:1: `_base_` gives `model` twice"),

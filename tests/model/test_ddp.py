@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lockstep.dist import all_gather, get_rank
+from lockstep.errors import ConfigError, RegistryError
 from lockstep.model import BaseModel, MMDistributedDataParallel, is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODEL_WRAPPERS
@@ -96,24 +99,111 @@ def test_validation_sends_nothing_so_that_ranks_may_have_different_numbers_of_ba
         assert scores.shape == labels.shape == (8, 1)
 
 
-@ranks(2)
-def test_parameters_without_gradient_are_named_with_the_rank():
+@contextmanager
+def heard(logger_name: str) -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("lockstep.model.ddp")
+    logger = logging.getLogger(logger_name)
     logger.addHandler(handler)
     try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+class ToyWithSparesPerRank(ToyWithSpare):
+    """Rank 0 leaves out `spare` in every step, rank 1 in the second step only."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None, mode: str = "tensor"):
+        out = super().forward(x, y, mode)
+        if mode == "loss" and get_rank() == 1 and not self.leave_out:
+            out["loss"] = out["loss"] + 0 * sum(p.sum() for p in self.spare.parameters())
+        return out
+
+
+@ranks(2)
+def test_parameters_without_gradient_are_named_with_the_rank():
+    with heard("lockstep.model.ddp") as messages:
         wrapped = MMDistributedDataParallel(ToyWithSpare(), detect_anomalous_params=True, find_unused_parameters=True)
         optim_wrapper = OptimWrapper(torch.optim.SGD(wrapped.module.used.parameters(), lr=0.1))
         for _ in range(2):
             wrapped.train_step(own_part(), optim_wrapper)
-    finally:
-        logger.removeHandler(handler)
     (message,) = messages  # said once, not at every step
     assert "spare.weight, spare.bias" in message
     assert "frozen" not in message
     assert f"rank {get_rank()} of 2" in message
+
+
+@ranks(2)
+def test_each_rank_speaks_for_itself_and_names_a_parameter_once():
+    with heard("lockstep.model.ddp") as messages:
+        wrapped = MMDistributedDataParallel(
+            ToyWithSparesPerRank(), detect_anomalous_params=True, find_unused_parameters=True
+        )
+        optim_wrapper = OptimWrapper(torch.optim.SGD(wrapped.module.used.parameters(), lr=0.1))
+        counts = []
+        for leave_out in (False, True, False, True):
+            wrapped.module.leave_out = leave_out
+            wrapped.train_step(own_part(), optim_wrapper)
+            counts.append(len(messages))
+    assert counts == ([1, 1, 1, 1] if get_rank() == 0 else [0, 1, 1, 1])
+    assert "2 parameters" in messages[0]
+
+
+def gradient_with(comm_hook, steps: int = 1) -> Tensor:
+    torch.manual_seed(0)
+    wrapped = MMDistributedDataParallel(nn.Linear(32, 32), comm_hook=comm_hook)
+    inputs = torch.randn(2, 8, 32)[get_rank()]
+    for _ in range(steps):
+        wrapped.zero_grad()
+        wrapped(inputs).square().mean().backward()
+    return wrapped.module.weight.grad
+
+
+@ranks(2)
+@pytest.mark.parametrize(("name", "dtype"), [("bf16_compress", torch.bfloat16), ("fp16_compress", torch.float16)])
+def test_gradients_travel_in_half_precision(name, dtype):
+    plain, compressed = gradient_with(None), gradient_with(name)
+    assert torch.equal(compressed, compressed.to(dtype).float())  # nothing finer has travelled
+    assert not torch.equal(compressed, plain)
+    # Rounded on each rank and in their sum; where the ranks nearly cancel, relative to what they had.
+    assert torch.allclose(compressed, plain, rtol=0, atol=2 * torch.finfo(dtype).eps * plain.abs().max().item())
+    assert torch.equal(*all_gather(compressed))
+
+
+@ranks(2)
+def test_gradients_travel_as_matrices_of_low_rank():
+    # torch compresses from the third step on.
+    options = {"type": "powerSGD", "matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
+    plain, early, late = (gradient_with(hook, steps) for hook, steps in ((None, 1), (options, 2), (options, 3)))
+    assert torch.allclose(early, plain, atol=1e-6)
+    assert torch.linalg.matrix_rank(plain, rtol=1e-4) > 1
+    assert torch.linalg.matrix_rank(late, rtol=1e-4) == 1
+    assert torch.equal(*all_gather(late))
+
+
+@ranks(2)
+def test_a_communication_hook_may_be_a_function_of_ones_own():
+    def doubled(group, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer() * 2)
+        return future
+
+    torch.manual_seed(0)
+    alone = nn.Linear(32, 32)
+    alone(torch.randn(2, 8, 32)[get_rank()]).square().mean().backward()
+    assert torch.equal(gradient_with(doubled), 2 * alone.weight.grad)
+
+
+@ranks(2)
+def test_an_unknown_communication_hook_is_refused():
+    with pytest.raises(RegistryError, match=r"bf16_compres`.*did you mean `bf16_compress`"):
+        gradient_with("bf16_compres")
+    with pytest.raises(ConfigError, match="matrix_rank"):
+        gradient_with({"type": "powerSGD", "matrix_rank": 2})
+    with pytest.raises(TypeError, match=r"`comm_hook` must be .* but is 3 of type int"):
+        gradient_with(3)
 
 
 @ranks(2)

@@ -12,20 +12,22 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][\w.\-]*=")
 
 
 class CfgOptionsCommand(TyperCommand):
-    """A command whose ``--cfg-options`` takes many: ``--cfg-options a.b=1 c=[1,2]``."""
+    """A command that takes changes to a config: ``--cfg-options a.b=1 c=[1,2]``, or ``a.b=1`` anywhere by itself."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the option before each ``key=value`` that follows it."""
+        """Put the option before each ``key=value`` that is not the value of another one."""
+        takes_value = _options(self)
         repeated: list[str] = []
-        collecting = False
-        for arg in args:
-            if arg == _CFG_OPTIONS:
-                collecting = True
-            elif collecting and _ASSIGNMENT.match(arg):
+        rest = iter(args)
+        for arg in rest:
+            if arg == "--":
+                repeated += [arg, *rest]
+            elif _ASSIGNMENT.match(arg):
                 repeated += [_CFG_OPTIONS, arg]
-            else:
-                collecting = False
+            elif arg != _CFG_OPTIONS:  # which only announces what is told apart anyhow
                 repeated.append(arg)
+                if takes_value.get(arg, False):
+                    repeated += [value for value in [next(rest, None)] if value is not None]
         return super().parse_args(ctx, repeated)
 
 
@@ -37,12 +39,7 @@ class ScriptCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move the command's own options to the front, and put ``--`` before the script."""
-        takes_value = {
-            name: not getattr(parameter, "is_flag", False)
-            for parameter in self.params
-            if parameter.param_type_name == "option"
-            for name in parameter.opts
-        }
+        takes_value = _options(self)
         own: list[str] = []
         script: list[str] = []
         rest = iter(args)
@@ -64,3 +61,13 @@ class ScriptCommand(TyperCommand):
             else:
                 script.append(arg)
         return super().parse_args(ctx, [*own, "--", *script])
+
+
+def _options(command: TyperCommand) -> dict[str, bool]:
+    """Return the names of a command's options, and whether each takes a value."""
+    return {
+        name: not getattr(parameter, "is_flag", False)
+        for parameter in command.params
+        if parameter.param_type_name == "option"
+        for name in parameter.opts
+    }

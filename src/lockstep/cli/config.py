@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from lockstep.cli.options import CfgOptions, ConfigPath
-from lockstep.config import Config, parse_options
+from lockstep.cli.telling import INPUT_ERRORS, tell
+from lockstep.config import Config, Difference, differences, parse_options
 from lockstep.errors import ConfigError
 from lockstep.registry.nearest import did_you_mean
+
+_SAME, _DIFFERENT, _TROUBLE = 0, 1, 2  # as diff exits
+_STYLES = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
 
 
 def read_config(path: Path) -> Config:
@@ -27,14 +35,17 @@ def read_config(path: Path) -> Config:
         raise ConfigError(str(error)) from None
 
 
-def apply_options(cfg: Config, options: Sequence[str], known: Collection[str]) -> None:
-    """Lay the ``--cfg-options`` over a config.
+def apply_options(cfg: Config, options: Sequence[str]) -> None:
+    """Lay the ``--cfg-options``, texts ``key=value``, over a config.
 
-    Args:
-        cfg: is changed.
-        options: texts ``key=value``.
-        known: top-level keys that may be added; others must be there already, since nobody would look at them.
+    Raises:
+        ConfigError: a top-level key is neither in the config nor an argument of Runner: nobody would look at it.
     """
+    if not options:
+        return
+    from lockstep.runner import Runner  # imports torch
+
+    known = signature(Runner).parameters
     changes = parse_options(options)
     for dotted in changes:
         key = dotted.partition(".")[0]
@@ -57,3 +68,42 @@ def print_config(config: ConfigPath, cfg_options: CfgOptions = None) -> None:
     from rich.syntax import Syntax
 
     Console().print(Syntax(text, "python", background_color="default", word_wrap=True))
+
+
+def check(config: ConfigPath, cfg_options: CfgOptions = None) -> None:
+    """Say everything that is wrong with a config, without building anything from it.
+
+    Unknown keys, types and arguments, missing ones, values that cannot be meant, and contradictions.
+    """
+    cfg = read_config(config)
+    apply_options(cfg, cfg_options or [])
+    from lockstep.lint import check_config  # imports torch
+
+    check_config(cfg)
+    print(f"{config}: no faults")
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="A", help="A config.")],
+    new: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+) -> None:
+    """Print which keys differ between two configs, with their bases; end with exit code 1 if there are any."""
+    try:
+        found = list(differences(read_config(old), read_config(new)))
+    except INPUT_ERRORS as error:
+        tell(error)
+        raise typer.Exit(_TROUBLE) from None
+    if found:
+        _print_differences(found)
+    raise typer.Exit(_DIFFERENT if found else _SAME)
+
+
+def _print_differences(found: Sequence[Difference]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True)
+    for difference in found:
+        sign, style = _STYLES[difference.kind]
+        value = " -> ".join(side for side in (difference.old, difference.new) if side)
+        console.print(Text(f"{sign} {difference.key} = {value}", style))

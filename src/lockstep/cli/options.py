@@ -28,8 +28,26 @@ MaxRestarts = Annotated[
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A Python, YAML or JSON file.")]
 CfgOptions = Annotated[
     list[str] | None,
-    typer.Option("--cfg-options", metavar="KEY=VALUE ...", help="Change the config: a.b=1 c.0=[1,2]"),
+    typer.Option(
+        "--cfg-options",
+        metavar="KEY=VALUE ...",
+        help="Change the config: a.b=1 c.0=[1,2]. The name of this option may be left out.",
+    ),
 ]
+WorkDir = Annotated[Path | None, typer.Option(help="Folder of the run. Default: the config's, else work_dirs/NAME.")]
+Launcher = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[none|pytorch|slurm|mpi]",
+        help="Whose ranks to join. Default: found in the environment; none starts own ones.",
+        rich_help_panel=_RANKS,
+    ),
+]
+Check = Annotated[
+    bool, typer.Option("--check/--no-check", help="Look for errors in the whole config before anything is started.")
+]
+# Set by the process that starts the ranks.
+AsRank = Annotated[bool, typer.Option("--rank", hidden=True)]
 
 
 def layout_of(nproc: int | None, nnodes: int, node_rank: int, rdzv: str | None) -> Layout:

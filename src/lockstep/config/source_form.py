@@ -34,6 +34,11 @@ def python_source(values: Mapping[str, Any]) -> str:
     return "".join([*head, "\n" if head else "", *body])
 
 
+def python_value(value: Any) -> str:
+    """Return one value as Python source on one line, with the full names of what it names."""
+    return _Writer().flat(value, "")
+
+
 def plain_data(value: Any) -> Any:
     """Return what YAML and JSON can hold: dicts, lists, strings, numbers, booleans and None."""
     if value is None or isinstance(value, bool):
@@ -67,7 +72,7 @@ class _Writer:
             indent: columns before the closing bracket, if it comes on a line of its own.
             used: columns of the first line that are taken already.
         """
-        flat = self._flat(value, key)
+        flat = self.flat(value, key)
         form = _brackets(value, key)
         if form is None or used + len(flat) <= WIDTH:
             return flat
@@ -79,13 +84,13 @@ class _Writer:
         )
         return f"{opening}\n{lines}{' ' * indent}{closing}"
 
-    def _flat(self, value: Any, key: str) -> str:
+    def flat(self, value: Any, key: str) -> str:
         """Return the source of `value` on one line."""
         form = _brackets(value, key)
         if form is None:
             return self._atom(value, key)
         opening, closing, items = form
-        flat = ", ".join(left + self._flat(item, name) for left, item, name in items)
+        flat = ", ".join(left + self.flat(item, name) for left, item, name in items)
         comma = "," if opening == "(" and len(items) == 1 else ""
         return f"{opening}{flat}{comma}{closing}"
 

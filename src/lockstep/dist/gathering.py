@@ -137,7 +137,8 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         True
     """
     if isinstance(gather_list, int):
-        gather_list, dst, group = None, gather_list, _group_argument(dst or None, group)
+        third = None if isinstance(dst, int) and dst == 0 else dst  # the group, if anything was given there
+        gather_list, dst, group = None, gather_list, _group_argument(third, group)
     if not isinstance(dst, int):
         raise TypeError(f"`dst` must be an int, but is {dst!r}")
     here = resolve(group)
@@ -296,7 +297,8 @@ def _gather(data: Tensor, outputs: Sequence[Tensor] | None, dst: int, here: Grou
 
 
 def _are_like(outputs: Sequence[Tensor], packets: Sequence[Packet]) -> bool:
-    return len(outputs) == len(packets) and all(
+    is_list = isinstance(outputs, Sequence) and len(outputs) == len(packets)
+    return is_list and all(
         isinstance(output, Tensor) and output.shape == packet.shape and output.dtype is packet.dtype
         for output, packet in zip(outputs, packets, strict=True)
     )

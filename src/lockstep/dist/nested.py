@@ -62,7 +62,7 @@ def all_reduce_dict(data: D, op: str = "sum", group: GroupLike = None, to_float:
     """
     if not isinstance(data, MutableMapping):
         raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
-    values = [(key if isinstance(key, str) else f"[{key!r}]", value) for key, value in data.items()]
+    values = [(repr(key), value) for key, value in data.items()]
     reduced = _reduced(values, op, resolve(group), torch.float32 if to_float else None)
     with torch.no_grad():
         for (key, value), result in zip(list(data.items()), reduced, strict=True):

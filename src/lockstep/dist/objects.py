@@ -104,7 +104,7 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
         True
     """
     if isinstance(object_gather_list, int):
-        group = dst or group  # the short form has its group in third place
+        group = group if isinstance(dst, int) and dst == 0 else dst  # the short form has its group in third place
         object_gather_list, dst = None, object_gather_list
     here = resolve(group)
     group_rank("dst", dst, here)

@@ -13,6 +13,7 @@ import pickle
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,11 +65,15 @@ def load(pickled: Pickled) -> Any:
     return _Unpickler(io.BytesIO(pickled.body), tensors, buffers).load()
 
 
+# Neither of the two may refer to itself: they remember every object that went through them, and would keep all of them
+# alive until Python next looks for cycles.
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=self._keep_in_band)
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
+        super().__init__(stream, protocol=5, buffer_callback=partial(_keep_in_band, self.buffers))
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta):
@@ -88,13 +93,6 @@ class _Pickler(pickle.Pickler):
         payload = bytearray(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes) if on_cpu.nbytes else b"")
         return _rebuild_tensor, (payload, *head)
 
-    def _keep_in_band(self, buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < _SEGMENT_MIN_BYTES:
-            return True
-        self.buffers.append(_borrowed(raw))
-        return False
-
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO, tensors: Sequence[Tensor], buffers: Sequence[object]) -> None:
@@ -103,11 +101,20 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name == _rebuild_from_segment.__name__ and module == __name__:
-            return self._rebuild
+            return partial(_rebuild_from_one_of, self._tensors)
         return super().find_class(module, name)
 
-    def _rebuild(self, index: int, *head: Any) -> Tensor:
-        return _rebuild_from_segment(self._tensors[index], *head)
+
+def _keep_in_band(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
+    raw = buffer.raw()
+    if raw.nbytes < _SEGMENT_MIN_BYTES:
+        return True
+    buffers.append(_borrowed(raw))
+    return False
+
+
+def _rebuild_from_one_of(tensors: Sequence[Tensor], index: int, *head: Any) -> Tensor:
+    return _rebuild_from_segment(tensors[index], *head)
 
 
 def _rebuild_tensor(

@@ -78,6 +78,13 @@ def _address(topology: Topology, port: int | None) -> tuple[str, int]:
             f"{topology.launcher!r} does not say it (rank {topology.rank} of {topology.world_size}). "
             "Export MASTER_ADDR and MASTER_PORT, e.g. mpirun -x MASTER_ADDR=node0 -x MASTER_PORT=29500"
         )
+    try:
+        socket.getaddrinfo(topology.master_addr, None)
+    except OSError as error:  # TCPStore would look it up again and again until the timeout
+        raise TopologyError(
+            f"MASTER_ADDR must be a host that can be found, but is {topology.master_addr!r}: {error} "
+            f"(rank {topology.rank} of {topology.world_size}). Export the address of rank 0's host"
+        ) from error
     if port is None:
         port = topology.master_port
     if port is None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from lockstep.hooks.buffers import SyncBuffersHook
 from lockstep.hooks.checkpoint import CheckpointHook
 from lockstep.hooks.dispatch import HookList
+from lockstep.hooks.early_stopping import EarlyStoppingHook
+from lockstep.hooks.ema import EMAHook
+from lockstep.hooks.empty_cache import EmptyCacheHook
+from lockstep.hooks.garbage_collection import GarbageCollectionHook
 from lockstep.hooks.hook import PRIORITIES, Hook
 from lockstep.hooks.host import RunnerLike
 from lockstep.hooks.logger import LoggerHook
+from lockstep.hooks.nan_check import NaNCheckHook
+from lockstep.hooks.profiler import ProfilerHook
 from lockstep.hooks.progress import ProgressHook
 from lockstep.hooks.sampler_seed import DistSamplerSeedHook
 from lockstep.hooks.scheduler import ParamSchedulerHook
@@ -17,11 +23,17 @@ __all__ = [
     "PRIORITIES",
     "CheckpointHook",
     "DistSamplerSeedHook",
+    "EMAHook",
+    "EarlyStoppingHook",
+    "EmptyCacheHook",
+    "GarbageCollectionHook",
     "Hook",
     "HookList",
     "IterTimerHook",
     "LoggerHook",
+    "NaNCheckHook",
     "ParamSchedulerHook",
+    "ProfilerHook",
     "ProgressHook",
     "RunnerLike",
     "SyncBuffersHook",

@@ -29,7 +29,7 @@ class ExchangeTimer:
     """
 
     def __init__(self, model: nn.Module, interval: int) -> None:
-        wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        wrapped: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._modules = [module for module in wrapped if hasattr(module, "_get_ddp_logging_data")]
         for module in self._modules:
             module._set_ddp_runtime_logging_sample_rate(interval)
@@ -54,7 +54,7 @@ class ExchangeTimer:
         return self._share * sum(_exposed_seconds(data) for data in measured)
 
 
-def _exposed_seconds(data: Mapping[str, Any]) -> float:
+def _exposed_seconds(data: Mapping[str, int]) -> float:
     exchange = data.get("backward_comm_time", 0)
     hidden = data.get("backward_compute_comm_overlap_time", 0)
     return max(0.0, (exchange - hidden) * _NANOSECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +22,11 @@ class _Fault(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """One value of one iteration, on its device."""
+    """One value of one iteration; a tensor stays on its device until somebody looks."""
 
     iteration: int
     name: str
-    value: Tensor
+    value: float | Tensor
 
 
 @HOOKS.register_module()
@@ -67,8 +68,8 @@ class NaNCheckHook(Hook):
         """Put the losses aside; look at them when it is time."""
         iteration = runner.iter + 1
         for name, value in (outputs or {}).items():
-            if "loss" in name and isinstance(value, Tensor):
-                self._seen.append(_Seen(iteration, name, value.detach()))
+            if "loss" in name and (isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)):
+                self._seen.append(_Seen(iteration, name, value))
         if iteration % self.interval == 0:
             self._look(runner)
 
@@ -96,20 +97,30 @@ class NaNCheckHook(Hook):
             if fault.iteration == first
         ]
         raise FloatingPointError(
-            f"the loss must be finite, but is not after iteration {first} (of which the first is 1): {'; '.join(told)}. "
+            f"the loss must be finite, but is not in iteration {first}, counted from 1: {'; '.join(told)}. "
             "Lower the learning rate, clip gradients (clip_grad=dict(max_norm=1.0)), or look at the batch: "
             "torch.autograd.set_detect_anomaly(True) shows where it begins"
         )
 
 
 def _first_fault(seen: list[_Seen]) -> _Fault | None:
-    by_device: dict[torch.device, list[_Seen]] = {}
-    for item in seen:
-        by_device.setdefault(item.value.device, []).append(item)
-    values = [
-        (item, number)
-        for items in by_device.values()
-        # float64 holds what every other dtype holds.
-        for item, number in zip(items, torch.stack([i.value.reshape(()).double() for i in items]).tolist(), strict=True)
+    """Return the first iteration with a value that is not finite, and all such values in it."""
+    bad = [
+        (item.iteration, item.name, number)
+        for item, number in zip(seen, _numbers([item.value for item in seen]), strict=True)
+        if not math.isfinite(number)
     ]
-    return None
+    if not bad:
+        return None
+    first = bad[0][0]
+    return _Fault(first, {name: number for iteration, name, number in bad if iteration == first})
+
+
+def _numbers(values: list[float | Tensor]) -> list[float]:
+    """Return values as numbers, with one read from each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(value.detach().reshape(()))
+    read = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
+    return [float(next(read[value.device])) if isinstance(value, Tensor) else value for value in values]

@@ -8,9 +8,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.model.averaged import (
+    BaseAveragedModel,
+    ExponentialMovingAverage,
+    MomentumAnnealingEMA,
+    StochasticWeightAverage,
+)
 from lockstep.model.base import BaseModel
 from lockstep.model.comm_hooks import COMM_HOOKS
 from lockstep.model.ddp import MMDistributedDataParallel
+from lockstep.model.image import ImgDataPreprocessor
+from lockstep.model.norm import convert_sync_batchnorm, revert_sync_batchnorm
 from lockstep.model.preprocessor import BaseDataPreprocessor
 from lockstep.model.recomputing import checkpoint_activations
 from lockstep.model.separate import MMSeparateDistributedDataParallel
@@ -29,16 +37,23 @@ _HOMES = {
 __all__ = [
     "COMM_HOOKS",
     "FSDP_WRAP_POLICIES",
+    "BaseAveragedModel",
     "BaseDataPreprocessor",
     "BaseModel",
+    "ExponentialMovingAverage",
+    "ImgDataPreprocessor",
     "MMDistributedDataParallel",
     "MMFullyShardedDataParallel",
     "MMSeparateDistributedDataParallel",
+    "MomentumAnnealingEMA",
+    "StochasticWeightAverage",
     "UpdatesParams",
     "checkpoint_activations",
+    "convert_sync_batchnorm",
     "is_model_wrapper",
     "parse_losses",
     "predict_step",
+    "revert_sync_batchnorm",
     "train_step",
     "unwrap_model",
 ]

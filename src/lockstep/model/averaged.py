@@ -115,8 +115,9 @@ class BaseAveragedModel(nn.Module):
             self.avg_func(averaged_param, source_param, self.steps)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        steps = self.steps
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.steps = self.steps.cpu()
+        self.steps = steps
         return self
 
 

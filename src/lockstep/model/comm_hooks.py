@@ -52,12 +52,6 @@ def low_rank(process_group: ProcessGroup, **options: Any) -> tuple[Any, Hook]:
     return power_sgd.PowerSGDState(process_group, **options), power_sgd.powerSGD_hook
 
 
-@COMM_HOOKS.register_module(name="batched_powerSGD")
-def batched_low_rank(process_group: ProcessGroup, **options: Any) -> tuple[Any, Hook]:
-    """Send all gradients of a bucket as one matrix of low rank: faster than `powerSGD`, and coarser."""
-    return power_sgd.PowerSGDState(process_group, **options), power_sgd.batched_powerSGD_hook
-
-
 def register_comm_hook(wrapper: DistributedDataParallel, comm_hook: HookConfig) -> None:
     """Let `wrapper` exchange its gradients by `comm_hook`.
 

@@ -5,5 +5,6 @@ from __future__ import annotations
 from lockstep.optim.build import build_optim_wrapper
 from lockstep.optim.scheduler import ParamScheduler, build_param_schedulers
 from lockstep.optim.wrapper import OptimWrapper
+from lockstep.optim.wrapper_dict import OptimWrapperDict
 
-__all__ = ["OptimWrapper", "ParamScheduler", "build_optim_wrapper", "build_param_schedulers"]
+__all__ = ["OptimWrapper", "OptimWrapperDict", "ParamScheduler", "build_optim_wrapper", "build_param_schedulers"]

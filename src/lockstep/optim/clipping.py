@@ -83,7 +83,8 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: 
     if len(norms) == 1:
         return norms[0]
     device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    return total
 
 
 def _norm_of_shards(
@@ -93,10 +94,12 @@ def _norm_of_shards(
     present = [part for part in parts if part.numel()]
     norm = get_total_norm(present, norm_type, foreach=foreach) if present else parts[0].new_zeros(())
     infinite = math.isinf(norm_type)
+    if not infinite:
+        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # float16 could not hold a square
     total = norm if infinite else norm**norm_type
     for axis in axes:
         all_reduce(total, "max" if infinite else "sum", group=mesh.get_group(axis))
-    return total if infinite else total ** (1 / norm_type)
+    return total if infinite else total.pow(1 / norm_type)
 
 
 def _own_part(gradient: Any) -> tuple[Layout, Tensor]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
+from lockstep.optim.clipping import clip_by_norm, clip_by_value
 from lockstep.registry import OPTIM_WRAPPERS
 
 _logger = logging.getLogger(__name__)
@@ -34,8 +34,7 @@ class OptimWrapper:
         accumulative_counts: number of batches whose gradients are averaged into one update. Between
             updates nothing is sent between ranks.
         clip_grad: `dict(max_norm=...)` with the further arguments of
-            `torch.nn.utils.clip_grad_norm_`, or `dict(type="value", clip_value=...)` with those of
-            `clip_grad_value_`.
+            `clip_by_norm`, or `dict(type="value", clip_value=...)` with those of `clip_by_value`.
     """
 
     def __init__(
@@ -58,6 +57,7 @@ class OptimWrapper:
         # Batches from here on make up the last window, which is shorter than the others.
         self._max_counts: int | None = None
         self._remainder_counts = 0
+        self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Say how many batches there have been and will be, so that the last window divides right.
@@ -87,10 +87,13 @@ class OptimWrapper:
             )
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass: `no_sync` where no update will follow."""
-        no_sync = None if self.should_sync() else getattr(model, "no_sync", None)
-        context: AbstractContextManager[Any] = _NO_CONTEXT if no_sync is None else no_sync()
-        return context
+        """Return the context for the forward pass: `no_sync` where no update will follow.
+
+        `update_params` runs the backward pass that follows in `no_sync`, too: DDP looks at it in the forward pass,
+        FSDP in the backward pass.
+        """
+        self._no_sync = None if self.should_sync() else getattr(model, "no_sync", None)
+        return _NO_CONTEXT if self._no_sync is None else self._no_sync()
 
     def update_params(
         self,
@@ -105,7 +108,10 @@ class OptimWrapper:
             step_kwargs: passed on to the optimizer's `step`.
             zero_kwargs: passed on to the optimizer's `zero_grad`.
         """
-        self.backward(self.scale_loss(loss))
+        no_sync, self._no_sync = self._no_sync, None
+        scaled = self.scale_loss(loss)
+        with _NO_CONTEXT if no_sync is None else no_sync():
+            self.backward(scaled)
         if self.should_update():
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
@@ -148,6 +154,11 @@ class OptimWrapper:
     def inner_count(self) -> int:
         """Number of batches so far."""
         return self._inner_count
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Every optimizer in it: the one."""
+        return [self.optimizer]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -194,9 +205,9 @@ class OptimWrapper:
         if not params:
             return
         if self._clip_type == "norm":
-            self._grad_norm = clip_grad_norm_(params, **self._clip_kwargs)
+            self._grad_norm = clip_by_norm(params, **self._clip_kwargs)
         else:
-            clip_grad_value_(params, **self._clip_kwargs)
+            clip_by_value(params, **self._clip_kwargs)
 
 
 def _checked_clipping(

@@ -9,8 +9,8 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.registry.nearest import did_you_mean
+from lockstep.registry.signatures import Arguments
 
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
@@ -47,20 +47,9 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kin
 
 
 def _check_names(constructor: Callable[..., Any], arguments: Mapping[str, Any], title: str) -> None:
-    try:
-        parameters = inspect.signature(constructor).parameters.values()
-    except (TypeError, ValueError):  # some built-in types have no signature to read
-        return
-    named = {p.name: p for p in parameters if p.kind in _NAMED}
-    faults = []
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        faults += [f"unknown argument `{key}`{did_you_mean(key, named)}" for key in arguments if key not in named]
-    missing = [
-        f"`{name}`"
-        for name, parameter in named.items()
-        if parameter.default is inspect.Parameter.empty and name not in arguments
-    ]
-    if missing:
+    takes = Arguments.of(constructor)
+    faults = [f"unknown argument `{key}`{did_you_mean(key, takes.named)}" for key in takes.unknown(arguments)]
+    if missing := [f"`{name}`" for name in takes.missing(arguments)]:
         faults.append(f"missing argument{'s'[: len(missing) > 1]} {', '.join(missing)}")
     if faults:
         raise BuildError(f"{title}: {'; '.join(faults)}")
@@ -69,14 +58,7 @@ def _check_names(constructor: Callable[..., Any], arguments: Mapping[str, Any], 
 def _accepted(constructor: Callable[..., Any]) -> set[str]:
     """Return every argument name that the class or one of its bases spells out."""
     owners = inspect.getmro(constructor) if inspect.isclass(constructor) else (constructor,)
-    names: set[str] = set()
-    for owner in owners:
-        try:
-            parameters = inspect.signature(owner).parameters.values()
-        except (TypeError, ValueError):
-            continue
-        names |= {p.name for p in parameters if p.kind in _NAMED}
-    return names
+    return set().union(*(Arguments.of(owner).named for owner in owners))
 
 
 def _title(constructor: Callable[..., Any]) -> str:

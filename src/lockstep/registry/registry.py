@@ -226,11 +226,19 @@ class Registry:
     def __getitem__(self, key: str) -> Entry:
         found = self.get(key)
         if found is None:
-            raise RegistryError(
-                f"there is no {self._name} `{key}` in the registry of scope `{self._scope}`"
-                + did_you_mean(key.removeprefix(f"{self._scope}."), self._known_names())
-            )
+            raise RegistryError(f"there is no {self._name} `{key}` {self.suggest(key)}")
         return found
+
+    def suggest(self, key: str) -> str:
+        """Return where a `key` that `get` does not find was looked for, and what is near it there."""
+        module, _, name = key.rpartition(".")
+        if module in sys.modules:
+            there = (name for name, value in vars(sys.modules[module]).items() if name[0] != "_" and callable(value))
+            return f"in the module `{module}`{did_you_mean(name, there)}"
+        here = f"in the registry of scope `{self._scope}`"
+        if module and all(other._scope != key.partition(".")[0] for other in self.root._family()):
+            return f"{here}, nor is there a module `{module}`"
+        return here + did_you_mean(key.removeprefix(f"{self._scope}."), self._known_names())
 
     def build(self, cfg: Mapping[str, Any], **default_args: Any) -> Any:
         """Build an object from a config; `cfg` itself is left as it is.

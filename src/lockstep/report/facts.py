@@ -134,5 +134,6 @@ def _ranks(ranks: Iterable[Any]) -> list[tuple[str, str]]:
 
 
 def _describe(facts: dict[str, Any]) -> str:
-    device, name, threads = (facts.get(key) for key in ("device", "device_name", "threads"))
-    return f"{facts.get('host')}, {device} ({name}), {threads} thread{'s' if threads != 1 else ''}"
+    threads = facts.get("threads")
+    kind = str(facts.get("device")).partition(":")[0]
+    return f"{facts.get('host')}, {kind} ({facts.get('device_name')}), {threads} thread{'s' if threads != 1 else ''}"

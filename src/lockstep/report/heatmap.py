@@ -52,9 +52,7 @@ def heatmap_html(heatmap: HeatMap, across: Scale) -> tuple[str, dict[str, Any]]:
     size = len(heatmap.stretches[0].values)
     stretches = _merged(heatmap.stretches, most=min(_MOST_COLUMNS, max(20, _MOST_CELLS // size)))
     low, high = _range([value for stretch in stretches for value in stretch.values])
-    paths = "".join(
-        f'<path class="h{level}" d="{path}"/>' for level, path in _paths(stretches, low, high).items()
-    )
+    paths = "".join(f'<path class="h{level}" d="{path}"/>' for level, path in _paths(stretches, low, high).items())
     width = round(across.high - across.low, 6)
     labels = "".join(
         f'<span style="top:{100 * (rank + 0.5) / size:.2f}%">{rank}</span>'

@@ -25,7 +25,10 @@ def highlighted(source: str) -> str:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             kind = _kind(token)
             if kind:
-                parts += [_between(lines, (row, column), token.start), f'<span class="{kind}">{escape(token.string)}</span>']
+                parts += [
+                    _between(lines, (row, column), token.start),
+                    f'<span class="{kind}">{escape(token.string)}</span>',
+                ]
                 row, column = token.end
     except (tokenize.TokenError, IndentationError, SyntaxError):
         return escape(source, quote=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,6 +11,20 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import ConfigError
+
+_MAPPING_OR_NONE = (Mapping, type(None)), "a dict or None"
+_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "model": ((nn.Module, Mapping), "a torch.nn.Module or a config dict"),
+    "work_dir": ((str, Path), "a path"),
+    "resume": ((bool,), "True or False; the checkpoint goes to `load_from`"),
+    "env_cfg": _MAPPING_OR_NONE,
+    "randomness": _MAPPING_OR_NONE,
+    "auto_scale_lr": _MAPPING_OR_NONE,
+    "default_hooks": _MAPPING_OR_NONE,
+    "custom_hooks": ((list, tuple, type(None)), "a list of hooks or None"),
+    "load_from": ((str, Path, type(None)), "a path or None"),
+    "compile": ((bool, Mapping), "a bool or a dict for torch.compile"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +59,11 @@ class Arguments:
     cfg: Any
 
     def __post_init__(self) -> None:
-        self._check_kinds()
-        for mode in ("val", "test"):
-            self._check_evaluation(mode)
+        given = {name: getattr(self, name) for name in self.names()}
+        for name, says in misfits(given):
+            raise TypeError(f"`{name}` {says}")
+        for name, says in mispaired(given):
+            raise ConfigError(f"`{name}` {says}")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -65,30 +81,31 @@ class Arguments:
         meant = {key: get_close_matches(str(key), known, n=1, cutoff=0.85) for key in strange}
         return {key: close[0] for key, close in meant.items() if close}
 
-    def _check_kinds(self) -> None:
-        _check("model", self.model, (nn.Module, Mapping), "a torch.nn.Module or a config dict")
-        _check("work_dir", self.work_dir, (str, Path), "a path")
-        _check("resume", self.resume, (bool,), "True or False; the checkpoint goes to `load_from`")
-        for name in ("env_cfg", "randomness", "auto_scale_lr", "default_hooks"):
-            _check(name, getattr(self, name), (Mapping, type(None)), "a dict or None")
-        _check("custom_hooks", self.custom_hooks, (Sequence, type(None)), "a list of hooks or None")
-        _check("load_from", self.load_from, (str, Path, type(None)), "a path or None")
-        _check("compile", self.compile, (bool, Mapping), "a bool or a dict for torch.compile")
 
-    def _check_evaluation(self, mode: str) -> None:
-        loader = getattr(self, f"{mode}_dataloader")
-        evaluator = getattr(self, f"{mode}_evaluator")
-        cfg = getattr(self, f"{mode}_cfg")
-        if loader is None and (evaluator is not None or cfg is not None):
-            given = f"{mode}_evaluator" if evaluator is not None else f"{mode}_cfg"
-            raise ConfigError(f"`{mode}_dataloader` must be given with `{given}`, but is None")
-        if loader is not None and evaluator is None:
-            raise ConfigError(
-                f"`{mode}_evaluator` must be given with `{mode}_dataloader`, but is None. For "
-                "example dict(type='Accuracy')"
+def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what does not fit in arguments of a Runner: the name of each, and what it must be.
+
+    Args:
+        given: those that are given, by name.
+    """
+    for name, (kinds, wanted) in _KINDS.items():
+        if name in given and not isinstance(given[name], kinds):
+            yield name, f"must be {wanted}, but is {given[name]!r} of {type(given[name]).__name__}"
+
+
+def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield which arguments are lacking beside others: the name of each, and what it must be."""
+    for mode in ("val", "test"):
+        loader, evaluator, cfg = (
+            given.get(f"{mode}_{part}") is not None for part in ("dataloader", "evaluator", "cfg")
+        )
+        if not loader and (evaluator or cfg):
+            yield (
+                f"{mode}_dataloader",
+                f"must be given with `{mode}_{'evaluator' if evaluator else 'cfg'}`, but is None",
             )
-
-
-def _check(name: str, value: object, kinds: tuple[type, ...], wanted: str) -> None:
-    if not isinstance(value, kinds):
-        raise TypeError(f"`{name}` must be {wanted}, but is {value!r} of {type(value).__name__}")
+        if loader and not evaluator:
+            yield (
+                f"{mode}_evaluator",
+                f"must be given with `{mode}_dataloader`, but is None. For example dict(type='Accuracy')",
+            )

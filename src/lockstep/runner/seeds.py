@@ -11,7 +11,7 @@ import torch
 from lockstep.dist import get_rank, sync_random_seed
 from lockstep.errors import ConfigError
 
-_KEYS = ("seed", "deterministic", "diff_rank_seed")
+RANDOMNESS_KEYS = ("seed", "deterministic", "diff_rank_seed")
 
 
 def set_randomness(randomness: Mapping[str, Any] | None) -> int:
@@ -26,8 +26,10 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
     **Collective**: every rank, if there is no seed.
     """
     options = dict(randomness or {})
-    if unknown := sorted(options.keys() - set(_KEYS)):
-        raise ConfigError(f"`randomness` must have keys out of {', '.join(_KEYS)}, but has {', '.join(unknown)}")
+    if unknown := sorted(options.keys() - set(RANDOMNESS_KEYS)):
+        raise ConfigError(
+            f"`randomness` must have keys out of {', '.join(RANDOMNESS_KEYS)}, but has {', '.join(unknown)}"
+        )
     given = options.get("seed")
     seed = sync_random_seed() if given is None else int(given)
     own = seed + get_rank() if options.get("diff_rank_seed") else seed

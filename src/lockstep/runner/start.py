@@ -19,7 +19,7 @@ from lockstep.dist import (
 )
 from lockstep.errors import ConfigError
 
-_ENV_KEYS = ("dist_cfg", "cudnn_benchmark", "mp_cfg")
+ENV_KEYS = ("dist_cfg", "cudnn_benchmark", "mp_cfg")
 
 
 def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
@@ -31,8 +31,8 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
             only `mp_start_method` means something.
     """
     options = dict(env_cfg or {})
-    if unknown := sorted(options.keys() - set(_ENV_KEYS)):
-        raise ConfigError(f"`env_cfg` must have keys out of {', '.join(_ENV_KEYS)}, but has {', '.join(unknown)}")
+    if unknown := sorted(options.keys() - set(ENV_KEYS)):
+        raise ConfigError(f"`env_cfg` must have keys out of {', '.join(ENV_KEYS)}, but has {', '.join(unknown)}")
     torch.backends.cudnn.benchmark = bool(options.get("cudnn_benchmark", False))
     start_method = (options.get("mp_cfg") or {}).get("mp_start_method")
     if start_method is not None:
@@ -50,7 +50,7 @@ def make_run_dir(work_dir: Path, experiment_name: str | None) -> Path:
     **Collective**: every rank; rank 0 makes it.
 
     Raises:
-        OSError: it cannot be made; PeerError on the other ranks.
+        ConfigError: it cannot be made; PeerError on the other ranks.
     """
     run_dir = work_dir
     with main_process_first():
@@ -68,12 +68,30 @@ def save_config(cfg: Any, run_dir: Path) -> None:
         cfg.dump(run_dir / "config.py")
 
 
+def make_folder(folder: Path, *, anew: bool = False) -> None:
+    """Make a folder in the work_dir; `anew` says that it must not be there yet.
+
+    Raises:
+        FileExistsError: it is there, and was to be made anew.
+        ConfigError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=not anew)
+    except OSError as error:
+        if anew and isinstance(error, FileExistsError):
+            raise
+        raise ConfigError(
+            f"`work_dir` must be a folder that can be made and written to, but {folder} cannot be made: {error}. "
+            "Choose another one, for instance by --work-dir, or mend its permissions"
+        ) from error
+
+
 def _new_folder(parent: Path, name: str) -> Path:
     # Two runs may begin within one second.
     for attempt in range(1000):
         folder = parent / (name if attempt == 0 else f"{name}_{attempt}")
         try:
-            folder.mkdir(parents=True)
+            make_folder(folder, anew=True)
         except FileExistsError:
             continue
         return folder

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from lockstep.strategy.base import Strategy, build_strategy
 from lockstep.strategy.ddp import DDPStrategy
+from lockstep.strategy.fsdp import FSDPStrategy
 from lockstep.strategy.native import NativeStrategy
 from lockstep.strategy.single import SingleDeviceStrategy
 
 __all__ = [
     "DDPStrategy",
+    "FSDPStrategy",
     "NativeStrategy",
     "SingleDeviceStrategy",
     "Strategy",

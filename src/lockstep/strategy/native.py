@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as canonical
 
 from lockstep.device import get_device
-from lockstep.model import is_model_wrapper
+from lockstep.model import is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper, build_optim_wrapper
 from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
+from lockstep.strategy.layout import laid_out_as
 
 
 class NativeStrategy(Strategy):
@@ -26,16 +27,20 @@ class NativeStrategy(Strategy):
         self._model: nn.Module | None = None
         self._optim_wrapper: OptimWrapper | None = None
 
+    def place(self, model: nn.Module) -> nn.Module:
+        """Return `model` on this rank's device."""
+        return model.to(torch.device(get_device()))
+
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model`, which lies on this rank's device, laid over the ranks."""
+        """Return `model`, which has been placed, laid over the ranks."""
 
     def prepare(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
         """Move the model to this rank's device, wrap it, then build its optimizer."""
         if not is_model_wrapper(model):
-            model = self.wrap(model.to(torch.device(get_device())))
+            model = self.wrap(self.place(model))
         self._model = model
         if optim_wrapper is not None:
             self._optim_wrapper = build_optim_wrapper(model, optim_wrapper)
@@ -43,23 +48,30 @@ class NativeStrategy(Strategy):
 
     def model_state(self) -> ModelState:
         """Return the model's state by canonical names; the tensors are the model's own."""
-        state: ModelState = canonical.get_model_state_dict(self._prepared_model())
+        state: ModelState = canonical.get_model_state_dict(self.core())
         return state
 
     def optim_state(self) -> OptimState:
-        """Return `{"state": {parameter name: ...}, "param_groups": [...]}`."""
-        model, wrapper = self._prepared_model(), self._prepared_optim()
-        state: OptimState = canonical.get_optimizer_state_dict(model, wrapper.optimizer)
+        """Return `{"state": {parameter name: ...}, "param_groups": [...]}`; the tensors are the optimizer's own."""
+        state: OptimState = canonical.get_optimizer_state_dict(self.core(), self._prepared_optim().optimizers)
         return state
 
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
-        """Take over states by canonical names; every name must be there."""
-        model = self._prepared_model()
+        """Take over states by canonical names; every name must be there.
+
+        A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every rank.
+        """
         if model_state is not None:
-            canonical.set_model_state_dict(model, dict(model_state))
+            canonical.set_model_state_dict(self.core(), laid_out_as(model_state, self.model_state()))
         if optim_state is not None:
-            optimizer = self._prepared_optim().optimizer
-            canonical.set_optimizer_state_dict(model, optimizer, optim_state)
+            optimizers = self._prepared_optim().optimizers
+            # torch's optimizers keep the tensors that they are given.
+            laid_out = laid_out_as(optim_state, self.optim_state(), copy=True)
+            canonical.set_optimizer_state_dict(self.core(), optimizers, laid_out)
+
+    def core(self) -> nn.Module:
+        """Return the user's own module, whose names for parameters are the canonical ones."""
+        return unwrap_model(self._prepared_model())
 
     def _prepared_model(self) -> nn.Module:
         if self._model is None:

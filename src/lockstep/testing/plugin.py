@@ -118,7 +118,8 @@ class RankTests:
         complaints = []
         missing = sorted(self._selected - self._passed.keys() - self._failed - self._skipped)
         if missing:
-            complaints.append(f"{len(missing)} selected, but not run: {', '.join(missing)}")
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            complaints.append(f"{len(missing)} selected, but not run: {shown}")
         passed, least = len(self._really_passed()), self._config.getoption("--min-rank-tests")
         if passed < least:
             complaints.append(f"only {passed} passed, but --min-rank-tests asks for {least}")

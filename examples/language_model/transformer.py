@@ -1,0 +1,98 @@
+"""A transformer that foretells text byte by byte, in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+
+from lockstep.evaluator import BaseMetric
+from lockstep.model import BaseModel
+
+BYTES = 256
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a network at each place; each adds to what was there."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.network = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)  # [batch, heads, length, width / heads]
+            for part in self.queries_keys_values(self.attention_norm(x)).split(width, dim=2)
+        )
+        attended = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.network(x)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Turn each pair of numbers by an angle that grows with the place, so that attention sees distances.
+
+    **Shapes**: [..., length, even]. **Source**: Su et al., RoFormer, 2021 (2104.09864), equation 34.
+    """
+    length, size = x.shape[-2:]
+    speeds = 1000 ** -torch.arange(0, 1, 2 / size, device=x.device)  # radians per place; 10,000 is for longer texts
+    angles = torch.arange(length, device=x.device).unsqueeze(1) * speeds  # [length, size / 2]
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).type_as(x)
+
+
+class ByteTransformer(BaseModel):
+    """Scores each possible next byte at every place of a text.
+
+    Args:
+        width: of the vector at each place.
+        layers: number of blocks.
+        heads: of attention, in each block.
+    """
+
+    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(BYTES, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False))
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, text: Tensor, mode: str = "tensor") -> Any:
+        """Return scores [batch, length, 256]; the loss; or the loss of each text [batch].
+
+        In the modes "loss" and "predict" the last byte of `text` is only there to be foretold.
+        """
+        text = text.long()
+        if mode == "tensor":
+            return self.score(text)
+        scores, next_bytes = self.score(text[:, :-1]), text[:, 1:]
+        losses = F.cross_entropy(scores.transpose(1, 2), next_bytes, reduction="none")  # [batch, length], in nats
+        return {"loss": losses.mean()} if mode == "loss" else losses.mean(dim=1)
+
+    def score(self, text: Tensor) -> Tensor:
+        x = self.bytes(text)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class NatsPerByte(BaseMetric):
+    """How badly each byte is foretold: 5.5 for a guess, and ln 2 of it is one bit."""
+
+    def process(self, data_batch: Tensor, data_samples: Tensor) -> None:
+        self.results += data_samples.tolist()
+
+    def compute_metrics(self, results: list[float]) -> dict[str, float]:
+        return {"nats_per_byte": sum(results) / len(results)}

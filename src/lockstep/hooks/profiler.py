@@ -1,0 +1,173 @@
+"""Where the time of training goes, operator by operator."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
+from torch.profiler import schedule as make_schedule
+
+from lockstep.errors import ConfigError
+from lockstep.hooks.hook import Hook
+from lockstep.hooks.host import RunnerLike
+from lockstep.registry import HOOKS
+
+TraceHandler: TypeAlias = Callable[[profile], object]
+
+_HANDLERS = ("log_trace", "tb_trace")
+
+
+@HOOKS.register_module()
+class ProfilerHook(Hook):
+    """Profile the beginning of training with `torch.profiler`, on every rank.
+
+    Each rank writes its own trace to the run's folder, as `profile/trace_rank0_iter8.json` and so on, named after the
+    iteration that ended it. They open in a browser: https://ui.perfetto.dev, or `chrome://tracing`.
+
+    A trace grows by about 1 MB with every iteration of a middle-sized model: give a `schedule`, or count iterations,
+    where an epoch has many.
+
+    Args:
+        by_epoch: count epochs, else iterations.
+        profile_times: number of epochs, or iterations, after which profiling ends.
+        activity_with_cpu: profile the CPU.
+        activity_with_cuda: profile the accelerator, of whatever make; by default where there is one.
+        schedule: arguments of `torch.profiler.schedule` (`wait`, `warmup`, `active`, `repeat`, `skip_first`), in
+            iterations; each cycle makes a trace. By default there is one trace of everything.
+        on_trace_ready: what to do with a trace instead of writing it: a function of the profiler;
+            `dict(type="log_trace", sort_by=..., row_limit=...)` for a table in the log of rank 0;
+            `dict(type="tb_trace", dir_name=...)` for TensorBoard's plugin.
+        record_shapes: record the shapes of operators' inputs.
+        profile_memory: record what operators allocate.
+        with_stack: record the lines of code; slow.
+        with_flops: estimate the work of matrix products and convolutions.
+        json_trace_path: where traces go, relative to the run's folder; rank and iteration are put in before the
+            suffix, which may be `.json.gz`.
+    """
+
+    priority = "VERY_LOW"
+
+    def __init__(
+        self,
+        *,
+        by_epoch: bool = True,
+        profile_times: int = 1,
+        activity_with_cpu: bool = True,
+        activity_with_cuda: bool | None = None,
+        schedule: Mapping[str, int] | None = None,
+        on_trace_ready: TraceHandler | Mapping[str, Any] | None = None,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+        json_trace_path: str = "profile/trace.json",
+    ) -> None:
+        if profile_times < 1:
+            raise ConfigError(f"`profile_times` must be at least 1, but is {profile_times}")
+        if isinstance(on_trace_ready, Mapping) and on_trace_ready.get("type") not in _HANDLERS:
+            raise ConfigError(
+                f"`on_trace_ready['type']` must be one of {', '.join(_HANDLERS)}, but is {on_trace_ready.get('type')!r}"
+            )
+        self.by_epoch = by_epoch
+        self.profile_times = profile_times
+        self._activities = _activities(activity_with_cpu, activity_with_cuda)
+        self._schedule = None if schedule is None else make_schedule(**schedule)
+        self._on_trace_ready = on_trace_ready
+        self._options: dict[str, Any] = {
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+            "with_flops": with_flops,
+        }
+        self._path = Path(json_trace_path)
+        self._profiler: profile | None = None
+        self._done = 0
+        self._iteration = 0
+
+    def before_train(self, runner: RunnerLike) -> None:
+        """Begin to profile."""
+        if self.by_epoch and runner.max_epochs is None:
+            raise ConfigError(
+                "`by_epoch` of ProfilerHook must be False in a loop by iterations, but is True. "
+                "Use ProfilerHook(by_epoch=False, profile_times=<iterations>)"
+            )
+        self._profiler = profile(
+            activities=self._activities,
+            schedule=self._schedule,
+            on_trace_ready=self._handler(runner),
+            **self._options,
+        )
+        self._profiler.start()
+
+    def after_train_iter(
+        self,
+        runner: RunnerLike,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: dict[str, Any] | None = None,
+    ) -> None:
+        """Mark the end of an iteration; stop if it was the last one."""
+        if self._profiler is None:
+            return
+        self._iteration = runner.iter + 1
+        with warnings.catch_warnings():
+            # That a cycle forgets the events of the one before is just what a trace for each asks for.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            self._profiler.step()
+        if not self.by_epoch:
+            self._count()
+
+    def after_train_epoch(self, runner: RunnerLike) -> None:
+        """Stop if it was the last epoch to be profiled."""
+        if self.by_epoch and self._profiler is not None:
+            self._count()
+
+    def after_train(self, runner: RunnerLike) -> None:
+        """Stop where training is shorter than what was to be profiled."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop; what has been recorded until a failure makes a trace, too."""
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+
+    def _count(self) -> None:
+        self._done += 1
+        if self._done == self.profile_times:
+            self.close()
+
+    def _handler(self, runner: RunnerLike) -> TraceHandler:
+        given = self._on_trace_ready
+        if given is None:
+            return lambda profiler: self._write(profiler, runner)
+        if not isinstance(given, Mapping):
+            return given
+        if given["type"] == "tb_trace":
+            folder = runner.run_dir / given.get("dir_name", "tensorboard_traces")
+            handler: TraceHandler = tensorboard_trace_handler(str(folder), worker_name=f"rank{runner.rank}")
+            return handler
+        options = {"sort_by": "self_cpu_time_total", "row_limit": 20, **given}
+        del options["type"]
+        return lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options))
+
+    def _write(self, profiler: profile, runner: RunnerLike) -> None:
+        suffix = "".join(self._path.suffixes)
+        stem = self._path.name.removesuffix(suffix)
+        path = runner.run_dir / self._path.with_name(f"{stem}_rank{runner.rank}_iter{self._iteration}{suffix}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        runner.logger.info("a trace of all operators is at %s", path)
+
+
+def _activities(with_cpu: bool, with_accelerator: bool | None) -> list[ProfilerActivity]:
+    cpu = {ProfilerActivity.CPU} if with_cpu else set()
+    accelerator = set() if with_accelerator is False else set(supported_activities()) - {ProfilerActivity.CPU}  # type: ignore[no-untyped-call]
+    if with_accelerator and not accelerator:
+        raise ConfigError("`activity_with_cuda` must be False or None where there is no accelerator, but is True")
+    if not cpu | accelerator:
+        raise ConfigError("`activity_with_cpu` must be True where no accelerator is profiled, but is False")
+    return [*cpu, *accelerator]

@@ -1,0 +1,8 @@
+"""What is wrong with a config, all at once, before anything is built from it."""
+
+from __future__ import annotations
+
+from lockstep.lint.check import check_config, find_faults
+from lockstep.lint.fault import Fault
+
+__all__ = ["Fault", "check_config", "find_faults"]

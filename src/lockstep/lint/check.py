@@ -1,0 +1,86 @@
+"""A whole config against what a Runner takes, and against the signatures of all the types that it names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+
+from lockstep.config import Config
+from lockstep.errors import ConfigError
+from lockstep.lint.fault import Fault
+from lockstep.lint.sections import SECTIONS
+from lockstep.registry.nearest import nearest
+from lockstep.runner.arguments import Arguments, misfits, mispaired
+
+# Keys of MMEngine's configs that other tools read, or that need nothing to be done here.
+_READ_ELSEWHERE = frozenset({"custom_imports", "default_scope", "log_processor", "tta_model", "tta_pipeline"})
+
+
+def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
+    """Make sure that a Runner can be made of a config, as far as that can be told without building anything.
+
+    Types that are named are imported, and what their signatures and annotations rule out is told.
+
+    Args:
+        cfg: the config.
+        needed: keys that it must have.
+
+    Raises:
+        ConfigError: something is wrong; it lists everything, with file, line, key and value, and the
+            name that was probably meant.
+
+    Example:
+        >>> check_config(Config({"optim_wrapper": {"optimizer": {"type": "SGD", "lerning_rate": 1}}}))
+        Traceback (most recent call last):
+        lockstep.errors.ConfigError: the config has 2 faults:
+          `optim_wrapper.optimizer.lerning_rate` = 1 is no argument of the optimizer `SGD`: did you mean `lr`?
+          `model` must be given
+    """
+    faults = find_faults(cfg, needed)
+    if not faults:
+        return
+    lines = [f"  {_where(cfg, fault.key)}{fault.sentence(cfg)}" for fault in faults]
+    count = f"{len(faults)} fault{'s'[: len(faults) > 1]}"
+    raise ConfigError("\n".join([f"{_shown(cfg.filename or 'the config')} has {count}:", *lines]))
+
+
+def find_faults(cfg: Config, needed: Collection[str] = ("model",)) -> list[Fault]:
+    """Return everything that is wrong with a config, in its order; see `check_config`."""
+    return list(dict.fromkeys(_faults(cfg, needed)))
+
+
+def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
+    # Where no folder or model is given, somebody else may give it.
+    unfit = {key: says for key, says in misfits(cfg) if key not in ("model", "work_dir") or cfg[key] is not None}
+    read = {*Arguments.names(), *_READ_ELSEWHERE, *cfg.helpers}
+    for key, value in cfg.items():
+        if key in unfit:
+            yield Fault(key, unfit[key])
+        elif key in SECTIONS and value is not None:
+            yield from SECTIONS[key](key, value)
+        elif key not in read and not str(key).startswith("_"):
+            yield Fault(key, f"is no argument of Runner, and nothing reads it{_remedy(key)}")
+    for key, says in mispaired(cfg):
+        yield Fault(key, says)
+    for key in needed:
+        if cfg.get(key) is None:
+            yield Fault(key, "must be given")
+
+
+def _remedy(key: str) -> str:
+    if key == "data_preprocessor":
+        return ": it belongs into the `model`, as model=dict(data_preprocessor=...)"
+    near = nearest(key, Arguments.names())
+    if near is not None:
+        return f": did you mean `{near}`?"
+    return ". Remove it, or begin its name with an underscore if it is for somebody else"
+
+
+def _where(cfg: Config, key: str) -> str:
+    place = cfg.where(key)
+    return f"{_shown(place)}: " if place else ""
+
+
+def _shown(path: str) -> str:
+    """Return a path as a user would write it here."""
+    return path.removeprefix(os.getcwd() + os.sep)

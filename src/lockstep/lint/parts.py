@@ -1,0 +1,101 @@
+"""One part of a config, ``dict(type=..., ...)``, against the signature of its type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import RegistryError
+from lockstep.lint.fault import Fault
+from lockstep.lint.values import misfit
+from lockstep.registry import Registry
+from lockstep.registry.nearest import did_you_mean, nearest
+from lockstep.registry.signatures import Arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is built from a part, and what lockstep adds to it.
+
+    Attributes:
+        registry: which builds it.
+        default: the type of a part that names none.
+        supplied: arguments that lockstep gives where the part does not.
+        own: keys that lockstep takes for itself.
+    """
+
+    registry: Registry
+    default: str | None = None
+    supplied: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()
+
+    def faults(self, key: str, part: object) -> Iterator[Fault]:
+        """Yield what is wrong with a part; an object that exists already is right."""
+        if isinstance(part, str | int | float | list | tuple):
+            yield Fault(key, f"must be a config dict or a {self.registry.name}, but is of {type(part).__name__}")
+        if not isinstance(part, Mapping):
+            return
+        if "type" not in part and self.default is None:
+            yield Fault(key, f"must have the key `type`, but has only {sorted(map(str, part))}")
+            yield from _nested_faults(key, part, self.registry)
+            return
+        constructor, fault = resolve(part.get("type", self.default), self.registry)
+        if fault is not None:
+            yield Fault(f"{key}.type", fault)
+        given = {name: value for name, value in part.items() if name != "type" and name not in self.own}
+        if constructor is not None:
+            title = f"the {self.registry.name} `{getattr(constructor, '__qualname__', constructor)}`"
+            takes = Arguments.of(constructor)
+            for name in takes.unknown(given):
+                yield Fault(f"{key}.{name}", f"is no argument of {title}{did_you_mean(name, takes.named)}")
+            for name in takes.missing({*given, *self.supplied}):
+                yield Fault(key, f"must have the key `{name}`, which {title} needs, but has only {sorted(part)}")
+            yield from _value_faults(key, given, takes)
+        for name, value in given.items():
+            yield from _nested_faults(f"{key}.{name}", value, self.registry)
+
+
+def resolve(kind: object, registry: Registry) -> tuple[Callable[..., Any] | None, str | None]:
+    """Return what a `type` means, or what is wrong with it as the rest of a sentence."""
+    if callable(kind):
+        return kind, None
+    if not isinstance(kind, str):
+        return None, "must be a name, a class or a function"
+    try:
+        return registry[kind], None
+    except RegistryError:
+        return None, f"is no {registry.name} {registry.suggest(kind)}"
+    except Exception as error:  # of a module that is imported on the way
+        return None, f"cannot be imported: {type(error).__name__}: {error}"
+
+
+def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Fault]:
+    """Yield what is surely wrong further down.
+
+    Who gets a dict there may add arguments to it, or take some out, before anything is built. So
+    what is missing does not count, nor a type that is not known, nor a key unless it comes close to
+    one that is free.
+    """
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _nested_faults(f"{key}.{index}", item, registry)
+    if not isinstance(value, Mapping):
+        return
+    constructor, _ = resolve(value.get("type"), registry)
+    if constructor is not None:
+        takes = Arguments.of(constructor)
+        given = {name: item for name, item in value.items() if name != "type"}
+        for name in takes.unknown(given):
+            if (meant := nearest(name, takes.named.keys() - given)) is not None:
+                title = getattr(constructor, "__qualname__", constructor)
+                yield Fault(f"{key}.{name}", f"is no argument of `{title}`: did you mean `{meant}`?")
+        yield from _value_faults(key, given, takes)
+    for name, item in value.items():
+        yield from _nested_faults(f"{key}.{name}", item, registry)
+
+
+def _value_faults(key: str, given: Mapping[str, object], takes: Arguments) -> Iterator[Fault]:
+    for name, value in given.items():
+        if name in takes.named and (says := misfit(value, takes.named[name])) is not None:
+            yield Fault(f"{key}.{name}", says)

@@ -1,0 +1,189 @@
+"""The keys of a config one by one: what each may hold, and what the Runner makes of it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.lint.fault import Fault
+from lockstep.lint.parts import Kind, resolve
+from lockstep.lint.values import misfit
+from lockstep.optim import ParamScheduler
+from lockstep.registry import (
+    DATA_SAMPLERS,
+    DATASETS,
+    HOOKS,
+    LOOPS,
+    METRICS,
+    MODELS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    PARAM_SCHEDULERS,
+    STRATEGIES,
+    VISUALIZERS,
+)
+from lockstep.registry.nearest import did_you_mean
+from lockstep.registry.signatures import Arguments
+from lockstep.runner.build import default_hook_cfgs
+from lockstep.runner.seeds import RANDOMNESS_KEYS
+from lockstep.runner.start import ENV_KEYS
+
+Section = Callable[[str, Any], Iterator[Fault]]
+
+_OWN_SCHEDULER_KEYS = frozenset(
+    name
+    for name, parameter in inspect.signature(ParamScheduler).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
+_MODEL = Kind(MODELS)
+_DATASET = Kind(DATASETS)
+_SAMPLER = Kind(DATA_SAMPLERS, default="DefaultSampler", supplied=frozenset({"dataset", "data_source"}))
+_BATCH_SAMPLER = Kind(DATA_SAMPLERS, supplied=frozenset({"sampler", "batch_size"}))
+_OPTIMIZER = Kind(OPTIMIZERS, supplied=frozenset({"params"}))
+_OPTIM_WRAPPER = Kind(OPTIM_WRAPPERS, default="OptimWrapper", own=frozenset({"constructor", "paramwise_cfg"}))
+# Where a schedule's length is missing, it is that of its window.
+_LENGTHS = frozenset({"T_max", "total_iters", "total_steps"})
+_SCHEDULER = Kind(PARAM_SCHEDULERS, supplied=_LENGTHS | {"optimizer"}, own=_OWN_SCHEDULER_KEYS)
+_METRIC = Kind(METRICS)
+_HOOK = Kind(HOOKS, own=frozenset({"priority"}))
+_STRATEGY = Kind(STRATEGIES)
+_VISUALIZER = Kind(VISUALIZERS)
+_LOOP_PARTS = frozenset({"runner", "dataloader", "evaluator"})
+
+
+def _one_or_more(kind: Kind, key: str, value: object) -> Iterator[Fault]:
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from kind.faults(f"{key}.{index}", item)
+    else:
+        yield from kind.faults(key, value)
+
+
+def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
+    if isinstance(cfg, str | int | float) or (isinstance(cfg, list | tuple) and not cfg):
+        yield Fault(key, f"must be a config dict or a DataLoader, but is {cfg!r}")
+    if not isinstance(cfg, Mapping):
+        return
+    takes = Arguments.of(DataLoader)
+    for name in takes.unknown(cfg):
+        yield Fault(f"{key}.{name}", f"is no argument of a data loader{did_you_mean(name, takes.named)}")
+    if cfg.get("dataset") is None:
+        yield Fault(key, f"must have the key `dataset`, but has only {sorted(map(str, cfg))}")
+    if cfg.get("sampler") is not None and "shuffle" in cfg:
+        yield Fault(f"{key}.shuffle", "contradicts `sampler`, which has a `shuffle` of its own; leave out one")
+    parts = {"dataset": _DATASET, "sampler": _SAMPLER, "batch_sampler": _BATCH_SAMPLER}
+    for name, kind in parts.items():
+        if cfg.get(name) is not None and isinstance(cfg[name], Mapping):
+            yield from kind.faults(f"{key}.{name}", cfg[name])
+    for name, value in cfg.items():
+        if name in takes.named and name not in parts and name != "collate_fn":
+            says = misfit(value, takes.named[name])
+            if says is not None:
+                yield Fault(f"{key}.{name}", says)
+
+
+def _train_cfg(key: str, cfg: object) -> Iterator[Fault]:
+    if not isinstance(cfg, Mapping) or "type" in cfg:
+        yield from Kind(LOOPS, supplied=_LOOP_PARTS).faults(key, cfg)
+        return
+    if "max_epochs" in cfg and "max_iters" in cfg:
+        yield Fault(key, "must have either `max_epochs` or `max_iters`, but has both")
+        return
+    by_epoch = cfg.get("by_epoch", "max_iters" not in cfg)
+    counted, other = ("max_epochs", "max_iters") if by_epoch else ("max_iters", "max_epochs")
+    if other in cfg:
+        yield Fault(f"{key}.by_epoch", f"contradicts `{other}`; leave it out, or give `{counted}`")
+        return
+    loop = "EpochBasedTrainLoop" if by_epoch else "IterBasedTrainLoop"
+    yield from Kind(LOOPS, default=loop, supplied=_LOOP_PARTS, own=frozenset({"by_epoch"})).faults(key, cfg)
+
+
+def _eval_cfg(loop: str, key: str, cfg: object) -> Iterator[Fault]:
+    yield from Kind(LOOPS, default=loop, supplied=_LOOP_PARTS).faults(key, cfg)
+
+
+def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
+    if not isinstance(cfg, Mapping):
+        yield from _OPTIM_WRAPPER.faults(key, cfg)
+        return
+    if isinstance(cfg.get("optimizer"), Mapping):
+        yield from _OPTIMIZER.faults(f"{key}.optimizer", cfg["optimizer"])
+    if "constructor" in cfg:  # which knows its keys alone
+        return
+    if "optimizer" not in cfg:
+        yield Fault(key, f"must have the key `optimizer`, but has only {sorted(map(str, cfg))}")
+    own = {name: value for name, value in cfg.items() if name != "optimizer"}
+    kind = Kind(_OPTIM_WRAPPER.registry, _OPTIM_WRAPPER.default, frozenset({"optimizer"}), _OPTIM_WRAPPER.own)
+    yield from kind.faults(key, own)
+
+
+def _default_hooks(key: str, cfg: object) -> Iterator[Fault]:
+    defaults = default_hook_cfgs(None)
+    for name, given in cfg.items() if isinstance(cfg, Mapping) else ():
+        if isinstance(given, Mapping) and "type" not in given and name not in defaults:
+            yield Fault(
+                f"{key}.{name}", f"must have a `type`, since no default hook is called so{did_you_mean(name, defaults)}"
+            )
+        elif given is not None:
+            default = defaults.get(name, {}).get("type")
+            yield from Kind(HOOKS, default=default, own=_HOOK.own).faults(f"{key}.{name}", given)
+
+
+def _custom_hooks(key: str, hooks: object) -> Iterator[Fault]:
+    for index, hook in enumerate(hooks if isinstance(hooks, list | tuple) else ()):
+        yield from _HOOK.faults(f"{key}.{index}", hook)
+
+
+def _strategy(key: str, strategy: object) -> Iterator[Fault]:
+    if isinstance(strategy, str):
+        _, says = resolve(strategy, STRATEGIES)
+        if says is not None:
+            yield Fault(key, says)
+    else:
+        yield from _STRATEGY.faults(key, strategy)
+
+
+def _keys(known: Collection[str], key: str, cfg: object) -> Iterator[Fault]:
+    for name in cfg if isinstance(cfg, Mapping) else ():
+        if name not in known:
+            yield Fault(f"{key}.{name}", f"is no key of `{key}`{did_you_mean(name, known)}")
+
+
+def _compile(key: str, cfg: object) -> Iterator[Fault]:
+    yield from _keys(Arguments.of(torch.compile).named.keys() - {"model"}, key, cfg)
+
+
+def _log_level(key: str, level: object) -> Iterator[Fault]:
+    names = logging.getLevelNamesMapping()
+    if isinstance(level, str) and level not in names:
+        yield Fault(key, f"is no level of logging{did_you_mean(level, names)}")
+
+
+SECTIONS: Mapping[str, Section] = {
+    "model": _MODEL.faults,
+    "train_dataloader": _dataloader,
+    "val_dataloader": _dataloader,
+    "test_dataloader": _dataloader,
+    "train_cfg": _train_cfg,
+    "val_cfg": partial(_eval_cfg, "ValLoop"),
+    "test_cfg": partial(_eval_cfg, "TestLoop"),
+    "optim_wrapper": _optim_wrapper,
+    "param_scheduler": partial(_one_or_more, _SCHEDULER),
+    "val_evaluator": partial(_one_or_more, _METRIC),
+    "test_evaluator": partial(_one_or_more, _METRIC),
+    "default_hooks": _default_hooks,
+    "custom_hooks": _custom_hooks,
+    "strategy": _strategy,
+    "env_cfg": partial(_keys, ENV_KEYS),
+    "randomness": partial(_keys, RANDOMNESS_KEYS),
+    "auto_scale_lr": partial(_keys, ("enable", "base_batch_size")),
+    "compile": _compile,
+    "log_level": _log_level,
+    "visualizer": partial(_one_or_more, _VISUALIZER),
+}

@@ -1,0 +1,78 @@
+"""Whether a value that stands in a config can be what an argument is annotated to take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from torch import Tensor
+
+_NUMBERS: Mapping[type, tuple[type, ...]] = {
+    bool: (bool, int),
+    int: (int,),
+    float: (int, float),
+    complex: (int, float, complex),
+}
+
+
+def misfit(value: object, parameter: inspect.Parameter) -> str | None:
+    """Return what is wrong with a value as the rest of a sentence, or None.
+
+    Only plain numbers, texts, lists and dicts are looked at, and only what the annotation rules out
+    for certain counts: a dict may be the config of an object, a text the name of one.
+    """
+    hint = parameter.annotation
+    if hint is inspect.Parameter.empty or isinstance(hint, str) or fits(value, hint):
+        return None
+    says = f"must be {inspect.formatannotation(hint)}, but is {_described(value)}"
+    if isinstance(value, str) and _is_number(value):
+        says += ". Write the number without quotes; in YAML it needs a dot and a sign, as in 1.0e-3"
+    return says
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Return False where `hint` rules out the value for certain."""
+    if value is None or not isinstance(value, int | float | str | list | tuple | Mapping):
+        return True
+    origin, members = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(fits(value, member) for member in members)
+    if origin is Annotated:
+        return fits(value, members[0])
+    if origin is Literal:
+        return value in members
+    kind = origin or hint
+    if not isinstance(kind, type):
+        return True
+    if kind in _NUMBERS:
+        whole = kind is int and isinstance(value, float) and value.is_integer()
+        return whole or isinstance(value, _NUMBERS[kind])
+    return _fits_class(value, kind)
+
+
+def _fits_class(value: object, kind: type) -> bool:
+    if kind is NoneType:
+        return False
+    if kind is str:
+        return isinstance(value, str)
+    if issubclass(kind, list | tuple | set | frozenset):
+        return isinstance(value, list | tuple)
+    if issubclass(kind, Mapping):
+        return isinstance(value, Mapping)
+    return not (issubclass(kind, Tensor) and isinstance(value, str))
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "a dict"
+    return "text" if isinstance(value, str) else f"a {type(value).__name__}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

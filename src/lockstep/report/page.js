@@ -1,0 +1,139 @@
+// Reads values out under the pointer, in all plots at the same iteration. Without it the page shows the same curves.
+"use strict";
+(() => {
+  const values = JSON.parse(document.getElementById("values").textContent);
+  const [first, last] = values.across;
+  const plain = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+  const shown = (value) => {
+    if (value === null) return "not finite";
+    return value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)
+      ? value.toExponential(2).replace(/\.?0*e\+?/, "e")
+      : plain.format(value);
+  };
+
+  // The index of the place nearest to x in an ascending list.
+  const nearest = (places, x) => {
+    let low = 0, high = places.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (places[middle] <= x) low = middle; else high = middle;
+    }
+    return x - places[low] <= places[high] - x ? low : high;
+  };
+
+  const placeOf = (x) => {
+    const iteration = Math.round(x);
+    const epoch = values.epochs.find(([, end]) => iteration <= end);
+    return `iteration ${plain.format(iteration)}` + (epoch ? `, epoch ${epoch[0]}` : "");
+  };
+
+  class Chart {
+    constructor(figure, { lines, stacked, linear, log }) {
+      Object.assign(this, { figure, lines, stacked, linear, log });
+      this.outputs = [...figure.querySelectorAll("output")];
+      this.latest = this.outputs.map((output) => output.textContent);
+      this.cursor = figure.querySelector(".cursor");
+      this.dots = lines.map((_, index) => {
+        const dot = this.cursor.appendChild(document.createElement("i"));
+        dot.style.setProperty("--c", `var(--c${index % 6})`);
+        return dot;
+      });
+      const button = figure.querySelector("button");
+      button?.addEventListener("click", () => {
+        button.setAttribute("aria-pressed", figure.classList.toggle("is-log"));
+      });
+    }
+
+    height(value) {
+      const isLog = this.figure.classList.contains("is-log");
+      const [low, high, at] = (isLog ? [...this.log, value].map(Math.log10) : [...this.linear, value]);
+      return (at - low) / (high - low);
+    }
+
+    show(x) {
+      let below = 0;
+      this.lines.forEach(({ x: places, y }, index) => {
+        const value = y[nearest(places, x)];
+        this.outputs[index].textContent = shown(value);
+        this.dots[index].hidden = value === null;
+        below = this.stacked ? below + value : value;
+        if (value !== null) this.dots[index].style.bottom = `${100 * this.height(below)}%`;
+      });
+    }
+
+    // Cursors stand on a point of the first line, so that its dot lies on the curve.
+    snap(x) {
+      return this.lines[0].x[nearest(this.lines[0].x, x)];
+    }
+
+    rest() {
+      this.outputs.forEach((output, index) => { output.textContent = this.latest[index]; });
+    }
+  }
+
+  class HeatMap {
+    constructor(figure, { begin, end, values: columns, unit }) {
+      Object.assign(this, { figure, begin, end, columns, unit, rank: 0 });
+      this.output = figure.querySelector("output");
+      this.cursor = figure.querySelector(".cursor");
+      this.size = columns[0].length;
+    }
+
+    show(x) {
+      const index = Math.max(0, this.end.findIndex((end) => x <= end));
+      const value = shown(this.columns[index][this.rank]);
+      this.output.textContent = `rank ${this.rank}: ${value} ${this.unit}`;
+    }
+
+    snap(x) {
+      return x;
+    }
+
+    rest() {
+      this.output.textContent = "";
+    }
+  }
+
+  const charts = [...document.querySelectorAll(".chart")].map((figure, i) => new Chart(figure, values.charts[i]));
+  const heatmaps = [...document.querySelectorAll(".heatmap")].map((figure, i) => new HeatMap(figure, values.heatmaps[i]));
+  const plots = [...charts, ...heatmaps];
+  let place = last;
+
+  const show = (x, active) => {
+    place = Math.min(last, Math.max(first, active.snap(x)));
+    for (const plot of plots) {
+      plot.figure.classList.toggle("active", plot === active);
+      plot.cursor.hidden = false;
+      plot.cursor.style.left = `${(100 * (place - first)) / (last - first)}%`;
+      plot.cursor.dataset.place = placeOf(place);
+      plot.show(place);
+    }
+  };
+  const rest = () => {
+    for (const plot of plots) {
+      plot.cursor.hidden = true;
+      plot.rest();
+    }
+  };
+
+  for (const plot of plots) {
+    const area = plot.figure.querySelector(".plot");
+    area.addEventListener("pointermove", (event) => {
+      const box = area.getBoundingClientRect();
+      if (plot.size) {
+        const rank = Math.floor(((event.clientY - box.top) / box.height) * plot.size);
+        heatmaps.forEach((heatmap) => { heatmap.rank = Math.min(plot.size - 1, Math.max(0, rank)); });
+      }
+      show(first + ((event.clientX - box.left) / box.width) * (last - first), plot);
+    });
+    area.addEventListener("pointerleave", rest);
+    area.addEventListener("blur", rest);
+    area.addEventListener("keydown", (event) => {
+      const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!way) return;
+      event.preventDefault();
+      show(place + (way * (last - first)) / 100, plot);
+    });
+  }
+  document.documentElement.dataset.ready = "yes";
+})();

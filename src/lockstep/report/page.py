@@ -1,0 +1,123 @@
+"""The page: everything about one run in one file that needs no network."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ReportError
+from lockstep.report.chart import chart_html
+from lockstep.report.contents import charts_of, heatmaps_of
+from lockstep.report.facts import environment_html, evaluations_html, tiles_html
+from lockstep.report.heatmap import heatmap_html
+from lockstep.report.highlight import highlighted
+from lockstep.report.records import Run, number
+from lockstep.report.scale import Scale
+
+# The browser itself keeps the page from loading anything.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def page_html(run: Run) -> str:
+    """Return the report of a run as one page of HTML."""
+    across = _across(run)
+    charts = [chart_html(chart, across) for chart in charts_of(run)]
+    heatmaps = [heatmap_html(heatmap, across) for heatmap in heatmaps_of(run)]
+    values = {
+        "across": [across.low, across.high],
+        "epochs": _epochs(run),
+        "charts": [values for _, values in charts],
+        "heatmaps": [values for _, values in heatmaps],
+    }
+    title = escape(f"{run.folder.resolve().parent.name} {run.folder.resolve().name}")
+    return "".join(
+        [
+            '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">',
+            f"<title>{title}</title><style>{_asset('page.css')}</style></head><body>",
+            _header(run),
+            f"<main>{tiles_html(run)}",
+            _section("Curves", "".join(html for html, _ in charts)),
+            _section("Time by rank", "".join(html for html, _ in heatmaps)),
+            evaluations_html(run),
+            environment_html(run),
+            _config_html(run),
+            f'</main><script type="application/json" id="values">{_script_json(values)}</script>',
+            f"<script>{_asset('page.js')}</script></body></html>\n",
+        ]
+    )
+
+
+def write_page(run: Run, path: Path) -> None:
+    """Write the report of a run to a file.
+
+    Raises:
+        ReportError: it cannot be written.
+    """
+    try:
+        path.write_text(page_html(run), encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"the report cannot be written to `{path}`: {error.strerror}") from error
+
+
+def _across(run: Run) -> Scale:
+    """Return the axis of iterations that all curves share."""
+    places = [record["iter"] for record in (*run.train, *run.evaluations, *run.ranks)]
+    starts = [row["iter"] - row["count"] for row in run.ranks if isinstance(row.get("count"), int)]
+    low = max(0, min([*places, *starts]))
+    if low < 0.05 * max(places):
+        low = 0
+    return Scale(float(low), float(max(*places, low + 1)))
+
+
+def _epochs(run: Run) -> list[list[int]]:
+    """Return pairs of an epoch and its last recorded iteration."""
+    last: dict[int, int] = {}
+    for record in run.train:
+        if number(record.get("epoch")) is not None:
+            last[int(record["epoch"])] = record["iter"]
+    return [[epoch, end] for epoch, end in last.items()]
+
+
+def _header(run: Run) -> str:
+    known = run.environment
+    size = known.get("world_size")
+    parts = [
+        None if size is None else f"{size} rank{'s' if size != 1 else ''}",
+        known.get("model"),
+        None if "started" not in known else f"started {str(known['started']).replace('T', ' ')}",
+    ]
+    line = " · ".join(escape(str(part)) for part in parts if part)
+    faults = "".join(f"<li>{escape(fault)}</li>" for fault in run.faults)
+    folder = run.folder.resolve()
+    return (
+        f"<header><p>{escape(folder.parent.name)}</p><h1>{escape(folder.name)}</h1><p>{line}</p>"
+        f"{f'<ul class=faults>{faults}</ul>' if faults else ''}</header>"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f'<section><h2>{title}</h2><div class="grid">{body}</div></section>' if body else ""
+
+
+def _config_html(run: Run) -> str:
+    if not run.config:
+        return ""
+    return (
+        '<section><h2>Config</h2><div class="card scroll" tabindex="0">'
+        f"<pre><code>{highlighted(run.config)}</code></pre></div></section>"
+    )
+
+
+def _asset(name: str) -> str:
+    return files("lockstep.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _script_json(values: Any) -> str:
+    """Return JSON that no value in it can end the script element around it."""
+    return json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,0 +1,39 @@
+"""From the layout that a tensor has to the one that is wanted: whole, or sharded over some mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lockstep.model.full_params import shard_like
+
+
+def laid_out_as(state: Mapping[str, Any], like: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
+    """Return a nested state with its tensors laid out as those of `like` under the same keys.
+
+    Args:
+        state: the tensors that are wanted.
+        like: the layout that is wanted.
+        copy: copy also the tensors that need no conversion, unless they are those of `like`.
+
+    **Collective**: every rank, where a tensor is sharded otherwise than it is wanted. **Cost**: an all-gather of each
+    such tensor; one at a time is whole.
+    """
+    return {key: _converted(value, like.get(key), copy) for key, value in state.items()}
+
+
+def _converted(value: Any, like: Any, copy: bool) -> Any:
+    if isinstance(value, Mapping) and isinstance(like, Mapping):
+        return laid_out_as(value, like, copy=copy)
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+        return value
+    if _layout(value) == _layout(like):
+        return value.clone() if copy and value is not like else value
+    return shard_like(value.full_tensor() if isinstance(value, DTensor) else value, like)
+
+
+def _layout(tensor: Tensor) -> Any:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None

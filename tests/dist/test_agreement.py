@@ -1,0 +1,156 @@
+"""Blocks that ranks enter in order, or leave together: a failure inside is an error on every rank, nobody waits."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from lockstep.dist import (
+    PeerError,
+    all_reduce,
+    get_rank,
+    get_world_size,
+    init_local_group,
+    local_main_process_first,
+    main_process_first,
+)
+from lockstep.dist.agreement import together
+from lockstep.dist.groups import resolve
+from lockstep.testing import ranks
+
+
+def group_is_usable() -> bool:
+    data = torch.ones(1)
+    all_reduce(data)
+    return data.item() == get_world_size()
+
+
+def fail_inside(block: AbstractContextManager[None], error: BaseException | None, entered: list[int]) -> None:
+    with block:
+        entered.append(get_rank())
+        if error is not None:
+            raise error
+
+
+FIRST = pytest.mark.parametrize("first", [main_process_first, local_main_process_first])
+
+
+@FIRST
+@ranks(1, 3)
+def test_rank_0_has_left_the_block_before_others_enter_it(tmp_path: Path, first) -> None:
+    cache = tmp_path / "cache"
+    with first():
+        if get_rank() == 0:
+            time.sleep(0.05)
+            cache.write_text("downloaded")
+        found = cache.read_text()
+    assert found == "downloaded"
+    assert group_is_usable()
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt("no space left"), SystemExit(3)])
+@FIRST
+@ranks(3)
+def test_where_rank_0_raises_the_others_do_not_enter_and_name_it(first, error: BaseException) -> None:
+    entered: list[int] = []
+    with pytest.raises((type(error), PeerError)) as caught:
+        fail_inside(first(), error, entered)
+    assert entered == ([0] if get_rank() == 0 else [])
+    if get_rank() == 0:
+        assert caught.value is error
+    else:
+        assert (caught.value.rank, caught.value.cause) == (0, f"{type(error).__name__}: {error}")
+    assert group_is_usable()
+
+
+@FIRST
+@ranks(2)
+def test_an_error_of_a_later_rank_is_its_own(first) -> None:
+    if get_rank() == 1:
+        with pytest.raises(OSError, match="mine"), first():
+            raise OSError("mine")
+    else:
+        with first():
+            pass
+    assert group_is_usable()
+
+
+@ranks(3)
+def test_the_first_rank_is_that_of_the_group_in_hand(tmp_path: Path) -> None:
+    group = torch_dist.new_group([1, 2])
+    if get_rank() == 0:
+        with pytest.raises(ValueError, match="must contain the calling process"), main_process_first(group):
+            pass
+    else:
+        with main_process_first(group):
+            (tmp_path / str(get_rank())).touch()
+            assert (tmp_path / "1").exists()
+
+
+@ranks(4)
+def test_every_node_has_a_first_rank_of_its_own(tmp_path: Path) -> None:
+    init_local_group(2)
+    first_of_node = get_rank() // 2 * 2
+    with local_main_process_first():
+        (tmp_path / str(get_rank())).touch()
+        assert (tmp_path / str(first_of_node)).exists()
+
+
+@ranks(4)
+def test_a_failure_on_one_node_is_no_concern_of_another() -> None:
+    init_local_group(2)
+    if get_rank() < 2:
+        with pytest.raises((OSError, PeerError)), local_main_process_first():
+            raise OSError("only here")
+    else:
+        with local_main_process_first():
+            pass
+    assert group_is_usable()
+
+
+def test_one_process_just_runs_the_block() -> None:
+    ran = []
+    for first in (main_process_first, local_main_process_first):
+        with first():
+            ran.append(first)
+        with pytest.raises(OSError, match="mine"), first():
+            raise OSError("mine")
+    with together(resolve()):
+        ran.append(together)
+    assert ran == [main_process_first, local_main_process_first, together]
+
+
+@ranks(3)
+def test_ranks_leave_a_block_together_when_all_went_well() -> None:
+    with together(resolve()):
+        outcome = get_rank() * 2
+    assert outcome == get_rank() * 2
+    assert group_is_usable()
+
+
+@ranks(3)
+def test_where_some_raise_they_raise_their_own_and_the_others_name_the_first() -> None:
+    error = ValueError(f"bad luck on {get_rank()}") if get_rank() > 0 else None
+    with pytest.raises((ValueError, PeerError)) as caught:
+        fail_inside(together(resolve()), error, [])
+    if get_rank() > 0:
+        assert caught.value is error
+    else:
+        assert (caught.value.rank, caught.value.cause) == (1, "ValueError: bad luck on 1")
+    assert group_is_usable()
+
+
+@ranks(2)
+def test_a_message_too_long_for_the_way_is_cut_and_any_text_survives_it() -> None:
+    error = ValueError("é\udcff" * 400) if get_rank() == 1 else None
+    with pytest.raises((ValueError, PeerError)) as caught:
+        fail_inside(together(resolve()), error, [])
+    if get_rank() == 0:
+        assert caught.value.cause.startswith("ValueError: é\\udcffé")
+        assert len(caught.value.cause) < 512
+    assert group_is_usable()

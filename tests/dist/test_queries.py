@@ -1,0 +1,222 @@
+"""Who am I, how many are we; what only the first rank does, or does first."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch.distributed as torch_dist
+from torch.distributed import FileStore
+
+from lockstep.dist import (
+    all_gather_object,
+    get_backend,
+    get_default_group,
+    get_dist_info,
+    get_local_group,
+    get_local_rank,
+    get_local_size,
+    get_node_rank,
+    get_num_nodes,
+    get_rank,
+    get_world_size,
+    init_dist,
+    init_local_group,
+    is_distributed,
+    is_main_process,
+    local_main_process_first,
+    main_process_first,
+    master_only,
+)
+from lockstep.errors import DistError, PeerError
+from lockstep.testing import ranks
+
+from .reference import assert_group_works
+from .strategies import NO_GROUP, SIZES, run_on
+
+First = Callable[[], AbstractContextManager[None]]
+
+
+def test_without_a_group_this_process_is_all_there_is() -> None:
+    assert not is_distributed()
+    assert get_dist_info() == (get_rank(), get_world_size()) == (0, 1)
+    assert (get_local_rank(), get_local_size(), get_node_rank(), get_num_nodes()) == (0, 1, 0, 1)
+    assert (get_backend(), get_default_group(), get_local_group()) == (None, None, None)
+    assert is_main_process()
+    init_local_group(1)
+    init_local_group(0, 1)
+    assert get_local_group() is None
+
+
+@ranks(1, 2, 4)
+def test_on_one_node_local_ranks_are_ranks() -> None:
+    rank, size = get_dist_info()
+    assert is_distributed()
+    assert (rank, size) == (get_rank(), get_world_size()) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    assert (get_local_rank(), get_local_size(), get_node_rank(), get_num_nodes()) == (rank, size, 0, 1)
+    assert get_backend() == torch_dist.get_backend()
+    assert get_default_group() is get_local_group() is torch_dist.group.WORLD
+    assert is_main_process() == (rank == 0)
+
+
+@ranks(2)
+def test_queries_of_a_group_speak_of_that_group() -> None:
+    group = torch_dist.new_group([1])
+    if get_rank() == 1:
+        assert get_dist_info(group) == (get_rank(group), get_world_size(group)) == (0, 1)
+        assert is_main_process(group)
+        assert get_backend(group) == "gloo"
+
+
+@ranks(4)
+def test_local_groups_are_runs_of_consecutive_ranks_in_either_form() -> None:
+    rank = get_rank()
+    for call in (lambda: init_local_group(2), lambda: init_local_group(rank // 2, 2)):
+        call()
+        assert (get_local_rank(), get_local_size()) == (rank % 2, 2)
+        assert all_gather_object(rank, group=get_local_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    init_local_group(4)
+    assert (get_local_rank(), get_local_size()) == (rank, 4)
+
+
+def refuse_local_groups() -> None:
+    size = get_world_size()
+    for wrong in (0, -1, size + 1):
+        with pytest.raises(ValueError, match=f"must divide the world size, {size}, but is {wrong}"):
+            init_local_group(wrong)
+        with pytest.raises(ValueError, match=f"must divide the world size, {size}, but is {wrong}"):
+            init_local_group(0, wrong)
+    with pytest.raises(ValueError, match=f"`node_rank` must be {get_rank()} for 1 ranks per node, but is 9"):
+        init_local_group(9, 1)
+    assert_group_works()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_local_groups_that_do_not_fit_are_refused(size: int) -> None:
+    run_on(size, refuse_local_groups)
+
+
+@ranks(4, fresh=True)
+def test_on_two_nodes_local_queries_need_no_local_group_but_its_users_do(tmp_path: Path) -> None:
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    init_dist("pytorch", store=FileStore(str(tmp_path / "store"), 4))
+    assert (get_local_rank(), get_local_size(), get_node_rank(), get_num_nodes()) == (rank % 2, 2, rank // 2, 2)
+    with pytest.raises(DistError, match=r"`get_local_group` on several nodes needs init_local_group\(\) first"):
+        get_local_group()
+    with pytest.raises(DistError, match=r"needs init_local_group\(\) first"), local_main_process_first():
+        pass
+    init_local_group(get_node_rank(), get_local_size())
+    if rank in (0, 1):
+        fail_first(local_main_process_first)  # the other node knows nothing of it
+    else:
+        run_in_order(local_main_process_first, get_local_rank())
+    assert_group_works()
+
+
+@ranks(2, fresh=True)
+def test_in_a_group_of_other_making_the_environment_says_who_is_local(tmp_path: Path) -> None:
+    rank = int(os.environ["RANK"])
+    store = FileStore(str(tmp_path / "store"), 2)
+    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    assert (get_local_rank(), get_local_size(), get_node_rank(), get_num_nodes()) == (rank, 2, 0, 1)
+    for contradiction in ({"RANK": "1", "LOCAL_RANK": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}):
+        os.environ |= contradiction
+        if rank != int(contradiction["RANK"]):
+            with pytest.raises(DistError, match="the local rank is unknown, because the default group was not made by"):
+                get_local_rank()
+    init_local_group(1)
+    assert (get_local_rank(), get_local_size()) == (0, 1)
+
+
+@master_only
+def greet(name: str, *, mark: str = "!") -> str:
+    """Say hello."""
+    return f"hello {name}{mark} from {get_rank()}"
+
+
+def greetings() -> str | None:
+    return greet("all", mark="?")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_master_only_runs_on_rank_0_and_gives_none_elsewhere(size: int) -> None:
+    assert run_on(size, greetings) == ["hello all? from 0"] + [None] * (size - 1)
+    assert (greet.__name__, greet.__doc__) == ("greet", "Say hello.")
+
+
+def run_in_order(first: First, rank: int) -> None:
+    with first():
+        began = time.monotonic()
+        if rank == 0:
+            time.sleep(0.05)
+        ended = time.monotonic()
+    spans = all_gather_object((began, ended), group=get_local_group())
+    assert all(spans[0][1] <= began for began, _ in spans[1:])
+
+
+def fail_first(first: First) -> None:
+    """Let the first rank fail in its block, in many ways."""
+    is_first = get_local_rank() == 0
+    for error, cause in (
+        (ValueError("no cache"), "ValueError: no cache"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+        (OSError("no file \udcff"), r"OSError: no file \udcff"),  # names of files need not be valid text
+        (RuntimeError("long " * 1000), ("RuntimeError: " + "long " * 1000)[:496]),
+    ):
+        if is_first:
+            with pytest.raises(type(error)) as own, first():
+                raise error
+            assert own.value is error
+        else:
+            with pytest.raises(PeerError, match=r"rank 0 of \d could not take part") as raised, first():
+                pytest.fail("the block must not run")
+            assert (raised.value.rank, raised.value.cause) == (0, cause)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_others_enter_when_the_first_is_done(size: int) -> None:
+    run_on(size, run_in_order_globally)
+
+
+def run_in_order_globally() -> None:
+    for first in (main_process_first, local_main_process_first):
+        run_in_order(first, get_rank())
+
+
+def fail_first_globally() -> None:
+    for first in (main_process_first, local_main_process_first):
+        fail_first(first)
+        assert_group_works()
+
+
+@pytest.mark.parametrize("size", [NO_GROUP, 1, 2, 3])
+def test_where_the_first_fails_the_others_learn_why_and_nobody_hangs(size: int) -> None:
+    run_on(size, fail_first_globally)
+
+
+@ranks(3)
+def test_where_another_than_the_first_fails_it_fails_alone() -> None:
+    if get_rank() == 1:
+        with pytest.raises(ValueError, match="mine"), main_process_first():
+            raise ValueError("mine")
+    else:
+        with main_process_first():
+            pass
+    assert_group_works()
+
+
+@ranks(3)
+def test_the_first_is_rank_0_of_the_group_in_hand() -> None:
+    group = torch_dist.new_group([1, 2])
+    if get_rank() == 1:
+        with pytest.raises(ValueError, match="mine"), main_process_first(group):
+            raise ValueError("mine")
+    elif get_rank() == 2:
+        with pytest.raises(PeerError, match="rank 0 of 2"), main_process_first(group):
+            pytest.fail("the block must not run")
+    assert_group_works()

@@ -1,0 +1,285 @@
+"""The beginning and the end of the default group, and what becomes of it when a rank is missing or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import FileStore
+
+from lockstep.dist import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    barrier,
+    destroy_dist,
+    get_backend,
+    get_default_group,
+    get_dist_info,
+    get_local_size,
+    get_rank,
+    infer_launcher,
+    init_dist,
+    is_distributed,
+)
+from lockstep.errors import CollectiveTimeoutError, DistError, PeerError, TopologyError
+from lockstep.testing import RankFailure, ranks, run_ranks
+
+from .reference import assert_group_works
+
+UNAVAILABLE = [x for x in ("nccl", "mpi", "ucc", "xccl") if not getattr(torch_dist, f"is_{x}_available")()]
+
+
+@ranks(1, fresh=True)
+def test_none_makes_a_group_of_one() -> None:
+    init_dist("none")
+    assert is_distributed()
+    assert get_dist_info() == (0, 1)
+    assert (get_backend(), get_local_size()) == (torch_dist.get_backend(), 1)
+    assert_group_works()
+
+
+@ranks(2, fresh=True)
+def test_a_second_start_is_refused_and_harms_nothing() -> None:
+    init_dist("pytorch")
+    group = get_default_group()
+    with pytest.raises(DistError, match=r"`init_dist` must be called once, .* Call destroy_dist\(\) first"):
+        init_dist("pytorch")
+    assert get_default_group() is group
+    assert_group_works()
+
+
+@ranks(2, fresh=True)
+def test_a_group_may_end_and_another_begin() -> None:
+    before = dict(os.environ)
+    for _ in range(3):
+        init_dist("pytorch", port=int(os.environ["MASTER_PORT"]))
+        assert_group_works()
+        all_gather(torch.ones(1000))
+        destroy_dist()
+        assert dict(os.environ) == before
+        assert not is_distributed()
+        assert get_dist_info() == (0, 1)
+        assert_group_works()  # alone, now
+        time.sleep(0.1)  # rank 1 must not find the store that rank 0 is closing
+    destroy_dist()
+
+
+@ranks(2, fresh=True)
+def test_a_group_may_begin_where_torch_itself_has_ended_one() -> None:
+    before = dict(os.environ)
+    init_dist("pytorch")
+    barrier()
+    torch_dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) - 1)
+    init_dist("pytorch")
+    assert_group_works()
+    destroy_dist()
+    del os.environ["MASTER_PORT"], before["MASTER_PORT"]
+    assert dict(os.environ) == before
+
+
+@ranks(1, fresh=True)
+def test_an_interface_that_the_user_chose_is_kept() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    init_dist("none")
+    destroy_dist()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+@ranks(2, fresh=True)
+def test_all_listen_on_loopback_alone() -> None:
+    init_dist("pytorch")
+    assert_group_works()
+    addresses = {
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}
+    barrier()
+
+
+@ranks(2, fresh=True)
+def test_ranks_may_meet_at_a_store_of_the_callers(tmp_path: Path) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    init_dist("pytorch", store=FileStore(str(tmp_path / "store"), 2))
+    assert_group_works()
+
+
+def refuse(error: type[Exception], message: str, *args: Any, **options: Any) -> None:
+    before = dict(os.environ)
+    with pytest.raises(error, match=message):
+        init_dist(*args, **options)
+    assert not is_distributed()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "message"),
+    [
+        ("pytroch", {}, "`launcher` must be one of .*, but is 'pytroch': did you mean `pytorch`"),
+        ("none", {"backend": "glo"}, "`backend` must name backends of torch.distributed .*, but is 'glo'"),
+        ("none", {"backend": "cpu:gloo,cuda:ncl"}, "`backend` must name .*, but is 'cpu:gloo,cuda:ncl'"),
+        ("none", {"backend": "undefined"}, "`backend` must name .*, but is 'undefined'"),
+        (
+            "none",
+            {"init_backend": "horovod"},
+            "`init_backend` must be one of torch, deepspeed, colossalai, but is 'horovod'",
+        ),
+        ("none", {"timeout": 0}, "`timeout` must be positive, but is 0"),
+        ("none", {"timeout": timedelta(seconds=-1)}, "`timeout` must be positive, but is datetime"),
+    ],
+)
+def test_what_nobody_knows_is_refused_by_name(launcher: str, options: dict[str, Any], message: str) -> None:
+    refuse(ValueError, message, launcher, **options)
+
+
+@pytest.mark.parametrize("name", UNAVAILABLE)
+def test_a_backend_that_torch_was_built_without_is_refused(name: str) -> None:
+    refuse(ValueError, f"`backend` must be one that this build of torch has, .* {name} is not there", "none", name)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "colossalai"])
+def test_an_engine_that_is_not_installed_is_refused_with_the_way_to_get_it(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, engine, None)  # how Python marks what can't be imported
+    refuse(DistError, rf"pip install 'lockstep-engine\[{engine}\]'", "none", init_backend=engine)
+
+
+def test_a_launcher_that_did_not_start_this_process_is_refused() -> None:
+    assert infer_launcher() == "none"
+    for launcher, variable in (("pytorch", "RANK"), ("slurm", "SLURM_PROCID"), ("mpi", "OMPI_COMM_WORLD_RANK")):
+        refuse(TopologyError, f"{variable}.* must be set for launcher '{launcher}'", launcher)
+
+
+def test_ending_what_did_not_begin_does_nothing() -> None:
+    destroy_dist()
+    destroy_dist()
+    assert not is_distributed()
+
+
+@ranks(2, fresh=True)
+def test_a_missing_rank_is_a_timeout_error_after_the_timeout(tmp_path: Path) -> None:
+    init_dist("pytorch", timeout=1)
+    told = tmp_path / "told"
+    if get_rank() == 0:
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"did not take part .* in time \(rank 0 of 2\)"):
+            all_reduce(torch.ones(1))
+        assert 0.9 < time.monotonic() - began < 20
+        told.touch()
+    while not told.exists():
+        time.sleep(0.01)
+
+
+@ranks(2, fresh=True)
+def test_a_handle_may_be_awaited_again_after_a_timeout_of_its_own(tmp_path: Path) -> None:
+    init_dist("pytorch")
+    data, told = torch.ones(2), tmp_path / "told"
+    if get_rank() == 0:
+        handle = all_reduce(data, async_op=True)
+        with pytest.raises(CollectiveTimeoutError):
+            handle.wait(timedelta(milliseconds=50))
+        assert not handle.is_completed()
+        told.touch()
+        handle.wait()
+    else:
+        while not told.exists():
+            time.sleep(0.01)
+        all_reduce(data)
+    assert data.tolist() == [2.0, 2.0]
+
+
+def lose_rank_1(folder: Path, call: Callable[[], Any]) -> None:
+    """Kill rank 1 while it waits in a collective for rank 0, which comes later."""
+    barrier()
+    killed_at = time.monotonic() + 0.2
+    if get_rank() == 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if get_rank() == 0:
+        time.sleep(0.4)
+    with pytest.raises(PeerError, match="a rank of the group ended or lost its connection during a collective"):
+        call()
+    (folder / str(get_rank())).write_text(str(time.monotonic() - killed_at))
+
+
+def reduce_much() -> None:
+    all_reduce(torch.ones(2**20))
+
+
+def gather_tensors() -> None:
+    all_gather(torch.ones(1))
+
+
+def gather_objects() -> None:
+    all_gather_object("x" * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("size", "call"), [(3, reduce_much), (3, gather_tensors), (3, gather_objects), (2, reduce_much), (2, barrier)]
+)
+def test_a_rank_killed_in_a_collective_is_a_peer_error_on_the_others_at_once(
+    size: int, call: Callable[[], Any], tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(size, lose_rank_1, tmp_path, call)
+    assert [(x.rank, x.kind, x.summary) for x in failure.value.reports] == [(1, "died", "killed by SIGKILL")]
+    for survivor in {0, size - 1} - {1}:
+        assert float((tmp_path / str(survivor)).read_text()) < 5
+
+
+JOBS_THAT_SIMPLY_END = """
+import os, sys
+import torch
+import torch._dynamo  # DDP imports it; here once for all jobs
+from torch.distributed import FileStore
+from torch.nn.parallel import DistributedDataParallel
+from lockstep.dist import all_gather_object, all_reduce, get_default_group, init_dist
+
+def job(rank, store):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    init_dist("pytorch", store=FileStore(store, 2))
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    all_gather_object(rank)
+    all_reduce(torch.ones(1000))
+    return get_default_group(), model
+
+def main():
+    codes = []
+    for repeat in range(10):
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                return job(rank, f"{sys.argv[1]}/{repeat}")
+            children.append(child)
+        codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(codes)
+
+held = main()
+"""
+
+
+def test_processes_that_simply_end_holding_group_and_model_exit_with_code_0(tmp_path: Path) -> None:
+    """Each job is forked from a process that has imported torch, and runs to the end of its script."""
+    command = [sys.executable, "-W", "error", "-c", JOBS_THAT_SIMPLY_END, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.stdout == f"{[0] * 20}\n", ended.stderr
+    assert ended.returncode == 0
+    assert ended.stderr == ""

@@ -1,0 +1,60 @@
+"""One set of running statistics for all ranks, when it is validated, tested and saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.checkpoint import find_last_checkpoint, load_state
+from lockstep.dist import all_gather_object, get_rank
+from lockstep.hooks import Hook
+from lockstep.hooks.buffers import average_buffers
+from lockstep.model import unwrap_model
+from lockstep.testing import ranks
+
+from .runs import Net, Predicted, make_data, make_runner
+
+
+class Statistics(Hook):
+    """Keeps what every rank's running mean is at the end of each epoch, before anything is made of it."""
+
+    priority = "HIGHEST"
+
+    def __init__(self) -> None:
+        self.by_rank: list[list[torch.Tensor]] = []
+
+    def after_train_epoch(self, runner) -> None:
+        self.by_rank.append(all_gather_object(unwrap_model(runner.model).norm.running_mean))
+
+
+@ranks(2)
+def test_validation_test_and_checkpoint_have_the_mean_over_ranks(tmp_path: Path):
+    statistics, val, test = Statistics(), Predicted(), Predicted()
+    runner = make_runner(tmp_path, [statistics], val, test_dataloader=make_data(), test_evaluator=test)
+    runner.train()
+    means = [torch.stack(by_rank).mean(0) for by_rank in statistics.by_rank]
+    assert not torch.equal(*statistics.by_rank[0])
+    for (_, seen), mean in zip(val.seen, means, strict=True):
+        assert torch.allclose(seen, mean)
+    saved = load_state(find_last_checkpoint(tmp_path), {"model": Net().state_dict()})["model"]
+    assert torch.allclose(saved["norm.running_mean"], means[-1])
+    unwrap_model(runner.model).norm.running_mean.fill_(get_rank())
+    runner.test()
+    assert test.seen[0][1].tolist() == [0.5] * 3
+
+
+@ranks(1, 2, 3)
+def test_means_of_numbers_and_the_first_ranks_counts():
+    rank, size = get_rank(), len(all_gather_object(None))
+    floats = [torch.full((2, 2), float(rank)), torch.tensor(rank * 2.0, dtype=torch.float64)]
+    whole = [torch.tensor(rank + 5), torch.tensor([rank, 1]), torch.tensor([rank == 0]), torch.empty(0).long()]
+    wide = torch.zeros(2, 4)[:, ::2].fill_(rank)  # not contiguous
+    average_buffers([*floats, *whole, wide])
+    middle = (size - 1) / 2
+    assert floats[0].tolist() == [[pytest.approx(middle)] * 2] * 2
+    assert floats[1].item() == pytest.approx(2 * middle)
+    assert [x.tolist() for x in whole] == [5, [0, 1], [True], []]
+    assert wide.eq(middle).all()
+    average_buffers([])

@@ -1,0 +1,108 @@
+"""Training ends where it does not help any more, on all ranks alike."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.dist import all_gather_object
+from lockstep.errors import ConfigError
+from lockstep.hooks import EarlyStoppingHook, Hook
+from lockstep.testing import ranks
+
+from .runs import Scripted, make_runner
+
+TEN = {"train_cfg": {"max_epochs": 10}}
+
+
+def epochs_until_it_stops(work_dir: Path, values: list[float], name: str = "accuracy", **options: Any) -> int:
+    hook = {"type": "EarlyStoppingHook", "monitor": name, **options}
+    runner = make_runner(work_dir, [hook], Scripted(list(values), name), default_hooks={"checkpoint": None}, **TEN)
+    runner.train()
+    return runner.epoch
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(
+    ("values", "options", "epochs"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], {"patience": 1}, 10),
+        ([5, 4, 6, 6.05, 6.1, 9], {"patience": 2}, 5),
+        ([5, 4, 6, 6.05, 6.1, 6.2], {"patience": 2, "min_delta": 0}, 10),
+        ([5, 4, 3], {"patience": 2, "rule": "greater"}, 3),
+        ([1, math.nan], {}, 2),
+        ([1, math.inf], {}, 2),
+        ([1, math.nan, math.nan], {"check_finite": False, "patience": 2}, 3),
+        ([1, 5, 9.5], {"stopping_threshold": 9}, 3),
+        ([9, 5, 1], {"rule": "less", "stopping_threshold": 2}, 3),
+        ([0.9, 0.5, 0.3, 0.29, 0.28], {"rule": "less", "patience": 2}, 5),
+    ],
+)
+def test_it_stops_when_patience_is_over(tmp_path: Path, values, options, epochs):
+    values = [*values, *(values[-1] + step for step in range(1, 11))] if epochs == 10 else values
+    stopped = epochs_until_it_stops(tmp_path, values, **options)
+    assert all_gather_object(stopped) == [epochs] * len(all_gather_object(None))
+
+
+def test_the_name_of_the_metric_tells_the_rule(tmp_path: Path):
+    assert epochs_until_it_stops(tmp_path, [1.0, 2.0, 3.0], "val/loss", patience=2) == 3
+    with pytest.raises(ConfigError, match="`rule` must be 'greater' or 'less' for the metric 'strangeness'"):
+        EarlyStoppingHook("strangeness")
+
+
+def test_iterations_stop_as_epochs_do(tmp_path: Path):
+    hook = EarlyStoppingHook("accuracy", patience=2)
+    runner = make_runner(tmp_path, [hook], Scripted([3.0, 2.0, 1.0]), train_cfg={"max_iters": 30, "val_interval": 3})
+    runner.train()
+    assert runner.iter == 9
+    reason = "training stops early: accuracy is not better than 3 by more than 0.1 after 2 validations"
+    assert reason in (runner.run_dir / "log.txt").read_text()
+
+
+def test_a_metric_that_is_not_there_is_told_or_refused(tmp_path: Path):
+    runner = make_runner(tmp_path, [EarlyStoppingHook("acc", patience=1)], Scripted([1.0] * 2))
+    runner.train()
+    assert runner.epoch == 2
+    says = "`monitor` must be one of the metrics accuracy, but is 'acc'"
+    assert says in (runner.run_dir / "log.txt").read_text()
+    with pytest.raises(ConfigError, match=says):
+        make_runner(tmp_path, [EarlyStoppingHook("acc", strict=True)], Scripted([1.0] * 2)).train()
+
+
+class Stop(Hook):
+    priority = "LOWEST"
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def after_train_epoch(self, runner) -> None:
+        if runner.epoch + 1 == self.after:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_goes_on_is_as_impatient_as_before(tmp_path: Path):
+    hooks = [EarlyStoppingHook("accuracy", patience=3), Stop(3)]
+    with pytest.raises(KeyboardInterrupt):
+        make_runner(tmp_path, hooks, Scripted([9.0, 1.0]), **TEN).train()
+    hook = EarlyStoppingHook("accuracy", patience=3)
+    # The third epoch was saved and not validated: of the two validations one was no better.
+    runner = make_runner(tmp_path, [hook], Scripted([2.0, 3.0]), resume=True, **TEN)
+    runner.train()
+    assert runner.epoch == 5
+    assert (hook.best, hook.wait_count) == (9.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rule": "more"}, "`rule` must be 'greater', 'less' or None, but is 'more'"),
+        ({"patience": 0}, "`patience` must be at least 1, but is 0"),
+        ({"min_delta": -1}, "`min_delta` must be at least 0, but is -1"),
+    ],
+)
+def test_wrong_options_are_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        EarlyStoppingHook("accuracy", **options)

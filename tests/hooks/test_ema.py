@@ -1,0 +1,269 @@
+"""The average of a model's weights in a run: seen by validation, saved, resumed, equal on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint import find_last_checkpoint, load_state, read_meta
+from lockstep.dist import all_gather_object
+from lockstep.errors import ConfigError
+from lockstep.hooks import EMAHook, Hook
+from lockstep.model import ExponentialMovingAverage, unwrap_model
+from lockstep.testing import ranks
+
+from .runs import Net, Predicted, make_data, make_runner
+
+
+class Recorder(Hook):
+    """Averages by hand, next to the hook, and keeps the weights of every iteration."""
+
+    priority = "HIGH"
+
+    def __init__(self, momentum: float = 0.1) -> None:
+        self.momentum = momentum
+        self.average: Tensor | None = None
+        self.averages: dict[int, Tensor] = {}
+        self.weights: dict[int, Tensor] = {}
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        weight = unwrap_model(runner.model).linear.weight.detach().clone()
+        share = 1.0 if self.average is None else self.momentum
+        self.average = weight if self.average is None else self.average + share * (weight - self.average)
+        self.averages[runner.iter + 1] = self.average
+        self.weights[runner.iter + 1] = weight
+
+
+def equal_on_ranks(tensor: Tensor) -> bool:
+    return all(torch.equal(tensor, other) for other in all_gather_object(tensor))
+
+
+def last(work_dir: Path) -> Path:
+    found = find_last_checkpoint(work_dir)
+    assert found is not None
+    return found
+
+
+@ranks(1, 2)
+def test_validation_sees_the_average_and_training_goes_on_from_its_own_weights(tmp_path: Path):
+    recorder, metric = Recorder(), Predicted()
+    runner = make_runner(tmp_path, [recorder, EMAHook(momentum=0.1)], metric)
+    trained = unwrap_model(runner.train())
+    without = Recorder()
+    make_runner(tmp_path, [without], Predicted()).train()
+    assert list(recorder.weights) == list(range(1, 9))
+    for place, weight in without.weights.items():
+        assert torch.equal(recorder.weights[place], weight)  # training does not notice
+    assert len(metric.seen) == 2
+    for (predicted, running_mean), place in zip(metric.seen, (4, 8), strict=True):
+        assert torch.allclose(predicted, recorder.averages[place], atol=1e-6)
+        assert not torch.equal(predicted, recorder.weights[place])
+        assert equal_on_ranks(predicted)
+        assert equal_on_ranks(running_mean)
+    assert torch.equal(trained.linear.weight, recorder.weights[8])
+
+
+@ranks(1, 2)
+def test_a_checkpoint_holds_the_average_as_its_model_and_the_weights_beside_it(tmp_path: Path):
+    recorder = Recorder()
+    make_runner(tmp_path, [recorder, EMAHook(momentum=0.1)], Predicted()).train()
+    like = Net().state_dict()
+    saved = load_state(last(tmp_path), {"model": copy.deepcopy(like), "ema": {"linear.weight": like["linear.weight"]}})
+    assert torch.allclose(saved["model"]["linear.weight"], recorder.averages[8], atol=1e-6)
+    assert torch.equal(saved["ema"]["linear.weight"], recorder.weights[8])
+    assert read_meta(last(tmp_path))["ema"] == {"steps": 8}
+    metric = Predicted()
+    make_runner(tmp_path, [], metric, load_from=last(tmp_path)).val()
+    assert torch.equal(metric.seen[0][0], saved["model"]["linear.weight"])
+
+
+class Stop(Hook):
+    priority = "LOWEST"
+
+    def after_val_epoch(self, runner, metrics=None) -> None:
+        raise KeyboardInterrupt
+
+
+OPTIONS = {
+    "plain": {"momentum": 0.1},
+    "with buffers": {"momentum": 0.1, "update_buffers": True},
+    "annealed": {"ema_type": "MomentumAnnealingEMA", "gamma": 2},
+    "mean": {"ema_type": "StochasticWeightAverage"},
+    "late": {"begin_epoch": 1, "momentum": 0.3},
+    "later": {"begin_iter": 6, "momentum": 0.3},
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path, options):
+    def run(name: str, stop: bool = False, **changes):
+        recorder, metric, hook = Recorder(), Predicted(), EMAHook(**options)
+        hooks = [recorder, hook, Stop()] if stop else [recorder, hook]
+        runner = make_runner(tmp_path / name, hooks, metric, train_cfg={"max_epochs": 3}, **changes)
+        try:
+            runner.train()
+        except KeyboardInterrupt:
+            assert stop
+        return recorder.weights, metric.seen, hook.ema_model.state_dict()
+
+    weights, seen, state = run("whole")
+    run("work", stop=True)
+    resumed_weights, resumed_seen, resumed_state = run("work", resume=True)
+    assert list(resumed_weights) == list(range(5, 13))
+    for place, weight in resumed_weights.items():
+        assert torch.equal(weight, weights[place])
+    for (weight, _), (wanted, _) in zip(resumed_seen, seen[1:], strict=True):
+        assert torch.equal(weight, wanted)
+        assert equal_on_ranks(weight)
+    for name, value in state.items():
+        # Each rank has running statistics of its own, of which the mean is saved.
+        assert torch.equal(value, resumed_state[name]) or "running" in name, name
+
+
+@ranks(2)
+def test_averaged_buffers_are_one_set_for_all_ranks(tmp_path: Path):
+    metric = Predicted()
+    hook = EMAHook(momentum=0.1, update_buffers=True)
+    make_runner(tmp_path, [hook], metric, default_hooks={"sync_buffers": None}).train()
+    for _, running_mean in metric.seen:
+        assert equal_on_ranks(running_mean)
+
+
+def test_nothing_is_averaged_before_it_begins(tmp_path: Path):
+    recorder, metric, hook = Recorder(), Predicted(), EMAHook(begin_epoch=1, momentum=0.5)
+    make_runner(tmp_path, [recorder, hook], metric).train()
+    assert torch.equal(metric.seen[0][0], recorder.weights[4])
+    expected = recorder.weights[5]
+    for place in (6, 7, 8):
+        expected = expected + 0.5 * (recorder.weights[place] - expected)
+    assert torch.allclose(metric.seen[1][0], expected, atol=1e-6)
+
+
+def test_a_test_sees_the_average(tmp_path: Path):
+    recorder, metric = Recorder(), Predicted()
+    test = {"test_dataloader": make_data(), "test_evaluator": metric}
+    runner = make_runner(tmp_path, [recorder, EMAHook(momentum=0.1)], **test)
+    runner.train()
+    runner.test()
+    assert torch.allclose(metric.seen[0][0], recorder.averages[8], atol=1e-6)
+    assert torch.equal(runner.model.linear.weight, recorder.weights[8])
+
+
+class SaveBeforeSwapBack(Hook):
+    priority = "HIGHEST"
+
+    def after_val_epoch(self, runner, metrics=None) -> None:
+        runner.save_checkpoint("within", epoch=runner.epoch, iteration=runner.iter, is_last=False)
+
+
+def test_a_checkpoint_within_a_validation_is_like_any_other(tmp_path: Path):
+    runner = make_runner(tmp_path, [SaveBeforeSwapBack(), EMAHook(momentum=0.1)], Predicted())
+    runner.train()
+    names = [name for name, _ in Net().named_parameters()]
+    states = []
+    for checkpoint in ("within", "epoch_2"):
+        places = {"model": Net().state_dict(), "ema": dict(Net().named_parameters())}
+        states.append(load_state(runner.run_dir / checkpoint, places))
+    for name in names:
+        assert torch.equal(states[0]["model"][name], states[1]["model"][name])
+        assert torch.equal(states[0]["ema"][name], states[1]["ema"][name])
+
+
+class Fail(Hook):
+    def before_val_iter(self, runner, batch_idx, data_batch=None) -> None:
+        raise RuntimeError("no")
+
+
+def test_the_models_own_weights_are_back_after_a_validation_that_failed(tmp_path: Path):
+    recorder = Recorder()
+    runner = make_runner(tmp_path, [recorder, EMAHook(momentum=0.1), Fail()], Predicted())
+    with pytest.raises(RuntimeError, match="no"):
+        runner.train()
+    assert torch.equal(runner.model.linear.weight, recorder.weights[4])
+
+
+def test_a_checkpoint_without_an_average_begins_one_or_is_refused(tmp_path: Path):
+    make_runner(tmp_path, []).train()
+    longer = {"train_cfg": {"max_epochs": 3}, "resume": True}
+    with pytest.raises(ConfigError, match=r"has no average of weights, which `strict_load`.*strict_load=False"):
+        make_runner(tmp_path, [EMAHook(strict_load=True)], **longer).train()
+    recorder, hook = Recorder(), EMAHook(momentum=0.1)
+    runner = make_runner(tmp_path, [recorder, hook], **longer)
+    runner.train()
+    assert "EMAHook begins anew" in (runner.run_dir / "log.txt").read_text()
+    assert torch.allclose(hook.ema_model.module.linear.weight, recorder.averages[12], atol=1e-6)
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(3, 1)
+        self.again.weight = self.linear.weight
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
+        loss = super().forward(x, y, mode)
+        return loss if mode == "predict" else loss + self.again(x).square().mean()
+
+
+def test_tied_weights_stay_tied(tmp_path: Path):
+    make_runner(tmp_path, [EMAHook(momentum=0.1)], Predicted(), Tied).train()
+    hook = EMAHook(momentum=0.1)
+    runner = make_runner(tmp_path, [hook], Predicted(), Tied, resume=True, train_cfg={"max_epochs": 3})
+    runner.train()
+    assert runner.model.again.weight is runner.model.linear.weight
+    assert hook.ema_model.module.again.weight is hook.ema_model.module.linear.weight
+    loaded = load_state(last(tmp_path), {"model": Tied().state_dict()})["model"]
+    assert torch.equal(loaded["again.weight"], loaded["linear.weight"])
+    assert torch.equal(loaded["linear.weight"], hook.ema_model.module.linear.weight)
+
+
+class OwnAverage(ExponentialMovingAverage):
+    def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: Tensor) -> None:
+        averaged_param.copy_(source_param)
+
+
+def test_an_average_of_ones_own_is_used_and_nothing_else_is_taken(tmp_path: Path):
+    recorder, metric = Recorder(), Predicted()
+    make_runner(tmp_path, [recorder, {"type": "EMAHook", "ema_type": OwnAverage}], metric).train()
+    assert torch.equal(metric.seen[1][0], recorder.weights[8])
+    with pytest.raises(ConfigError, match="must build a BaseAveragedModel, but built ModelHolder"):
+        make_runner(tmp_path, [EMAHook(ModelHolder)]).train()
+    with pytest.raises(ConfigError, match="only one of them above, but are 3 and 1"):
+        EMAHook(begin_iter=3, begin_epoch=1)
+
+
+class ModelHolder:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+class Gathered(Net):
+    """Shows its whole weight also where it is sharded: as what it does to the unit vectors."""
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
+        if mode != "predict":
+            return super().forward(x, y, mode)
+        return (self.linear(torch.eye(3)) - self.linear(torch.zeros(1, 3))).t(), self.norm.running_mean.clone()
+
+
+@ranks(2, warnings="default")
+def test_shards_are_swapped_saved_and_resumed(tmp_path: Path):
+    def run(name: str, strategy: str, epochs: int, **changes) -> list[Tensor]:
+        metric, cfg = Predicted(), {"max_epochs": epochs}
+        hooks = [EMAHook(momentum=0.1)]
+        make_runner(tmp_path / name, hooks, metric, Gathered, strategy=strategy, train_cfg=cfg, **changes).train()
+        return [weight for weight, _ in metric.seen]
+
+    wanted, seen = run("ddp", "ddp", 3), run("whole", "fsdp", 3)
+    first, resumed = run("fsdp", "fsdp", 1), run("fsdp", "fsdp", 3, resume=True)
+    assert len(wanted) == 3
+    assert torch.allclose(torch.stack(seen), torch.stack(wanted), atol=1e-5)
+    assert torch.equal(torch.stack([*first, *resumed]), torch.stack(seen))
+    for name in ("ddp", "fsdp"):  # a checkpoint's model is the average, whatever laid it out
+        loaded = load_state(last(tmp_path / name), {"model": Net().state_dict()})["model"]
+        assert torch.allclose(loaded["linear.weight"], wanted[-1], atol=1e-5)

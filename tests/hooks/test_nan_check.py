@@ -1,0 +1,95 @@
+"""A loss that is not finite on one rank ends the training of all, with its cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint import find_last_checkpoint
+from lockstep.dist import all_gather_object, get_rank
+from lockstep.hooks import NaNCheckHook
+from lockstep.hooks.nan_check import _first_fault, _Seen
+from lockstep.testing import ranks
+
+from .runs import make_runner
+
+
+class Fragile(nn.Module):
+    """Its loss breaks in one iteration, on one rank, and recovers."""
+
+    breaks_at, broken_rank, value = 3, 1, "nan"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 1))
+        self.steps = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.steps += 1
+        broken = self.steps == self.breaks_at and get_rank() == self.broken_rank
+        loss = (x @ self.weight - y).square().mean()
+        # Added outside the graph, so that the weights of all ranks stay sound.
+        return {"loss_cls": loss + float(self.value) if broken else loss, "loss_box": loss, "acc": loss * float("nan")}
+
+
+class Infinite(Fragile):
+    breaks_at, broken_rank, value = 6, 0, "inf"
+
+
+class Sound(Fragile):
+    breaks_at = -1
+
+
+MESSAGES = {
+    Fragile: "is not in iteration 3, counted from 1: rank 1 of 2: loss_cls = nan, loss = nan. Lower",
+    Infinite: "is not in iteration 6, counted from 1: rank 0 of 2: loss_cls = inf, loss = inf. Lower",
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("by_epoch", [True, False])
+@pytest.mark.parametrize("interval", [1, 2, 100])
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_every_rank_raises_with_iteration_rank_and_losses(tmp_path: Path, kind, interval, by_epoch):
+    checkpoint = None if by_epoch else {"type": "CheckpointHook", "by_epoch": False, "interval": 2}
+    runner = make_runner(
+        tmp_path, [NaNCheckHook(interval)], kind=kind, default_hooks={"checkpoint": checkpoint or {}},
+        train_cfg={"max_epochs": 3} if by_epoch else {"max_iters": 12},
+    )  # fmt: skip
+    with pytest.raises(FloatingPointError, match=MESSAGES[kind]):
+        runner.train()
+    assert all_gather_object(get_rank()) == [0, 1]  # the group is usable, nobody waits
+    if get_rank() == 0:  # what was saved was saved before
+        found = find_last_checkpoint(tmp_path)
+        saved = None if found is None else int(found.name.split("_")[1])
+        assert saved == {(True, 3): None, (True, 6): 1, (False, 3): 2, (False, 6): 4}[by_epoch, kind.breaks_at]
+
+
+@ranks(1, 2)
+def test_a_sound_run_is_left_alone_whatever_else_is_logged(tmp_path: Path):
+    runner = make_runner(tmp_path, [{"type": "NaNCheckHook", "interval": 3}], kind=Sound)
+    runner.train()
+    assert runner.iter == 8
+
+
+def seen(*values: Any) -> list[_Seen]:
+    return [_Seen(place // 2 + 1, f"loss_{place}", value) for place, value in enumerate(values)]
+
+
+def test_values_of_any_kind_are_read():
+    half, single, double = (torch.tensor([1.0], dtype=d) for d in (torch.float16, torch.float32, torch.float64))
+    assert _first_fault([]) is None
+    assert _first_fault(seen(1.0, half, single[0], double * 1e300, torch.tensor(3))) is None
+    fault = _first_fault(seen(half, 2.0, single / 0, float("nan"), double * float("nan")))
+    assert fault.iteration == 2
+    assert list(fault.values) == ["loss_2", "loss_3"]
+    assert fault.values["loss_2"] == float("inf")
+
+
+def test_a_wrong_interval_is_refused():
+    with pytest.raises(ValueError, match="`interval` must be at least 1, but is 0"):
+        NaNCheckHook(0)

@@ -1,0 +1,159 @@
+"""Which parts of a model become units."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import wrap
+
+from lockstep.model import FSDP_WRAP_POLICIES
+from lockstep.model.fsdp_policies import RepeatedBlocks, choose_units
+
+
+class Block(nn.Module):
+    """Has heads, which are repeated too, but are less than half of it."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(width, 2)) for _ in range(2))
+        self.wide = nn.Linear(width, 8 * width)
+
+    def forward(self, x):
+        return x
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.stages = nn.ModuleList([Stage(), Stage()])
+        self.extra = nn.ModuleDict({"a": Block(), "b": Block()})
+        self.single = nn.ModuleList([Block()])
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return x
+
+
+BLOCKS = [*(f"stages.{s}.blocks.{b}" for s in (0, 1) for b in (0, 1, 2)), "extra.a", "extra.b"]
+ALL_BLOCKS = sorted([*BLOCKS, "single.0"])
+STAGES = ["stages.0", "stages.1"]
+
+
+def units(policy, model: nn.Module | None = None, ignored: tuple[str, ...] = ()) -> list[str]:
+    model = model or Model()
+    names = {module: name for name, module in model.named_modules()}
+    chosen = choose_units(model, policy, [model.get_submodule(name) for name in ignored])
+    for index, unit in enumerate(chosen):  # bottom-up
+        assert not any(inner in chosen[index:] for inner in list(unit.modules())[1:])
+    return sorted(names[unit] for unit in chosen)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (None, []),
+        ("repeated_blocks", sorted(BLOCKS)),
+        (RepeatedBlocks(), sorted(BLOCKS)),
+        ("Block", ALL_BLOCKS),
+        (Block, ALL_BLOCKS),
+        (["Block", Stage], sorted(ALL_BLOCKS + STAGES)),
+        (wrap.ModuleWrapPolicy({Stage}), STAGES),
+        (wrap.CustomPolicy(lambda module: isinstance(module, Stage)), STAGES),
+        (lambda module: isinstance(module, Stage), STAGES),
+        (partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Stage}), STAGES),
+        ({"type": "transformer_auto_wrap_policy", "transformer_layer_cls": ["Stage"]}, STAGES),
+        ({"type": "ModuleWrapPolicy", "module_classes": "Stage"}, STAGES),
+        ({"type": wrap.lambda_auto_wrap_policy, "lambda_fn": lambda m: isinstance(m, Stage)}, STAGES),
+    ],
+)
+def test_every_kind_of_policy_is_understood(policy, expected):
+    assert units(policy) == expected
+
+
+def test_a_size_is_that_of_what_no_inner_unit_has_taken():
+    numel = {name: sum(p.numel() for p in module.parameters()) for name, module in Model().named_modules()}
+    per_block = numel["extra.a"]
+    policy = {"type": "size_based_auto_wrap_policy", "min_num_params": per_block}
+    # torch's policy makes no unit of a ModuleList or ModuleDict; a stage has only its norm left over.
+    assert units(policy) == ALL_BLOCKS
+    assert units({**policy, "min_num_params": 10**6}) == []
+
+
+def test_units_have_parameters_and_a_forward():
+    chosen = units("always_wrap_policy")
+    assert "head.0" in chosen
+    assert "head.1" not in chosen  # a ReLU
+    assert "stages" not in chosen  # a ModuleList
+    assert "" not in chosen
+
+
+def test_what_is_ignored_has_no_units():
+    assert units("Block", ignored=("stages.0", "extra")) == ["single.0", *(f"stages.1.blocks.{b}" for b in (0, 1, 2))]
+    policy = partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    assert units(policy, ignored=("stages", "extra")) == ["single.0"]
+
+
+def test_a_parameter_that_two_share_is_left_to_what_is_around_both():
+    model = Model()
+    model.stages[0].blocks[0].wide.weight = model.stages[0].blocks[1].wide.weight
+    model.extra["a"].wide.weight = model.single[0].wide.weight
+    assert units(["Block", "Stage"], model) == sorted(
+        ["extra.b", "stages.0", "stages.0.blocks.2", "stages.1", *(f"stages.1.blocks.{b}" for b in (0, 1, 2))]
+    )
+
+
+def test_a_model_may_name_its_blocks_as_huggingfaces_do():
+    model = Model()
+    model._no_split_modules = ["Stage", "StageOfAnotherModel"]
+    assert units("repeated_blocks", model) == STAGES
+    model._no_split_modules = ["Unknown"]
+    assert units("repeated_blocks", model) == sorted(BLOCKS)
+
+
+def test_torchs_transformer_is_cut_into_its_layers():
+    with torch.device("meta"):
+        model = nn.Transformer(8, 2, 2, 3, 16)
+    expected = [f"decoder.layers.{i}" for i in range(3)] + [f"encoder.layers.{i}" for i in range(2)]
+    assert units("repeated_blocks", model) == expected
+
+
+def test_a_policy_of_ones_own_has_a_name():
+    class Heads:
+        def choose(self, model):
+            return [model.head]
+
+    FSDP_WRAP_POLICIES.register_module(name="heads", module=Heads, force=True)
+    assert units("heads") == ["head"]
+    FSDP_WRAP_POLICIES._entries.pop("heads")
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "says"),
+    [
+        (3, TypeError, "`auto_wrap_policy` must be .* but is 3 of type int"),
+        ("Bloc", ValueError, "is 'Bloc': did you mean `Block`"),
+        ("repeated_block", ValueError, "did you mean `repeated_blocks`"),
+        ([3], TypeError, "`auto_wrap_policy` must hold classes of modules or their names, but holds 3"),
+        (["Stag"], ValueError, "names 'Stag': did you mean `Stage`"),
+        ({"type": "nothing"}, ValueError, "is {'type': 'nothing'}"),
+        ({"size": 3}, ValueError, "is {'size': 3}"),
+        (wrap.CustomPolicy(lambda m: {"mixed_precision": None}), ValueError, "answers {'mixed_precision': None}"),
+    ],
+)
+def test_what_is_no_policy_is_refused(policy, error, says):
+    with pytest.raises(error, match=says):
+        units(policy)
