@@ -65,16 +65,16 @@ def compare(
             for _ in range(calls):
                 contenders[which]()
             seconds[which].append((time.perf_counter() - start) / calls)
-    slowest = [slowest(times) for times in seconds]
+    spent = [slowest(times) for times in seconds]
     peaks = [_peak_bytes(contender) if memory else None for contender in contenders]
     return Row(
         group,
         case,
         baseline,
-        min(slowest[0]),
-        median(slowest[0]),
-        min(slowest[1]),
-        median(slowest[1]),
+        min(spent[0]),
+        median(spent[0]),
+        min(spent[1]),
+        median(spent[1]),
         goal,
         *peaks,
     )

@@ -12,7 +12,7 @@ train_dataloader = dict(dataset=dict(type=StandardLibrary), batch_size=16, drop_
 val_dataloader = dict(dataset=dict(type=StandardLibrary, held_out=True, windows=512), batch_size=32)
 val_evaluator = dict(type=NatsPerByte)
 
-train_cfg = dict(by_epoch=False, max_iters=600, val_interval=200)
+train_cfg = dict(by_epoch=False, max_iters=400, val_interval=100)
 optim_wrapper = dict(
     optimizer=dict(type=AdamW, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1), clip_grad=dict(max_norm=1.0)
 )

@@ -44,7 +44,8 @@ def turned(x: Tensor) -> Tensor:
     **Shapes**: [..., length, even]. **Source**: Su et al., RoFormer, 2021 (2104.09864), equation 34.
     """
     length, size = x.shape[-2:]
-    speeds = 1000 ** -torch.arange(0, 1, 2 / size, device=x.device)  # radians per place; 10,000 is for longer texts
+    # In radians per place; the paper has 10,000, for longer texts.
+    speeds = 1000 ** -(torch.arange(0, size, 2, device=x.device) / size)
     angles = torch.arange(length, device=x.device).unsqueeze(1) * speeds  # [length, size / 2]
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()

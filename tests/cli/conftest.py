@@ -12,7 +12,6 @@ from lockstep.cli.main import app
 
 # A package beside the config, as a user would have it.
 TOY = """
-    import os
     import torch
     from torch import nn
     from torch.utils.data import Dataset
@@ -26,11 +25,9 @@ TOY = """
             return torch.tensor([float(index)]), torch.tensor([2.0 * index])
 
     class Line(BaseModel):
-        def __init__(self, fails_on_rank=None):
+        def __init__(self, width=1):
             super().__init__()
-            self.layer = nn.Linear(1, 1)
-            if str(fails_on_rank) == os.environ.get("RANK"):
-                raise ValueError("boom in the model")
+            self.layer = nn.Linear(width, 1)
 
         def forward(self, x, y=None, mode="tensor"):
             return {"loss": (self.layer(x) - y).square().mean()}

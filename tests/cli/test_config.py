@@ -4,11 +4,11 @@ import pytest
 
 
 def test_print_shows_the_whole_config_as_python(here, folder):
-    (folder / "child.yaml").write_text("_base_: line.py\nmodel: {fails_on_rank: 7}\n")
+    (folder / "child.yaml").write_text("_base_: line.py\nmodel: {width: 7}\n")
     code, out, err = here("config", "print", "child.yaml", "--cfg-options", "train_cfg.max_epochs=3", "new.key=x")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "model = dict(type='toy.Line', fails_on_rank=7)",
+        "model = dict(type='toy.Line', width=7)",
         "train_dataloader = dict(dataset=dict(type='toy.Points'), batch_size=2)",
         "optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.001))",
         "train_cfg = dict(by_epoch=True, max_epochs=3)",
@@ -54,7 +54,7 @@ def test_check_tells_everything_at_once(here, folder):
     )
     assert rest[1].endswith("did you mean `lr`?")
     assert rest[2:] == [
-        "  an option: `train_cfg.max_epochs` must be int, but is 'ten'",
+        "  an option: `train_cfg.max_epochs` = 'ten' must be int, but is text",
         "  bad.py:2: `optm_wrapper` is no argument of Runner, and nothing reads it: did you mean `optim_wrapper`?",
     ]
 

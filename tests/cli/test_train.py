@@ -10,16 +10,22 @@ from lockstep.cli.job import default_work_dir
 RANKS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
+def set_ranks(monkeypatch, rank):
+    """Make the environment say that this is one of two ranks."""
+    for name, value in {"RANK": str(rank), "LOCAL_RANK": str(rank), **RANKS}.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_the_work_dir_is_named_after_the_config():
     assert default_work_dir(Path("configs/line.py")) == Path("work_dirs/line")
     assert default_work_dir(Path("examples/digits/config.yaml")) == Path("work_dirs/digits")
 
 
-def test_one_process_trains_where_it_is(lockstep, tmp_path):
-    code, out, err = lockstep("train", "line.py")
+def test_one_process_trains_where_it_is(here, folder):
+    code, out, err = here("train", "line.py")
     assert (code, err) == (0, "")
-    assert "1 rank on" in out or "one process" in out
-    assert len(list((tmp_path / "work_dirs/line").glob("*/metrics.jsonl"))) == 1
+    assert "1 rank on" in out
+    assert len(list((folder / "work_dirs/line").glob("*/metrics.jsonl"))) == 1
 
 
 def test_two_ranks_are_started_and_train(lockstep, tmp_path):
@@ -45,19 +51,10 @@ def test_bad_input_is_told_once_by_ranks_that_are_found(lockstep):
     assert err.count("there is no config file") == 1
 
 
-def test_a_rank_that_is_alone_with_its_error_tells_it_too(lockstep):
-    code, _, err = lockstep("train", "none.py", env={"RANK": "1", "LOCAL_RANK": "1", **RANKS})
+def test_a_rank_that_is_alone_with_its_error_tells_it_too(here, monkeypatch):
+    set_ranks(monkeypatch, rank=1)
+    code, _, err = here("train", "none.py")
     assert (code, err.count("there is no config file")) == (1, 1)
-
-
-def test_a_rank_that_fails_is_told_once(lockstep, tmp_path):
-    code, _, err = lockstep("train", "line.py", "--nproc", "2", "--cfg-options", "model.fails_on_rank=1")
-    assert code == 1
-    assert "error: rank 1 raised ValueError" in err
-    assert err.count("ValueError: boom in the model") == 1
-    assert "work_dirs/line/ranks/rank_1.log" in err
-    assert "typer" not in err
-    assert "ValueError: boom in the model" in (tmp_path / "work_dirs/line/ranks/rank_1.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -112,15 +109,15 @@ def test_options_that_do_not_fit(here, words, code, says):
     ],
 )
 def test_options_that_contradict_the_ranks_found(here, monkeypatch, words, says):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", **RANKS}.items():
-        monkeypatch.setenv(name, value)
+    set_ranks(monkeypatch, rank=0)
     code, _, err = here("train", "line.py", *words)
     assert code == 1
     assert err.startswith("error: ")
     assert says in err
 
 
-def test_launcher_none_trains_here_whatever_is_found(lockstep):
-    code, out, err = lockstep("train", "line.py", "--launcher", "none", env={"RANK": "0", "LOCAL_RANK": "0", **RANKS})
+def test_launcher_none_trains_here_whatever_is_found(here, monkeypatch):
+    set_ranks(monkeypatch, rank=0)
+    code, out, err = here("train", "line.py", "--launcher", "none")
     assert (code, err) == (0, "")
-    assert "1 rank on" in out or "one process" in out
+    assert "1 rank on" in out

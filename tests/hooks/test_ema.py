@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -242,28 +243,36 @@ class ModelHolder:
         self.model = model
 
 
-class Gathered(Net):
-    """Shows its whole weight also where it is sharded: as what it does to the unit vectors."""
+class Called(Net):
+    """Shows its whole weight also where it is sharded or wrapped: as what it does to the unit vectors."""
 
     def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
         if mode != "predict":
             return super().forward(x, y, mode)
-        return (self.linear(torch.eye(3)) - self.linear(torch.zeros(1, 3))).t(), self.norm.running_mean.clone()
+        weight = (self.linear(torch.eye(3)) - self.linear(torch.zeros(1, 3))).t()
+        return weight, unwrap_model(self.norm).running_mean.clone()
+
+
+LAYOUTS = {
+    "fsdp": "fsdp",
+    "separate": {"type": "ddp", "model_wrapper": {"type": "MMSeparateDistributedDataParallel"}},
+}
 
 
 @ranks(2, warnings="default")
-def test_shards_are_swapped_saved_and_resumed(tmp_path: Path):
-    def run(name: str, strategy: str, epochs: int, **changes) -> list[Tensor]:
+@pytest.mark.parametrize("strategy", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_average_is_the_same_however_the_model_is_laid_out(tmp_path: Path, strategy):
+    def run(name: str, strategy: Any, epochs: int, **changes) -> list[Tensor]:
         metric, cfg = Predicted(), {"max_epochs": epochs}
         hooks = [EMAHook(momentum=0.1)]
-        make_runner(tmp_path / name, hooks, metric, Gathered, strategy=strategy, train_cfg=cfg, **changes).train()
+        make_runner(tmp_path / name, hooks, metric, Called, strategy=strategy, train_cfg=cfg, **changes).train()
         return [weight for weight, _ in metric.seen]
 
-    wanted, seen = run("ddp", "ddp", 3), run("whole", "fsdp", 3)
-    first, resumed = run("fsdp", "fsdp", 1), run("fsdp", "fsdp", 3, resume=True)
+    wanted, seen = run("ddp", "ddp", 3), run("whole", strategy, 3)
+    first, resumed = run("other", strategy, 1), run("other", strategy, 3, resume=True)
     assert len(wanted) == 3
     assert torch.allclose(torch.stack(seen), torch.stack(wanted), atol=1e-5)
     assert torch.equal(torch.stack([*first, *resumed]), torch.stack(seen))
-    for name in ("ddp", "fsdp"):  # a checkpoint's model is the average, whatever laid it out
+    for name in ("ddp", "other"):  # a checkpoint's model is the average, whatever laid it out
         loaded = load_state(last(tmp_path / name), {"model": Net().state_dict()})["model"]
         assert torch.allclose(loaded["linear.weight"], wanted[-1], atol=1e-5)

@@ -39,16 +39,22 @@ class Litter(Hook):
         self.frozen.add(gc.get_freeze_count() > 0)
 
 
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """See that a test freezes nothing for good."""
+    gc.unfreeze()
+    yield
+    assert gc.get_freeze_count() == 0
+
+
 @pytest.fixture(params=[True, False], ids=["automatic", "manual"])
 def collector(request) -> Iterator[bool]:
     """Let a test begin with the collector on or off, and see that it ends so."""
     assert gc.isenabled()
-    before = gc.get_freeze_count()
     if not request.param:
         gc.disable()
     yield request.param
     assert gc.isenabled() == request.param
-    assert gc.get_freeze_count() == before
     gc.enable()
 
 

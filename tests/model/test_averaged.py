@@ -184,6 +184,28 @@ def test_a_momentum_that_was_meant_as_decay_is_told(caplog):
     assert len(caplog.records) == 1
 
 
+def test_a_copy_of_shards_has_the_models_names_and_shares_what_it_shares():
+    norm = nn.BatchNorm1d(2)
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "n": norm, "again": nn.Sequential(norm)})
+    model["b"].weight = model["a"].weight
+    model["b"].register_buffer("hidden", torch.ones(1), persistent=False)
+    model["a"].bias.requires_grad_(False)
+    copied = ShardedCopy(model)
+    assert [name for name, _ in copied.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in copied.named_buffers()] == [name for name, _ in model.named_buffers()]
+    assert list(copied.state_dict()) == list(model.state_dict())
+    for mine, theirs in zip(all_tensors(copied), all_tensors(model), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine is not theirs
+    assert copied.b.weight is copied.a.weight
+    assert getattr(copied.again, "0") is copied.n
+    assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+def all_tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
 @ranks(2)
 def test_replicas_have_equal_averages():
     torch.manual_seed(0)
@@ -231,3 +253,8 @@ def test_shards_are_averaged_where_they_are():
         averages[0](torch.ones(2, 3))
     with pytest.raises(ValueError, match="`device` must be None for a sharded model"):
         ExponentialMovingAverage(sharded, device="cpu")
+
+
+def test_an_average_needs_a_rule():
+    with pytest.raises(TypeError, match="avg_func"):
+        BaseAveragedModel(net())

@@ -136,7 +136,7 @@ def test_checkpoints_by_epoch_need_epochs(tmp_path: Path):
 
 
 def test_a_default_hook_can_be_left_out(tmp_path: Path):
-    hooks = dict.fromkeys(["timer", "logger", "progress", "checkpoint", "sync_buffers", "sampler_seed"])
+    hooks = dict.fromkeys(["timer", "logger", "progress", "checkpoint", "sync_buffers", "sampler_seed", "nan_check"])
     runner = train(tmp_path, default_hooks=hooks)
     assert [type(hook).__name__ for hook in runner.hooks.hooks] == ["ParamSchedulerHook"]
     assert not (runner.run_dir / "metrics.jsonl").exists()

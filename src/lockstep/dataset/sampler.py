@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from lockstep.dist import get_dist_info, sync_random_seed
+from lockstep.errors import ConfigError
 from lockstep.registry import DATA_SAMPLERS
 
 
@@ -30,10 +31,11 @@ class DefaultSampler(Sampler[int]):
     **Collective**: every rank, if `seed` is None.
 
     Raises:
-        ValueError: with `round_up`, the data set has fewer samples than there are ranks.
+        ConfigError: with `round_up`, the data set has fewer samples than there are ranks.
 
     **Example (2 ranks)**::
 
+        >>> from lockstep.dist import get_rank
         >>> sampler = DefaultSampler(range(5), shuffle=False, round_up=False)
         >>> list(sampler) == ([0, 2, 4], [1, 3])[get_rank()]
         True
@@ -54,7 +56,7 @@ class DefaultSampler(Sampler[int]):
         self._size = len(dataset)
         self._skipped = 0
         if round_up and self._size < self.world_size:
-            raise ValueError(
+            raise ConfigError(
                 f"`dataset` must have at least one sample for each of the {self.world_size} ranks, "
                 f"but has {self._size} (rank {self.rank} of {self.world_size}). Use fewer ranks"
             )

@@ -15,9 +15,10 @@ from lockstep.dist.slots import spread_slot, swap_slots
 def together(here: Group) -> Iterator[None]:
     """Run a block on every rank; where it raises on one, it raises on all.
 
-    The block itself must hold no collective. **Collective**: every rank. **Raises**: on a failing rank its own
-    error; PeerError, naming the
-    first such rank, on the others.
+    The block itself must hold no collective.
+
+    **Collective**: every rank. **Raises**: on a failing rank its own error; PeerError, naming the first such rank, on
+    the others.
     """
     try:
         yield
@@ -59,6 +60,12 @@ def local_main_process_first() -> Iterator[None]:
     """Let the first rank of each node run a block before the others of that node do; see `main_process_first`.
 
     **Collective**: every rank of the node. On several nodes it needs `init_local_group` first.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import local_main_process_first
+        >>> with local_main_process_first():
+        ...     data = "unpacked to this node's disk, or found there"
     """
     with main_process_first(get_local_group()):
         yield

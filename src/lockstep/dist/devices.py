@@ -114,8 +114,12 @@ def as_bytes(data: Tensor) -> Tensor:
 
 def copy_back(data: Tensor, result: Tensor) -> None:
     """Copy a result, of any shape with as many elements, into the caller's tensor."""
-    with torch.no_grad():
-        data.copy_(result.reshape(data.shape))
+    result = result.reshape(data.shape)
+    if data.requires_grad:
+        with torch.no_grad():
+            data.copy_(result)
+    else:
+        data.copy_(result)
 
 
 def _check_sink(sink: Any, source: Tensor, path: str, target: torch.device) -> None:

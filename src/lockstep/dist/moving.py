@@ -121,6 +121,11 @@ def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
     """Wait until every rank of the group has come here.
 
     **Collective**: every rank of the group.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import barrier
+        >>> barrier()  # here both ranks go on at about the same time
     """
     here = resolve(group)
     check_call("barrier", here)

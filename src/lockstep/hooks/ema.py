@@ -36,7 +36,7 @@ class EMAHook(Hook):
       sent between ranks.
     * During validation and testing the average takes the place of the model's weights.
     * The model in a checkpoint is the average: whoever loads it gets what was validated. The weights that training
-      goes on from are beside it, and a run that resumes with this hook goes on from them.
+      goes on from are beside it. A run that resumes with this hook goes on from them; one without it, from the average.
 
     Args:
         ema_type: which average: `"ExponentialMovingAverage"`, `"MomentumAnnealingEMA"`, `"StochasticWeightAverage"` or

@@ -93,7 +93,7 @@ class LoggerHook(Hook):
             seconds = self._epoch_sums.get("time", 0.0)
             samples = means.pop("_samples", 0.0) * self._epoch_iters
             means["samples_per_second"] = samples / seconds if seconds else 0.0
-            means["lr"] = runner.optim_wrapper.get_lr()["lr"][0]
+            means.update(_first_rates(runner))
             runner.message_hub.update_info("epoch_means", means)
             place = {"epoch": runner.epoch + 1, "iter": runner.iter}
             runner.records.write({"mode": "epoch", **place, **means})
@@ -123,7 +123,7 @@ class LoggerHook(Hook):
             self._epoch_sums[name] = self._epoch_sums.get(name, 0.0) + value * count
         self._epoch_iters += count
         seconds = max(share.seconds for share in shares)
-        values["lr"] = runner.optim_wrapper.get_lr()["lr"][0]
+        values.update(_first_rates(runner))
         values["samples_per_second"] = samples / seconds if seconds else 0.0
         values["memory_mib"] = max(share.memory_mib for share in shares)
         if self._rank_times is not None:
@@ -144,6 +144,11 @@ class LoggerHook(Hook):
         )
         runner.logger.debug("%s  epoch %d  iter %d  %s", mode, epoch, iteration, shown)
         runner.visualizer.add_scalars({f"{mode}/{name}": value for name, value in values.items()}, step=iteration)
+
+
+def _first_rates(runner: RunnerLike) -> dict[str, float]:
+    """Return each optimizer's first learning rate: `{"lr": ...}`, or of several `{"generator.lr": ..., ...}`."""
+    return {name: rates[0] for name, rates in runner.optim_wrapper.get_lr().items()}
 
 
 def _share_of(hub: MessageHub, count: int, exchange: ExchangeTimer | None) -> _Share:

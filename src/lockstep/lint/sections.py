@@ -116,11 +116,28 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
         yield from _OPTIMIZER.faults(f"{key}.optimizer", cfg["optimizer"])
     if "constructor" in cfg:  # which knows its keys alone
         return
+    if _is_by_name(cfg, "optimizer"):
+        for name, part in cfg.items():
+            yield from _optim_wrapper(f"{key}.{name}", part)
+        return
     if "optimizer" not in cfg:
         yield Fault(key, f"must have the key `optimizer`, but has only {sorted(map(str, cfg))}")
     own = {name: value for name, value in cfg.items() if name != "optimizer"}
     kind = Kind(_OPTIM_WRAPPER.registry, _OPTIM_WRAPPER.default, frozenset({"optimizer"}), _OPTIM_WRAPPER.own)
     yield from kind.faults(key, own)
+
+
+def _param_scheduler(key: str, cfg: object) -> Iterator[Fault]:
+    if isinstance(cfg, Mapping) and _is_by_name(cfg, "type"):
+        for name, part in cfg.items():
+            yield from _one_or_more(_SCHEDULER, f"{key}.{name}", part)
+    else:
+        yield from _one_or_more(_SCHEDULER, key, cfg)
+
+
+def _is_by_name(cfg: Mapping[str, object], usual: str) -> bool:
+    """Say whether a config describes several things by the names of parts of the model, not one with a `usual` key."""
+    return bool(cfg) and usual not in cfg and all(isinstance(part, Mapping | list | tuple) for part in cfg.values())
 
 
 def _default_hooks(key: str, cfg: object) -> Iterator[Fault]:
@@ -174,7 +191,7 @@ SECTIONS: Mapping[str, Section] = {
     "val_cfg": partial(_eval_cfg, "ValLoop"),
     "test_cfg": partial(_eval_cfg, "TestLoop"),
     "optim_wrapper": _optim_wrapper,
-    "param_scheduler": partial(_one_or_more, _SCHEDULER),
+    "param_scheduler": _param_scheduler,
     "val_evaluator": partial(_one_or_more, _METRIC),
     "test_evaluator": partial(_one_or_more, _METRIC),
     "default_hooks": _default_hooks,

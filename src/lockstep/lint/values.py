@@ -67,7 +67,8 @@ def _fits_class(value: object, kind: type) -> bool:
 def _described(value: object) -> str:
     if isinstance(value, Mapping):
         return "a dict"
-    return "text" if isinstance(value, str) else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return {"str": "text", "int": "an int"}.get(name, f"a {name}")
 
 
 def _is_number(text: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, NamedTuple, Self
@@ -17,7 +17,7 @@ from lockstep.registry import MODELS
 _logger = logging.getLogger(__name__)
 
 
-class BaseAveragedModel(nn.Module):
+class BaseAveragedModel(nn.Module, ABC):
     """A copy of a model whose weights are an average of those that the model has had.
 
     A subclass says in `avg_func` how one more set of weights enters the average. Replicas that are equal on all ranks

@@ -218,6 +218,16 @@ class MMFullyShardedDataParallel(nn.Module):
         super().train(mode)
         return self
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters as `nn.Module` does, every parameter in its shards.
+
+        After a forward pass the outermost unit holds whole parameters, which an optimizer would train in vain.
+        """
+        reshard(self.module)
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's state dict: its own names, sharded tensors."""
         return self.module.state_dict(*args, **kwargs)

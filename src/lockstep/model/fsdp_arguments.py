@@ -163,14 +163,20 @@ def read_device(device_id: Any, module: nn.Module) -> torch.device:
     if isinstance(device_id, bool) or not isinstance(device_id, int | str | torch.device):
         raise TypeError(_wrong("device_id", "an int, a torch.device or None", device_id))
     if isinstance(device_id, int):
-        if not torch.accelerator.is_available():
-            return torch.device("cpu")
-        device_id = torch.device(get_device(), device_id)
-    device = torch.device(device_id)
-    if device.type != "cpu" and device.index not in (None, (current := torch.accelerator.current_device_index())):
+        # As DDP's device_ids: a script for accelerators also runs without one.
+        device_id = torch.device(get_device(), device_id) if torch.accelerator.is_available() else "cpu"
+    try:
+        device = torch.device(device_id)
+    except RuntimeError as error:
+        raise ValueError(f"`device_id` must be a device that torch knows, but is {device_id!r}") from error
+    if device.type == "cpu":
+        return device
+    here = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    if device.type != get_device() or device.index not in (None, here):
+        current = get_device() if here is None else f"{get_device()}:{here}"
         raise ValueError(
-            f"`device_id` must be this process's current device, {device.type}:{current}, but is {device}. init_dist "
-            "makes each rank's own device the current one"
+            f"`device_id` must be this process's current device, {current}, but is {device}. init_dist makes each "
+            "rank's own device the current one"
         )
     return device
 

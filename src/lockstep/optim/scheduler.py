@@ -136,11 +136,11 @@ def build_param_schedulers(
         ConfigError: no scheduler is called that.
 
     Example:
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
         >>> warmup = dict(type="LinearLR", start_factor=0.01, by_epoch=False, end=100)
         >>> cosine = dict(type="CosineAnnealingLR", by_epoch=False, begin=100)
         >>> build_param_schedulers(optimizer, [warmup, cosine], max_epochs=None, max_iters=1000)
-        [LinearLR(batches 0..100, ...), CosineAnnealingLR(batches 100.., T_max=900)]
+        [LinearLR(batches 0..100, ...), CosineAnnealingLR(batches 100..1000, T_max=900)]
     """
     if cfg is None:
         return []

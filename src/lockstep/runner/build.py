@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.hooks import Hook
+from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import HOOKS, LOOPS, MODELS
 from lockstep.runner.loops import EvalLoop, TrainLoop
 
@@ -47,6 +48,31 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], runner: Runner) -> Trai
     if not isinstance(loop, TrainLoop):
         raise TypeError(f"`train_cfg` must build a TrainLoop, but built {loop!r}")
     return loop
+
+
+def build_schedulers(cfg: Any, runner: Runner) -> list[ParamScheduler]:
+    """Return the schedulers that `param_scheduler` describes.
+
+    Of several optimizers each gets its own: those under its name, where `cfg` is a dict of their names, else all.
+    """
+    wrapper, loop = runner.optim_wrapper, runner.train_loop
+    length = {"max_epochs": loop.max_epochs, "max_iters": loop.max_iters}
+    if not isinstance(wrapper, OptimWrapperDict):
+        return build_param_schedulers(wrapper.optimizer, cfg, **length)
+    by_name = isinstance(cfg, Mapping) and "type" not in cfg
+    if by_name and (unknown := sorted(cfg.keys() - set(wrapper))):
+        raise ConfigError(f"`param_scheduler` must have keys out of {', '.join(wrapper)}, but has {', '.join(unknown)}")
+    items = cfg if isinstance(cfg, Sequence) else [cfg]
+    if not by_name and any(isinstance(item, ParamScheduler) for item in items):
+        raise ConfigError(
+            "`param_scheduler` must say whose each scheduler is, because there are several optimizers, as in "
+            f"{{{next(iter(wrapper))!r}: [...]}}"
+        )
+    return [
+        scheduler
+        for name in wrapper
+        for scheduler in build_param_schedulers(wrapper[name].optimizer, cfg.get(name) if by_name else cfg, **length)
+    ]
 
 
 def build_eval_loop(
@@ -103,6 +129,7 @@ def default_hook_cfgs(loop: Any) -> dict[str, Any]:
         "logger": {"type": "LoggerHook"},
         "progress": {"type": "ProgressHook"},
         "param_scheduler": {"type": "ParamSchedulerHook"},
+        "nan_check": {"type": "NaNCheckHook"},
         "checkpoint": checkpoint,
     }
 

@@ -14,6 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.model import predict_step, train_step
 from lockstep.registry import LOOPS
+from lockstep.runner.together import in_step
 
 if TYPE_CHECKING:
     from lockstep.runner.runner import Runner
@@ -195,7 +196,10 @@ class EvalLoop:
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
-        for batch_idx, data_batch in enumerate(self.dataloader):
+        for batch_idx, (data_batch, is_own) in enumerate(self._batches()):
+            if not is_own:
+                step(data_batch)  # for the sake of the other ranks
+                continue
             runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
             outputs = step(data_batch)
             self.evaluator.process(data_samples=outputs, data_batch=data_batch)
@@ -205,6 +209,12 @@ class EvalLoop:
         runner.call_hook(f"after_{mode}_epoch", metrics=self.metrics)
         runner.call_hook(f"after_{mode}")
         return self.metrics
+
+    def _batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield batches, and whether each is this rank's own; see `in_step`."""
+        if self.runner.world_size > 1 and getattr(self.runner.model, "forward_is_collective", False):
+            return in_step(self.dataloader)
+        return ((batch, True) for batch in self.dataloader)
 
 
 @LOOPS.register_module()

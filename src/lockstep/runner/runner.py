@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.hooks import Hook, HookList
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging
-from lockstep.optim import OptimWrapper, ParamScheduler, build_param_schedulers
+from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.registry import RUNNERS
 from lockstep.runner import build, recording, saving, start, summary
 from lockstep.runner.arguments import Arguments
@@ -69,8 +69,9 @@ class Runner:
         experiment_name: put before the time in the name of the run's folder.
         cfg: the config that the arguments come from; saved with the run.
 
-    Example:
-        >>> Runner(model, "work_dir", train_dataloader=loader, launcher="pytorch").train()
+    Example::
+
+        Runner(model, "work_dir", train_dataloader=loader, launcher="pytorch").train()
     """
 
     # What train(), val() and test() build.
@@ -284,6 +285,9 @@ class Runner:
                 self.logger.warning("the config's key `%s` means nothing here: did you mean `%s`?", key, meant)
             try:
                 yield
+            except Exception as error:
+                error.add_note(summary.describe_place(self))
+                raise
             finally:
                 if "hooks" in vars(self):
                     self.hooks.close()
@@ -326,12 +330,7 @@ class Runner:
         self.train_loop = build.build_train_loop(cfg, self)
         if given.auto_scale_lr is not None:
             build.scale_lr(given.auto_scale_lr, self)
-        self.param_schedulers = build_param_schedulers(
-            self.optim_wrapper.optimizer,
-            given.param_scheduler,
-            max_epochs=self.train_loop.max_epochs,
-            max_iters=self.train_loop.max_iters,
-        )
+        self.param_schedulers = build.build_schedulers(given.param_scheduler, self)
 
     def _prepare_validation(self) -> EvalLoop:
         if self.val_loop is None:
@@ -374,7 +373,11 @@ class Runner:
 
     def _dataloader(self, mode: str) -> Any:
         loader = getattr(self.given, f"{mode}_dataloader")
-        return build_dataloader(loader, seed=self.seed, evaluation=mode != "train")
+        try:
+            return build_dataloader(loader, seed=self.seed, evaluation=mode != "train")
+        except Exception as error:
+            error.add_note(f"while building `{mode}_dataloader`")
+            raise
 
     def _load_from(self) -> Path | None:
         return None if self.given.load_from is None else Path(self.given.load_from)

@@ -30,6 +30,13 @@ def describe_ranks(world_size: int, device: str) -> str:
     return f"{world_size} ranks on {device} over {get_backend()}"
 
 
+def describe_place(runner: Runner) -> str:
+    """Return one line on where a run is, for an error that ends it."""
+    file = getattr(runner.cfg, "filename", None)
+    config = "" if file is None else f", config {file}"
+    return f"(rank {runner.rank} of {runner.world_size}, after {runner.iter} iterations{config})"
+
+
 def print_summary(runner: Runner, what: str, seconds: float) -> None:
     """Print how a run has ended: what it reached, and where everything about it is."""
     console = runner.console

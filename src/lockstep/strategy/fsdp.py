@@ -50,9 +50,7 @@ class FSDPStrategy(NativeStrategy):
         if "fsdp_auto_wrap_policy" not in given:
             given.setdefault("auto_wrap_policy", "repeated_blocks")
         self._wrapper = {"type": "MMFullyShardedDataParallel", "sync_module_states": True, **given}
-        if isinstance(activation_checkpointing, Mapping):
-            activation_checkpointing = activation_checkpointing.get("check_fn")
-        self._recomputed = activation_checkpointing
+        self._recomputed = _read_check(activation_checkpointing)
 
     def prepare(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
@@ -90,6 +88,16 @@ class FSDPStrategy(NativeStrategy):
         core = super().core()
         reshard(core)
         return core
+
+
+def _read_check(activation_checkpointing: Any) -> Any:
+    if not isinstance(activation_checkpointing, Mapping):
+        return activation_checkpointing
+    if activation_checkpointing.keys() != {"check_fn"}:
+        raise ConfigError(
+            f"`activation_checkpointing` must have the key 'check_fn' alone, but has {sorted(activation_checkpointing)}"
+        )
+    return activation_checkpointing["check_fn"]
 
 
 def _hand_over(optimizer: Optimizer, core: nn.Module, names: Mapping[int, str]) -> None:

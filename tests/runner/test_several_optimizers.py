@@ -1,0 +1,102 @@
+"""A Runner that trains a GAN: two optimizers, each with its schedule, on one process and on two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.dist import get_world_size
+from lockstep.errors import ConfigError
+from lockstep.model import BaseModel, unwrap_model
+from lockstep.optim import ParamScheduler
+from lockstep.runner import Runner
+from lockstep.testing import run_ranks
+
+REAL = torch.linspace(-1, 1, 48).reshape(24, 2)
+
+
+class Gan(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(2, 2)
+        self.discriminator = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def train_step(self, data, optim_wrapper):
+        real, noise = data
+        with optim_wrapper["discriminator"].optim_context(self.discriminator):
+            d_loss = (self.discriminator(self.generator(noise).detach()) - self.discriminator(real)).mean()
+        optim_wrapper["discriminator"].update_params(d_loss)
+        with optim_wrapper["generator"].optim_context(self.generator):
+            g_loss = -self.discriminator(self.generator(noise)).mean()
+        optim_wrapper["generator"].update_params(g_loss)
+        optim_wrapper["discriminator"].zero_grad()
+        return {"loss": g_loss.detach(), "d_loss": d_loss.detach()}
+
+
+def train(work_dir: Path, epochs: int = 2, **changes) -> tuple[dict[str, Tensor], list[float], list[dict]]:
+    torch.manual_seed(3)
+    arguments = {
+        "train_dataloader": {"dataset": TensorDataset(REAL, REAL.flip(0)), "batch_size": 6 // get_world_size()},
+        "train_cfg": {"max_epochs": epochs},
+        "optim_wrapper": {
+            "generator": {"optimizer": {"type": "Adam", "lr": 0.1}},
+            "discriminator": {"optimizer": {"type": "SGD", "lr": 0.2, "momentum": 0.9}},
+        },
+        "strategy": {"type": "ddp", "model_wrapper": {"type": "MMSeparateDistributedDataParallel"}}
+        if get_world_size() > 1
+        else "single",
+        "randomness": {"seed": 1},
+        **changes,
+    }
+    runner = Runner(Gan(), work_dir, **arguments)
+    core = unwrap_model(runner.train())
+    state = {name.replace("module.", ""): value.clone() for name, value in core.state_dict().items()}
+    lines = (runner.run_dir / "metrics.jsonl").read_text().splitlines() if runner.rank == 0 else []
+    return state, [group["lr"] for group in runner.optim_wrapper.param_groups], [json.loads(line) for line in lines]
+
+
+def assert_close(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.allclose(value, right[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_a_gan_trains_alike_on_one_rank_and_two_and_goes_on_from_its_checkpoint(tmp_path: Path):
+    ((alone, _, records),) = run_ranks(1, train, tmp_path / "one")
+    for state, _, _ in run_ranks(2, train, tmp_path / "two"):
+        assert_close(state, alone)
+    run_ranks(2, train, tmp_path / "three", 1)
+    for state, _, _ in run_ranks(2, train, tmp_path / "three", 2, resume=True):
+        assert_close(state, alone)
+    epochs = [record for record in records if record["mode"] == "epoch"]
+    assert [(record["generator.lr"], record["discriminator.lr"]) for record in epochs] == [(0.1, 0.2)] * 2
+
+
+HALVED = {"type": "StepLR", "step_size": 1, "gamma": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "rates"),
+    [
+        (HALVED, [0.025, 0.05]),
+        ([HALVED], [0.025, 0.05]),
+        ({"discriminator": HALVED}, [0.1, 0.05]),
+        (None, [0.1, 0.2]),
+    ],
+)
+def test_each_optimizer_has_its_own_schedule(cfg, rates, tmp_path: Path):
+    assert train(tmp_path, param_scheduler=cfg)[1] == pytest.approx(rates)
+
+
+def test_a_schedule_of_nobody_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="keys out of generator, discriminator, but has critic"):
+        train(tmp_path, param_scheduler={"critic": HALVED})
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    mine = ParamScheduler(torch.optim.lr_scheduler.StepLR, optimizer, step_size=1)
+    with pytest.raises(ConfigError, match="must say whose each scheduler is"):
+        train(tmp_path, param_scheduler=[mine])
