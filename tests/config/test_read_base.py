@@ -40,7 +40,7 @@ def test_imported_keys_are_keys_and_can_be_changed_in_place(child):
 
         with read_base():
             from .._base_.model import *
-            from .._base_.data import size, train_dataloader as val_dataloader
+            from .._base_.data import size, train_dataloader, train_dataloader as val_dataloader
 
         model.head.width += 1
         model.merge(dict(head=dict(depth=2)))
@@ -52,6 +52,7 @@ def test_imported_keys_are_keys_and_can_be_changed_in_place(child):
         "lr": cfg.lr,
         "kind": cfg.kind,
         "size": 4,
+        "train_dataloader": {"batch_size": 4},
         "val_dataloader": {"batch_size": 4, "shuffle": False},
     }
     assert cfg.kind.__name__ == "OrderedDict"

@@ -192,3 +192,19 @@ def test_a_library_lends_its_subclasses_after_what_is_registered():
     assert numbers["Real"] is float
     with pytest.raises(RegistryError, match="did you mean `Rational`"):
         numbers["Rationel"]
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("Nett", r"there is no model `Nett` in the registry of scope `zoo`: did you mean `Net`\?$"),
+        ("collections.OrderdDict", r"in the module `collections`: did you mean `OrderedDict`\?$"),
+        ("nowhere.at.Net", r"in the registry of scope `zoo`, nor is there a module `nowhere\.at`$"),
+        ("zoo.Nett", r"in the registry of scope `zoo`: did you mean `Net`\?$"),
+    ],
+)
+def test_what_is_not_there_is_told_with_where_it_was_looked_for(key, says):
+    registry = Registry("model", scope="zoo")
+    registry.register_module("Net", module=dict)
+    with pytest.raises(RegistryError, match=says):
+        registry[key]

@@ -63,7 +63,7 @@ def _taken(base: BaseFile, values: ConfigDict, file: ConfigFile) -> dict[str, ob
                 "function, a class, a module) is imported outside of read_base()",
                 base.line,
             )
-    return {own: values[name] for own, name in base.names.items()}
+    return {own: deepcopy(values[name]) for own, name in base.names.items()}  # one name may be taken twice
 
 
 def _united(parts: list[tuple[BaseFile, ConfigDict]], file: ConfigFile) -> ConfigDict:

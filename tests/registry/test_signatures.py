@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from lockstep.registry.signatures import Arguments
+
+if TYPE_CHECKING:
+    from nowhere import Anything
+
+
+class Closed:
+    def __init__(self, a: int, b: Anything = None, *, c: list[int] = ()): ...
+
+
+def opened(a, /, b=1, *args, **kwargs): ...
+
+
+def test_names_that_are_missing_or_unknown():
+    takes = Arguments.of(Closed)
+    assert list(takes.named) == ["a", "b", "c"]
+    assert takes.unknown(["a", "x", "c", "y"]) == ["x", "y"]
+    assert takes.missing(["b"]) == ["a"]
+    assert takes.missing(["a", "x"]) == []
+
+
+def test_what_takes_anything_has_no_unknown_names():
+    takes = Arguments.of(opened)
+    assert (list(takes.named), takes.takes_others) == (["b"], True)
+    assert takes.unknown(["x"]) == []
+    assert Arguments.of(dict.fromkeys).unknown(["x"]) == Arguments.of(object()).unknown(["x"]) == []
+
+
+def test_annotations_are_evaluated_where_they_can_be():
+    hints = {name: parameter.annotation for name, parameter in Arguments.of(Closed).named.items()}
+    assert hints == {"a": int, "b": "Anything", "c": list[int]}
+    assert Arguments.of(opened).named["b"].annotation is inspect.Parameter.empty
