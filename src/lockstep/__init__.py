@@ -25,8 +25,8 @@ _HOMES = {
     "init_dist": "lockstep.dist",
     "get_dist_info": "lockstep.dist",
 }
-_ROOMS = frozenset({"checkpoint", "config", "dataset", "device", "dist", "errors", "evaluator", "hooks", "model",
-                    "optim", "registry", "runner", "strategy", "structures", "testing", "tree",
+_ROOMS = frozenset({"checkpoint", "config", "dataset", "device", "dist", "errors", "evaluator", "hooks", "lint",
+                    "model", "optim", "registry", "runner", "strategy", "structures", "testing", "tree",
                     "visualization"})  # fmt: skip
 
 __all__ = ["Config", "Registry", "Runner", "__version__", "get_dist_info", "init_dist"]

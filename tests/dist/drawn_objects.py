@@ -72,6 +72,21 @@ def plans() -> SearchStrategy[Any]:
     )
 
 
+def every_tensor(shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return tensors of one shape, of every dtype and layout."""
+    return {f"{dtype}, {form}": _tensor(dtype, shape, form, 7) for dtype in DTYPES for form in _FORMS}
+
+
+def every_array(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Return arrays of one shape, of every dtype and layout."""
+    return {
+        f"{dtype}, {order}, {is_writeable}": _array(dtype, shape, order, is_writeable)
+        for dtype in _ARRAY_DTYPES
+        for order in "CFS"
+        for is_writeable in (True, False)
+    }
+
+
 def made(plan: Any) -> Any:
     """Return a new object after a plan, the same on every rank."""
     return tree_map(lambda leaf: leaf() if isinstance(leaf, partial) else leaf, plan)

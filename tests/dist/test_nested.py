@@ -264,6 +264,12 @@ def test_what_has_no_meaning_for_a_dtype_is_refused_on_every_rank() -> None:
     assert group_is_usable()
 
 
+@ranks(1, 2)
+def test_numbers_do_not_go_to_the_default_device() -> None:
+    with torch.device("meta"):
+        assert all_reduce_dict({"hits": 1, "ratio": 0.5}) == {"hits": get_world_size(), "ratio": 0.5 * get_world_size()}
+
+
 # --- parameters
 
 

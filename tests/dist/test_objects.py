@@ -433,3 +433,12 @@ def test_evaluation_gathers_under_inference_mode() -> None:
         parts = all_gather_object([scores, scores[:2]])
     received: list[Tensor] = [x for part in parts for x in part]
     assert [float(x.sum()) for x in received] == [0, 0, 2**16, 2]
+
+
+@ranks(2)
+def test_the_default_device_is_for_tensors_of_the_user_alone() -> None:
+    parts = [{"rank": 0, "letter": b"x" * 5000}, [torch.ones(2**16), torch.ones(3), torch.ones(0), np.ones(2**16)]]
+    with torch.device("meta"):
+        outcomes = [way(parts, 1, None) for way in WAYS]
+    for received, expected in outcomes:
+        assert_same(received, expected)

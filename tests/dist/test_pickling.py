@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.dist.groups import SOLO
 from lockstep.dist.pickling import Pickled, dump, load
 
-from .drawn_objects import assert_same, made, plans
+from .drawn_objects import LARGE, SHAPES, assert_same, every_array, every_tensor, made, plans
 
 SEGMENT_BYTES = 64 * 1024
 
@@ -29,10 +29,19 @@ def travelled(obj: Any) -> Any:
 
 
 @given(plans())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_any_object_is_put_together_as_it_was(plan: Any) -> None:
     obj = made(plan)
     assert_same(travelled(obj), obj)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE], ids=str)
+@pytest.mark.parametrize("every", [every_tensor, every_array])
+def test_every_dtype_and_layout_is_put_together_as_it_was(
+    every: Callable[[tuple[int, ...]], dict[str, Any]], shape: tuple[int, ...]
+) -> None:
+    data = every(shape)
+    assert_same(travelled(data), data)
 
 
 @pytest.mark.parametrize("make", [torch.zeros, lambda n, **_: np.zeros(n, np.uint8)], ids=["tensor", "array"])

@@ -33,7 +33,9 @@ def result_of(rank: int, place: int) -> dict[str, Any]:
 def test_more_results_than_are_written_at_once_arrive_and_leave_nothing_behind(tmp_path: Path) -> None:
     rank, size = get_rank(), get_world_size()
     counts = [600, 0, 257][:size]
-    collected = collect_results([result_of(rank, place) for place in range(counts[rank])], sum(counts), tmpdir=tmp_path)
+    part = [result_of(rank, place) for place in range(counts[rank])]
+    with torch.device("meta"):  # which is for tensors of the user alone
+        collected = collect_results(part, sum(counts), tmpdir=tmp_path)
     if collected is not None:
         dealt = [result_of(r, place) for place in range(600) for r in range(size) if place < counts[r]]
         assert_same(collected, dealt)

@@ -247,39 +247,50 @@ def test_a_rank_killed_in_a_collective_is_a_peer_error_on_the_others_at_once(
 JOBS_THAT_SIMPLY_END = """
 import gc, os, sys
 import torch
-import torch._dynamo  # DDP imports it; here once for all jobs
 from torch.distributed import FileStore
 from torch.nn.parallel import DistributedDataParallel
 from lockstep.dist import all_gather_object, all_reduce, get_default_group, init_dist
 
-def job(rank, store):
+def job(rank, number):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    init_dist("pytorch", store=FileStore(store, 2))
+    init_dist("pytorch", store=FileStore(f"{sys.argv[1]}/{number}", 2))
+    all_gather_object(rank)
+    if number < 5:
+        for _ in range(300):
+            all_reduce(torch.ones(10_000), async_op=True)
+        return None
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
-    all_gather_object(rank)
-    all_reduce(torch.ones(1000))
+    for _ in range(20):
+        all_reduce(torch.ones(10_000))
     return get_default_group(), model
 
 def main():
     codes = []
-    for repeat in range(10):
+    for number in range(10):
+        if number == 5:
+            import torch._dynamo  # as DDP does; here once for all jobs
+        gc.freeze()  # else the end of each job walks through all of torch
         children = []
         for rank in range(2):
             child = os.fork()
             if child == 0:
-                return job(rank, f"{sys.argv[1]}/{repeat}")
+                return job(rank, number)
             children.append(child)
         codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     print(codes)
 
-gc.freeze()  # else the end of each job walks through all of torch
 held = main()
 """
 
 
-def test_processes_that_simply_end_holding_group_and_model_exit_with_code_0(tmp_path: Path) -> None:
-    """Each job is forked from a process that has imported torch, and runs to the end of its script."""
+def test_processes_that_simply_end_exit_with_code_0_holding_group_and_model_or_with_work_in_flight(
+    tmp_path: Path,
+) -> None:
+    """Each rank is forked from a process that has imported torch, and runs to the end of its script.
+
+    Under bare torch 2.13 about one in four aborts: its group's threads free tensors while the interpreter ends.
+    """
     command = [sys.executable, "-W", "error", "-c", JOBS_THAT_SIMPLY_END, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.stdout == f"{[0] * 20}\n", ended.stderr

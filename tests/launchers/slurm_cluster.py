@@ -47,7 +47,7 @@ class SlurmCluster:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.env = {"SLURM_CONF": str(folder / "slurm.conf"), "SBATCH_OUTPUT": str(folder / "%j.out")}
 
     def run(self, *command: str, **variables: str) -> Ended:
         """Run a command of Slurm, with variables added to its environment."""
@@ -56,9 +56,7 @@ class SlurmCluster:
     def run_batch(self, script: str, *options: str) -> Ended:
         """Run a shell script under sbatch; its output has the errors in it."""
         # sbatch --wait would look after its job every few seconds only.
-        number = self.run(
-            "sbatch", "--parsable", f"--output={self._folder}/%j.out", *options, "--wrap", script
-        ).out.strip()
+        number = self.run("sbatch", "--parsable", *options, "--wrap", script).out.strip()
         state = ""
         while not state.startswith(_END_STATES):
             time.sleep(0.1)

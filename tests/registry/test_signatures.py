@@ -28,7 +28,7 @@ def test_what_takes_anything_has_no_unknown_names():
     takes = Arguments.of(opened)
     assert (list(takes.named), takes.takes_others) == (["b"], True)
     assert takes.unknown(["x"]) == []
-    assert Arguments.of(dict.fromkeys).unknown(["x"]) == Arguments.of(object()).unknown(["x"]) == []
+    assert Arguments.of(range).unknown(["x"]) == []  # it has no signature to read
 
 
 def test_annotations_are_evaluated_where_they_can_be():

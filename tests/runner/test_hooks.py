@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint import is_checkpoint
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
@@ -69,7 +70,7 @@ def train(work_dir: Path, checkpoint: dict | None = None, metric: BaseMetric | N
 
 
 def saved(runner: Runner) -> list[str]:
-    return sorted(path.name for path in runner.run_dir.iterdir() if path.is_dir())
+    return sorted(path.name for path in runner.run_dir.iterdir() if is_checkpoint(path))
 
 
 @ranks(2)

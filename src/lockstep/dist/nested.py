@@ -287,7 +287,7 @@ def _tensor_of(path: str, leaf: Any) -> Tensor:
         if isinstance(leaf, kind):
             if kind is int and not -(2**63) <= leaf < 2**63:
                 raise ValueError(f"`{path}` must be an int that fits into 64 bits, but is {leaf}")
-            return torch.tensor(leaf, dtype=dtype)
+            return torch.tensor(leaf, dtype=dtype, device="cpu")
     raise TypeError(
         f"`{path}` must be a tensor, an array or a number, but is {type(leaf).__name__}. "
         "Other objects go through all_gather_object"

@@ -46,7 +46,7 @@ class Packet(NamedTuple):
         """Return a new tensor as announced, on `device` where it follows, else filled, on the CPU."""
         if self.inline is None:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
-        data = torch.empty(self.shape, dtype=self.dtype)
+        data = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.fill(data)
         return data
 

@@ -9,33 +9,33 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _NANOSECONDS = 1e-9
+_FIRST = 10  # exchanges that DDP measures in any case
 
 
 class ExchangeTimer:
-    """Reads what DDP measures of its own exchange of gradients, now and then.
+    """Reads what DDP measures of its own exchange of gradients.
 
     The exchange runs beside the backward pass. What is counted is the part that goes on after it, while this rank has
     nothing else to do: the messages themselves, and waiting for ranks that are slower. So the slowest rank shows
     the least.
 
+    On the CPU every exchange is measured. On an accelerator measuring has to wait for it, so that only one exchange in
+    `interval` is.
+
     Args:
         model: a model; only what DDP wraps in it is measured.
-        interval: number of exchanges from one that is measured to the next.
+        interval: number of iterations from one reading to the next.
 
-    **Cost**: 0.1 ms per reading; on an accelerator one event is waited for in each exchange that is measured.
+    **Cost**: 0.1 ms per reading.
 
-    **Source**: `DDPLoggingData` of torch 2.13. `DistributedDataParallel` hands it out by methods that are not public;
-    without them nothing is measured.
+    **Source**: `DDPLoggingData` of torch 2.13: means since the beginning over the first ten exchanges and then over
+    every n-th. `DistributedDataParallel` hands it out by methods that are not public; without them nothing is measured.
     """
 
     def __init__(self, model: nn.Module, interval: int) -> None:
         wrapped: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        self._modules = [module for module in wrapped if hasattr(module, "_get_ddp_logging_data")]
-        for module in self._modules:
-            module._set_ddp_runtime_logging_sample_rate(interval)
-        self._exchanges = 0
-        self._iters = 0
-        self._share = 1.0
+        modules = [module for module in wrapped if hasattr(module, "_get_ddp_logging_data")]
+        self._meters = [_Meter(module, 1 if module.device_type == "cpu" else interval) for module in modules]
 
     def mean_seconds(self, iters: int) -> float | None:
         """Return the seconds per iteration, or None where nothing has been measured yet.
@@ -43,18 +43,42 @@ class ExchangeTimer:
         Args:
             iters: iterations since the last call. Not each of them need exchange gradients.
         """
-        measured = [module._get_ddp_logging_data() for module in self._modules]
+        means = [mean for meter in self._meters if (mean := meter.mean_seconds(iters)) is not None]
+        return sum(means) if means else None
+
+
+class _Meter:
+    """The exchange of one module."""
+
+    def __init__(self, module: Any, rate: int) -> None:
+        module._set_ddp_runtime_logging_sample_rate(rate)
+        self._module = module
+        self._rate = rate
+        self._exchanges = 0
+        self._total = 0.0
+        self._iters = 0
+        self._mean: float | None = None
+
+    def mean_seconds(self, iters: int) -> float | None:
         self._iters += iters
-        exchanges = max((int(data.get("iteration", 0)) for data in measured), default=0)
-        if exchanges == 0:
-            return None
+        data = self._module._get_ddp_logging_data()
+        exchanges = data.get("iteration", 0)
         if exchanges > self._exchanges:
-            self._share = min(1.0, (exchanges - self._exchanges) / self._iters)
-            self._exchanges, self._iters = exchanges, 0
-        return self._share * sum(_exposed_seconds(data) for data in measured)
+            samples = self._samples(exchanges)
+            total = _exposed_seconds(data) * samples
+            mean = (total - self._total) / (samples - self._samples(self._exchanges))
+            share = min(1.0, (exchanges - self._exchanges) / self._iters)
+            self._mean = max(0.0, mean) * share
+            self._exchanges, self._total, self._iters = exchanges, total, 0
+        return self._mean
+
+    def _samples(self, exchanges: int) -> int:
+        """Return how many of the first `exchanges` have been measured."""
+        return min(exchanges, _FIRST) + max(0, exchanges // self._rate - _FIRST // self._rate)
 
 
 def _exposed_seconds(data: Mapping[str, int]) -> float:
-    exchange = data.get("backward_comm_time", 0)
-    hidden = data.get("backward_compute_comm_overlap_time", 0)
-    return max(0.0, (exchange - hidden) * _NANOSECONDS)
+    """Return the mean since the beginning of what no backward pass hides."""
+    exchange = data.get("avg_backward_comm_time", 0)
+    hidden = data.get("avg_backward_compute_comm_overlap_time", 0)
+    return (exchange - hidden) * _NANOSECONDS

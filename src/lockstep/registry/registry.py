@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 from lockstep.errors import RegistryError
 from lockstep.registry.building import construct
-from lockstep.registry.nearest import did_you_mean
+from lockstep.registry.nearest import did_you_mean, nearest
 
 Entry = Callable[..., Any]
 EntryT = TypeVar("EntryT", bound=Entry)
@@ -233,12 +233,14 @@ class Registry:
         """Return where a `key` that `get` does not find was looked for, and what is near it there."""
         module, _, name = key.rpartition(".")
         if module in sys.modules:
-            there = (name for name, value in vars(sys.modules[module]).items() if name[0] != "_" and callable(value))
+            there = [own for own, value in vars(sys.modules[module]).items() if own[0] != "_" and callable(value)]
             return f"in the module `{module}`{did_you_mean(name, there)}"
         here = f"in the registry of scope `{self._scope}`"
+        name = key.removeprefix(f"{self._scope}.")
         if module and all(other._scope != key.partition(".")[0] for other in self.root._family()):
-            return f"{here}, nor is there a module `{module}`"
-        return here + did_you_mean(key.removeprefix(f"{self._scope}."), self._known_names())
+            near = nearest(name, self._known_names())
+            return f"{here}, nor is there a module `{module}`" + (f": did you mean `{near}`?" if near else "")
+        return here + did_you_mean(name, self._known_names())
 
     def build(self, cfg: Mapping[str, Any], **default_args: Any) -> Any:
         """Build an object from a config; `cfg` itself is left as it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lockstep.report.chart import Chart, Line
 from lockstep.report.heatmap import HeatMap, Stretch
@@ -26,12 +26,12 @@ def charts_of(run: Run) -> list[Chart]:
     charts = [
         *_loss_charts(run, losses),
         *_metric_charts(run),
-        _chart(run, "Throughput", ["samples_per_second"], unit="samples/s", from_zero=True),
+        _chart(run, "Throughput", {"samples_per_second": "all ranks"}, unit="samples/s", from_zero=True),
         _step_chart(run),
-        _chart(run, "Learning rate", rates, from_zero=True),
-        _chart(run, "Gradient norm", ["grad_norm"]),
-        _chart(run, "Memory, most of any rank", ["memory_mib"], unit="MiB", from_zero=True),
-        *(_chart(run, name, [name]) for name in names if name not in taken),
+        _chart(run, "Learning rate", dict(zip(rates, rates, strict=True)), from_zero=True),
+        _chart(run, "Gradient norm", {"grad_norm": "before clipping"}),
+        _chart(run, "Peak memory", {"memory_mib": "rank that holds most"}, unit="MiB", from_zero=True),
+        *(_chart(run, name, {name: "train"}) for name in names if name not in taken),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -42,23 +42,25 @@ def heatmaps_of(run: Run) -> list[HeatMap]:
     if not rows:
         return []
     exchange = all("comm_time" in row for row in rows)
-    maps = [_heatmap("Whole step", rows, lambda row, rank: row["time"][rank])]
+    note = "From one batch to the next. Ranks that wait for each other in every step take equally long."
+    maps = [_heatmap("Whole step", rows, lambda row, rank: row["time"][rank], note)]
     if exchange:
         maps += [
             _heatmap(
                 "Compute",
                 rows,
                 lambda row, rank: max(0.0, row["time"][rank] - row["data_time"][rank] - row["comm_time"][rank]),
-                "The rest of the step. The rank that is darkest here keeps the others waiting.",
+                "What is left of a step. A rank that needs longer than the others keeps them waiting.",
             ),
             _heatmap(
                 "Wait for gradients",
                 rows,
                 lambda row, rank: row["comm_time"][rank],
-                "The exchange beyond the backward pass, and waiting for slower ranks; a sample for each record.",
+                "The exchange as far as it goes on after the backward pass, and waiting for slower ranks.",
             ),
         ]
-    maps.append(_heatmap("Wait for data", rows, lambda row, rank: row["data_time"][rank]))
+    note = "Until the data loader has the next batch."
+    maps.append(_heatmap("Wait for data", rows, lambda row, rank: row["data_time"][rank], note))
     return maps
 
 
@@ -84,37 +86,42 @@ def _names(records: Sequence[Record]) -> list[str]:
     return list(names)
 
 
-def _chart(run: Run, title: str, names: Sequence[str], unit: str = "", *, from_zero: bool = False) -> Chart | None:
-    lines = [Line(name, points) for name in names if (points := points_of(run.train, name))]
+def _chart(run: Run, title: str, labels: Mapping[str, str], unit: str = "", *, from_zero: bool = False) -> Chart | None:
+    """Return a chart of values of training, which are recorded under one name and shown under another."""
+    lines = [Line(label, points) for name, label in labels.items() if (points := points_of(run.train, name))]
     return Chart(title, lines, unit, from_zero=from_zero) if lines else None
 
 
 def _loss_charts(run: Run, names: Sequence[str]) -> list[Chart]:
-    lines = [Line(f"train {name}", points_of(run.train, name)) for name in names]
+    several = len(names) > 1
+    lines = [Line(f"train {name}" if several else "train", points_of(run.train, name)) for name in names]
     for mode in ("val", "test"):
-        lines += [line for line in _evaluation_lines(run, mode) if "loss" in line.name]
+        evaluated = [name for name in metric_names(run) if "loss" in name]
+        lines += [
+            line
+            for name in evaluated
+            for line in _evaluation_lines(run, mode, name, f"{mode} {name.removeprefix(f'{mode}_')}")
+        ]
     if len(lines) > _MOST_LINES:
         return [Chart(line.name, [line]) for line in lines]
     return [Chart("Loss", lines)] if lines else []
 
 
 def _metric_charts(run: Run) -> list[Chart]:
-    units = run.environment.get("units")
     charts = []
     for name in metric_names(run):
         if "loss" in name:
             continue
-        lines = [line for mode in ("val", "test") for line in _evaluation_lines(run, mode, name)]
-        unit = str(units.get(name, "")) if isinstance(units, dict) else ""
-        charts.append(Chart(name.replace("_", " ").capitalize(), lines, unit))
+        lines = [line for mode in ("val", "test") for line in _evaluation_lines(run, mode, name, mode)]
+        title = name.replace("_", " ")
+        charts.append(Chart(title.capitalize() if title.islower() else title, lines, run.unit(name)))
     return charts
 
 
-def _evaluation_lines(run: Run, mode: str, only: str | None = None) -> list[Line]:
-    records = [record for record in run.evaluations if record["mode"] == mode]
-    names = _names(records) if only is None else [only]
-    found = [(name, points_of(records, name)) for name in names]
-    return [Line(f"{mode} {name}", points, marked=True) for name, points in found if points]
+def _evaluation_lines(run: Run, mode: str, name: str, label: str) -> list[Line]:
+    """Return the line of one metric, or nothing where it was not evaluated in that mode."""
+    points = points_of([record for record in run.evaluations if record["mode"] == mode], name)
+    return [Line(label, points, marked=True)] if points else []
 
 
 def _step_chart(run: Run) -> Chart | None:
@@ -126,7 +133,7 @@ def _step_chart(run: Run) -> Chart | None:
     for record in records:
         place = float(record["iter"])
         whole, data, exchange = (1e3 * (number(record.get(name)) or 0.0) for name in _PARTS_OF_A_STEP)
-        # Of the exchange only a sample is measured, which may be longer than the mean step.
+        # Where only some exchanges are measured, they may be longer than the mean step.
         exchange = max(0.0, min(exchange, whole - data))
         parts[_COMPUTE].append((place, whole - data - exchange))
         parts[_EXCHANGE].append((place, exchange))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from html import escape
 from itertools import groupby
 from statistics import median
@@ -21,17 +22,19 @@ _VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")
 
 def tiles_html(run: Run) -> str:
     """Return the few numbers that one looks for first."""
-    tiles = [_tile("final loss", shown(points[-1][1])) for points in [points_of(run.train, "loss")] if points]
+    tiles = [
+        _tile("final loss", shown(points[-1][1]), "", "train") for points in [points_of(run.train, "loss")] if points
+    ]
     for name in metric_names(run)[:_TILE_METRICS]:
-        place, value = best(name, _evaluation_points(run, name))
-        tiles.append(_tile(f"best {name.replace('_', ' ')}", shown(value), _unit(run, name), f"at {place:,.0f}"))
+        place, value = best(name, points_of(run.evaluations, name))
+        tiles.append(_tile(f"best {name.replace('_', ' ')}", shown(value), run.unit(name), f"iteration {place:,.0f}"))
     if rates := [value for _, value in points_of(run.train, "samples_per_second") if value > 0]:
-        tiles.append(_tile("throughput", shown(float(f"{median(rates):.3g}")), "samples/s", "median"))
+        tiles.append(_tile("throughput", shown(float(f"{median(rates):.3g}")), "/s", "samples, median"))
     if times := points_of(run.train, "time"):
         tiles.append(_tile("step", shown(float(f"{1e3 * median(t for _, t in times):.3g}")), "ms", "median"))
-        tiles.append(_tile("time in training", *_duration(_seconds_in_training(times))))
+        tiles.append(_tile("time in training", *_duration(_seconds_in_training(times)), "without validation"))
     if memory := points_of(run.train, "memory_mib"):
-        tiles.append(_tile("memory per rank", *_memory(max(value for _, value in memory)), "at most"))
+        tiles.append(_tile("peak memory", *_memory(max(value for _, value in memory)), "one rank"))
     return f'<dl class="tiles">{"".join(tiles)}</dl>'
 
 
@@ -40,8 +43,8 @@ def evaluations_html(run: Run) -> str:
     if not run.evaluations:
         return ""
     names = metric_names(run)
-    bests = {name: best(name, _evaluation_points(run, name))[1] for name in names}
-    heads = "".join(f"<th>{escape(name)}{_in_unit(_unit(run, name))}</th>" for name in ("iteration", *names))
+    bests = {name: best(name, points_of(run.evaluations, name))[1] for name in names}
+    heads = "".join(f"<th>{escape(name)}{_in_unit(run.unit(name))}</th>" for name in ("iteration", *names))
     rows = []
     for record in run.evaluations:
         cells = [f"<td>{escape(str(record['mode']))}</td>", f"<td>{_plain(record.get('epoch'))}</td>"]
@@ -63,12 +66,21 @@ def environment_html(run: Run) -> str:
     known = run.environment
     if not known:
         return ""
-    facts = [(name, known.get(name)) for name in ("started", "command", "model", "seed", "backend", *_VERSIONS)]
+    facts = [(name, known.get(name)) for name in ("command", "model", "seed", "backend", *_VERSIONS)]
     rows = [(name, str(value)) for name, value in facts if value is not None]
     ranks = known.get("ranks")
     rows += _ranks(ranks if isinstance(ranks, list) else [])
     terms = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
     return f'<section><h2>Environment</h2><div class="card"><dl class="facts">{terms}</dl></div></section>'
+
+
+def started(run: Run) -> str:
+    """Return when the run began, or nothing if that is not recorded."""
+    try:
+        moment = datetime.fromisoformat(str(run.environment.get("started")))
+    except ValueError:
+        return ""
+    return f"{moment.day} {moment:%B %Y, %H:%M %Z}".strip()
 
 
 def best(name: str, points: Sequence[Point]) -> Point:
@@ -78,8 +90,8 @@ def best(name: str, points: Sequence[Point]) -> Point:
 
 
 def _tile(name: str, value: str, unit: str = "", note: str = "") -> str:
-    note = f" <small>{escape(note)}</small>" if note else ""
-    return f"<div><dt>{escape(name)}{note}</dt><dd>{escape(value)}{_in_unit(unit)}</dd></div>"
+    noted = f"<dd><small>{escape(note)}</small></dd>" if note else ""
+    return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{_in_unit(unit)}</dd>{noted}</div>"
 
 
 def _in_unit(unit: str) -> str:
@@ -89,15 +101,6 @@ def _in_unit(unit: str) -> str:
 def _plain(value: object) -> str:
     found = number(value)
     return "" if found is None else shown(found)
-
-
-def _unit(run: Run, name: str) -> str:
-    units = run.environment.get("units")
-    return str(units.get(name, "")) if isinstance(units, dict) else ""
-
-
-def _evaluation_points(run: Run, name: str) -> list[Point]:
-    return points_of(run.evaluations, name)
 
 
 def _seconds_in_training(times: Sequence[Point]) -> float:

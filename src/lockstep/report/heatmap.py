@@ -11,9 +11,10 @@ from typing import Any
 from lockstep.report.scale import Scale, shown
 
 LEVELS = 9
-_MOST_CELLS = 16_000
+_MOST_CELLS = 8_000
 _MOST_COLUMNS = 160
 _ROW_LABELS = 8
+_SHORT_NUMBERS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,9 @@ def heatmap_html(heatmap: HeatMap, across: Scale) -> tuple[str, dict[str, Any]]:
     low, high = _range([value for stretch in stretches for value in stretch.values])
     paths = "".join(f'<path class="h{level}" d="{path}"/>' for level, path in _paths(stretches, low, high).items())
     width = round(across.high - across.low, 6)
+    label = "rank " if size <= _SHORT_NUMBERS else ""
     labels = "".join(
-        f'<span style="top:{100 * (rank + 0.5) / size:.2f}%">{rank}</span>'
+        f'<span style="top:{100 * (rank + 0.5) / size:.2f}%">{label}{rank}</span>'
         for rank in range(0, size, math.ceil(size / _ROW_LABELS))
     )
     steps = "".join(f'<i class="h{level}"></i>' for level in range(LEVELS))
@@ -95,10 +97,15 @@ def _joined(stretches: Sequence[Stretch]) -> Stretch:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Return what the colours reach from and to: a few outliers do not make everything else look alike."""
+    """Return what the colours reach from and to.
+
+    A slow start does not make everything else look alike, and what is nearly equal looks so.
+    """
     ordered = sorted(values)
-    low, high = ordered[len(ordered) // 50], ordered[-1 - len(ordered) // 50]
-    return (low, high) if high > low else (ordered[0], ordered[-1])
+    low, middle, most = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+    almost_all = ordered[int(0.98 * (len(ordered) - 1))]
+    high = min(most, max(almost_all, 2 * middle))
+    return low, max(high, low + middle / 4)
 
 
 def _paths(stretches: Sequence[Stretch], low: float, high: float) -> dict[int, str]:

@@ -21,6 +21,8 @@
     return x - places[low] <= places[high] - x ? low : high;
   };
 
+  const along = (x) => `${(100 * (x - first)) / (last - first)}%`;
+
   const placeOf = (x) => {
     const iteration = Math.round(x);
     const epoch = values.epochs.find(([, end]) => iteration <= end);
@@ -34,7 +36,9 @@
       this.latest = this.outputs.map((output) => output.textContent);
       this.cursor = figure.querySelector(".cursor");
       this.dots = lines.map((_, index) => {
-        const dot = this.cursor.appendChild(document.createElement("i"));
+        const dot = this.cursor.parentElement.appendChild(document.createElement("i"));
+        dot.className = "dot";
+        dot.hidden = true;
         dot.style.setProperty("--c", `var(--c${index % 6})`);
         return dot;
       });
@@ -53,21 +57,23 @@
     show(x) {
       let below = 0;
       this.lines.forEach(({ x: places, y }, index) => {
-        const value = y[nearest(places, x)];
+        const at = nearest(places, x), value = y[at], dot = this.dots[index];
         this.outputs[index].textContent = shown(value);
-        this.dots[index].hidden = value === null;
         below = this.stacked ? below + value : value;
-        if (value !== null) this.dots[index].style.bottom = `${100 * this.height(below)}%`;
+        dot.hidden = value === null;
+        dot.style.left = along(places[at]);
+        dot.style.bottom = `${100 * this.height(below)}%`;
       });
     }
 
-    // Cursors stand on a point of the first line, so that its dot lies on the curve.
+    // Cursors stand on a point of the first line.
     snap(x) {
       return this.lines[0].x[nearest(this.lines[0].x, x)];
     }
 
     rest() {
       this.outputs.forEach((output, index) => { output.textContent = this.latest[index]; });
+      this.dots.forEach((dot) => { dot.hidden = true; });
     }
   }
 
@@ -104,7 +110,7 @@
     for (const plot of plots) {
       plot.figure.classList.toggle("active", plot === active);
       plot.cursor.hidden = false;
-      plot.cursor.style.left = `${(100 * (place - first)) / (last - first)}%`;
+      plot.cursor.style.left = along(place);
       plot.cursor.dataset.place = placeOf(place);
       plot.show(place);
     }

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.errors import ReportError
 from lockstep.report.chart import chart_html
 from lockstep.report.contents import charts_of, heatmaps_of
-from lockstep.report.facts import environment_html, evaluations_html, tiles_html
+from lockstep.report.facts import environment_html, evaluations_html, started, tiles_html
 from lockstep.report.heatmap import heatmap_html
 from lockstep.report.highlight import highlighted
 from lockstep.report.records import Run, number
@@ -42,10 +42,9 @@ def page_html(run: Run) -> str:
             f"<title>{title}</title><style>{_asset('page.css')}</style></head><body>",
             _header(run),
             f"<main>{tiles_html(run)}",
-            _section("Curves", "".join(html for html, _ in charts)),
-            _section("Time by rank", "".join(html for html, _ in heatmaps)),
-            evaluations_html(run),
-            environment_html(run),
+            _section("Curves", "by iteration", "".join(html for html, _ in charts)),
+            _section("Time by rank", "mean over the iterations between two records", "".join(h for h, _ in heatmaps)),
+            f'<div class="pair">{evaluations_html(run)}{environment_html(run)}</div>',
             _config_html(run),
             f'</main><script type="application/json" id="values">{_script_json(values)}</script>',
             f"<script>{_asset('page.js')}</script></body></html>\n",
@@ -90,7 +89,7 @@ def _header(run: Run) -> str:
     parts = [
         None if size is None else f"{size} rank{'s' if size != 1 else ''}",
         known.get("model"),
-        None if "started" not in known else f"started {str(known['started']).replace('T', ' ')}",
+        started(run),
     ]
     line = " · ".join(escape(str(part)) for part in parts if part)
     faults = "".join(f"<li>{escape(fault)}</li>" for fault in run.faults)
@@ -101,8 +100,8 @@ def _header(run: Run) -> str:
     )
 
 
-def _section(title: str, body: str) -> str:
-    return f'<section><h2>{title}</h2><div class="grid">{body}</div></section>' if body else ""
+def _section(title: str, note: str, body: str) -> str:
+    return f'<section><h2>{title} <small>{note}</small></h2><div class="grid">{body}</div></section>' if body else ""
 
 
 def _config_html(run: Run) -> str:

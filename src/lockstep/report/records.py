@@ -40,6 +40,11 @@ class Run:
     config: str = ""
     faults: list[str] = field(default_factory=list)
 
+    def unit(self, metric: str) -> str:
+        """Return the unit of a metric, or nothing where none is recorded."""
+        units = self.environment.get("units")
+        return str(units.get(metric, "")) if isinstance(units, dict) else ""
+
 
 def find_run(path: Path) -> Path:
     """Return the folder of a run: `path` itself, or in a work dir the run that recorded last.
