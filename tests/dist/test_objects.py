@@ -40,12 +40,12 @@ from .drawn_objects import assert_same, made, plans
 
 
 def by_all_gather(parts: list[Any], root: int, group: ProcessGroup | None) -> tuple[Any, Any]:
-    return all_gather_object(parts[get_rank(group)], group), parts
+    return all_gather_object(parts[get_rank(group)], group=group), parts
 
 
 def by_all_gather_into_a_list(parts: list[Any], root: int, group: ProcessGroup | None) -> tuple[Any, Any]:
     places = [None] * get_world_size(group)
-    assert all_gather_object(places, parts[get_rank(group)], group) is None
+    all_gather_object(places, parts[get_rank(group)], group)
     return places, parts
 
 
@@ -168,6 +168,14 @@ def test_none_in_second_place_is_the_group_where_the_data_are_no_empty_places() 
     assert all_gather_object("data", None) == ["data", "data"]
     assert all_gather_object([1, 2], None) == [[1, 2], [1, 2]]
     assert all_gather_object([None], None) == [[None], [None]]
+
+
+def test_one_process_may_name_no_group_too() -> None:
+    assert all_gather_object([None], None) == [[None]]
+    assert all_gather_object([], None) == [[]]
+    places = [None]
+    assert all_gather_object(places, "data") is None
+    assert places == ["data"]
 
 
 @ranks(2)

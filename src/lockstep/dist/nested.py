@@ -210,7 +210,7 @@ def sync_random_seed(
     check_call("sync_random_seed", here)
     # 31 bits: what numpy's and Python's generators and data loaders all take
     agreed = spread_object(secrets.randbelow(2**31) if seed is None else seed, 0, here)
-    if isinstance(agreed, bool) or not isinstance(agreed, Integral) or not 0 <= agreed < 2**63:
+    if isinstance(agreed, bool) or not isinstance(agreed, Integral) or not 0 <= int(agreed) < 2**63:
         raise ValueError(f"`seed` must be an int from 0 to 2**63 - 1, but is {agreed!r} on rank 0 ({here.here})")
     return int(agreed)
 
@@ -283,10 +283,10 @@ def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None) -> Tensor:
 def _tensor_of(path: str, leaf: Any) -> Tensor:
     if _is_of_numpy(leaf):
         return torch.from_numpy(sys.modules["numpy"].array(leaf))
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        raise ValueError(f"`{path}` must be an int that fits into 64 bits, but is {leaf}")
     for kind, dtype in _NUMBERS:
         if isinstance(leaf, kind):
-            if kind is int and not -(2**63) <= leaf < 2**63:
-                raise ValueError(f"`{path}` must be an int that fits into 64 bits, but is {leaf}")
             return torch.tensor(leaf, dtype=dtype, device="cpu")
     raise TypeError(
         f"`{path}` must be a tensor, an array or a number, but is {type(leaf).__name__}. "

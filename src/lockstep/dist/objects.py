@@ -35,7 +35,7 @@ def all_gather_object(data: Any, obj: Any = _MISSING, group: GroupLike = None) -
     Args:
         data: this rank's object; or the list to fill, with one place for each rank.
         obj: this rank's object, in the filling form. A group in this place is the group of the other form; so is None,
-            unless `data` is a list of as many Nones as there are ranks, which waits to be filled.
+            unless `data` is a list of as many Nones as there are ranks, two or more, which waits to be filled.
         group: where; None is the default group.
 
     **Collective**: every rank of the group; ranks may mix the two forms.
@@ -209,7 +209,7 @@ def _is_group(obj: object) -> bool:
 
 
 def _is_waiting(data: object) -> bool:
-    return isinstance(data, list) and len(data) == resolve().size and all(place is None for place in data)
+    return isinstance(data, list) and 1 < len(data) == resolve().size and all(place is None for place in data)
 
 
 def _require_places(name: str, places: object, here: Group) -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 
+from torch.distributed import DistError as TorchDistError
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lockstep.dist.environ import Topology
@@ -18,6 +19,7 @@ from lockstep.errors import CollectiveTimeoutError, TopologyError
 
 LOOPBACK = "127.0.0.1"
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
+_OPEN = "open"  # rank 0 sets this key in the store that it serves for a group
 
 
 def open_store(
@@ -37,20 +39,19 @@ def open_store(
         loopback: all ranks are on this machine, so that nothing needs to listen elsewhere.
         generation: how many groups this process has joined before; every rank counts alike.
 
-    **Raises**: TopologyError where no address is known; CollectiveTimeoutError where rank 0 is not found in time.
+    **Raises**: TopologyError where no address is known, or the port is taken; where rank 0 is not found in time, torch's
+    DistError, or CollectiveTimeoutError where it should have published its port.
     """
     timeout = timeout or _DEFAULT_TIMEOUT
-    # A restarted job meets its former keys in the agent's store; a prefix per attempt keeps them apart
-    # (without it 5 of 6 restarts over gloo hang or fail, torch 2.13).
-    prefix = f"lockstep/attempt_{topology.restart_count}"
+    prefix = prefix_of(topology, generation)
     if topology.agent_store:
         host, port = _address(topology, port)
         return PrefixStore(prefix, _connect(host, port, topology, timeout))
     if not loopback:
         host, port = _address(topology, port)
         if topology.rank == 0:
-            return PrefixStore(prefix, _serve_everywhere(host, port, topology, timeout))
-        return PrefixStore(prefix, _connect(host, port, topology, timeout))
+            return _opened(prefix, _serve_everywhere(host, port, topology, timeout))
+        return _joined(prefix, host, port, topology, timeout)
     port = port if port is not None else topology.master_port
     if topology.world_size == 1:
         return PrefixStore(prefix, _serve_on_loopback(port, topology, timeout))
@@ -59,11 +60,20 @@ def open_store(
         store = _serve_on_loopback(port, topology, timeout)
         if meeting_point is not None:
             _publish_port(store.port, meeting_point)
-        return PrefixStore(prefix, store)
+        return _opened(prefix, store)
     if meeting_point is not None:
         port = _await_published_port(meeting_point, topology, timeout)
     assert port is not None
-    return PrefixStore(prefix, _connect(LOOPBACK, port, topology, timeout))
+    return _joined(prefix, LOOPBACK, port, topology, timeout)
+
+
+def prefix_of(topology: Topology, generation: int) -> str:
+    """Return what keeps the keys of a group apart from those of former ones in a store that outlives them.
+
+    A launcher that restarts a job may come to the same store again (without this, 5 of 6 restarts over gloo hang or
+    fail, torch 2.13), and so may a process that leaves a group and joins another.
+    """
+    return f"lockstep/attempt_{topology.restart_count}/group_{generation}"
 
 
 def loopback_interface() -> str:
@@ -92,6 +102,30 @@ def _address(topology: Topology, port: int | None) -> tuple[str, int]:
         digest = sha256(topology.job_key.encode()).digest()
         port = 20000 + int.from_bytes(digest[:4], "big") % 10000
     return topology.master_addr, port
+
+
+def _opened(prefix: str, store: TCPStore) -> Store:
+    opened = PrefixStore(prefix, store)
+    opened.set(_OPEN, "")
+    return opened
+
+
+def _joined(prefix: str, host: str, port: int, topology: Topology, timeout: timedelta) -> Store:
+    """Connect to the store that rank 0 has opened for this group; one of a former group may still be closing there."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        try:
+            store = _connect(host, port, topology, left)
+            joined = PrefixStore(prefix, store)
+            joined.wait([_OPEN], left)
+        except TorchDistError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            store.set_timeout(timeout)
+            return joined
 
 
 def _connect(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:

@@ -14,14 +14,14 @@ from weakref import ref
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore, PrefixStore, Store
 
 from lockstep.device import get_device
 from lockstep.dist import environ, groups
 from lockstep.dist.engines import adopt_group, load_engine
 from lockstep.dist.environ import Topology, read_topology
 from lockstep.dist.guard import check_collectives
-from lockstep.dist.stores import loopback_interface, open_store, port_file
+from lockstep.dist.stores import loopback_interface, open_store, port_file, prefix_of
 from lockstep.errors import CollectiveTimeoutError, DistError, TopologyError
 
 Launcher: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
@@ -178,6 +178,8 @@ def _start(
     try:
         if store is None:
             store = _open_store(world, port, timeout)
+        else:
+            store = PrefixStore(prefix_of(topology, _generation), store)
         torch_dist.init_process_group(store=store, rank=topology.rank, world_size=topology.world_size, **options)
     except BaseException as error:
         _clean_up(world)
@@ -185,7 +187,8 @@ def _start(
             raise _not_together(error, topology) from error
         raise
     _world = world
-    _generation += 1
+    if topology.world_size > 1:
+        _generation += 1
     atexit.register(destroy_dist)
 
 

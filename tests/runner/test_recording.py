@@ -1,0 +1,144 @@
+"""What a run leaves in its folder beside checkpoints: records, times by rank, environment, visualizers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.dist import barrier, get_rank
+from lockstep.errors import ConfigError, PeerError
+from lockstep.evaluator import Accuracy
+from lockstep.hooks import Hook
+from lockstep.runner import Runner
+from lockstep.testing import ranks
+from lockstep.version import __version__
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, labels: Tensor, mode: str = "loss") -> Any:
+        scores = self.linear(x)
+        return nn.functional.cross_entropy(scores, labels) if mode == "loss" else (scores, labels)
+
+
+def make(work_dir: Path, **changes: Any) -> Runner:
+    data = TensorDataset(torch.randn(24, 2, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2)
+    arguments = {
+        "model": Classifier(),
+        "work_dir": work_dir / "work",
+        "train_dataloader": DataLoader(data, batch_size=2),
+        "val_dataloader": DataLoader(data, batch_size=2),
+        "val_evaluator": Accuracy(),
+        "train_cfg": {"by_epoch": True, "max_epochs": 2},
+        "default_hooks": {"logger": {"interval": 4}, "checkpoint": None},
+        "cfg": {"seed": 1, "lr": 0.5},
+        **changes,
+    }
+    return Runner(**arguments)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Shows(Hook):
+    """Shows something of its own, on every rank, as hooks written for other engines do."""
+
+    def after_train_epoch(self, runner: Any) -> None:
+        runner.visualizer.add_scalar("own/rank", runner.rank, step=runner.iter)
+        runner.visualizer.add_image("own", torch.zeros(2, 2, dtype=torch.uint8), step=runner.iter)
+
+
+class Broken:
+    def open(self, run_dir: Path) -> None:
+        raise OSError("the server does not answer")
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        raise AssertionError("was not opened")
+
+
+@ranks(2)
+def test_the_environment_is_written_down(tmp_path: Path):
+    runner = make(tmp_path)
+    runner.train()
+    known = json.loads((runner.run_dir / "environment.json").read_text())
+    assert known["world_size"] == 2
+    assert known["backend"] == "gloo"
+    assert known["model"].startswith("Classifier, 6 parameters")
+    assert (known["lockstep"], known["torch"]) == (__version__, torch.__version__)
+    assert known["units"] == {"accuracy": "%"}
+    assert [rank["device"] for rank in known["ranks"]] == ["cpu", "cpu"]
+    assert known["started"][:2] == "20"
+
+
+@ranks(2)
+def test_times_are_kept_by_rank(tmp_path: Path):
+    runner = make(tmp_path)
+    runner.train()
+    barrier()
+    rows = lines_of(runner.run_dir / "ranks.jsonl")
+    assert [(row["iter"], row["count"]) for row in rows] == [(4, 4), (6, 2), (8, 2), (12, 4)]
+    for row in rows:
+        for name in ("time", "data_time", "comm_time", "memory_mib"):
+            assert len(row[name]) == 2
+        assert all(0 < data < whole for data, whole in zip(row["data_time"], row["time"], strict=True))
+    train = [record for record in lines_of(runner.run_dir / "metrics.jsonl") if record["mode"] == "train"]
+    assert [record["iter"] for record in train] == [4, 6, 8, 12]
+    for record, row in zip(train, rows, strict=True):
+        assert record["time"] == pytest.approx(sum(row["time"]) / 2, rel=1e-3)
+        assert record["memory_mib"] == pytest.approx(max(row["memory_mib"]), rel=1e-3)
+
+
+@ranks(2)
+def test_several_visualizers_show_what_rank_0_records(tmp_path: Path):
+    backends = [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}]
+    visualizer = [{"type": "Visualizer", "vis_backends": backends}, {"type": "CsvVisualizer"}]
+    runner = make(tmp_path, visualizer=visualizer, custom_hooks=[Shows()])
+    runner.train()
+    assert len(runner.visualizer) == (2 if get_rank() == 0 else 0)
+    barrier()
+    shown = lines_of(runner.run_dir / "scalars.jsonl")
+    assert [line["step"] for line in shown if "train/loss" in line] == [4, 6, 8, 12]
+    assert [line["step"] for line in shown if "val/accuracy" in line] == [6, 12]
+    assert [line for line in shown if "own/rank" in line] == [{"step": step, "own/rank": 0} for step in (6, 12)]
+    assert {path.name for path in (runner.run_dir / "images").iterdir()} == {"own_6.png", "own_12.png"}
+    assert len((runner.run_dir / "train.csv").read_text().splitlines()) == 5
+    assert len(list((runner.run_dir / "tensorboard").iterdir())) == 1
+
+
+@ranks(2)
+def test_a_visualizer_that_cannot_open_ends_all_ranks_before_training(tmp_path: Path):
+    runner = make(tmp_path, visualizer=Broken())
+    with pytest.raises(OSError if get_rank() == 0 else PeerError, match="the server does not answer"):
+        runner.train()
+    assert runner.iter == 0
+
+
+@ranks(2)
+def test_a_missing_library_is_told_on_all_ranks_before_training(tmp_path: Path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)
+        runner = make(tmp_path, visualizer={"type": "WandbVisBackend"})
+        with pytest.raises(ConfigError, match=r"pip install 'lockstep-engine\[wandb\]'"):
+            runner.train()
+    assert runner.iter == 0
+
+
+def test_validating_after_training_goes_on_in_the_same_places(tmp_path: Path):
+    runner = make(tmp_path, visualizer=[{"type": "LocalVisualizer"}, {"type": "TensorBoardVisualizer"}])
+    runner.train()
+    written = (runner.run_dir / "environment.json").read_text()
+    runner.val()
+    steps = [line["step"] for line in lines_of(runner.run_dir / "scalars.jsonl") if "val/accuracy" in line]
+    assert steps == [12, 24, 24]
+    assert (runner.run_dir / "environment.json").read_text() == written

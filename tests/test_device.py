@@ -1,0 +1,72 @@
+"""What this process has to compute on. Runs on a machine with an accelerator or without."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import psutil
+import pytest
+import torch
+
+from lockstep import device
+from lockstep.device import get_device, get_max_cuda_memory, memory_stats
+
+ON_CPU = get_device() == "cpu"
+MIB = 2**20
+
+
+def test_the_device_is_one_that_torch_can_use() -> None:
+    assert torch.ones(2, device=get_device()).sum().item() == 2
+
+
+def test_the_device_is_cpu_where_there_is_no_accelerator() -> None:
+    assert (not torch.accelerator.is_available()) == ON_CPU
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu", "mlu", "mps", "musa"])
+def test_what_is_available_is_what_torch_accelerates_with(kind: str) -> None:
+    available = getattr(device, f"is_{kind}_available")()
+    assert available is (get_device() == kind)
+
+
+def test_on_the_cpu_memory_is_that_of_the_process_and_the_machine() -> None:
+    stats = memory_stats(torch.device("cpu"))
+    assert stats == memory_stats("cpu") or abs(stats.allocated_bytes - memory_stats("cpu").allocated_bytes) < 64 * MIB
+    assert stats.device == "cpu"
+    assert stats.total_bytes == pytest.approx(psutil.virtual_memory().total, rel=0.01)
+    assert stats.allocated_bytes == pytest.approx(psutil.Process().memory_info().rss, abs=64 * MIB)
+    assert stats.allocated_bytes <= stats.peak_bytes <= stats.total_bytes
+
+
+def test_memory_that_was_let_go_of_stays_in_the_peak() -> None:
+    before = memory_stats("cpu")
+    block = torch.ones(max(before.peak_bytes - before.allocated_bytes, 0) // 4 + 64 * MIB)
+    during = memory_stats("cpu")
+    nbytes = block.nbytes
+    del block
+    after = memory_stats("cpu")
+    assert during.allocated_bytes - before.allocated_bytes == pytest.approx(nbytes, rel=0.2)
+    assert after.allocated_bytes < during.allocated_bytes - nbytes / 2
+    assert after.peak_bytes >= during.peak_bytes * 0.99 > before.peak_bytes
+
+
+def test_the_stats_are_those_of_the_current_device() -> None:
+    stats = memory_stats()
+    expected = "cpu" if ON_CPU else f"{get_device()}:{torch.accelerator.current_device_index()}"
+    assert stats.device == expected == memory_stats(get_device()).device
+    assert 0 <= stats.allocated_bytes <= stats.peak_bytes <= stats.total_bytes
+
+
+def test_the_peak_of_cuda_memory_is_zero_without_cuda_and_starts_anew_with_each_call() -> None:
+    if torch.cuda.is_available():
+        get_max_cuda_memory()
+        block = torch.ones(MIB, device="cuda")
+        assert get_max_cuda_memory() >= 4
+        del block
+        assert get_max_cuda_memory() >= 4
+    assert get_max_cuda_memory() == (torch.cuda.max_memory_allocated() // MIB if torch.cuda.is_available() else 0)
+
+
+def test_importing_it_starts_no_accelerator() -> None:
+    assert os.path.dirname(sys.modules["lockstep.device"].__file__ or "")

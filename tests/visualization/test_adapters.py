@@ -1,0 +1,177 @@
+"""Each adapter against its own library: what is shown can be read back.
+
+An adapter is tested wherever its library is installed, and elsewhere says what to install.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.config import Config
+from lockstep.errors import ConfigError
+from lockstep.registry import VISUALIZERS
+from lockstep.visualization import Closes, CsvVisualizer, Opens, ShowsConfig, ShowsImages, Visualizer
+from lockstep.visualization.library import is_installed
+from lockstep.visualization.options import flat_options
+
+LIBRARIES = {"TensorBoardVisualizer": "tensorboard", "MLflowVisualizer": "mlflow", "WandbVisualizer": "wandb"}
+INSTALLED = [name for name, library in LIBRARIES.items() if is_installed(library)]
+ARGUMENTS = {"WandbVisualizer": {"init_kwargs": {"mode": "offline"}}}
+PICTURE = torch.arange(60, dtype=torch.uint8).reshape(4, 5, 3)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    folder = tmp_path / "digits" / "first_run"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def build(name: str) -> Visualizer:
+    return VISUALIZERS.build({"type": name, **ARGUMENTS.get(name, {})})
+
+
+def show_everything(visualizer: Visualizer, run_dir: Path) -> None:
+    assert isinstance(visualizer, Opens)
+    visualizer.open(run_dir)
+    if isinstance(visualizer, ShowsConfig):
+        visualizer.add_config(Config({"model": {"type": "Net", "depths": [2, 4]}, "seed": 0}))
+    visualizer.add_scalars({"train/loss": 2.0, "train/lr": 0.5}, step=10)
+    visualizer.add_scalars({"train/loss": 1.0, "val/accuracy": 75.0}, step=20)
+    if isinstance(visualizer, ShowsImages):
+        visualizer.add_image("digits/seven", PICTURE, step=20)
+    if isinstance(visualizer, Closes):
+        visualizer.close()
+        visualizer.close()
+
+
+def read_tensorboard(run_dir: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(10, 2.0), (20, 1.0)]
+    assert [(event.step, event.value) for event in events.Scalars("val/accuracy")] == [(20, 75.0)]
+    (image,) = events.Images("digits/seven")
+    assert (image.step, image.width, image.height) == (20, 5, 4)
+    (text,) = events.Tensors("config/text_summary")
+    assert b"depths=[2, 4]" in text.tensor_proto.string_val[0]
+
+
+def read_mlflow(run_dir: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("digits")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "first_run"
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"model.type": "Net", "model.depths.0": "2", "model.depths.1": "4", "seed": "0"}
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(10, 2.0), (20, 1.0)]
+    assert next((run_dir.parent / "mlartifacts").rglob("seven_20.png")).read_bytes().startswith(b"\x89PNG")
+    assert "depths=[2, 4]" in next((run_dir.parent / "mlartifacts").rglob("config.py")).read_text()
+
+
+def read_wandb(run_dir: Path) -> None:
+    import wandb
+
+    (log,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    kept = log.read_bytes()
+    for word in (b"train/loss", b"val/accuracy", b"first_run", b"digits", b"depths"):
+        assert word in kept
+    assert list(run_dir.glob("wandb/offline-run-*/files/media/images/digits/seven_20_*.png"))
+    wandb.teardown()  # ends the process behind the library, and the threads that speak to it
+
+
+READ = {"TensorBoardVisualizer": read_tensorboard, "MLflowVisualizer": read_mlflow, "WandbVisualizer": read_wandb}
+
+
+@pytest.mark.filterwarnings("ignore:.*noload:DeprecationWarning")  # of SQLAlchemy, in MLflow
+@pytest.mark.parametrize("name", INSTALLED)
+def test_what_is_shown_can_be_read_with_its_library(name: str, run_dir: Path):
+    show_everything(build(name), run_dir)
+    READ[name](run_dir)
+
+
+@pytest.mark.parametrize("name", [*INSTALLED, "LocalVisualizer", "CsvVisualizer"])
+def test_unopened_it_holds_nothing_and_shows_nothing(name: str, run_dir: Path):
+    visualizer = build(name)
+    with pytest.raises(RuntimeError, match=rf"{name} must be opened"):
+        visualizer.add_scalars({"x": 1.0})
+    assert isinstance(visualizer, Closes)
+    visualizer.close()
+    assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_missing_library_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, LIBRARIES[name], None)  # keeps it from being found
+    with pytest.raises(ConfigError, match=rf"{name} needs the package `{LIBRARIES[name]}`.*lockstep-engine\["):
+        build(name)
+
+
+@pytest.mark.parametrize(
+    ("published", "own"),
+    [
+        ("LocalVisBackend", "LocalVisualizer"),
+        ("TensorboardVisBackend", "TensorBoardVisualizer"),
+        ("MLflowVisBackend", "MLflowVisualizer"),
+        ("WandbVisBackend", "WandbVisualizer"),
+        ("Visualizer", "Visualizers"),
+    ],
+)
+def test_published_names_mean_the_same(published: str, own: str):
+    assert VISUALIZERS[published] is VISUALIZERS[own]
+
+
+def test_local_files(run_dir: Path):
+    show_everything(build("LocalVisualizer"), run_dir)
+    lines = [json.loads(line) for line in (run_dir / "scalars.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 10, "train/loss": 2.0, "train/lr": 0.5},
+        {"step": 20, "train/loss": 1.0, "val/accuracy": 75.0},
+    ]
+    assert (run_dir / "images" / "digits" / "seven_20.png").read_bytes().startswith(b"\x89PNG")
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_files(run_dir: Path):
+    show_everything(CsvVisualizer(), run_dir)
+    assert read_table(run_dir / "train.csv") == [
+        {"step": "10", "loss": "2.0", "lr": "0.5"},
+        {"step": "20", "loss": "1.0", "lr": ""},
+    ]
+    assert read_table(run_dir / "val.csv") == [{"step": "20", "accuracy": "75.0"}]
+
+
+def test_a_late_name_adds_a_column_to_a_csv_file(tmp_path: Path):
+    table = CsvVisualizer(save_dir=tmp_path / "tables")
+    table.open(tmp_path)
+    table.add_scalars({"a": 1.0}, step=1)
+    table.add_scalars({"a": 2.0, "b, c": 3.0}, step=2)
+    table.close()
+    table.add_scalars({"d": 4.0}, step=3)  # goes on with what is there
+    table.close()
+    assert read_table(tmp_path / "tables" / "scalars.csv") == [
+        {"step": "1", "a": "1.0", "b, c": "", "d": ""},
+        {"step": "2", "a": "2.0", "b, c": "3.0", "d": ""},
+        {"step": "3", "a": "", "b, c": "", "d": "4.0"},
+    ]
+    assert [path.name for path in (tmp_path / "tables").iterdir()] == ["scalars.csv"]
+
+
+def test_options_of_a_config_are_flat():
+    options = flat_options(Config({"a": {"b": [1, {"c": True}], "empty": {}}, "type": dict, "none": None}))
+    assert options == {"a.b.0": 1, "a.b.1.c": True, "a.empty": {}, "type": "builtins.dict", "none": None}

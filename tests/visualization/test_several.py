@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.config import Config
+from lockstep.errors import RegistryError
+from lockstep.registry import VISUALIZERS
+from lockstep.visualization import CsvVisualizer, LocalVisualizer, TensorBoardVisualizer, Visualizers, build_visualizers
+
+
+class Board:
+    """Has the one ability that every visualizer must have."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[dict[str, float], int]] = []
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        self.seen.append((scalar_dict, step))
+
+
+class Breaking(Board):
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        raise OSError("the line is dead")
+
+
+def test_each_gets_what_it_can_show(tmp_path: Path):
+    board = Board()
+    both = Visualizers([board, {"type": "LocalVisBackend"}])
+    both.open(tmp_path)
+    both.add_config(Config({"a": 1}))
+    both.add_scalar("x", 1.0, step=3)
+    both.add_image("grey", torch.zeros(2, 2, dtype=torch.uint8), step=3)
+    both.close()
+    assert board.seen == [({"x": 1.0}, 3)]
+    assert (tmp_path / "scalars.jsonl").read_text() == '{"step": 3, "x": 1.0}\n'
+    assert (tmp_path / "images" / "grey_3.png").is_file()
+
+
+def test_all_are_closed_whatever_becomes_of_one():
+    first, second = Breaking(), Breaking()
+    with pytest.raises(OSError, match="dead"):
+        Visualizers([first, second]).close()
+    assert first.closed
+    assert second.closed
+
+
+def test_a_folder_for_all_of_them(tmp_path: Path):
+    cfg = {
+        "type": "Visualizer",
+        "vis_backends": [{"type": "LocalVisBackend"}],
+        "name": "mine",
+        "save_dir": str(tmp_path / "vis"),
+    }
+    visualizer = VISUALIZERS.build(cfg)
+    visualizer.open(tmp_path)
+    visualizer.add_scalars({"x": 1.0})
+    visualizer.close()
+    assert visualizer.name == "mine"
+    assert (tmp_path / "vis" / "scalars.jsonl").is_file()
+
+
+def test_by_default_tensorboard():
+    (part,) = build_visualizers(None).parts
+    assert isinstance(part, TensorBoardVisualizer)
+
+
+def test_what_may_be_given():
+    board = Board()
+    several = Visualizers([board])
+    assert build_visualizers(several) is several
+    assert build_visualizers(board).parts == [board]
+    assert build_visualizers([]).parts == []
+    csv_part, local = build_visualizers([{"type": "CsvVisualizer"}, LocalVisualizer()]).parts
+    assert isinstance(csv_part, CsvVisualizer)
+    assert isinstance(local, LocalVisualizer)
+    (nested,) = build_visualizers({"type": "Visualizer", "vis_backends": [board]}).parts
+    assert isinstance(nested, Visualizers)
+    assert nested.parts == [board]
+
+
+def test_what_may_not():
+    with pytest.raises(TypeError, match="`visualizer` must have a method add_scalars, but is 3"):
+        build_visualizers([Board(), 3])
+    with pytest.raises(RegistryError, match="TensorBoardVisualizer"):
+        build_visualizers({"type": "TensorBordVisualizer"})
