@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import psutil
 import pytest
 import torch
@@ -31,8 +28,7 @@ def test_what_is_available_is_what_torch_accelerates_with(kind: str) -> None:
 
 
 def test_on_the_cpu_memory_is_that_of_the_process_and_the_machine() -> None:
-    stats = memory_stats(torch.device("cpu"))
-    assert stats == memory_stats("cpu") or abs(stats.allocated_bytes - memory_stats("cpu").allocated_bytes) < 64 * MIB
+    stats = memory_stats("cpu")
     assert stats.device == "cpu"
     assert stats.total_bytes == pytest.approx(psutil.virtual_memory().total, rel=0.01)
     assert stats.allocated_bytes == pytest.approx(psutil.Process().memory_info().rss, abs=64 * MIB)
@@ -48,7 +44,7 @@ def test_memory_that_was_let_go_of_stays_in_the_peak() -> None:
     after = memory_stats("cpu")
     assert during.allocated_bytes - before.allocated_bytes == pytest.approx(nbytes, rel=0.2)
     assert after.allocated_bytes < during.allocated_bytes - nbytes / 2
-    assert after.peak_bytes >= during.peak_bytes * 0.99 > before.peak_bytes
+    assert after.peak_bytes > before.peak_bytes + 128 * MIB
 
 
 def test_the_stats_are_those_of_the_current_device() -> None:
@@ -66,7 +62,3 @@ def test_the_peak_of_cuda_memory_is_zero_without_cuda_and_starts_anew_with_each_
         del block
         assert get_max_cuda_memory() >= 4
     assert get_max_cuda_memory() == (torch.cuda.max_memory_allocated() // MIB if torch.cuda.is_available() else 0)
-
-
-def test_importing_it_starts_no_accelerator() -> None:
-    assert os.path.dirname(sys.modules["lockstep.device"].__file__ or "")

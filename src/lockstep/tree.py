@@ -81,9 +81,11 @@ def _children(tree: Any) -> dict[Any, Any] | None:
     if isinstance(tree, (list, tuple)):
         names = getattr(tree, "_fields", range(len(tree)))
         return dict(zip(names, tree, strict=True))
+    if isinstance(tree, type):
+        return None  # a class has the methods of its nodes, but is none
     if isinstance(tree, TreeNode):
         return tree.tree_children()
-    if is_dataclass(tree) and not isinstance(tree, type):
+    if is_dataclass(tree):
         return {field.name: getattr(tree, field.name) for field in fields(tree)}
     return None
 

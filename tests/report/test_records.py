@@ -1,7 +1,86 @@
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import pytest
-from conftest_names import train_record
+
+from lockstep.errors import ReportError
+from lockstep.report import find_run, read_run
+from lockstep.report.records import number
+
+from .samples import train_record, val_record, write_run
+
+
+def test_a_run_is_found_by_its_folder(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    assert find_run(folder) == folder
+
+
+def test_of_several_runs_the_last_is_taken(tmp_path: Path):
+    runs = [write_run(tmp_path / name) for name in ("20260101_1", "20260101_2", "20260101_0")]
+    for age, run in enumerate(reversed(runs)):
+        os.utime(run / "metrics.jsonl", (1000 - age, 1000 - age))
+    (tmp_path / "ranks").mkdir()
+    assert find_run(tmp_path) == runs[-1]
+    for run in runs:
+        os.utime(run / "metrics.jsonl", (1000, 1000))
+    assert find_run(tmp_path) == runs[1]
+
+
+def test_where_there_is_no_run_that_is_told(tmp_path: Path):
+    with pytest.raises(ReportError, match=r"there is no folder `.*nothing`"):
+        find_run(tmp_path / "nothing")
+    with pytest.raises(ReportError, match=r"holds no run: there is no metrics.jsonl in it or in a folder of it"):
+        find_run(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ReportError, match=r"must be the folder of a run, but `.*file` is a file"):
+        find_run(tmp_path / "file")
+
+
+def test_an_empty_run_is_told(tmp_path: Path):
+    folder = write_run(tmp_path / "run", records=[])
+    with pytest.raises(ReportError, match=r"has no record yet; there is nothing to show"):
+        read_run(folder)
+    (folder / "metrics.jsonl").write_text("no json\n")
+    with pytest.raises(ReportError, match=r"has no record yet, only what cannot be read \(metrics.jsonl: 1 unreadable"):
+        read_run(folder)
+
+
+def test_records_are_sorted_by_what_they_are(tmp_path: Path):
+    records = [train_record(10), {"mode": "epoch", "epoch": 1, "iter": 10, "loss": 3}, val_record(10, acc=1)]
+    run = read_run(write_run(tmp_path / "run", [*records, {"mode": "test", "epoch": 1, "iter": 10, "acc": 2}]))
+    assert [record["mode"] for record in run.train] == ["train"]
+    assert [record["mode"] for record in run.evaluations] == ["val", "test"]
+    assert (run.ranks, run.environment, run.config, run.faults) == ([], {}, "", [])
+
+
+def test_what_cannot_be_read_is_left_out_and_told(tmp_path: Path):
+    folder = write_run(tmp_path / "run", ranks=[{"count": 3}], environment={})
+    broken = ["{", "[1]", "", '{"mode": "train"}', '{"mode": "train", "iter": "one"}', "\x00", '{"mode": "train", "it']
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(broken))
+    (folder / "environment.json").write_bytes(b"\xff{")
+    run = read_run(folder)
+    assert len(run.train) == 10
+    assert run.ranks == []
+    assert run.faults == [
+        "metrics.jsonl: 6 unreadable lines left out (13, 14, 16, 17, 18, ...)",
+        "ranks.jsonl: 1 unreadable line left out (1)",
+        "environment.json: unreadable, left out",
+    ]
+
+
+@pytest.mark.parametrize(("value", "expected"), [(3, 3.0), (0.5, 0.5), ("inf", math.inf), ("-inf", -math.inf)])
+def test_numbers(value: object, expected: float):
+    assert number(value) == expected
+
+
+@pytest.mark.parametrize("value", [None, True, "seven", "Infinity", [1.0], {}])
+def test_what_is_no_number(value: object):
+    assert number(value) is None
+
+
+def test_nan_is_a_number():
+    assert math.isnan(number("nan"))

@@ -331,7 +331,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_training(tmp_path: Pa
 @ranks(2)
 def test_an_unwritable_work_dir_is_refused_on_every_rank(tmp_path: Path):
     (tmp_path / "file").touch(exist_ok=True)
-    with pytest.raises(ConfigError if get_rank() == 0 else PeerError, match="`work_dir`.*file"):
+    with pytest.raises(ConfigError if get_rank() == 0 else PeerError, match=r"`work_dir`.*file"):
         complete(tmp_path / "file" / "work").train()
 
 

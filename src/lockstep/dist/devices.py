@@ -86,7 +86,9 @@ def to_wire(data: Tensor, group: Group) -> Tensor:
         data = data.detach()
     if data.is_conj() or data.is_neg():  # backends see the memory, not what torch still owes to it
         data = data.resolve_conj().resolve_neg()
-    if group.pg is not None and data.device.type not in group.devices:
+    # The first question is a cheap one, and answers for the usual case.
+    is_moved = (data.is_cpu and "cpu" in group.devices) or data.device.type in group.devices
+    if not is_moved and group.reference is not None:
         data = data.to(group.comm_device)
     return data.contiguous()
 

@@ -145,20 +145,16 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     require_tensor("data", data)
     group_rank("dst", dst, here)
     check_call("gather", here, dst)
-    outputs = gather_list if here.rank == dst else None
-    handle, parts = _gather(data, outputs, dst, here)
-
-    def finish() -> None:
-        if outputs is not None:
-            _fill("gather_list", outputs, parts, here)
-        elif async_op and here.rank == dst:
-            raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({here.here})")
-
-    handle = Handle([handle], here, finish)
+    if here.rank == dst and gather_list is not None:
+        return settled(_gather_into(gather_list, data, dst, here), async_op)
+    handle, parts = _gather(data, dst, here)
     if async_op:
+        if here.rank == dst:
+            handle.wait()
+            raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({here.here})")
         return handle
     handle.wait()
-    return None if outputs is not None else [part.to(data.device) for part in parts]
+    return [part.to(data.device) for part in parts]
 
 
 def scatter(
@@ -181,8 +177,7 @@ def scatter(
     differ.
 
     **Raises**: ValueError on `src` where its list is no list of one tensor for each rank, PeerError on the others;
-    ValueError on a rank
-    whose `tensor` is not as what was sent to it.
+    ValueError on a rank whose `tensor` is not as what was sent to it.
 
     **Cost**: a slot of 512 bytes from `src` to each rank, and the bytes of those tensors that don't fit in it.
 
@@ -199,8 +194,8 @@ def scatter(
     group_rank("src", src, here)
     check_call("scatter", here, src)
     received = _deal(scatter_list, here) if here.rank == src else _dealt(tensor, src, here)
-    _require_like_what_arrived("tensor", tensor, received, here)
     if received is not tensor:
+        _require_like_what_arrived("tensor", tensor, received, here)
         copy_back(tensor, received)
     return Handle((), here) if async_op else None
 
@@ -275,25 +270,50 @@ def _exchange(wire: Tensor, packets: Sequence[Packet], landing: Sequence[Tensor]
     return broadcast_each(mine, targets, here)
 
 
-def _gather(data: Tensor, outputs: Sequence[Tensor] | None, dst: int, here: Group) -> tuple[Handle, Sequence[Tensor]]:
+def _gather(data: Tensor, dst: int, here: Group) -> tuple[Handle, list[Tensor]]:
     """Start gathering; return what to wait for, and on `dst` where the tensors arrive."""
     wire = to_comm(data, here)
     slots = collect_slots(pack_tensor(wire), dst, here)
     if slots is None:
         return send_to([] if fits(wire) else [as_bytes(wire)], dst, here), []
     packets = [read_packet(slot) for slot in slots]
-    if outputs is None or not _are_like(outputs, packets):
-        parts = [packet.tensor(here.comm_device) for packet in packets]
-    else:
-        parts = [_landing(output, packet, here) for output, packet in zip(outputs, packets, strict=True)]
+    parts = [packet.tensor(here.comm_device) for packet in packets]
+    return _receive(packets, parts, wire, here), parts
+
+
+def _gather_into(outputs: Sequence[Tensor], data: Tensor, dst: int, here: Group) -> Handle:
+    """Start gathering on `dst`. A list that does not fit raises in the end, when all is received that is sent."""
+    wire = to_comm(data, here)
+    slots = collect_slots(pack_tensor(wire), dst, here)
+    assert slots is not None
+    packets = [read_packet(slot) for slot in slots]
+    fitting = _are_like(outputs, packets)
+    landing = [
+        _landing(outputs[rank], packet, here) if fitting else packet.tensor(here.comm_device)
+        for rank, packet in enumerate(packets)
+    ]
+
+    def finish() -> None:
+        if not fitting:
+            require_list("gather_list", outputs, here)
+        for rank, landed in enumerate(landing):
+            if landed is not outputs[rank]:
+                _require_like_what_arrived(f"gather_list[{rank}]", outputs[rank], landed, here)
+                copy_back(outputs[rank], landed)
+
+    return Handle([_receive(packets, landing, wire, here)], here, finish)
+
+
+def _receive(packets: Sequence[Packet], landing: Sequence[Tensor], wire: Tensor, here: Group) -> Handle:
+    """Receive what did not fit into the slots; this rank's own is `wire`."""
     arriving = []
-    for rank, (packet, part) in enumerate(zip(packets, parts, strict=True)):
+    for rank, packet in enumerate(packets):
         if packet.inline is None:
             if rank == here.rank:
-                copy_back(part, wire)
+                copy_back(landing[rank], wire)
             else:
-                arriving.append(receive_from([as_bytes(part)], rank, here))
-    return Handle(arriving, here), parts
+                arriving.append(receive_from([as_bytes(landing[rank])], rank, here))
+    return Handle(arriving, here)
 
 
 def _are_like(outputs: Sequence[Tensor], packets: Sequence[Packet]) -> bool:
@@ -334,15 +354,6 @@ def _dealt(tensor: Tensor, src: int, here: Group) -> Tensor:
     if packet.inline is None:
         receive_from([as_bytes(received)], src, here).wait()
     return received
-
-
-def _fill(name: str, outputs: Sequence[Tensor], parts: Sequence[Tensor], here: Group) -> None:
-    require_list(name, outputs, here)
-    for index, (output, part) in enumerate(zip(outputs, parts, strict=True)):
-        _require_like_what_arrived(f"{name}[{index}]", output, part, here)
-    for output, part in zip(outputs, parts, strict=True):
-        if output is not part:
-            copy_back(output, part)
 
 
 def _require_like_what_arrived(name: str, output: Tensor, part: Tensor, here: Group) -> None:

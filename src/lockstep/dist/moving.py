@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions
 
 from lockstep.dist.arguments import group_rank, require_list, require_tensor
-from lockstep.dist.devices import as_bytes, copy_back, to_comm, to_wire
-from lockstep.dist.groups import GroupLike, resolve
+from lockstep.dist.devices import as_bytes, copy_back, is_bare, to_comm, to_wire
+from lockstep.dist.groups import Group, GroupLike, resolve
 from lockstep.dist.guard import check_call
 from lockstep.dist.handles import Handle, settled
+from lockstep.dist.segments import receive_from, send_to
 
 # Dtypes that every backend moves by name; all others travel as bytes.
 _MOVABLE = frozenset(
@@ -101,20 +102,50 @@ def all_to_all(
     if here.pg is None:
         copy_back(own_out, own_in)
         return Handle((), here) if async_op else None
-    inputs = [_travelling(to_comm(x, here)).view(-1) for x in input_tensor_list]
-    item_bytes = inputs[0].element_size()
-    sizes_out = [x.nbytes // item_bytes for x in output_tensor_list]
-    received = torch.empty(sum(sizes_out), dtype=inputs[0].dtype, device=here.comm_device)
-    work = here.pg.alltoall_base(received, torch.cat(inputs), sizes_out, [x.numel() for x in inputs])
+    exchange = _exchange_in_pairs if here.comm_device.type == "cpu" else _exchange_at_once
+    return settled(exchange(output_tensor_list, input_tensor_list, here), async_op)
+
+
+def _exchange_in_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here: Group) -> Handle:
+    """Send to and receive from each other rank, out of and into the caller's own memory."""
+    landing = [output if output.is_cpu and is_bare(output) else _on_comm_device(output, here) for output in outputs]
+    works: list[Handle] = []
+    for rank, target in enumerate(landing):
+        if rank != here.rank and target.numel():
+            works.append(receive_from([_travelling(target.detach())], rank, here))
+    for rank, source in enumerate(inputs):
+        if rank != here.rank and source.numel():
+            works.append(send_to([_travelling(to_comm(source, here))], rank, here))
+    copy_back(landing[here.rank], inputs[here.rank].detach())
 
     def finish() -> None:
-        parts = torch.split_with_sizes(received, sizes_out)
-        for output, part in zip(output_tensor_list, parts, strict=True):
+        for output, landed in zip(outputs, landing, strict=True):
+            if landed is not output:
+                copy_back(output, landed)
+
+    return Handle(works, here, finish)
+
+
+def _exchange_at_once(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here: Group) -> Handle:
+    """Exchange one tensor with the data for all ranks: accelerators order messages, so that pairs could block."""
+    assert here.pg is not None
+    parts = [_travelling(to_comm(x, here)).view(-1) for x in inputs]
+    item_bytes = parts[0].element_size()
+    sizes_out = [x.nbytes // item_bytes for x in outputs]
+    received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=here.comm_device)
+    work = here.pg.alltoall_base(received, torch.cat(parts), sizes_out, [x.numel() for x in parts])
+
+    def finish() -> None:
+        for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
             if part.dtype != output.dtype:
                 part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
             copy_back(output, part)
 
-    return settled(Handle([work], here, finish), async_op)
+    return Handle([work], here, finish)
+
+
+def _on_comm_device(output: Tensor, here: Group) -> Tensor:
+    return torch.empty(output.shape, dtype=output.dtype, device=here.comm_device)
 
 
 def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:

@@ -39,8 +39,8 @@ def open_store(
         loopback: all ranks are on this machine, so that nothing needs to listen elsewhere.
         generation: how many groups this process has joined before; every rank counts alike.
 
-    **Raises**: TopologyError where no address is known, or the port is taken; where rank 0 is not found in time, torch's
-    DistError, or CollectiveTimeoutError where it should have published its port.
+    **Raises**: TopologyError where no address is known, or the port is taken; where rank 0 is not found in time,
+    CollectiveTimeoutError if it had to publish its port, else torch's DistError.
     """
     timeout = timeout or _DEFAULT_TIMEOUT
     prefix = prefix_of(topology, generation)

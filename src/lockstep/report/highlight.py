@@ -18,21 +18,19 @@ def highlighted(source: str) -> str:
         >>> highlighted("lr = 1e-3")
         'lr = <span class="number">1e-3</span>'
     """
-    lines = source.splitlines(keepends=True)
+    starts = [0, *(place + 1 for place, character in enumerate(source) if character == "\n")]
     parts: list[str] = []
-    row, column = 1, 0
+    done = 0
     try:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            kind = _kind(token)
-            if kind:
-                parts += [
-                    _between(lines, (row, column), token.start),
-                    f'<span class="{kind}">{escape(token.string)}</span>',
-                ]
-                row, column = token.end
-    except (tokenize.TokenError, IndentationError, SyntaxError):
+            if kind := _kind(token):
+                begin = starts[token.start[0] - 1] + token.start[1]
+                text = escape(token.string, quote=False)
+                parts += [escape(source[done:begin], quote=False), f'<span class="{kind}">{text}</span>']
+                done = begin + len(token.string)
+    except (tokenize.TokenError, SyntaxError):
         return escape(source, quote=False)
-    return "".join([*parts, _between(lines, (row, column), (len(lines) + 1, 0))])
+    return "".join([*parts, escape(source[done:], quote=False)])
 
 
 def _kind(token: tokenize.TokenInfo) -> str:
@@ -41,13 +39,3 @@ def _kind(token: tokenize.TokenInfo) -> str:
             return "number"
         return "keyword" if keyword.iskeyword(token.string) else ""
     return _KINDS.get(token.type, "")
-
-
-def _between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    """Return the text from one place (row from 1, column) to another, escaped."""
-    if start[0] == end[0]:
-        return escape(lines[start[0] - 1][start[1] : end[1]], quote=False)
-    first, *rest = lines[start[0] - 1 : end[0]] or [""]
-    if len(rest) == end[0] - start[0] and rest:
-        rest[-1] = rest[-1][: end[1]]
-    return escape("".join([first[start[1] :], *rest]), quote=False)

@@ -37,7 +37,8 @@ class Scale:
 
     def _powers(self, most: int) -> list[float]:
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        factors = (1,) if last - first > 3 else (1, 2, 5) if last - first < 3 else (1, 3)
+        decades = math.log10(self.high / self.low)
+        factors = (1, 2, 5) if decades < 2 else (1, 3) if decades < 3.5 else (1,)
         every = max(1, math.ceil((last - first) / most))
         values = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
         return [value for value in values if self.low <= value <= self.high]

@@ -1,0 +1,197 @@
+"""The page as text: what it says, and that it asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ReportError
+from lockstep.report import page_html, read_run, write_page
+from lockstep.report.facts import best
+
+from .samples import rank_row, train_record, val_record, write_run, write_whole_run
+
+VOID = {"meta", "link"}
+
+
+class Page(HTMLParser):
+    """Headings, cells and attributes of a page, after a check that its elements are nested well."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in VOID:
+            self._open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        for tag in set(self._open):
+            self.texts[tag][-1] += data
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return json.loads(next(text for text in self.texts["script"] if text.startswith("{")))
+
+
+def page_of(folder: Path) -> Page:
+    return Page(page_html(read_run(folder)))
+
+
+def test_the_page_shows_everything_that_is_recorded(tmp_path: Path):
+    page = page_of(write_whole_run(tmp_path / "digits" / "20261121_120000"))
+    assert page.texts["h1"] == ["20261121_120000"]
+    assert [title.strip().split("  ")[0] for title in page.texts["h3"]] == [
+        "Loss", "Accuracy %", "Throughput samples/s", "Time of a step ms", "Learning rate", "Peak memory MiB",
+        "Whole step ms", "Compute ms", "Wait for gradients ms", "Wait for data ms",
+    ]  # fmt: skip
+    assert (
+        "2 ranks · DigitsNet, 18,490 parameters, DDPStrategy · 21 November 2026, 12:00 UTC" in page.texts["header"][0]
+    )
+    assert page.texts["td"] == ["val", "1", "50", "91.25", "val", "2", "100", "97.5"]
+    assert page.texts["b"] == ["97.5"]
+    terms = dict(zip(page.texts["dt"], page.texts["dd"][-len(page.texts["dt"]) :], strict=True))
+    assert terms["seed"] == "3"
+    assert terms["torch"] == "2.13.0"
+    assert terms["ranks 0-1"] == "node1, cpu (A fast one), 1 thread"
+    assert page.texts["code"] == ["work_dir = 'runs'  # here\nlr = 1e-3\n"]
+
+
+def test_the_values_of_all_curves_are_there(tmp_path: Path):
+    values = page_of(write_whole_run(tmp_path / "run")).values
+    assert values["across"] == [0, 100]
+    assert values["epochs"] == [[1, 50], [2, 100]]
+    steps = list(range(10, 101, 10))
+    loss, accuracy, throughput, step, *_ = values["charts"]
+    assert loss["lines"] == [{"x": steps, "y": [float(f"{30 / step:.5g}") for step in steps]}]
+    assert accuracy["lines"] == [{"x": [50, 100], "y": [91.25, 97.5]}]
+    assert throughput["lines"][0]["y"] == [5000.0] * 10
+    assert [line["y"][0] for line in step["lines"]] == pytest.approx([13, 5, 2])  # compute, gradients, data
+    whole, compute, exchange, data = values["heatmaps"]
+    assert whole["values"][-1] == [20.0, 30.0]
+    assert compute["values"][-1] == [13.0, 23.0]
+    assert exchange["values"][-1] == [5.0, 5.0]
+    assert data["values"][-1] == [2.0, 2.0]
+    assert (whole["begin"][0], whole["end"][-1]) == (0, 100)
+
+
+def test_the_page_needs_no_network(tmp_path: Path):
+    html = page_html(read_run(write_whole_run(tmp_path / "run")))
+    page = Page(html)
+    links = [value for name, value in page.attributes if name in ("src", "href", "srcset", "action", "data")]
+    assert links == ["data:,"]
+    assert "http:" not in html
+    assert "https:" not in html
+    assert "@import" not in html
+    assert "url(" not in html
+    assert "default-src 'none'" in html
+    assert len(html) < 60_000
+
+
+def test_names_cannot_become_markup(tmp_path: Path):
+    evil = "</script><script>alert(1)</script>"
+    records = [train_record(10, **{evil: 1.0}), val_record(10, **{evil: 2.0})]
+    environment = {"command": evil, "model": evil, "units": {evil: evil}, "ranks": [{"host": evil}], "started": evil}
+    folder = write_run(tmp_path / "<b>" / "<i>", records, environment=environment, config=evil)
+    page = page_of(folder)
+    assert len(page.texts["script"]) == 2
+    assert "i" not in page.texts
+    assert page.texts["h1"] == ["<i>"]
+
+
+def test_a_run_that_was_only_validated(tmp_path: Path):
+    page = page_of(write_run(tmp_path / "run", [{"mode": "test", "epoch": 0, "iter": 0, "loss": 0.5, "acc": "nan"}]))
+    assert page.texts["td"] == ["test", "0", "0", "0.5", "nan"]
+    assert page.values["across"] == [0, 1]
+    assert page.values["charts"][1]["lines"][0]["y"] == [None]
+
+
+def test_a_run_of_one_record(tmp_path: Path):
+    page = page_of(write_run(tmp_path / "run", [{"mode": "train", "epoch": 1, "iter": 7, "loss": "inf"}]))
+    assert "not finite" in page.texts["output"]
+    assert page.values["heatmaps"] == []
+
+
+def test_a_resumed_run_begins_where_it_went_on(tmp_path: Path):
+    records = [train_record(step) for step in range(1010, 1101, 10)]
+    page = page_of(write_run(tmp_path / "run", records, ranks=[rank_row(record["iter"]) for record in records]))
+    assert page.values["across"] == [1000, 1100]
+
+
+def test_rows_that_do_not_fit_are_left_out(tmp_path: Path):
+    ranks = [rank_row(10), rank_row(20, time=(0.02,)), rank_row(30, count="x"), {"iter": 40, "count": 10}, rank_row(50)]
+    ranks.append(rank_row(60, data_time="none"))
+    values = page_of(write_run(tmp_path / "run", ranks=ranks)).values
+    assert values["heatmaps"][0]["end"] == [10, 50]
+
+
+def test_one_rank_has_no_heat_map(tmp_path: Path):
+    folder = write_run(tmp_path / "run", ranks=[rank_row(10, time=(0.02,))])
+    assert page_of(folder).values["heatmaps"] == []
+
+
+def test_without_an_exchange_there_is_no_share_of_it(tmp_path: Path):
+    records = [{"mode": "train", "epoch": 1, "iter": step, "time": 0.02, "data_time": 0.005} for step in (10, 20)]
+    rows = [{key: value for key, value in rank_row(step).items() if key != "comm_time"} for step in (10, 20)]
+    page = page_of(write_run(tmp_path / "run", records, ranks=rows))
+    assert page.values["charts"][0]["lines"] == [{"x": [10, 20], "y": [15.0, 15.0]}, {"x": [10, 20], "y": [5.0, 5.0]}]
+    assert len(page.values["heatmaps"]) == 2
+
+
+def test_many_losses_have_charts_of_their_own(tmp_path: Path):
+    losses = {f"loss_{index}": 1.0 for index in range(6)}
+    titles = page_of(write_run(tmp_path / "run", [train_record(10, **losses)])).texts["h3"]
+    assert [title for title in titles if title.startswith("train loss_")] == [
+        f"train loss_{index}" for index in range(6)
+    ]
+
+
+def test_faults_are_told_on_the_page(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"mode": "tr')
+    assert page_of(folder).texts["header"][0].endswith("metrics.jsonl: 1 unreadable line left out (13)")
+
+
+def test_a_page_that_cannot_be_written_is_told(tmp_path: Path):
+    run = read_run(write_run(tmp_path / "run"))
+    with pytest.raises(ReportError, match=r"cannot be written to `.*page.html`: No such file or directory"):
+        write_page(run, tmp_path / "nowhere" / "page.html")
+
+
+def test_which_value_is_best():
+    points = [(1.0, 3.0), (2.0, float("nan")), (3.0, 1.0)]
+    assert best("accuracy", points) == (1.0, 3.0)
+    assert best("val_loss", points) == (3.0, 1.0)
+
+
+def test_a_report_does_not_import_torch():
+    code = "import sys, lockstep.cli.report; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_every_colour_is_defined(tmp_path: Path):
+    html = page_html(read_run(write_whole_run(tmp_path / "run")))
+    style = html.partition("<style>")[2].partition("</style>")[0]
+    used, defined = set(re.findall(r"var\((--[a-z]+\d?)\)", html)), set(re.findall(r"(--[a-z]+\d?):", style))
+    assert used - defined == {"--c", "--rows"}  # which each element has of its own
