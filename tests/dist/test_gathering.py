@@ -219,6 +219,17 @@ def test_a_handle_is_completed_when_waiting_would_not_block() -> None:
 
 
 @ranks(2)
+def test_a_gather_with_a_handle_needs_a_list_to_fill() -> None:
+    handle = gather(torch.ones(LARGE), 1, async_op=True)
+    if get_rank() == 1:
+        with pytest.raises(TypeError, match=r"`async_op` needs the form gather\(tensor, gather_list, dst\)"):
+            handle.wait()
+    else:
+        handle.wait()
+    assert_group_works()
+
+
+@ranks(2)
 def test_conjugates_that_torch_has_not_computed_yet_are_gathered_as_what_they_are() -> None:
     for numel in (1, LARGE):
         data = torch.full((numel,), 1 + 2j).conj()

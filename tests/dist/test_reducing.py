@@ -233,6 +233,8 @@ def refuse_wrong_calls() -> None:
         ValueError, match=f"`input_list` must have {size} entries, one for each rank, but has {size + 1}"
     ):
         reduce_scatter(data, [data] * (size + 1))
+    with pytest.raises(TypeError, match="`output` must be a tensor, but is NoneType"):
+        reduce_scatter(None, [data] * size)
     with pytest.raises(TypeError, match="`input_list` must be a list of tensors"):
         reduce_scatter(data, None)
     with pytest.raises(TypeError, match=r"`input_list\[0\]` must be a tensor"):

@@ -107,14 +107,14 @@ def test_a_port_that_a_killed_job_has_left_behind_is_not_believed(tmp_path: Path
 
 
 @ranks(1, fresh=True)
-def test_a_port_in_use_is_refused_by_name(busy_port: int) -> None:
+def test_a_port_in_use_is_refused_by_name(busy_port: int, free_port: int) -> None:
     os.environ["MASTER_PORT"] = str(busy_port)
     before = dict(os.environ)
     with pytest.raises(TopologyError, match=f"MASTER_PORT must be free on rank 0, but 127.0.0.1:{busy_port} can't be"):
         init_dist("pytorch")
     assert not is_distributed()
     assert dict(os.environ) == before
-    init_dist("pytorch", port=0)
+    init_dist("pytorch", port=free_port)
     assert_group_works()
 
 

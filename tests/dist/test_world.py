@@ -144,6 +144,8 @@ def refuse(error: type[Exception], message: str, *args: Any, **options: Any) -> 
             {"init_backend": "horovod"},
             "`init_backend` must be one of torch, deepspeed, colossalai, but is 'horovod'",
         ),
+        ("none", {"port": 0}, "`port` must be from 1 to 65535, or None for a free one, but is 0"),
+        ("none", {"port": "1"}, "`port` must be from 1 to 65535, or None for a free one, but is '1'"),
         ("none", {"timeout": 0}, "`timeout` must be positive, but is 0"),
         ("none", {"timeout": timedelta(seconds=-1)}, "`timeout` must be positive, but is datetime"),
     ],

@@ -11,7 +11,7 @@ import typer
 from lockstep.errors import TopologyError
 from lockstep.version import __version__
 
-_OPTIONAL = ("scikit-learn", "deepspeed", "colossalai", "tensorboard", "wandb", "pytest")
+_OPTIONAL = ("scikit-learn", "deepspeed", "colossalai", "tensorboard", "mlflow", "wandb", "pytest")
 
 
 def doctor() -> None:

@@ -167,7 +167,7 @@ def reduce_scatter(
         True
     """
     here = resolve(group)
-    name, plan = _planned(output, op)
+    name, plan = _planned(output, op, "output")
     require_list("input_list", input_list, here)
     require_alike("output", output, "input_list[rank]", input_list[here.rank], here)
     if any(entry.dtype != output.dtype for entry in input_list):
@@ -272,9 +272,9 @@ def _is_plain(data: Tensor, plan: Reduction, here: Group, async_op: bool) -> boo
     )
 
 
-def _planned(data: Tensor, op: object) -> tuple[str, Reduction]:
+def _planned(data: Tensor, op: object, argument: str = "data") -> tuple[str, Reduction]:
     name = op_name(op)
-    require_tensor("data", data)
+    require_tensor(argument, data)
     return name, reduction(name, data.dtype)
 
 

@@ -77,7 +77,7 @@ def init_dist(
     **Collective**: every rank of the job.
 
     **Raises**: `TopologyError` (a ValueError) where variables contradict each other or are missing, before any
-    rendezvous; ValueError for an unknown launcher, backend or timeout; DistError if there is a default group already.
+    rendezvous; ValueError for an unknown launcher, backend, timeout or port; DistError if there is a default group already.
 
     **Example (2 ranks)**::
 
@@ -100,6 +100,7 @@ def init_dist(
     topology = read_topology(os.environ, launcher)
     backend = _checked_backend(backend)
     duration = _checked_timeout(timeout)
+    _check_port(port)
     _choose_checks()
     if init_backend != "torch":
         load_engine(init_backend)  # fails before the others wait
@@ -183,7 +184,7 @@ def _start(
         torch_dist.init_process_group(store=store, rank=topology.rank, world_size=topology.world_size, **options)
     except BaseException as error:
         _clean_up(world)
-        if isinstance(error, torch_dist.DistError):
+        if isinstance(error, (torch_dist.DistStoreError, torch_dist.DistNetworkError)):
             raise _not_together(error, topology) from error
         raise
     _world = world
@@ -232,6 +233,11 @@ def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
     return duration
 
 
+def _check_port(port: int | None) -> None:
+    if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 2**16):
+        raise ValueError(f"`port` must be from 1 to 65535, or None for a free one, but is {port!r}")
+
+
 def _choose_checks() -> None:
     mode = os.environ.get("LOCKSTEP_CHECK")
     if mode is None:
@@ -267,7 +273,7 @@ def _keep_on_loopback(backend: str, world: _World) -> None:
             os.environ[variable] = loopback_interface()
 
 
-def _not_together(error: torch_dist.DistError, topology: Topology) -> Exception:
+def _not_together(error: Exception, topology: Topology) -> Exception:
     """Return what it means that the ranks did not find each other, in torch's words."""
     text = str(error)
     kind = CollectiveTimeoutError if "time" in text else DistError

@@ -42,7 +42,7 @@ def heatmaps_of(run: Run) -> list[HeatMap]:
     if not rows:
         return []
     exchange = all("comm_time" in row for row in rows)
-    note = "From one batch to the next. Ranks that wait for each other in every step take equally long."
+    note = "From batch to batch. Ranks that wait for each other take equally long."
     maps = [_heatmap("Whole step", rows, lambda row, rank: row["time"][rank], note)]
     if exchange:
         maps += [
