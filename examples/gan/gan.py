@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class ShowDrawings(Hook):
     """Hand the first drawn images of each validation to the visualizer, in one picture.
 
     Args:
-        rows: of images in the picture, and columns.
+        rows: number of rows, and of columns.
     """
 
     def __init__(self, rows: int = 8) -> None:
@@ -108,8 +109,8 @@ class ShowDrawings(Hook):
 
     def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         if batch_idx == 0:
-            images = nn.functional.pad(outputs[: self.rows**2], (1, 1, 1, 1))  # [rows * rows, 1, 10, 10]
-            table = images.reshape(self.rows, -1, *images.shape[2:])  # [row, column, height, width]
-            picture = torch.cat([torch.cat([*row], dim=1) for row in table])
+            rows = min(self.rows, math.isqrt(len(outputs)))
+            images = nn.functional.pad(outputs[: rows * rows, 0], (1, 1, 1, 1))  # [rows * rows, 10, 10]
+            picture = torch.cat([torch.cat([*row], dim=1) for row in images.split(rows)])
             large = picture.repeat_interleave(4, dim=0).repeat_interleave(4, dim=1)
             runner.visualizer.add_image("drawings", (255 * large).to(torch.uint8), step=runner.iter)

@@ -99,7 +99,7 @@ def finish(handle: Handle | None) -> None:
 
 
 @given(gatherings())
-@settings(max_examples=80)
+@settings(max_examples=60)
 def test_all_gather_gives_every_rank_the_tensors_of_all_in_either_form(case: tuple[int, list[Gathering]]) -> None:
     size, todo = case
     for rows in run_on(size, all_gather_each, todo):
@@ -131,7 +131,7 @@ def gather_one(call: Gathering) -> list[Tensor]:
 
 
 @given(gatherings())
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_gather_gives_dst_the_tensors_of_all_in_either_form(case: tuple[int, list[Gathering]]) -> None:
     size, todo = case
     for rank, rows in enumerate(run_on(size, gather_each, todo)):
@@ -155,7 +155,7 @@ def scatter_one(call: Gathering) -> Tensor:
 
 
 @given(gatherings())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_scatter_gives_rank_i_the_ith_tensor_of_src(case: tuple[int, list[Gathering]]) -> None:
     size, todo = case
     for rank, received in enumerate(run_on(size, scatter_each, todo)):
@@ -220,12 +220,11 @@ def test_a_handle_is_completed_when_waiting_would_not_block() -> None:
 
 @ranks(2)
 def test_a_gather_with_a_handle_needs_a_list_to_fill() -> None:
-    handle = gather(torch.ones(LARGE), 1, async_op=True)
     if get_rank() == 1:
         with pytest.raises(TypeError, match=r"`async_op` needs the form gather\(tensor, gather_list, dst\)"):
-            handle.wait()
+            gather(torch.ones(LARGE), 1, async_op=True)
     else:
-        handle.wait()
+        gather(torch.ones(LARGE), 1, async_op=True).wait()
     assert_group_works()
 
 

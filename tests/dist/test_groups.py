@@ -116,7 +116,7 @@ def collectives_of(members: Members, root: int, numel: int) -> dict[str, list[fl
 
 
 @given(st.sampled_from(SUBGROUPS), st.integers(0, 2), st.sampled_from([1, 1000]))
-@settings(max_examples=12)
+@settings(max_examples=10)
 def test_in_a_subgroup_src_and_dst_are_ranks_of_the_group(case: tuple[int, Members], root: int, numel: int) -> None:
     world_size, members = case
     root %= len(members)

@@ -90,7 +90,7 @@ def all_reduce_each(todo: list[Call]) -> list[Sent | str]:
 
 
 @given(calls())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_all_reduce_gives_every_rank_the_reduction_of_all(case: tuple[int, list[Call]]) -> None:
     size, todo = case
     expected = [reduced(call.op, call.drawn.tensors) for call in todo]
@@ -116,7 +116,7 @@ def reduce_each(todo: list[Call]) -> list[Sent | str | None]:
 
 
 @given(calls())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_reduce_gives_dst_the_reduction_of_all(case: tuple[int, list[Call]]) -> None:
     size, todo = case
     outcomes = run_on(size, reduce_each, todo)
@@ -169,7 +169,7 @@ def reduce_scatter_each(todo: list[ScatterCall]) -> list[Sent | str]:
 
 
 @given(scatter_calls())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_reduce_scatter_gives_rank_i_the_reduction_of_the_ith_entries(case: tuple[int, list[ScatterCall]]) -> None:
     size, todo = case
     for rank, outcomes in enumerate(run_on(size, reduce_scatter_each, todo)):

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.errors import ReportError
 from lockstep.report import page_html, read_run, write_page
-from lockstep.report.facts import best
+from lockstep.report.best import best
 
 from .samples import rank_row, train_record, val_record, write_run, write_whole_run
 
@@ -179,10 +179,34 @@ def test_a_page_that_cannot_be_written_is_told(tmp_path: Path):
         write_page(run, tmp_path / "nowhere" / "page.html")
 
 
-def test_which_value_is_best():
-    points = [(1.0, 3.0), (2.0, float("nan")), (3.0, 1.0)]
-    assert best("accuracy", points) == (1.0, 3.0)
-    assert best("val_loss", points) == (3.0, 1.0)
+POINTS = [(1.0, 3.0), (2.0, float("nan")), (3.0, 1.0)]
+
+
+@pytest.mark.parametrize("name", ["accuracy", "top1_accuracy", "coco/bbox_mAP", "mIoU", "F1"])
+def test_greater_may_be_better(name: str):
+    assert best(name, POINTS) == (1.0, 3.0)
+
+
+@pytest.mark.parametrize("name", ["val_loss", "frechet_distance", "top1_error", "RMSE", "accuracy_loss"])
+def test_less_may_be_better(name: str):
+    assert best(name, POINTS) == (3.0, 1.0)
+
+
+def test_where_the_name_does_not_tell_nothing_is_best():
+    assert best("speed", POINTS) is None
+    assert best("accuracy", POINTS[1:2]) is None
+
+
+def test_vals_and_tests_have_bests_of_their_own(tmp_path: Path):
+    records = [
+        val_record(50, acc=80, speed=7),
+        val_record(100, acc=70, speed=9),
+        {**val_record(100, acc=75), "mode": "test"},
+    ]
+    page = page_of(write_run(tmp_path / "run", records))
+    assert page.texts["b"] == ["80", "75"]
+    tiles = dict(zip(page.texts["dt"], page.texts["dd"][::2], strict=True))
+    assert tiles == {"best acc": "80", "final speed": "9"}
 
 
 def test_a_report_does_not_import_torch():

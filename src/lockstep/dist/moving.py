@@ -107,8 +107,12 @@ def all_to_all(
 
 
 def _exchange_in_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here: Group) -> Handle:
-    """Send to and receive from each other rank, out of and into the caller's own memory."""
-    landing = [output if output.is_cpu and is_bare(output) else _on_comm_device(output, here) for output in outputs]
+    """Send to and receive from each other rank, out of the caller's own memory, and into it where it is free."""
+    sent = {x.untyped_storage().data_ptr() for x in inputs}  # memory that must not change before it has left
+    landing = [
+        x if x.is_cpu and is_bare(x) and x.untyped_storage().data_ptr() not in sent else _on_comm_device(x, here)
+        for x in outputs
+    ]
     works: list[Handle] = []
     for rank, target in enumerate(landing):
         if rank != here.rank and target.numel():

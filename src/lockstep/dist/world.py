@@ -77,7 +77,8 @@ def init_dist(
     **Collective**: every rank of the job.
 
     **Raises**: `TopologyError` (a ValueError) where variables contradict each other or are missing, before any
-    rendezvous; ValueError for an unknown launcher, backend, timeout or port; DistError if there is a default group already.
+    rendezvous; ValueError for an unknown launcher, backend, timeout or port; DistError if there is a default group
+    already; CollectiveTimeoutError if not all ranks come in time.
 
     **Example (2 ranks)**::
 

@@ -19,8 +19,8 @@ _SCORE_KEYS = ("scores", "score", "pred_score", "logits", "preds", "pred", "pred
 class Accuracy(BaseMetric):
     """Share of samples whose class is predicted right, in percent.
 
-    The model's prediction may be a pair (scores or classes, labels), a dict that names both, or the
-    scores alone, with the labels as the last part of the batch.
+    The model's prediction may be a pair (scores or classes, labels), a dict or an object that names both, such as
+    one with `.logits`, or the scores alone; the labels may also be the batch's, by name or as its last part.
 
     **Shapes**: scores [batch, classes], or classes [batch]; labels [batch].
     """
@@ -45,21 +45,25 @@ class Accuracy(BaseMetric):
 
 def _scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tensor]:
     scores, labels = data_samples, None
-    if isinstance(data_samples, Mapping):
+    if isinstance(data_samples, list | tuple):
+        if len(data_samples) == 2:
+            scores, labels = data_samples
+    elif not isinstance(data_samples, Tensor):
         scores, labels = _first(data_samples, _SCORE_KEYS), _first(data_samples, _LABEL_KEYS)
-    elif isinstance(data_samples, list | tuple) and len(data_samples) == 2:
-        scores, labels = data_samples
     if labels is None and isinstance(data_batch, Mapping):
         labels = _first(data_batch, _LABEL_KEYS)
     elif labels is None and isinstance(data_batch, list | tuple):
         labels = data_batch[-1]
     if not isinstance(scores, Tensor) or labels is None:
         raise TypeError(
-            "Accuracy needs the scores of a batch and its labels, as a pair (scores, labels) or a "
-            f"dict with such keys, but the model predicted {type(data_samples).__name__}"
+            "Accuracy needs the scores of a batch and its labels, as a pair (scores, labels), a dict with such keys "
+            f"or an object with such attributes, but the model predicted {type(data_samples).__name__}"
         )
     return scores, torch.as_tensor(labels)
 
 
-def _first(values: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+def _first(values: Any, keys: tuple[str, ...]) -> Any:
+    """Return the first of `keys` that a dict, or an object as its attribute, has."""
+    if not isinstance(values, Mapping):
+        values = {key: getattr(values, key) for key in keys if hasattr(values, key)}
     return next((values[key] for key in keys if key in values), None)

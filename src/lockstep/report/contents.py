@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lockstep.report.chart import Chart, Line
 from lockstep.report.heatmap import HeatMap, Stretch
-from lockstep.report.records import Record, Run, number
+from lockstep.report.records import MODES, Record, Run, number
 from lockstep.report.series import Point
 
 _PLACE = {"mode", "epoch", "iter"}
@@ -95,7 +95,7 @@ def _chart(run: Run, title: str, labels: Mapping[str, str], unit: str = "", *, f
 def _loss_charts(run: Run, names: Sequence[str]) -> list[Chart]:
     several = len(names) > 1
     lines = [Line(f"train {name}" if several else "train", points_of(run.train, name)) for name in names]
-    for mode in ("val", "test"):
+    for mode in MODES:
         evaluated = [name for name in metric_names(run) if "loss" in name]
         lines += [
             line
@@ -112,7 +112,7 @@ def _metric_charts(run: Run) -> list[Chart]:
     for name in metric_names(run):
         if "loss" in name:
             continue
-        lines = [line for mode in ("val", "test") for line in _evaluation_lines(run, mode, name, mode)]
+        lines = [line for mode in MODES for line in _evaluation_lines(run, mode, name, mode)]
         title = name.replace("_", " ")
         charts.append(Chart(title.capitalize() if title.islower() else title, lines, run.unit(name)))
     return charts
@@ -120,7 +120,7 @@ def _metric_charts(run: Run) -> list[Chart]:
 
 def _evaluation_lines(run: Run, mode: str, name: str, label: str) -> list[Line]:
     """Return the line of one metric, or nothing where it was not evaluated in that mode."""
-    points = points_of([record for record in run.evaluations if record["mode"] == mode], name)
+    points = points_of(run.evaluated(mode), name)
     return [Line(label, points, marked=True)] if points else []
 
 

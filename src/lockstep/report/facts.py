@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
@@ -10,12 +9,12 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
+from lockstep.report.best import best
 from lockstep.report.contents import metric_names, points_of
-from lockstep.report.records import Run, number
+from lockstep.report.records import MODES, Run, number
 from lockstep.report.scale import shown
 from lockstep.report.series import Point
 
-_LESS_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "wer", "cer", "nll", "fid")
 _TILE_METRICS = 2
 _VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")
 
@@ -25,9 +24,7 @@ def tiles_html(run: Run) -> str:
     tiles = [
         _tile("final loss", shown(points[-1][1]), "", "train") for points in [points_of(run.train, "loss")] if points
     ]
-    for name in metric_names(run)[:_TILE_METRICS]:
-        place, value = best(name, points_of(run.evaluations, name))
-        tiles.append(_tile(f"best {name.replace('_', ' ')}", shown(value), run.unit(name), f"iteration {place:,.0f}"))
+    tiles += [_metric_tile(run, name) for name in metric_names(run)[:_TILE_METRICS]]
     if rates := [value for _, value in points_of(run.train, "samples_per_second") if value > 0]:
         tiles.append(_tile("throughput", shown(float(f"{median(rates):.3g}")), "/s", "samples, median"))
     if times := points_of(run.train, "time"):
@@ -39,21 +36,20 @@ def tiles_html(run: Run) -> str:
 
 
 def evaluations_html(run: Run) -> str:
-    """Return all evaluations as a table, with the best value of each metric in bold; nothing if there are none."""
+    """Return all evaluations as a table, with the best values in bold where it is known; nothing if there are none."""
     if not run.evaluations:
         return ""
     names = metric_names(run)
-    bests = {name: best(name, points_of(run.evaluations, name))[1] for name in names}
+    bests = {(mode, name): best(name, points_of(run.evaluated(mode), name)) for mode in MODES for name in names}
     heads = "".join(f"<th>{escape(name)}{_in_unit(run.unit(name))}</th>" for name in ("iteration", *names))
     rows = []
     for record in run.evaluations:
         cells = [f"<td>{escape(str(record['mode']))}</td>", f"<td>{_plain(record.get('epoch'))}</td>"]
         cells.append(f"<td>{_plain(record['iter'])}</td>")
         for name in names:
-            value = number(record.get(name))
-            is_best = value is not None and value == bests[name]
+            value, top = number(record.get(name)), bests[record["mode"], name]
             text = _plain(value)
-            cells.append(f"<td>{f'<b>{text}</b>' if is_best else text}</td>")
+            cells.append(f"<td>{f'<b>{text}</b>' if top is not None and value == top[1] else text}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return (
         '<section><h2>Evaluations</h2><div class="card scroll" tabindex="0"><table>'
@@ -83,10 +79,13 @@ def started(run: Run) -> str:
     return f"{moment.day} {moment:%B %Y, %H:%M %Z}".strip()
 
 
-def best(name: str, points: Sequence[Point]) -> Point:
-    """Return the best of some values with its iteration; whether less is better, the name tells."""
-    sign = -1 if any(word in name.lower() for word in _LESS_IS_BETTER) else 1
-    return max(points, key=lambda point: sign * point[1] if math.isfinite(point[1]) else -math.inf)
+def _metric_tile(run: Run, name: str) -> str:
+    """Return the best value of a metric, or its last one where nothing tells which is best."""
+    mode, points = next((mode, points) for mode in MODES if (points := points_of(run.evaluated(mode), name)))
+    title, top = name.replace("_", " "), best(name, points)
+    if top is None:
+        return _tile(f"final {title}", shown(points[-1][1]), run.unit(name), mode)
+    return _tile(f"best {title}", shown(top[1]), run.unit(name), f"{mode}, iteration {top[0]:,.0f}")
 
 
 def _tile(name: str, value: str, unit: str = "", note: str = "") -> str:

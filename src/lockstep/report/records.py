@@ -14,7 +14,7 @@ Record: TypeAlias = Mapping[str, Any]
 
 _RECORDS = "metrics.jsonl"
 _RANKS = "ranks.jsonl"
-_MODES = ("train", "epoch", "val", "test")
+MODES = ("val", "test")
 _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
@@ -39,6 +39,10 @@ class Run:
     environment: Record = field(default_factory=dict)
     config: str = ""
     faults: list[str] = field(default_factory=list)
+
+    def evaluated(self, mode: str) -> list[Record]:
+        """Return the evaluations of one mode."""
+        return [record for record in self.evaluations if record["mode"] == mode]
 
     def unit(self, metric: str) -> str:
         """Return the unit of a metric, or nothing where none is recorded."""
@@ -74,7 +78,9 @@ def read_run(folder: Path) -> Run:
         ReportError: there is not a single record.
     """
     faults: list[str] = []
-    records = [record for record in _json_lines(folder / _RECORDS, faults) if record.get("mode") in _MODES]
+    records = [
+        record for record in _json_lines(folder / _RECORDS, faults) if record.get("mode") in ("train", "epoch", *MODES)
+    ]
     if not records:
         found = f", only what cannot be read ({faults[0]})" if faults else ""
         raise ReportError(f"`{folder / _RECORDS}` has no record yet{found}; there is nothing to show of this run")
@@ -82,7 +88,7 @@ def read_run(folder: Path) -> Run:
     return Run(
         folder=folder,
         train=[record for record in records if record["mode"] == "train"],
-        evaluations=[record for record in records if record["mode"] in ("val", "test")],
+        evaluations=[record for record in records if record["mode"] in MODES],
         ranks=list(_json_lines(folder / _RANKS, faults)),
         environment=_json_object(folder / "environment.json", faults),
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
