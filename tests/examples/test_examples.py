@@ -48,9 +48,13 @@ def start(tmp_path: Path) -> Callable[..., list[Run]]:
         assert "Warning" not in done.stderr
         folders = [tmp_path / name for name in re.findall(r"^run +(.+)$", done.stdout, re.MULTILINE)]
         assert done.stdout.count("2 ranks on") == len(folders)
-        return [Run(folder, [json.loads(line) for line in open(folder / "metrics.jsonl")]) for folder in folders]
+        return [Run(folder, records_in(folder)) for folder in folders]
 
     return start
+
+
+def records_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("config", sorted(EXAMPLES.glob("*/config.py")), ids=lambda path: path.parent.name)
