@@ -143,6 +143,7 @@ def test_inside_an_epoch_another_number_of_ranks_begins_it_anew(tmp_path: Path):
 @ranks(2)
 def test_weights_alone_are_loaded_from_a_checkpoint_or_a_file(tmp_path: Path):
     run(tmp_path)
+    all_gather_object(None)  # rank 0 says which checkpoint is the last when all have written theirs
     trained = load_state(last(tmp_path), {"model": Net().state_dict()})["model"]
     if get_rank() == 0:
         torch.save({"state_dict": {f"module.{k}": v for k, v in trained.items()}}, tmp_path / "net.pth")
