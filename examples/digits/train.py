@@ -1,10 +1,12 @@
 """The same in Python alone: lockstep launch examples/digits/train.py --nproc 2, or torchrun, or just python."""
 
+import torch
 from digits import Digits, DigitsNet
 from torch.utils.data import DataLoader
 
 from lockstep import Runner
 
+torch.manual_seed(0)  # the weights are made here, before the Runner seeds what follows
 runner = Runner(
     model=DigitsNet(),
     work_dir="work_dirs/digits",
@@ -13,5 +15,6 @@ runner = Runner(
     val_evaluator=dict(type="Accuracy"),
     optim_wrapper=dict(optimizer=dict(type="AdamW", lr=3e-3)),
     train_cfg=dict(by_epoch=True, max_epochs=10, val_interval=1),
+    randomness=dict(seed=0),
 )
 runner.train()
