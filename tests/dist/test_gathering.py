@@ -352,14 +352,14 @@ def test_wrong_calls_are_refused_on_every_rank_and_the_group_works_on(size: int)
 
 
 def gather_too_many_dims() -> None:
-    data = torch.zeros([1] * 60)
-    with pytest.raises(ValueError, match="`data` must have at most 59 dims, but has 60"):
+    data = torch.zeros([1] * 61)
+    with pytest.raises(ValueError, match="`data` must have at most 60 dims, but has 61"):
         all_gather(data)
-    with pytest.raises(ValueError, match="`data` must have at most 59 dims, but has 60"):
+    with pytest.raises(ValueError, match="`data` must have at most 60 dims, but has 61"):
         gather(data)
-    assert all_gather(data.view([1] * 59))[-1].shape == torch.Size([1] * 59)
+    assert all_gather(data.view([1] * 60))[-1].shape == torch.Size([1] * 60)
 
 
 @pytest.mark.parametrize("size", [NO_GROUP, 2])
-def test_tensors_may_have_59_dims(size: int) -> None:
+def test_tensors_may_have_60_dims(size: int) -> None:
     run_on(size, gather_too_many_dims)

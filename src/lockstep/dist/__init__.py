@@ -3,7 +3,7 @@
 from lockstep.device import get_device
 from lockstep.dist.agreement import local_main_process_first, main_process_first
 from lockstep.dist.devices import cast_data_device, get_comm_device, get_data_device
-from lockstep.dist.gathering import all_gather, gather, scatter
+from lockstep.dist.gathering import all_gather, gather
 from lockstep.dist.guard import check_collectives
 from lockstep.dist.handles import Handle
 from lockstep.dist.moving import all_to_all, barrier, broadcast
@@ -39,6 +39,7 @@ from lockstep.dist.queries import (
 )
 from lockstep.dist.reducing import all_reduce, reduce, reduce_scatter
 from lockstep.dist.results import collect_results, collect_results_cpu, collect_results_gpu
+from lockstep.dist.scattering import scatter
 from lockstep.dist.world import destroy_dist, infer_launcher, init_dist, is_distributed
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
 

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
-from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
 
 from lockstep.errors import DistError
 
+# Set by torch's compiler when it is first imported, which an engine may be the first to do.
+_SET_BY_TORCH = ("TORCHINDUCTOR_", "TRITON_")
+_INSTALL = {
+    "deepspeed": "pip install 'lockstep-engine[deepspeed]'",
+    "colossalai": "the recipe in docs/strategies.md, because its own requirements exclude this torch",
+}
+# The default group that DeepSpeed was given last; only compared with the present one.
+_adopted: weakref.ref[torch_dist.ProcessGroup] | None = None
 
-def load_engine(name: str) -> ModuleType:
-    """Import an optional engine, ``"deepspeed"`` or ``"colossalai"``.
+
+def load_engine(name: str) -> Any:
+    """Import an optional engine, ``"deepspeed"`` or ``"colossalai"``, or one of its modules.
 
     **Raises**: DistError where it is not installed or can't be imported, with the way to get it.
     """
+    package = name.partition(".")[0]
+    no_device = package == "deepspeed" and not torch.accelerator.is_available()
     try:
-        return import_module(name)
+        # DeepSpeed looks for a device when it is imported, and complains where it has to guess.
+        with undisturbed({"DS_ACCELERATOR": "cpu"} if no_device else {}):
+            return import_module(name)
     except ImportError as error:
         raise DistError(
-            f"init_backend={name!r} needs the package {name}, but importing it failed: {error}. "
-            f"Install it with: pip install 'lockstep-engine[{name}]'"
+            f"init_backend={package!r} needs the package {package}, but importing it failed: {error}. "
+            f"Install it with {_INSTALL[package]}"
         ) from error
 
 
@@ -28,11 +49,49 @@ def adopt_group(name: str, backend: str) -> None:
     **Collective**: every rank.
 
     **Source**: `deepspeed.init_distributed` (0.19) wraps an existing default group; `colossalai.launch` (0.5) would
-    make
-    one of its own, and what it does besides is to set the device and the seed, which `init_dist` and the Runner do.
+    make one of its own, and what it does besides is to set the device and the seed, which `init_dist` and the Runner
+    do.
     """
     engine = load_engine(name)
     if name == "deepspeed":
+        _forget_former_group()
         # Its shared-memory collectives for the CPU are compiled at this moment, for 30 s and more, and replace gloo.
-        import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+        # The table is put in place first: DeepSpeed makes it by running a compiler, and leaves a file open then.
+        known = vars(load_engine("deepspeed.ops")).setdefault("__compatible_ops__", {})
+        known["deepspeed_shm_comm"] = False
         engine.init_distributed(dist_backend=backend, dist_init_required=False)
+
+
+@contextmanager
+def undisturbed(variables: Mapping[str, str]) -> Iterator[None]:
+    """Run code of an engine so that it leaves no traces: the environment is as before, torch's imports don't warn.
+
+    Args:
+        variables: set meanwhile, where they are not set.
+    """
+    before = dict(os.environ)
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    try:
+        with warnings.catch_warnings():
+            # Torch's compiler, which engines are often the first to import, warns of torch's own code (2.13).
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            if not name.startswith(_SET_BY_TORCH):
+                del os.environ[name]
+        os.environ.update(before)
+
+
+def _forget_former_group() -> None:
+    """Let DeepSpeed forget a default group that has ended, and the groups made from it, which it keeps for good.
+
+    **Source**: `deepspeed.comm.destroy_process_group` (0.19) does this, but also ends the group by itself.
+    """
+    global _adopted
+    group = torch_dist.group.WORLD
+    if _adopted is not None and _adopted() is not group:
+        load_engine("deepspeed.comm.comm").cdb = None
+        load_engine("deepspeed.utils.groups")._release_process_group_references()
+    _adopted = None if group is None else weakref.ref(group)

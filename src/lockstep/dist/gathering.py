@@ -1,8 +1,7 @@
-"""all_gather, gather and scatter: tensors whose shapes may differ from rank to rank.
+"""all_gather and gather: tensors whose shapes may differ from rank to rank.
 
 Every call sends one slot first, with shape and dtype. Tensors small enough to fit beside them have then arrived
-already;
-larger ones follow in a second message of exactly their size.
+already; larger ones follow in a second message of exactly their size.
 """
 
 from __future__ import annotations
@@ -13,23 +12,25 @@ from typing import Literal, cast, overload
 from torch import Tensor
 
 from lockstep.dist.arguments import group_rank, require_list, require_tensor
-from lockstep.dist.devices import as_bytes, copy_back, is_bare, to_comm
+from lockstep.dist.devices import as_bytes, copy_back, to_comm
 from lockstep.dist.groups import Group, GroupLike, resolve
 from lockstep.dist.guard import check_call
-from lockstep.dist.handles import Handle, settled, wait_all
+from lockstep.dist.handles import Handle
+from lockstep.dist.landing import are_like, hand_out, landing_for, require_like_what_arrived
 from lockstep.dist.packets import (
     SLOT_BYTES,
     Packet,
-    fits,
     pack_failure,
-    pack_tensor,
-    read_packet,
+    packet_of,
+    read_packets,
     require_agreement,
     require_expected,
     require_no_failure,
+    take_all,
+    take_new,
 )
 from lockstep.dist.segments import broadcast_each, receive_from, send_to
-from lockstep.dist.slots import collect_slots, deal_slots, swap_slots
+from lockstep.dist.slots import Slots, collect, room_for, swap
 
 
 @overload
@@ -90,7 +91,8 @@ def all_gather(
             "`data` must be a tensor, or a list to fill with a tensor in second place, but they are "
             f"{type(data).__name__} and {type(tensor).__name__}"
         )
-    return settled(_all_gather_into(data, tensor, resolve(group)), async_op)
+    here = resolve(group)
+    return _settled(_all_gather_into(data, tensor, here), async_op, here)
 
 
 @overload
@@ -145,161 +147,142 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     require_tensor("data", data)
     group_rank("dst", dst, here)
     check_call("gather", here, dst)
-    if here.rank == dst and gather_list is not None:
-        return settled(_gather_into(gather_list, data, dst, here), async_op)
-    handle, parts = _gather(data, dst, here)
+    wire = to_comm(data, here)
+    packet, slots = _collect(wire, dst, here)
+    if here.rank != dst:
+        sent = None if packet.comes_along else send_to([as_bytes(wire)], dst, here)
+        handle = _settled(sent, async_op, here)
+        return handle if async_op else []
+    if gather_list is not None:
+        return _settled(_gather_into(gather_list, wire, packet, slots, here), async_op, here)
+    parts = _gather(wire, packet, slots, here)
     if async_op:
-        if here.rank == dst:
-            handle.wait()
-            raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({here.here})")
-        return handle
-    handle.wait()
-    return [part.to(data.device) for part in parts]
+        raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({here.here})")
+    return _on_device_of(data, parts)
 
 
-def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None = None,
-    src: int = 0,
-    group: GroupLike = None,
-    async_op: bool = False,
-) -> Handle | None:
-    """Fill rank i's `tensor` with the i-th of rank `src`'s list.
-
-    Args:
-        tensor: filled in place.
-        scatter_list: on `src`, one tensor for each rank; elsewhere None.
-        src: rank within the group.
-        group: where; None is the default group.
-        async_op: return a handle (the work is done by then; there is one for the sake of the calling form).
-
-    **Collective**: every rank of the group. **Shapes**: ``scatter_list[i]`` is as rank i's `tensor`; the entries may
-    differ.
-
-    **Raises**: ValueError on `src` where its list is no list of one tensor for each rank, PeerError on the others;
-    ValueError on a rank whose `tensor` is not as what was sent to it.
-
-    **Cost**: a slot of 512 bytes from `src` to each rank, and the bytes of those tensors that don't fit in it.
-
-    **Example (2 ranks)**::
-
-        >>> from lockstep.dist import get_rank, scatter
-        >>> data = torch.empty(get_rank() + 1)
-        >>> scatter(data, [torch.tensor([5.0]), torch.tensor([6.0, 7.0])] if get_rank() == 0 else None)
-        >>> data.tolist() == ([5.0] if get_rank() == 0 else [6.0, 7.0])
-        True
-    """
-    here = resolve(group)
-    require_tensor("tensor", tensor)
-    group_rank("src", src, here)
-    check_call("scatter", here, src)
-    received = _deal(scatter_list, here) if here.rank == src else _dealt(tensor, src, here)
-    if received is not tensor:
-        _require_like_what_arrived("tensor", tensor, received, here)
-        copy_back(tensor, received)
-    return Handle((), here) if async_op else None
+def _settled(handle: Handle | None, async_op: bool, here: Group) -> Handle | None:
+    """Wait, or leave that to the caller; None is a handle with nothing to wait for."""
+    if async_op:
+        return handle or Handle((), here)
+    if handle is not None:
+        handle.wait()
+    return None
 
 
 def _all_gather(data: Tensor, here: Group) -> list[Tensor]:
     require_tensor("data", data)
     check_call("all_gather", here)
     wire = to_comm(data, here)
-    packets = _swapped(lambda: pack_tensor(wire), here)
-    require_agreement(packets, here)
-    outputs = [packet.tensor(here.comm_device) for packet in packets]
-    _exchange(wire, packets, outputs, here).wait()
-    if data.is_cpu and here.comm_device.type == "cpu":
-        return outputs
-    return [output.to(data.device) for output in outputs]
+    packet, slots = _swap(lambda: packet_of(wire), wire, here)
+    outputs = take_new(slots, packet)
+    if outputs is None:
+        packets = _agreed(slots, packet, here)
+        outputs = [packet.tensor(slots, rank, here.comm_device) for rank, packet in enumerate(packets)]
+        _exchange(wire, packets, outputs, here).wait()
+    return _on_device_of(data, outputs)
 
 
-def _all_gather_into(tensor_list: Sequence[Tensor], data: Tensor, here: Group) -> Handle:
+def _all_gather_into(tensor_list: Sequence[Tensor], data: Tensor, here: Group) -> Handle | None:
+    """Start gathering; return what to wait for, if anything."""
     require_tensor("tensor", data)
     check_call("all_gather", here)
     wire = to_comm(data, here)
 
-    def pack() -> bytearray:
+    def say() -> Packet:
         require_list("tensor_list", tensor_list, here)
-        return pack_tensor(wire, tensor_list)
+        return packet_of(wire, tensor_list)
 
-    packets = _swapped(pack, here)
-    require_expected(packets, tensor_list, here)
-    require_agreement(packets, here)
-    landing = [_landing(output, packet, here) for output, packet in zip(tensor_list, packets, strict=True)]
-
-    def finish() -> None:
-        for output, landed in zip(tensor_list, landing, strict=True):
-            if landed is not output:
-                copy_back(output, landed)
-
-    return Handle([_exchange(wire, packets, landing, here)], here, finish)
+    packet, slots = _swap(say, wire, here)
+    if take_all(slots, packet, tensor_list):
+        return None
+    packets = _agreed(slots, packet, here, tensor_list)
+    landing = [landing_for(output, packets[rank], slots, rank, here) for rank, output in enumerate(tensor_list)]
+    exchange = _exchange(wire, packets, landing, here)
+    return Handle([exchange], here, lambda: hand_out(landing, tensor_list))
 
 
-def _swapped(pack: Callable[[], bytearray], here: Group) -> list[Packet]:
-    """Give every rank every rank's packet; where one can't make its own, all raise."""
+def _on_device_of(data: Tensor, outputs: list[Tensor]) -> list[Tensor]:
+    return outputs if data.is_cpu and outputs[0].is_cpu else [output.to(data.device) for output in outputs]
+
+
+def _swap(say: Callable[[], Packet], wire: Tensor, here: Group) -> tuple[Packet, Slots]:
+    """Give every rank every rank's slot; return this rank's packet and all slots."""
+    room = room_for(SLOT_BYTES, here)
     try:
-        slot = pack()
+        packet = say()
     except (TypeError, ValueError) as error:
         # Only this rank can see it, so it has to tell the others, who wait.
-        swap_slots(pack_failure(error), here)
+        room.one.memory[:] = pack_failure(error)
+        swap(room, here)
         raise
-    packets = [read_packet(slot) for slot in swap_slots(slot, here)]
+    packet.write(room.one, 0, wire)
+    swap(room, here)
+    return packet, room.each
+
+
+def _agreed(slots: Slots, own: Packet, here: Group, outputs: Sequence[Tensor] | None = None) -> list[Packet]:
+    """Return what every rank says; where a rank can't take part, or the list of one does not fit, all raise."""
+    packets = read_packets(slots, own)
     require_no_failure([packet.failure for packet in packets], here)
+    if outputs is not None:
+        require_expected(packets, outputs, here)
+    require_agreement(packets, here)
     return packets
-
-
-def _landing(output: Tensor, packet: Packet, here: Group) -> Tensor:
-    """Return where a tensor arrives: the caller's own memory where that is possible."""
-    if packet.inline is not None:
-        if output.is_cpu and is_bare(output):
-            packet.fill(output)
-            return output
-    elif is_bare(output) and output.device == here.comm_device:
-        return output
-    return packet.tensor(here.comm_device)
 
 
 def _exchange(wire: Tensor, packets: Sequence[Packet], landing: Sequence[Tensor], here: Group) -> Handle:
     """Move what did not fit into the slots."""
-    if all(packet.inline is not None for packet in packets):
+    if all(packet.comes_along for packet in packets):
         return Handle((), here)
-    mine = [] if fits(wire) else [as_bytes(wire)]
+    mine = [] if packets[here.rank].comes_along else [as_bytes(wire)]
     targets = [
-        [as_bytes(target)] if packet.inline is None else [] for packet, target in zip(packets, landing, strict=True)
+        [] if packet.comes_along else [as_bytes(target)] for packet, target in zip(packets, landing, strict=True)
     ]
     return broadcast_each(mine, targets, here)
 
 
-def _gather(data: Tensor, dst: int, here: Group) -> tuple[Handle, list[Tensor]]:
-    """Start gathering; return what to wait for, and on `dst` where the tensors arrive."""
-    wire = to_comm(data, here)
-    slots = collect_slots(pack_tensor(wire), dst, here)
-    if slots is None:
-        return send_to([] if fits(wire) else [as_bytes(wire)], dst, here), []
-    packets = [read_packet(slot) for slot in slots]
-    parts = [packet.tensor(here.comm_device) for packet in packets]
-    return _receive(packets, parts, wire, here), parts
+def _collect(wire: Tensor, dst: int, here: Group) -> tuple[Packet, Slots]:
+    """Give rank `dst` every rank's slot; return this rank's packet and, there, all slots."""
+    packet = packet_of(wire)
+    room = room_for(SLOT_BYTES, here)
+    packet.write(room.one, 0, wire)
+    collect(room, dst, here)
+    return packet, room.each
 
 
-def _gather_into(outputs: Sequence[Tensor], data: Tensor, dst: int, here: Group) -> Handle:
-    """Start gathering on `dst`. A list that does not fit raises in the end, when all is received that is sent."""
-    wire = to_comm(data, here)
-    slots = collect_slots(pack_tensor(wire), dst, here)
-    assert slots is not None
-    packets = [read_packet(slot) for slot in slots]
-    fitting = _are_like(outputs, packets)
+def _gather(wire: Tensor, own: Packet, slots: Slots, here: Group) -> list[Tensor]:
+    """Return every rank's tensor, on `dst`."""
+    parts = take_new(slots, own)
+    if parts is None:
+        packets = read_packets(slots, own)
+        parts = [packet.tensor(slots, rank, here.comm_device) for rank, packet in enumerate(packets)]
+        _receive(packets, parts, wire, here).wait()
+    return parts
+
+
+def _gather_into(outputs: Sequence[Tensor], wire: Tensor, own: Packet, slots: Slots, here: Group) -> Handle | None:
+    """Start receiving on `dst`; return what to wait for, if anything.
+
+    A list that does not fit raises in the end, when all is received that is sent.
+    """
+    if take_all(slots, own, outputs):
+        return None
+    packets = read_packets(slots, own)
+    fitting = are_like(outputs, packets)
     landing = [
-        _landing(outputs[rank], packet, here) if fitting else packet.tensor(here.comm_device)
+        landing_for(outputs[rank], packet, slots, rank, here)
+        if fitting
+        else packet.tensor(slots, rank, here.comm_device)
         for rank, packet in enumerate(packets)
     ]
 
     def finish() -> None:
         if not fitting:
             require_list("gather_list", outputs, here)
-        for rank, landed in enumerate(landing):
-            if landed is not outputs[rank]:
-                _require_like_what_arrived(f"gather_list[{rank}]", outputs[rank], landed, here)
-                copy_back(outputs[rank], landed)
+            for rank, (output, landed) in enumerate(zip(outputs, landing, strict=True)):
+                require_like_what_arrived(f"gather_list[{rank}]", output, landed, here)
+        hand_out(landing, outputs)
 
     return Handle([_receive(packets, landing, wire, here)], here, finish)
 
@@ -308,60 +291,12 @@ def _receive(packets: Sequence[Packet], landing: Sequence[Tensor], wire: Tensor,
     """Receive what did not fit into the slots; this rank's own is `wire`."""
     arriving = []
     for rank, packet in enumerate(packets):
-        if packet.inline is None:
+        if not packet.comes_along:
             if rank == here.rank:
                 copy_back(landing[rank], wire)
             else:
                 arriving.append(receive_from([as_bytes(landing[rank])], rank, here))
     return Handle(arriving, here)
-
-
-def _are_like(outputs: Sequence[Tensor], packets: Sequence[Packet]) -> bool:
-    is_list = isinstance(outputs, Sequence) and len(outputs) == len(packets)
-    return is_list and all(
-        isinstance(output, Tensor) and output.shape == packet.shape and output.dtype is packet.dtype
-        for output, packet in zip(outputs, packets, strict=True)
-    )
-
-
-def _deal(scatter_list: Sequence[Tensor] | None, here: Group) -> Tensor:
-    """Send each rank its tensor; return this rank's own."""
-    try:
-        if scatter_list is None:
-            raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({here.here})")
-        require_list("scatter_list", scatter_list, here)
-        wires = [to_comm(entry, here) for entry in scatter_list]
-        slots = [pack_tensor(wire) for wire in wires]
-    except (TypeError, ValueError) as error:
-        # Only this rank can see it, so it has to tell the others, who wait.
-        deal_slots([pack_failure(error)] * here.size, SLOT_BYTES, here.rank, here)
-        raise
-    deal_slots(slots, SLOT_BYTES, here.rank, here)
-    wait_all(
-        [send_to([as_bytes(wire)], dst, here) for dst, wire in enumerate(wires) if dst != here.rank and not fits(wire)]
-    )
-    return wires[here.rank]
-
-
-def _dealt(tensor: Tensor, src: int, here: Group) -> Tensor:
-    """Receive this rank's tensor, into `tensor` where it fits there."""
-    packet = read_packet(deal_slots(None, SLOT_BYTES, src, here))
-    require_no_failure([packet.failure], here, ranks=[src])
-    if _are_like([tensor], [packet]):
-        received = _landing(tensor, packet, here)
-    else:
-        received = packet.tensor(here.comm_device)
-    if packet.inline is None:
-        receive_from([as_bytes(received)], src, here).wait()
-    return received
-
-
-def _require_like_what_arrived(name: str, output: Tensor, part: Tensor, here: Group) -> None:
-    if output.shape != part.shape or output.dtype != part.dtype:
-        raise ValueError(
-            f"`{name}` must be like what arrived, {tuple(part.shape)} {part.dtype}, but is "
-            f"{tuple(output.shape)} {output.dtype} ({here.here})"
-        )
 
 
 def _group_argument(second: object, group: GroupLike) -> GroupLike:

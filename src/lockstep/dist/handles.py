@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from threading import Thread
 
 from torch.distributed import Work
 
@@ -49,6 +51,41 @@ class Handle:
         return all(one.is_completed() for one in self._pending)
 
 
+class PairsHandle(Handle):
+    """Sends and receives in flight, of which gloo does not say whether they are completed (torch 2.13).
+
+    Where somebody asks, a thread waits for them.
+    """
+
+    __slots__ = ("_outcome",)
+
+    def __init__(self, pending: Sequence[Work], group: Group) -> None:
+        super().__init__(pending, group)
+        self._outcome: Future[bool] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all are completed; see `Handle.wait`."""
+        if self._outcome is None:
+            return super().wait(timeout)
+        try:
+            return self._outcome.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError as error:
+            raise _too_late(self._group, f"{timeout} are over") from error
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not block."""
+        if self._outcome is None:
+            self._outcome = Future()
+            Thread(target=self._watch, args=(self._outcome,), daemon=True).start()
+        return self._outcome.done()
+
+    def _watch(self, outcome: Future[bool]) -> None:
+        try:
+            outcome.set_result(super().wait())
+        except Exception as error:
+            outcome.set_exception(error)
+
+
 def settled(handle: Handle, async_op: bool) -> Handle | None:
     """Return the handle to a caller who wants to wait himself, else wait."""
     if async_op:
@@ -85,8 +122,12 @@ def translated(error: RuntimeError, group: Group) -> Exception:
             cause=text,
         )
     if any(words in text for words in _SILENT):
-        return CollectiveTimeoutError(
-            f"a rank of the group did not take part in a collective in time ({group.here}). Do all ranks call the same "
-            f"collectives in the same order? The backend says: {text}"
-        )
+        return _too_late(group, f"The backend says: {text}")
     return error if isinstance(error, DistError) else DistError(f"{text} ({group.here})")
+
+
+def _too_late(group: Group, detail: str) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(
+        f"a rank of the group did not take part in a collective in time ({group.here}). Do all ranks call the same "
+        f"collectives in the same order? {detail}"
+    )

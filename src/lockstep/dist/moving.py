@@ -102,7 +102,7 @@ def all_to_all(
     if here.pg is None:
         copy_back(own_out, own_in)
         return Handle((), here) if async_op else None
-    exchange = _exchange_in_pairs if here.comm_device.type == "cpu" else _exchange_at_once
+    exchange = _exchange_in_pairs if here.in_pairs else _exchange_at_once
     return settled(exchange(output_tensor_list, input_tensor_list, here), async_op)
 
 
@@ -131,7 +131,7 @@ def _exchange_in_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here
 
 
 def _exchange_at_once(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here: Group) -> Handle:
-    """Exchange one tensor with the data for all ranks: accelerators order messages, so that pairs could block."""
+    """Exchange one tensor with the data for all ranks."""
     assert here.pg is not None
     parts = [_travelling(to_comm(x, here)).view(-1) for x in inputs]
     item_bytes = parts[0].element_size()

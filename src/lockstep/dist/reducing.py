@@ -168,6 +168,12 @@ def reduce_scatter(
     """
     here = resolve(group)
     name, plan = _planned(output, op, "output")
+    if not async_op and _is_plain_list(input_list, output, plan, here):
+        check_call("reduce_scatter", here, *input_list, name)
+        assert here.pg is not None  # it moves tensors
+        work = here.pg.reduce_scatter([output], [list(input_list)], _reduce_scatter_options(plan.wire_op))
+        wait_for(work, here)
+        return None
     require_list("input_list", input_list, here)
     require_alike("output", output, "input_list[rank]", input_list[here.rank], here)
     if any(entry.dtype != output.dtype for entry in input_list):
@@ -184,10 +190,6 @@ def reduce_scatter(
     pg = here.pg
     wires = [to_wire(entry, here) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
-
-    if _is_plain(output, plan, here, async_op):
-        wait_for(pg.reduce_scatter([output], [travelling], _reduce_scatter_options(plan.wire_op)), here)
-        return None
 
     def start(received: Tensor, wire_op: str) -> Work:
         return pg.reduce_scatter([received], [travelling], _reduce_scatter_options(wire_op))
@@ -269,6 +271,21 @@ def _is_plain(data: Tensor, plan: Reduction, here: Group, async_op: bool) -> boo
         and not data.requires_grad  # gloo divides and copies in sight of autograd
         and plan.wire_op not in here.lacks
         and data.device.type in here.devices
+    )
+
+
+def _is_plain_list(entries: Sequence[Tensor], output: Tensor, plan: Reduction, here: Group) -> bool:
+    """Return whether the backend can take `entries` and `output` as they are; anything wrong with them is no."""
+    if not isinstance(entries, list | tuple) or len(entries) != here.size or not _is_plain(output, plan, here, False):
+        return False
+    shape, dtype = output.shape, output.dtype
+    return all(
+        isinstance(entry, Tensor)
+        and entry.dtype is dtype
+        and entry.shape == shape
+        and entry.layout is torch.strided
+        and _is_plain(entry, plan, here, False)
+        for entry in entries
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 from torch.distributed import BroadcastOptions, Work
 
 from lockstep.dist.groups import Group
-from lockstep.dist.handles import Handle
+from lockstep.dist.handles import Handle, PairsHandle, translated
 
 # gloo matches sends and receives between two ranks by tag, in order; any fixed number will do.
 _TAG = 0x10C5
@@ -25,15 +26,20 @@ def broadcast_each(mine: Sequence[Tensor], landing: Sequence[Sequence[Tensor]], 
 
     **Collective**: every rank, with the same sizes in `landing`. **Cost**: each segment once to each rank.
     """
-    works: list[Work] = []
-    if here.pg is not None and _are_alike(landing):
-        works.append(here.pg.allgather([[one for (one,) in landing]], [mine[0]]))
-        return Handle(works, here)
     for source, target in zip(mine, landing[here.rank], strict=True):
         target.copy_(source)
-    if here.pg is not None:
-        for rank, targets in enumerate(landing):
-            works += [here.pg.broadcast([segment], _from(rank)) for segment in (mine if rank == here.rank else targets)]
+    if here.pg is None:
+        return Handle((), here)
+    others = [rank for rank in range(here.size) if rank != here.rank]
+    if here.in_pairs:
+        return Handle(
+            [receive_from(landing[rank], rank, here) for rank in others]
+            + [send_to(mine, rank, here) for rank in others],
+            here,
+        )
+    works: list[Work] = []
+    for rank, targets in enumerate(landing):
+        works += [here.pg.broadcast([segment], _from(rank)) for segment in (mine if rank == here.rank else targets)]
     return Handle(works, here)
 
 
@@ -47,17 +53,20 @@ def broadcast_from(segments: Sequence[Tensor], src: int, here: Group) -> Handle:
 def send_to(segments: Sequence[Tensor], dst: int, here: Group) -> Handle:
     """Send segments to rank `dst`, which calls `receive_from` with the same sizes."""
     assert here.pg is not None
-    return Handle([here.pg.send([segment], dst, _TAG) for segment in segments], here)
+    return _started([partial(here.pg.send, [segment], dst, _TAG) for segment in segments], here)
 
 
 def receive_from(landing: Sequence[Tensor], src: int, here: Group) -> Handle:
     """Receive what rank `src` sends with `send_to`."""
     assert here.pg is not None
-    return Handle([here.pg.recv([segment], src, _TAG) for segment in landing], here)
+    return _started([partial(here.pg.recv, [segment], src, _TAG) for segment in landing], here)
 
 
-def _are_alike(landing: Sequence[Sequence[Tensor]]) -> bool:
-    return all(len(targets) == 1 for targets in landing) and (len({targets[0].numel() for targets in landing}) == 1)
+def _started(posts: Sequence[Callable[[], Work]], here: Group) -> Handle:
+    try:
+        return PairsHandle([post() for post in posts], here)
+    except RuntimeError as error:  # gloo refuses to send to a rank that is known to be gone
+        raise translated(error, here) from error
 
 
 def _from(src: int) -> BroadcastOptions:

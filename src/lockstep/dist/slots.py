@@ -7,6 +7,7 @@ Every movement is one call to the backend; CPU and accelerator groups alike.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from functools import cache
 from weakref import WeakKeyDictionary
 
@@ -17,30 +18,57 @@ from torch.distributed import (
     GatherOptions,
     ProcessGroup,
     ScatterOptions,
+    Work,
 )
 
 from lockstep.dist.groups import Group
-from lockstep.dist.handles import wait_for
+from lockstep.dist.handles import translated, wait_for
+
+# Sends and receives between two ranks match by tag, in order.
+SLOT_TAG = 0x10C4
 
 # Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
 _ALL_GATHER_SINGLE = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
 
 
-class _Room:
-    """Memory for the slots of one group and size, used again by every call.
+class Slots:
+    """Slots of one size, one after the other in one piece of memory.
+
+    Attributes:
+        memory: their bytes.
+        address: where the memory begins.
+        slot_bytes: size of each.
+        views: one for each slot.
+    """
+
+    __slots__ = ("address", "memory", "slot_bytes", "views")
+
+    def __init__(self, number: int, slot_bytes: int) -> None:
+        self.memory = bytearray(number * slot_bytes)
+        self.address = ctypes.addressof((ctypes.c_char * len(self.memory)).from_buffer(self.memory))
+        self.slot_bytes = slot_bytes
+        self.views = [memoryview(self.memory)[k * slot_bytes : (k + 1) * slot_bytes] for k in range(number)]
+
+
+class Room:
+    """Memory for the slots of one group and size, used again by every call: `one` of this rank's and `each` rank's.
 
     Not only for the allocations: a tensor that Python has let go of is freed by the backend's thread, which has to wait
     for the interpreter then; that costs a small collective a third of its time (gloo, torch 2.13).
     """
 
-    def __init__(self, size: int, here: Group) -> None:
-        self.one = bytearray(size)
-        self.each = bytearray(size * here.size)
-        self.each_views = [memoryview(self.each)[start : start + size] for start in range(0, len(self.each), size)]
-        self._on_cpu = [torch.frombuffer(self.one, dtype=torch.uint8), torch.frombuffer(self.each, dtype=torch.uint8)]
+    def __init__(self, slot_bytes: int, here: Group) -> None:
+        self.one, self.each = Slots(1, slot_bytes), Slots(here.size, slot_bytes)
+        self._on_cpu = [torch.frombuffer(x.memory, dtype=torch.uint8) for x in (self.one, self.each)]
         self.one_staged, self.each_staged = (x.to(here.comm_device) for x in self._on_cpu)
-        self.each_parts = list(torch.split(self.each_staged, size))
+        self.each_parts = list(torch.split(self.each_staged, slot_bytes))
         self._is_staged = here.comm_device.type != "cpu"
+        self.in_flight: list[Work] = []
+
+    def keep_own(self, rank: int) -> None:
+        """Copy this rank's slot to its place among all ranks'."""
+        start = rank * self.one.slot_bytes
+        self.each.memory[start : start + self.one.slot_bytes] = self.one.memory
 
     def stage(self) -> None:
         """Take over, where the group talks, what was written into the memory here."""
@@ -55,61 +83,126 @@ class _Room:
             self._on_cpu[1].copy_(self.each_staged)
 
 
-_rooms: WeakKeyDictionary[ProcessGroup, dict[int, _Room]] = WeakKeyDictionary()
+_rooms: WeakKeyDictionary[ProcessGroup, dict[int, Room]] = WeakKeyDictionary()
 
 
-def swap_slots(slot: bytearray, here: Group) -> list[memoryview]:
+def _exchange(pg: ProcessGroup, here: Group, sources: Sequence[int], sinks: Sequence[int], room: Room) -> None:
+    """Receive into `room.each` from some ranks, and send `room.one` to some."""
+    posts: list[tuple[Callable[..., Work], Tensor, int]] = [(pg.recv, room.each_parts[rank], rank) for rank in sources]
+    posts += [(pg.send, room.one_staged, rank) for rank in sinks]
+    _run_pairs(posts, room, here)
+
+
+def _run_pairs(posts: Sequence[tuple[Callable[..., Work], Tensor, int]], room: Room, here: Group) -> None:
+    """Start all sends and receives, then wait for them.
+
+    Where one fails, as its rank is gone, the others are started all the same and left in flight: the ranks that they
+    concern may be waiting for them, and shall find out in their own time.
+    """
+    room.in_flight, refusal = [], None
+    for start, part, rank in posts:
+        try:
+            room.in_flight.append(start([part], rank, SLOT_TAG))
+        except RuntimeError as error:
+            refusal = error
+    if refusal is not None:
+        raise translated(refusal, here) from refusal
+    for work in room.in_flight:
+        wait_for(work, here)
+    room.in_flight = []
+
+
+def _others(here: Group) -> list[int]:
+    return [rank for rank in range(here.size) if rank != here.rank]
+
+
+def room_for(slot_bytes: int, here: Group) -> Room:
+    """Return the room for slots of this size; without a process group, a new one for one rank."""
+    pg = here.pg
+    if pg is None:
+        return Room(slot_bytes, here)
+    rooms = _rooms.get(pg)
+    if rooms is None:
+        rooms = _rooms[pg] = {}
+    room = rooms.get(slot_bytes)
+    if room is None:
+        room = rooms[slot_bytes] = Room(slot_bytes, here)
+    return room
+
+
+def swap(room: Room, here: Group) -> None:
+    """Give every rank every rank's slot: from `room.one` to `room.each`. **Collective**."""
+    pg = here.pg
+    if pg is None:
+        room.each.memory[:] = room.one.memory
+    elif here.in_pairs:
+        room.keep_own(here.rank)
+        _exchange(pg, here, _others(here), _others(here), room)
+    else:
+        room.stage()
+        wait_for(getattr(pg, _ALL_GATHER_SINGLE)(room.each_staged, room.one_staged), here)
+        room.fetch()
+
+
+def collect(room: Room, dst: int, here: Group) -> None:
+    """Give rank `dst` every rank's slot: from `room.one` to its `room.each`. **Collective**."""
+    pg = here.pg
+    if pg is None:
+        room.each.memory[:] = room.one.memory
+    elif here.in_pairs:
+        if here.rank == dst:
+            room.keep_own(here.rank)
+            _exchange(pg, here, _others(here), (), room)
+        else:
+            _exchange(pg, here, (), (dst,), room)
+    else:
+        room.stage()
+        landing = [room.each_parts] if here.rank == dst else []
+        wait_for(pg.gather(landing, [room.one_staged], _gather_options(dst)), here)
+        room.fetch()
+
+
+def deal(room: Room, src: int, here: Group) -> None:
+    """Give rank i the i-th slot of rank `src`: from its `room.each` to `room.one`. **Collective**."""
+    pg = here.pg
+    if pg is None:
+        room.one.memory[:] = room.each.memory
+    elif here.in_pairs:
+        if here.rank == src:
+            room.one.memory[:] = room.each.views[src]
+            _run_pairs([(pg.send, room.each_parts[rank], rank) for rank in _others(here)], room, here)
+        else:
+            _run_pairs([(pg.recv, room.one_staged, src)], room, here)
+    else:
+        room.stage()
+        dealt = [room.each_parts] if here.rank == src else []
+        wait_for(pg.scatter([room.one_staged], dealt, _scatter_options(src)), here)
+        room.fetch()
+
+
+def swap_slots(slot: bytes | bytearray, here: Group) -> list[memoryview]:
     """Give every rank every rank's slot, in rank order.
 
     The views that this and its sisters return are overwritten by the next call on the same group.
 
     **Collective**: every rank, with slots of one size.
     """
-    pg = here.pg
-    if pg is None:
-        return [memoryview(slot)]
-    room = _room(pg, len(slot), here)
-    room.one[:] = slot
-    room.stage()
-    wait_for(getattr(pg, _ALL_GATHER_SINGLE)(room.each_staged, room.one_staged), here)
-    room.fetch()
-    return room.each_views
+    room = room_for(len(slot), here)
+    room.one.memory[:] = slot
+    swap(room, here)
+    return room.each.views
 
 
-def collect_slots(slot: bytearray, dst: int, here: Group) -> list[memoryview] | None:
-    """Give rank `dst` every rank's slot, in rank order; None elsewhere.
-
-    **Collective**: every rank, with slots of one size.
-    """
-    pg = here.pg
-    if pg is None:
-        return [memoryview(slot)]
-    room = _room(pg, len(slot), here)
-    room.one[:] = slot
-    room.stage()
-    landing = [room.each_parts] if here.rank == dst else []
-    wait_for(pg.gather(landing, [room.one_staged], _gather_options(dst)), here)
-    room.fetch()
-    return room.each_views if here.rank == dst else None
-
-
-def deal_slots(slots: list[bytearray] | None, size: int, src: int, here: Group) -> memoryview:
-    """Give rank i the i-th of rank `src`'s slots, each of `size` bytes.
+def deal_slots(slots: list[bytearray] | None, slot_bytes: int, src: int, here: Group) -> memoryview:
+    """Give rank i the i-th of rank `src`'s slots.
 
     **Collective**: every rank; only `src` has slots.
     """
-    pg = here.pg
-    if pg is None:
-        assert slots is not None
-        return memoryview(slots[0])
-    room = _room(pg, size, here)
+    room = room_for(slot_bytes, here)
     if slots is not None:
-        room.each[:] = b"".join(slots)
-        room.stage()
-    dealt = [room.each_parts] if here.rank == src else []
-    wait_for(pg.scatter([room.one_staged], dealt, _scatter_options(src)), here)
-    room.fetch()
-    return memoryview(room.one)
+        room.each.memory[:] = b"".join(slots)
+    deal(room, src, here)
+    return room.one.views[0]
 
 
 def spread_slot(slot: bytearray, src: int, here: Group) -> memoryview:
@@ -120,22 +213,12 @@ def spread_slot(slot: bytearray, src: int, here: Group) -> memoryview:
     pg = here.pg
     if pg is None:
         return memoryview(slot)
-    room = _room(pg, len(slot), here)
-    room.one[:] = slot
+    room = room_for(len(slot), here)
+    room.one.memory[:] = slot
     room.stage()
     wait_for(pg.broadcast([room.one_staged], _broadcast_options(src)), here)
     room.fetch()
-    return memoryview(room.one)
-
-
-def _room(pg: ProcessGroup, size: int, here: Group) -> _Room:
-    rooms = _rooms.get(pg)
-    if rooms is None:
-        rooms = _rooms[pg] = {}
-    room = rooms.get(size)
-    if room is None:
-        room = rooms[size] = _Room(size, here)
-    return room
+    return room.one.views[0]
 
 
 @cache
