@@ -1,6 +1,8 @@
-"""Schedules of torch, counted by epochs or batches, within windows."""
+"""Windows, configs and states of schedules, lockstep's own and torch's."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
@@ -8,18 +10,23 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep.errors import ConfigError, RegistryError
-from lockstep.optim import ParamScheduler, build_param_schedulers
+from lockstep.optim import LinearLR, OptimWrapper, OptimWrapperDict, StepLR, TorchScheduler, build_param_schedulers
 
 
-def sgd(lr: float = 1.0) -> torch.optim.SGD:
-    return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr)
+def sgd(lr: float = 1.0, groups: int = 1) -> torch.optim.SGD:
+    params = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr * 10**index} for index in range(groups)]
+    return torch.optim.SGD(params, momentum=0.5, weight_decay=0.25)
 
 
-def course(optimizer, schedulers, counts: int) -> list[float]:
-    """Return the learning rate that each count begins with."""
+def build(optimizer, cfg, *, epochs: int | None = None, iters: int | None = None):
+    return build_param_schedulers(optimizer, cfg, max_epochs=epochs, max_iters=iters)
+
+
+def course(optimizer, schedulers, counts: int, name: str = "lr") -> list[float]:
+    """Return the value that each count begins with."""
     values = []
     for _ in range(counts):
-        values.append(optimizer.param_groups[0]["lr"])
+        values.append(optimizer.param_groups[0][name])
         for scheduler in schedulers:
             scheduler.step()
     return values
@@ -35,15 +42,14 @@ def course(optimizer, schedulers, counts: int) -> list[float]:
         ("ExponentialLR", {"gamma": 0.9}),
         ("CosineAnnealingLR", {"T_max": 8, "eta_min": 0.1}),
         ("PolynomialLR", {"total_iters": 6, "power": 2}),
+        ("OneCycleLR", {"max_lr": 2.0, "total_steps": 9, "cycle_momentum": False}),
     ],
 )
-@pytest.mark.parametrize("by_class", [True, False])
-def test_a_whole_window_is_torchs_own_schedule(name, kwargs, by_class):
+def test_a_class_of_torchs_is_taken_as_it_is(name, kwargs):
     kind = getattr(lr_scheduler, name)
     mine = sgd()
-    built = build_param_schedulers(
-        mine, {"type": kind if by_class else name, "by_epoch": False, **kwargs}, max_epochs=None, max_iters=8
-    )
+    built = build(mine, {"type": kind, "by_epoch": False, **kwargs}, iters=8)
+    assert isinstance(built[0], TorchScheduler)
     theirs = sgd()
     reference = kind(theirs, **kwargs)
     expected = []
@@ -54,16 +60,17 @@ def test_a_whole_window_is_torchs_own_schedule(name, kwargs, by_class):
     assert course(mine, built, 8) == expected
 
 
-def test_a_warmup_is_followed_by_a_cosine():
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_warmup_is_followed_by_a_cosine(ours):
+    kinds = ("LinearLR", "CosineAnnealingLR") if ours else (lr_scheduler.LinearLR, lr_scheduler.CosineAnnealingLR)
     optimizer = sgd(lr=2.0)
-    schedulers = build_param_schedulers(
+    schedulers = build(
         optimizer,
         [
-            {"type": "LinearLR", "start_factor": 0.25, "by_epoch": False, "end": 4},
-            {"type": "CosineAnnealingLR", "by_epoch": False, "begin": 4},
+            {"type": kinds[0], "start_factor": 0.25, "by_epoch": False, "end": 4},
+            {"type": kinds[1], "by_epoch": False, "begin": 4},
         ],
-        max_epochs=None,
-        max_iters=10,
+        iters=10,
     )
     values = course(optimizer, schedulers, 11)
     assert values[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])  # all the way up in the window's last batch
@@ -73,63 +80,152 @@ def test_a_warmup_is_followed_by_a_cosine():
     assert values[10] == pytest.approx(values[9])  # its window is over with the training
 
 
-def test_length_defaults_to_the_window():
-    (scheduler,) = build_param_schedulers(sgd(), {"type": "CosineAnnealingLR", "begin": 2}, max_epochs=9, max_iters=90)
+@pytest.mark.parametrize("kind", ["CosineAnnealingLR", lr_scheduler.CosineAnnealingLR])
+def test_length_defaults_to_the_window(kind):
+    (scheduler,) = build(sgd(), {"type": kind, "begin": 2}, epochs=9, iters=90)
     assert scheduler.by_epoch
-    assert "T_max=7" in repr(scheduler)
+    assert repr(scheduler) == "CosineAnnealingLR(epochs 2..9, T_max=7)"
+
+
+CHAINS = {
+    "ours": [
+        {"type": "LinearLR", "start_factor": 0.5, "total_iters": 2, "end": 3},
+        {"type": "MultiStepLR", "milestones": [1, 3], "begin": 3},
+        {"type": "CosineAnnealingLR", "begin": 1, "end": 7, "param_name": "weight_decay"},
+        {"type": "LinearMomentum", "start_factor": 0.5},
+    ],
+    "torch": [
+        {"type": lr_scheduler.LinearLR, "start_factor": 0.5, "total_iters": 2, "end": 3},
+        {"type": lr_scheduler.MultiStepLR, "milestones": [1, 3], "begin": 3},
+    ],
+    "mixed and overlapping": [
+        {"type": "LinearLR", "start_factor": 0.1, "end": 5},
+        {"type": lr_scheduler.ExponentialLR, "gamma": 0.5, "begin": 2},
+        {"type": "CosineRestartLR", "periods": [3, 3], "eta_min": 0.1},
+    ],
+}
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 5])
-def test_a_schedule_goes_on_from_its_state(steps):
-    cfg = [
-        {"type": "LinearLR", "start_factor": 0.5, "total_iters": 2, "end": 3},
-        {"type": "MultiStepLR", "milestones": [1, 3], "begin": 3},
-    ]
-
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_schedule_goes_on_from_its_state_to_the_last_bit(chain, steps):
     def make():
-        optimizer = sgd()
-        return optimizer, build_param_schedulers(optimizer, cfg, max_epochs=9, max_iters=9)
+        optimizer = sgd(groups=2)
+        return optimizer, build(optimizer, CHAINS[chain], epochs=9, iters=9)
 
-    whole = course(*make(), 8)
+    def groups(optimizer):
+        return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+    def run(optimizer, schedulers, counts):
+        seen = []
+        for _ in range(counts):
+            for scheduler in schedulers:
+                scheduler.step()
+            seen.append(groups(optimizer))
+        return seen
+
+    whole = run(*make(), 8)
     optimizer, schedulers = make()
-    first = course(optimizer, schedulers, steps)
+    first = run(optimizer, schedulers, steps)
     other_optimizer, others = make()
     for other, scheduler in zip(others, schedulers, strict=True):
-        other.load_state_dict(scheduler.state_dict())
+        other.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
     other_optimizer.load_state_dict(optimizer.state_dict())
-    assert first + course(other_optimizer, others, 8 - steps) == pytest.approx(whole)
+    assert first + run(other_optimizer, others, 8 - steps) == whole
 
 
 def test_stepping_before_the_optimizer_does_not_warn():
     optimizer = sgd()
-    course(
-        optimizer, build_param_schedulers(optimizer, {"type": "StepLR", "step_size": 1}, max_epochs=3, max_iters=3), 3
-    )
+    course(optimizer, build(optimizer, {"type": lr_scheduler.StepLR, "step_size": 1}, epochs=3, iters=3), 3)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize(
     ("cfg", "error", "says"),
     [
-        ({"type": "CosineLR"}, RegistryError, "did you mean `CosineAnnealing"),
+        ({"type": "CosinLR"}, RegistryError, "did you mean `Cosine"),
         ({"type": torch.optim.SGD}, ConfigError, "subclass of torch.optim.lr_scheduler.LRScheduler"),
-        ({"type": "StepLR", "step": 2, "begin": 3}, ConfigError, "StepLR: .*'step_?.*step_size, gamma"),
+        (
+            {"type": "StepLR", "step_siz": 2, "begin": 3},
+            ConfigError,
+            "`StepLR`: .*`step_siz`: did you mean `step_size`",
+        ),
+        ({"type": lr_scheduler.StepLR, "step": 2, "begin": 3}, ConfigError, "StepLR: .*'step_?.*step_size, gamma"),
         ({"type": "StepLR", "step_size": 2, "begin": 3, "end": 3}, ConfigError, "less than `end`.*3 and 3"),
+        ({"type": "StepLR", "step_size": 0}, ConfigError, "StepLR: `step_size` must be above 0, but is 0"),
+        (
+            {"type": "ExponentialMomentum", "gamma": 0.5, "param_name": "beta"},
+            ConfigError,
+            "a `beta`, but SGD has only",
+        ),
+        ({"type": lr_scheduler.ReduceLROnPlateau}, ConfigError, r"dict\(type='ReduceOnPlateauLR'"),
+        ({"type": "CosineAnnealingLR", "eta_min": 1, "eta_min_ratio": 1}, ConfigError, "either `eta_min` or"),
+        ({"type": "CosineRestartLR", "periods": [1], "restart_weights": []}, ConfigError, "as many `restart_weights`"),
+        ({"type": "OneCycleLR"}, ConfigError, "`eta_max` must be given"),
+        ({"type": "OneCycleLR", "eta_max": [1.0, 2.0]}, ConfigError, "one number, or 1, one for each.*but has 2"),
+        ({"type": "OneCycleLR", "eta_max": 1.0, "anneal_strategy": "cosine"}, ConfigError, "'cos' or 'linear'"),
+        ({"type": "LinearLR", "start_factor": 0}, ConfigError, "`start_factor` must be above 0"),
         ("StepLR", TypeError, "config dict"),
     ],
 )
 def test_wrong_configs_are_refused_at_once(cfg, error, says):
     with pytest.raises(error, match=says):
-        build_param_schedulers(sgd(), [cfg], max_epochs=9, max_iters=90)
+        build(sgd(), [cfg], epochs=9, iters=90)
+
+
+def test_epochs_are_not_counted_where_the_training_counts_none():
+    for cfg in ({"type": "StepLR", "step_size": 1}, {"type": lr_scheduler.StepLR, "step_size": 1}):
+        with pytest.raises(ConfigError, match=r"StepLR: `by_epoch` must be False.*an epoch would never end"):
+            build(sgd(), cfg, iters=9)
 
 
 def test_a_schedule_of_the_users_own_object_is_refused_with_the_remedy():
     with pytest.raises(TypeError, match=r"dict\(type=StepLR, step_size=2\)"):
-        build_param_schedulers(sgd(), lr_scheduler.StepLR(sgd(), 2), max_epochs=9, max_iters=9)
+        build(sgd(), lr_scheduler.StepLR(sgd(), 2), epochs=9, iters=9)
 
 
-def test_param_scheduler_objects_are_taken_as_they_are():
+def test_objects_are_taken_as_they_are_and_may_be_made_of_an_optim_wrapper():
     optimizer = sgd()
-    scheduler = ParamScheduler(lr_scheduler.StepLR, optimizer, step_size=1)
-    assert build_param_schedulers(optimizer, scheduler, max_epochs=1, max_iters=1) == [scheduler]
+    scheduler = StepLR(OptimWrapper(optimizer), 1)
+    assert scheduler.optimizer is optimizer
+    assert build(optimizer, scheduler, epochs=1, iters=1) == [scheduler]
     assert scheduler.get_last_value() == [1.0]
+    with pytest.raises(TypeError, match="`optimizer` must be an optimizer or the optim wrapper of one"):
+        StepLR(OptimWrapperDict(one=OptimWrapper(optimizer)), 1)
+    with pytest.raises(ConfigError, match="`total_iters` or `end` must be given"):
+        LinearLR(optimizer)
+
+
+EPOCH = 5
+
+
+@pytest.mark.parametrize(
+    ("cfg", "by_epoch"),
+    [
+        ({"type": "StepLR", "step_size": 2}, True),
+        ({"type": "MultiStepLR", "milestones": [1, 3], "begin": 1}, True),
+        ({"type": "ExponentialLR", "gamma": 0.5}, False),
+        ({"type": "CosineAnnealingLR", "begin": 1, "eta_min": 0.1}, False),
+        ({"type": "CosineRestartLR", "periods": [2, 3], "restart_weights": [1, 0.5]}, False),
+    ],
+)
+def test_what_is_meant_in_epochs_can_change_with_every_batch(cfg, by_epoch):
+    """At the beginning of each epoch the values are those of the schedule by epochs."""
+    whole, fine = sgd(), sgd()
+    by_epochs = build(whole, cfg, epochs=6, iters=6 * EPOCH)
+    by_batches = build(fine, {**cfg, "convert_to_iter_based": True}, epochs=6, iters=6 * EPOCH)
+    assert not by_batches[0].by_epoch
+    values = course(fine, by_batches, 6 * EPOCH)
+    assert values[::EPOCH] == pytest.approx(course(whole, by_epochs, 6))
+    assert (len(set(values)) < 5) == by_epoch
+
+
+def test_a_ramp_that_is_converted_takes_its_window():
+    optimizer = sgd()
+    cfg = {"type": "LinearLR", "start_factor": 0.1, "end": 2, "convert_to_iter_based": True}
+    values = course(optimizer, build(optimizer, cfg, epochs=6, iters=6 * EPOCH), 3 * EPOCH)
+    assert values[: 2 * EPOCH] == pytest.approx(torch.linspace(0.1, 1, 2 * EPOCH).tolist())
+    assert values[2 * EPOCH :] == [1.0] * EPOCH
+    for wrong in ({"by_epoch": False}, {"type": lr_scheduler.LinearLR}):
+        with pytest.raises(ConfigError, match="LinearLR: `convert_to_iter_based` must be False unless"):
+            build(optimizer, {**cfg, **wrong}, epochs=6, iters=6 * EPOCH)

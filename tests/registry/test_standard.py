@@ -14,7 +14,7 @@ STANDARD = {name: value for name, value in vars(lockstep.registry).items() if is
 
 def test_the_standard_registries_are_there():
     assert set(STANDARD) == {
-        *("MODELS", "MODEL_WRAPPERS", "OPTIMIZERS", "OPTIM_WRAPPERS", "PARAM_SCHEDULERS"),
+        *("MODELS", "MODEL_WRAPPERS", "OPTIMIZERS", "OPTIM_WRAPPERS", "OPTIM_WRAPPER_CONSTRUCTORS", "PARAM_SCHEDULERS"),
         *("DATASETS", "DATA_SAMPLERS", "METRICS", "HOOKS", "LOOPS", "STRATEGIES"),
         *("VISUALIZERS", "RUNNERS"),
     }

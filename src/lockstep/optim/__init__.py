@@ -1,10 +1,66 @@
-"""One optimizer update: accumulation, clipping, and the schedules of learning rates."""
+"""One optimizer update: accumulation, clipping, mixed precision, and the schedules of learning rates."""
 
 from __future__ import annotations
 
+from lockstep.optim.amp import AmpOptimWrapper
 from lockstep.optim.build import build_optim_wrapper
-from lockstep.optim.scheduler import ParamScheduler, build_param_schedulers
+from lockstep.optim.build_schedulers import build_param_schedulers
+from lockstep.optim.constructor import DefaultOptimWrapperConstructor
+from lockstep.optim.formula import FormulaScheduler
+from lockstep.optim.momentum import (
+    ConstantMomentum,
+    CosineAnnealingMomentum,
+    CosineRestartMomentum,
+    ExponentialMomentum,
+    LinearMomentum,
+    MultiStepMomentum,
+    PolyMomentum,
+    StepMomentum,
+)
+from lockstep.optim.plateau import ReduceOnPlateauLR, ReduceOnPlateauMomentum
+from lockstep.optim.scheduler import ParamScheduler
+from lockstep.optim.schedules import (
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineRestartLR,
+    ExponentialLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolyLR,
+    StepLR,
+)
+from lockstep.optim.torch_schedules import TorchScheduler
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.optim.wrapper_dict import OptimWrapperDict
 
-__all__ = ["OptimWrapper", "OptimWrapperDict", "ParamScheduler", "build_optim_wrapper", "build_param_schedulers"]
+__all__ = [
+    "AmpOptimWrapper",
+    "ConstantLR",
+    "ConstantMomentum",
+    "CosineAnnealingLR",
+    "CosineAnnealingMomentum",
+    "CosineRestartLR",
+    "CosineRestartMomentum",
+    "DefaultOptimWrapperConstructor",
+    "ExponentialLR",
+    "ExponentialMomentum",
+    "FormulaScheduler",
+    "LinearLR",
+    "LinearMomentum",
+    "MultiStepLR",
+    "MultiStepMomentum",
+    "OneCycleLR",
+    "OptimWrapper",
+    "OptimWrapperDict",
+    "ParamScheduler",
+    "PolyLR",
+    "PolyMomentum",
+    "ReduceOnPlateauLR",
+    "ReduceOnPlateauMomentum",
+    "StepLR",
+    "StepMomentum",
+    "TorchScheduler",
+    "build_optim_wrapper",
+    "build_param_schedulers",
+]

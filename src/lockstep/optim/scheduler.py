@@ -1,198 +1,145 @@
-"""Torch's learning-rate schedules, counted in epochs or in batches, within a window."""
+"""`ParamScheduler`: what all schedules have in common, which is a window of epochs or batches."""
 
 from __future__ import annotations
 
-import inspect
 import math
-import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
-from lockstep.registry import PARAM_SCHEDULERS
-
-_BY_NAME = (
-    "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "ExponentialLR", "LinearLR",
-    "MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR",
-)  # fmt: skip
-for _name in _BY_NAME:
-    PARAM_SCHEDULERS.register_module(module=getattr(lr_scheduler, _name))
-
-# The argument that says how long a schedule takes; the window's length is its default. A ramp
-# arrives at its end value in the last count of the window, hence one less.
-_LENGTH_ARGUMENTS = {
-    "CosineAnnealingLR": ("T_max", 0),
-    "ConstantLR": ("total_iters", 1),
-    "LinearLR": ("total_iters", 1),
-    "PolynomialLR": ("total_iters", 1),
-    "OneCycleLR": ("total_steps", 0),
-}
 
 
-class ParamScheduler:
-    """A schedule of torch's that counts epochs or batches, from `begin` up to `end`.
+@dataclass(eq=False, repr=False)
+class ParamScheduler(ABC):
+    """Changes one number of every parameter group, such as the learning rate, from `begin` up to `end`.
 
-    Schedules on one optimizer follow each other: a warm-up of 100 batches, then a cosine.
+    Schedules on one optimizer may follow each other, a warm-up of 100 batches and then a cosine; where their windows
+    overlap, their effects multiply. A subclass says in `advance` what happens at each count.
 
     Args:
-        schedule: a subclass of `torch.optim.lr_scheduler.LRScheduler`. It is created when `begin`
-            is reached, from the learning rate that the optimizer has then.
-        optimizer: whose learning rates are set.
+        optimizer: whose parameter groups are changed.
         by_epoch: count epochs, else batches.
-        begin: the count at which the schedule starts.
+        begin: the count at which the schedule starts, from the value that it finds then.
         end: the count from which on it no longer changes anything; None for never.
-        **kwargs: arguments of `schedule`, in the unit that is counted.
+        param_name: what is changed: `"lr"`, `"momentum"` (Adam's first beta counts as one), or another number that the
+            groups have, such as `"weight_decay"`.
     """
 
-    def __init__(
-        self,
-        schedule: type[LRScheduler],
-        optimizer: Optimizer,
-        *,
-        by_epoch: bool = True,
-        begin: int = 0,
-        end: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if begin < 0 or (end is not None and end <= begin):
-            raise ConfigError(
-                f"{schedule.__name__}: `begin` must be at least 0 and less than `end`, but they are {begin} and {end}"
+    # Arguments that are lengths of time, which a conversion from epochs to batches multiplies, and the one among them
+    # that is the length of the whole schedule; where it is not given, the window's.
+    durations: ClassVar[tuple[str, ...]] = ()
+    length: ClassVar[str | None] = None
+
+    optimizer: Optimizer
+    by_epoch: bool = field(default=True, kw_only=True)
+    begin: int = field(default=0, kw_only=True)
+    end: int | None = field(default=None, kw_only=True)
+    param_name: str = field(default="lr", kw_only=True)
+
+    def __post_init__(self) -> None:
+        # An optim wrapper will do; one of several optimizers would not say whose number is meant.
+        self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                f"`optimizer` must be an optimizer or the optim wrapper of one, but is {self.optimizer!r} of type "
+                f"{type(self.optimizer).__name__}"
             )
-        _check_arguments(schedule, optimizer, kwargs)
-        self.by_epoch = by_epoch
-        self.begin = begin
-        self.end = end
-        self._schedule = schedule
-        self._optimizer = optimizer
-        self._kwargs = kwargs
+        self.end = None if self.end is None or math.isinf(self.end) else self.end
+        if self.begin < 0 or (self.end is not None and self.end <= self.begin):
+            raise ConfigError(
+                f"{self.title}: `begin` must be at least 0 and less than `end`, "
+                f"but they are {self.begin} and {self.end}"
+            )
         self._count = 0
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-        self._inner = self._start() if begin == 0 else None
+        self.get_last_value()  # fails where there is no such number
+        if self.begin == 0:
+            self.advance(0)
+
+    @abstractmethod
+    def advance(self, t: int) -> None:
+        """Set the values for the time that begins.
+
+        Args:
+            t: counts since `begin`: 0, 1, 2, ...
+        """
 
     def step(self) -> None:
-        """Count one epoch or batch, and set the learning rates for the next."""
+        """Count one epoch or batch, and set the values for the next."""
         self._count += 1
-        if self._count < self.begin or (self.end is not None and self._count >= self.end):
-            return
-        if self._inner is None:
-            self._inner = self._start()
-        elif self._count - self.begin == 1:
-            with warnings.catch_warnings():
-                # torch misses an optimizer step before this one where gradients are accumulated.
-                warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)")
-                self._inner.step()
-        else:
-            self._inner.step()
+        if self.is_active:
+            self.advance(self._count - self.begin)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the present count lies in the window."""
+        return self.begin <= self._count and (self.end is None or self._count < self.end)
+
+    @property
+    def title(self) -> str:
+        """What errors and logs call it."""
+        return type(self).__name__
+
+    @classmethod
+    def stretched(cls, arguments: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
+        """Return arguments that are meant in epochs as what they mean in batches."""
+        lengths = {name: arguments[name] for name in cls.durations if arguments.get(name) is not None}
+        return {**arguments, **{name: _times(length, epoch_length) for name, length in lengths.items()}}
 
     def get_last_value(self) -> list[float]:
-        """Return the learning rate of every parameter group."""
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
+        """Return the present value of every parameter group."""
+        return [self._read(group) for group in self.optimizer.param_groups]
+
+    def set_values(self, values: Sequence[float]) -> None:
+        """Set the value of every parameter group."""
+        for group, value in zip(self.optimizer.param_groups, values, strict=True):
+            self._write(group, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands, in plain numbers and lists."""
-        inner = {} if self._inner is None else self._inner.state_dict()
-        plain = {key: value for key, value in inner.items() if _is_plain(value)}
-        return {"count": self._count, "schedule": plain}
+        """Return where the schedule stands, in JSON values."""
+        return {"count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where another scheduler of the same arguments stood.
 
-        The learning rates themselves belong to the optimizer's state; load that afterwards.
+        The values themselves belong to the optimizer's state; load that afterwards.
         """
         self._count = state["count"]
-        if state["schedule"]:
-            self._inner = self._inner or self._start()
-            self._inner.load_state_dict(dict(state["schedule"]))
 
     def __repr__(self) -> str:
         unit = "epochs" if self.by_epoch else "batches"
-        arguments = "".join(f", {key}={value!r}" for key, value in self._kwargs.items())
-        end = "" if self.end is None else self.end
-        return f"{self._schedule.__name__}({unit} {self.begin}..{end}{arguments})"
+        window = f"{unit} {self.begin}..{'' if self.end is None else self.end}"
+        return f"{self.title}({', '.join([window, *self._shown()])})"
 
-    def _start(self) -> LRScheduler:
-        return self._schedule(self._optimizer, **self._kwargs)
+    def _shown(self) -> list[str]:
+        """Return the arguments that are its own, as they are written."""
+        common = ParamScheduler.__dataclass_fields__
+        names = [name for name in getattr(self, "__dataclass_fields__", ()) if name not in common]
+        return [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None]
 
-
-def build_param_schedulers(
-    optimizer: Optimizer, cfg: Any, *, max_epochs: int | None, max_iters: int | None
-) -> list[ParamScheduler]:
-    """Return the schedulers that `cfg` describes.
-
-    Args:
-        optimizer: whose learning rates are scheduled.
-        cfg: a config dict or a list of them, with `type` (a class of `torch.optim.lr_scheduler` or
-            its name), `by_epoch` (default True), `begin`, `end`, and the arguments of that class;
-            or `ParamScheduler` objects; or None. Where the class needs a length (`T_max`,
-            `total_iters`, `total_steps`) that is not given, it is that of the window.
-        max_epochs: length of the training, by which windows without `end` are closed.
-        max_iters: the same in batches.
-
-    Raises:
-        ConfigError: no scheduler is called that.
-
-    Example:
-        >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
-        >>> warmup = dict(type="LinearLR", start_factor=0.01, by_epoch=False, end=100)
-        >>> cosine = dict(type="CosineAnnealingLR", by_epoch=False, begin=100)
-        >>> build_param_schedulers(optimizer, [warmup, cosine], max_epochs=None, max_iters=1000)
-        [LinearLR(batches 0..100, ...), CosineAnnealingLR(batches 100..1000, T_max=900)]
-    """
-    if cfg is None:
-        return []
-    items = cfg if isinstance(cfg, Sequence) else [cfg]
-    return [
-        item if isinstance(item, ParamScheduler) else _build_one(optimizer, item, max_epochs, max_iters)
-        for item in items
-    ]
-
-
-def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters: int | None) -> ParamScheduler:
-    if not isinstance(cfg, Mapping):
-        raise TypeError(
-            "`param_scheduler` must be a config dict, a ParamScheduler or a list of them, but has "
-            f"{cfg!r} of type {type(cfg).__name__}. A torch scheduler holds on to an optimizer of "
-            "its own; give its class and arguments, as in dict(type=StepLR, step_size=2)"
-        )
-    arguments = dict(cfg)
-    schedule = arguments.pop("type", None)
-    if isinstance(schedule, str):
-        schedule = PARAM_SCHEDULERS[schedule]
-    if not (isinstance(schedule, type) and issubclass(schedule, LRScheduler)):
+    def _read(self, group: Mapping[str, Any]) -> float:
+        if self.param_name in group:
+            return float(group[self.param_name])
+        if self.param_name == "momentum" and "betas" in group:
+            return float(group["betas"][0])
+        known = ", ".join(sorted(name for name in group if name != "params"))
         raise ConfigError(
-            "`type` of a parameter scheduler must be a subclass of "
-            f"torch.optim.lr_scheduler.LRScheduler or the name of one, but is {schedule!r}"
+            f"{self.title}: the optimizer must have a `{self.param_name}`, but {type(self.optimizer).__name__} has "
+            f"only {known}"
         )
-    by_epoch = arguments.pop("by_epoch", True)
-    begin, end = arguments.pop("begin", 0), arguments.pop("end", None)
-    end = None if end is None or math.isinf(end) else end
-    name, shorter = _LENGTH_ARGUMENTS.get(schedule.__name__, (None, 0))
-    if name is not None and arguments.get(name) is None:
-        last = end if end is not None else (max_epochs if by_epoch else max_iters)
-        if last is not None:
-            arguments[name] = max(last - begin - shorter, 1)
-            end = max(last, begin + 1)
-    return ParamScheduler(schedule, optimizer, by_epoch=by_epoch, begin=begin, end=end, **arguments)
+
+    def _write(self, group: dict[str, Any], value: float) -> None:
+        if self.param_name not in group:
+            group["betas"] = (value, *group["betas"][1:])
+        elif isinstance(group[self.param_name], Tensor):  # which a compiled or captured step holds on to
+            group[self.param_name].fill_(value)
+        else:
+            group[self.param_name] = value
 
 
-def _check_arguments(schedule: type[LRScheduler], optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-    # A schedule that begins late would otherwise refuse its arguments in the middle of a run.
-    signature = inspect.signature(schedule)
-    try:
-        signature.bind(optimizer, **kwargs)
-    except TypeError as error:
-        names = [name for name in signature.parameters if name != "optimizer"]
-        raise ConfigError(
-            f"{schedule.__name__}: {error}. Its arguments are {', '.join(names)}; every schedule "
-            "also takes by_epoch, begin and end"
-        ) from error
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_is_plain(item) for item in value)
-    return isinstance(value, bool | int | float | str)
+def _times(length: Any, factor: int) -> Any:
+    return [item * factor for item in length] if isinstance(length, Sequence) else length * factor

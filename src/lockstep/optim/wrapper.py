@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
+from lockstep.optim.sample_weights import SampleWeights
 from lockstep.registry import OPTIM_WRAPPERS
 
 _logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class OptimWrapper:
         self._max_counts: int | None = None
         self._remainder_counts = 0
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
+        self._sample_weights = SampleWeights()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Say how many batches there have been and will be, so that the last window divides right.
@@ -86,6 +88,17 @@ class OptimWrapper:
                 self._accumulative_counts,
             )
 
+    def count_samples(self, own: float, mean: float) -> None:
+        """Say how many samples the batch to come has, so that each of them counts alike in the update.
+
+        Without it each batch counts alike, on every rank.
+
+        Args:
+            own: this rank's; 0 for a batch that is to change nothing.
+            mean: the mean over all ranks.
+        """
+        self._sample_weights.announce(own, mean)
+
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context for the forward pass: `no_sync` where no update will follow.
 
@@ -113,11 +126,15 @@ class OptimWrapper:
         with _NO_CONTEXT if no_sync is None else no_sync():
             self.backward(scaled)
         if self.should_update():
+            self._even_out()
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Divide by the number of batches in the present window."""
+        """Divide by the number of batches in the present window; see also `count_samples`."""
+        weight = self._sample_weights.weigh(begins_window=self._inner_count % self._accumulative_counts == 0)
+        if weight != 1:
+            loss = loss * weight
         if self._accumulative_counts == 1:
             return loss
         return loss / self._window()
@@ -182,6 +199,13 @@ class OptimWrapper:
         """Restore the optimizer's state."""
         self.optimizer.load_state_dict(state_dict)
 
+    def extra_state(self) -> dict[str, Any]:
+        """Return what resuming needs beside the optimizer's state, in JSON values; the same on every rank."""
+        return {}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `extra_state` returned."""
+
     def __repr__(self) -> str:
         clipping = f", clip_grad={self._clip_kwargs}" if self._clip_type else ""
         return (
@@ -197,6 +221,15 @@ class OptimWrapper:
         if self._max_counts is not None and self._inner_count >= self._max_counts - self._remainder_counts:
             return self._remainder_counts or self._accumulative_counts
         return self._accumulative_counts
+
+    def _even_out(self) -> None:
+        """Make the gradients those of the mean over all samples of the window."""
+        factor = self._sample_weights.correction()
+        if factor != 1:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
 
     def _clip_grad(self) -> None:
         params = [

@@ -71,6 +71,11 @@ class OptimWrapperDict(OptimWrapper):
         for wrapper in self.values():
             wrapper.initialize_count_status(model, init_counts, max_counts)
 
+    def count_samples(self, own: float, mean: float) -> None:
+        """Say to each wrapper how many samples the batch to come has."""
+        for wrapper in self.values():
+            wrapper.count_samples(own, mean)
+
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Enter the contexts of all wrappers, for a forward pass whose loss several of them use."""
@@ -152,6 +157,15 @@ class OptimWrapperDict(OptimWrapper):
             raise KeyError(f"`state_dict` must have the keys {sorted(self)}, but has {sorted(state_dict)}")
         for name, wrapper in self.items():
             wrapper.load_state_dict(state_dict[name])
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return the extra state of each wrapper under its name."""
+        return {name: wrapper.extra_state() for name, wrapper in self.items()}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `extra_state` returned."""
+        for name, wrapper in self.items():
+            wrapper.load_extra_state(state.get(name, {}))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={wrapper!r}' for name, wrapper in self.items())})"

@@ -15,14 +15,17 @@ from lockstep.registry.registry import Library, Registry
 SCOPE = "lockstep"
 
 MODELS = Registry("model", scope=SCOPE, locations=["lockstep.model"])
-MODEL_WRAPPERS = Registry("model wrapper", scope=SCOPE, locations=["lockstep.model", "lockstep.model.fsdp"])
+MODEL_WRAPPERS = Registry(
+    "model wrapper", scope=SCOPE, locations=["lockstep.model", "lockstep.model.fsdp", "lockstep.strategy"]
+)
 OPTIMIZERS = Registry(
     "optimizer",
     scope=SCOPE,
     locations=["lockstep.optim"],
     libraries=[Library("torch.optim", base="Optimizer")],
 )
-OPTIM_WRAPPERS = Registry("optim wrapper", scope=SCOPE, locations=["lockstep.optim"])
+OPTIM_WRAPPERS = Registry("optim wrapper", scope=SCOPE, locations=["lockstep.optim", "lockstep.strategy"])
+OPTIM_WRAPPER_CONSTRUCTORS = Registry("optim wrapper constructor", scope=SCOPE, locations=["lockstep.optim"])
 PARAM_SCHEDULERS = Registry("parameter scheduler", scope=SCOPE, locations=["lockstep.optim"])
 DATASETS = Registry("dataset", scope=SCOPE, locations=["lockstep.dataset"])
 DATA_SAMPLERS = Registry(

@@ -1,0 +1,181 @@
+"""`AmpOptimWrapper`: half-precision forward passes, and a scaled loss where that needs one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.optim.loss_scaler import LossScaler
+from lockstep.optim.wrapper import OptimWrapper
+from lockstep.registry import OPTIM_WRAPPERS
+from lockstep.registry.nearest import did_you_mean
+
+_logger = logging.getLogger(__name__)
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_SCALER_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+_STATE = "loss_scaler"
+
+
+@OPTIM_WRAPPERS.register_module()
+class AmpOptimWrapper(OptimWrapper):
+    """An `OptimWrapper` whose forward passes run in half precision where that is safe (`torch.autocast`).
+
+    Parameters, gradients and the optimizer's state keep their dtype. In float16 the loss is scaled, so that small
+    gradients do not vanish; gradients are unscaled before they are clipped. An update whose gradients are not finite is
+    skipped, on all ranks alike, and the scale is lowered. bfloat16 has the range of float32 and needs no scale.
+
+    Args:
+        loss_scale: `"dynamic"` for a scale that adapts itself, in float16 only; a number for a fixed one; a dict of
+            arguments of `torch.amp.GradScaler` for a dynamic one in any dtype.
+        dtype: `"float16"`, `"bfloat16"` or the torch dtype; by default float16 on accelerators and bfloat16 on the
+            CPU.
+        use_fsdp: MMEngine's; means nothing here, where the gradients themselves tell whether they are sharded.
+        optimizer: as for `OptimWrapper`.
+        accumulative_counts: as for `OptimWrapper`.
+        clip_grad: as for `OptimWrapper`; `error_if_nonfinite` has no place beside a scale.
+
+    **Collective**: every rank steps, under FSDP. **Cost**: see `LossScaler`.
+
+    Raises:
+        FloatingPointError: on every rank, when 100 updates have been skipped one after the other.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> wrapper = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype="float16")
+        >>> with wrapper.optim_context(model):
+        ...     loss = model(torch.ones(2)).mean()
+        >>> loss.dtype, wrapper.loss_scale
+        (torch.float16, 65536.0)
+        >>> wrapper.update_params(loss)
+    """
+
+    def __init__(
+        self,
+        loss_scale: Literal["dynamic"] | float | Mapping[str, Any] = "dynamic",
+        dtype: Literal["float16", "bfloat16"] | torch.dtype | None = None,
+        use_fsdp: bool = False,
+        *,
+        optimizer: Optimizer,
+        accumulative_counts: int = 1,
+        clip_grad: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(optimizer, accumulative_counts, clip_grad)
+        self._given_dtype = _checked_dtype(dtype)
+        self._scaler_kwargs = _checked_scale(loss_scale)
+        self._only_float16 = loss_scale == "dynamic"
+        if self._clip_kwargs.get("error_if_nonfinite"):
+            raise ValueError(
+                "`clip_grad['error_if_nonfinite']` must be False for an AmpOptimWrapper, but is True: gradients that "
+                "overflow are part of the search for a scale, and are skipped"
+            )
+
+    @cached_property
+    def device_type(self) -> str:
+        """Type of the device on which the model runs."""
+        # Looked at late: an optimizer may have been made before its model moved. Offloaded shards lie on the CPU,
+        # but their mesh is where the model runs.
+        param = self.param_groups[0]["params"][0]
+        mesh = getattr(param, "device_mesh", None)
+        return str(param.device.type if mesh is None else mesh.device_type)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """What autocast computes in."""
+        default = torch.bfloat16 if self.device_type == "cpu" else torch.float16
+        return self._given_dtype or default
+
+    @cached_property
+    def _scaler(self) -> LossScaler | None:
+        if self._only_float16 and self.dtype != torch.float16:
+            return None
+        return LossScaler(self.device_type, **self._scaler_kwargs)
+
+    @property
+    def loss_scale(self) -> float:
+        """By what losses are multiplied at present. Reading it waits for the device."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """Enter `torch.autocast` for the forward pass, and `no_sync` where no update will follow."""
+        with super().optim_context(model), torch.autocast(self.device_type, self.dtype):
+            yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of the loss, multiplied by the scale, and count the batch."""
+        super().backward(loss if self._scaler is None else self._scaler.scale(loss), **kwargs)
+
+    def step(self, **kwargs: Any) -> None:
+        """Unscale the gradients, clip them, and let the optimizer update the parameters, if they are finite."""
+        if self._scaler is None:
+            super().step(**kwargs)
+            return
+        self._scaler.unscale_(self.optimizer)
+        if self._clip_type is not None:
+            self._clip_grad()
+        self._scaler.step(self.optimizer, **kwargs)
+        self._scaler.update()
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return where the scale stands."""
+        return {} if self._scaler is None else {_STATE: self._scaler.state_dict()}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the scale that was saved; how it moves, and a fixed one, is what the arguments say."""
+        if self._scaler is None or not self._scaler.is_enabled() or "fixed_scale" in self._scaler_kwargs:
+            return
+        saved = state.get(_STATE)
+        if not saved:
+            _logger.warning("no loss scale was saved: it begins with %g", self.loss_scale)
+            return
+        moving = {name: saved[name] for name in ("scale", "_growth_tracker")}
+        self._scaler.load_state_dict({**self._scaler.state_dict(), **moving})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, and where the scale stands."""
+        return {**super().state_dict(), **self.extra_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != _STATE})
+        self.load_extra_state(state_dict)
+
+
+def _checked_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or dtype in _DTYPES.values():
+        return dtype  # type: ignore[return-value]
+    if isinstance(dtype, str) and dtype in _DTYPES:
+        return _DTYPES[dtype]
+    hint = did_you_mean(dtype, _DTYPES) if isinstance(dtype, str) else ""
+    raise ValueError(f"`dtype` must be 'float16', 'bfloat16', such a torch.dtype or None, but is {dtype!r}{hint}")
+
+
+def _checked_scale(loss_scale: Any) -> dict[str, Any]:
+    """Return the arguments of a `LossScaler`."""
+    if loss_scale == "dynamic":
+        return {}
+    if isinstance(loss_scale, Mapping):
+        for name in loss_scale:
+            if name not in _SCALER_KEYS:
+                raise ValueError(f"`loss_scale` has the unknown key {name!r}{did_you_mean(name, _SCALER_KEYS)}")
+        if loss_scale.get("growth_factor", 2.0) <= 1 or loss_scale.get("backoff_factor", 0.5) >= 1:
+            raise ValueError(
+                "`loss_scale` must have a growth_factor above 1 and a backoff_factor below 1, but is "
+                f"{dict(loss_scale)}. Give a number for a scale that never changes"
+            )
+        return dict(loss_scale)
+    if isinstance(loss_scale, bool) or not isinstance(loss_scale, int | float):
+        raise TypeError(
+            "`loss_scale` must be 'dynamic', a number or a dict of arguments of torch.amp.GradScaler, but is "
+            f"{loss_scale!r}"
+        )
+    if not loss_scale > 0:
+        raise ValueError(f"`loss_scale` must be above 0, but is {loss_scale}")
+    return {"fixed_scale": float(loss_scale)}

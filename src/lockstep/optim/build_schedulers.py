@@ -1,0 +1,106 @@
+"""From a config to schedulers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.errors import ConfigError
+from lockstep.optim.plateau import ReduceOnPlateauLR
+from lockstep.optim.scheduler import ParamScheduler
+from lockstep.optim.torch_schedules import TorchScheduler, length_argument
+from lockstep.registry import PARAM_SCHEDULERS
+from lockstep.registry.building import construct
+
+
+def build_param_schedulers(
+    optimizer: Optimizer, cfg: Any, *, max_epochs: int | None, max_iters: int | None
+) -> list[ParamScheduler]:
+    """Return the schedulers that `cfg` describes.
+
+    Args:
+        optimizer: whose learning rates, or other numbers, are scheduled.
+        cfg: a config dict or a list of them, with `type` (the name or class of one of lockstep's schedules, or a
+            subclass of torch's `LRScheduler`), `by_epoch` (default True), `begin`, `end`, and the arguments of that
+            class; or `ParamScheduler` objects; or None. Where a class needs a length (`T_max`, `total_iters`,
+            `total_steps`) that is not given, it is that of the window. With `convert_to_iter_based=True` all numbers
+            are meant in epochs, but the value changes with every batch.
+        max_epochs: length of the training, by which windows without `end` are closed; None where it counts iterations.
+        max_iters: the same in batches.
+
+    Raises:
+        ConfigError: no scheduler is called that, its arguments do not fit, or it counts epochs where the training
+            counts none.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+        >>> warmup = dict(type="LinearLR", start_factor=0.01, by_epoch=False, end=100)
+        >>> cosine = dict(type="CosineAnnealingLR", by_epoch=False, begin=100)
+        >>> build_param_schedulers(optimizer, [warmup, cosine], max_epochs=None, max_iters=1000)
+        [LinearLR(batches 0..100, ...), CosineAnnealingLR(batches 100..1000, T_max=900)]
+    """
+    if cfg is None:
+        return []
+    items = cfg if isinstance(cfg, Sequence) and not isinstance(cfg, str) else [cfg]
+    return [
+        item if isinstance(item, ParamScheduler) else _build_one(optimizer, item, max_epochs, max_iters)
+        for item in items
+    ]
+
+
+def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters: int | None) -> ParamScheduler:
+    if not isinstance(cfg, Mapping):
+        raise TypeError(
+            "`param_scheduler` must be a config dict, a ParamScheduler or a list of them, but has "
+            f"{cfg!r} of type {type(cfg).__name__}. A torch scheduler holds on to an optimizer of "
+            "its own; give its class and arguments, as in dict(type=StepLR, step_size=2)"
+        )
+    arguments = dict(cfg)
+    schedule = arguments.pop("type", None)
+    if isinstance(schedule, str):
+        schedule = PARAM_SCHEDULERS[schedule]
+    if not (isinstance(schedule, type) and issubclass(schedule, ParamScheduler | LRScheduler)):
+        raise ConfigError(
+            "`type` of a parameter scheduler must be a ParamScheduler, a subclass of "
+            f"torch.optim.lr_scheduler.LRScheduler or the name of one, but is {schedule!r}"
+        )
+    name = schedule.__name__
+    arguments = _in_batches(schedule, arguments, max_epochs, max_iters)
+    # A plateau is counted in validations; its window alone has a unit, which is that of the training.
+    by_epoch = arguments.setdefault("by_epoch", max_epochs is not None or not issubclass(schedule, ReduceOnPlateauLR))
+    last = max_epochs if by_epoch else max_iters
+    if last is None and by_epoch and max_iters is not None:
+        raise ConfigError(
+            f"{name}: `by_epoch` must be False where the training counts iterations, but is True: an epoch would never "
+            "end"
+        )
+    length = schedule.length if issubclass(schedule, ParamScheduler) else length_argument(schedule)
+    open_ended = arguments.get("end") is None or math.isinf(arguments["end"])
+    if length is not None and arguments.get(length) is None and open_ended and last is not None:
+        arguments["end"] = max(last, arguments.get("begin", 0) + 1)
+    if issubclass(schedule, ParamScheduler):
+        built: ParamScheduler = construct(schedule, {"optimizer": optimizer, **arguments}, PARAM_SCHEDULERS.name)
+        return built
+    return TorchScheduler(schedule, optimizer, **arguments)
+
+
+def _in_batches(
+    schedule: type, arguments: Mapping[str, Any], max_epochs: int | None, max_iters: int | None
+) -> dict[str, Any]:
+    """Return arguments that ask for it with all numbers of epochs turned into numbers of batches."""
+    converted = dict(arguments)
+    if not converted.pop("convert_to_iter_based", False):
+        return converted
+    if not arguments.get("by_epoch", True) or not issubclass(schedule, ParamScheduler) or not max_epochs:
+        raise ConfigError(
+            f"{schedule.__name__}: `convert_to_iter_based` must be False unless it is one of lockstep's schedules, it "
+            "counts epochs, and so does the training"
+        )
+    assert max_iters is not None
+    epoch_length = max_iters // max_epochs
+    window = {name: converted[name] * epoch_length for name in ("begin", "end") if converted.get(name) is not None}
+    return {**schedule.stretched(converted, epoch_length), **window, "by_epoch": False}

@@ -1,0 +1,170 @@
+"""`DefaultOptimWrapperConstructor`: an optim wrapper whose parameters have options of their own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+from lockstep.model import unwrap_model
+from lockstep.optim.fused import fits_fused, keep_implementation
+from lockstep.optim.param_sites import ParamSite, param_sites
+from lockstep.optim.paramwise import Options, Paramwise
+from lockstep.optim.wrapper import OptimWrapper
+from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from lockstep.registry.signatures import Arguments
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class DefaultOptimWrapperConstructor:
+    """Builds an optimizer over the trainable parameters of a model, and its wrapper.
+
+    Parameters with the same options share a group, so that there are as few groups as options; they come in the order
+    of the model. A subclass may fill the groups in another way by overriding `add_params`.
+
+    Keys of `paramwise_cfg`, each of which multiplies the learning rate (`lr_mult`) or weight decay (`decay_mult`) of
+    some parameters:
+
+    - `custom_keys`: by parts of names: `{"backbone": dict(lr_mult=0.1, decay_mult=0.0)}`, also with other options of
+      the optimizer. The longest key that is part of a name decides, and nothing else applies to that parameter.
+    - `bias_lr_mult`: biases, but for those of norms and of deformable offsets.
+    - `bias_decay_mult`: biases, but for those of norms, depthwise convolutions and deformable offsets.
+    - `norm_decay_mult`: norms. A norm is a module whose class is called so, such as `BatchNorm2d` and `LlamaRMSNorm`.
+    - `dwconv_decay_mult`: depthwise convolutions.
+    - `flat_decay_mult`: other parameters of one dimension.
+    - `dcn_offset_lr_mult`: the convolution `conv_offset` in a deformable one.
+    - `bypass_duplicate`: a parameter that is shared by places with different options has those of the first one;
+      else that is an error.
+
+    Names are those of the user's own module, whatever it is wrapped in.
+
+    Args:
+        optim_wrapper_cfg: the key `optimizer` with the config of one, and arguments of the wrapper (`type`, by default
+            `OptimWrapper`).
+        paramwise_cfg: see above.
+
+    Raises:
+        ConfigError: a key is unknown or part of no name, or the model has nothing to train.
+
+    Example:
+        >>> construct = DefaultOptimWrapperConstructor(
+        ...     dict(optimizer=dict(type="AdamW", lr=0.1, weight_decay=0.05)), dict(bias_decay_mult=0.0)
+        ... )
+        >>> wrapper = construct(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+        >>> [(group["weight_decay"], len(group["params"])) for group in wrapper.param_groups]
+        [(0.05, 2), (0.0, 2)]
+    """
+
+    def __init__(self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None) -> None:
+        if not isinstance(optim_wrapper_cfg, Mapping):
+            raise TypeError(f"`optim_wrapper_cfg` must be a dict, but is {optim_wrapper_cfg!r}")
+        if paramwise_cfg is not None and not isinstance(paramwise_cfg, Mapping):
+            raise TypeError(f"`paramwise_cfg` must be a dict or None, but is {paramwise_cfg!r}")
+        if "optimizer" not in optim_wrapper_cfg:
+            raise ConfigError(
+                "`optim_wrapper` must have the key 'optimizer', as in "
+                f"dict(optimizer=dict(type='SGD', lr=0.1)), but has only {sorted(optim_wrapper_cfg)}"
+            )
+        self.optim_wrapper_cfg = dict(optim_wrapper_cfg)
+        self.optimizer_cfg = self.optim_wrapper_cfg["optimizer"]
+        self.paramwise_cfg = dict(paramwise_cfg or {})
+        base = _base_options(self.optimizer_cfg)
+        self.base_lr = base.get("lr")
+        self.base_wd = base.get("weight_decay")
+        self._base = base
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        """Return the optim wrapper over the parameters of a model, as it is trained: on its device, and wrapped."""
+        optimizer = self.optimizer_cfg
+        if isinstance(optimizer, Mapping):
+            optimizer = self._build_optimizer(model)
+        elif self.paramwise_cfg:
+            raise ConfigError(
+                "`paramwise_cfg` needs the config of an optimizer, as in optimizer=dict(type='SGD', lr=0.1), but "
+                f"`optimizer` is built already: {type(optimizer).__name__}"
+            )
+        cfg = {**self.optim_wrapper_cfg, "optimizer": optimizer}
+        wrapper: OptimWrapper = OPTIM_WRAPPERS.build(cfg, type="OptimWrapper")
+        return wrapper
+
+    def add_params(self, params: list[dict[str, Any]], module: nn.Module) -> None:
+        """Add the parameter groups of a module to `params`; a subclass may make other groups.
+
+        Args:
+            params: groups for the optimizer, each with the key `params` and the options that are its own.
+            module: the user's own module.
+        """
+        sites = param_sites(module)
+        paramwise = Paramwise(self.paramwise_cfg, self._base, _option_names(self.optimizer_cfg))
+        paramwise.check_keys(site.name for site in sites)
+        bypass = bool(self.paramwise_cfg.get("bypass_duplicate"))
+        chosen: dict[int, tuple[ParamSite, Options]] = {}
+        for site in sites:
+            if not site.parameter.requires_grad:
+                continue
+            options = paramwise.options(site)
+            first, earlier = chosen.setdefault(id(site.parameter), (site, options))
+            if options != earlier and not bypass:
+                raise ConfigError(
+                    f"`paramwise_cfg` must say the same of {first.name} and {site.name}, which are one parameter, but "
+                    f"says {earlier} and {options}. With bypass_duplicate=True the first one counts"
+                )
+        for site, options in chosen.values():
+            # Options may be lists, which no dict takes as keys; there are few groups.
+            group = next((group for group in params if _own_options(group) == options), None)
+            if group is None:
+                params.append({"params": [site.parameter], **options})
+            else:
+                group["params"].append(site.parameter)
+
+    def _build_optimizer(self, model: nn.Module) -> Optimizer:
+        groups: list[dict[str, Any]] = []
+        self.add_params(groups, unwrap_model(model))
+        params = [param for group in groups for param in group["params"]]
+        if not params:
+            raise ConfigError(
+                f"the model must have parameters that require a gradient, but {type(model).__name__} "
+                "has none. Unfreeze some, or call val() or test() instead of train()"
+            )
+        options = dict(self.optimizer_cfg)
+        if fits_fused(_kind_of(options), options, params, model):
+            options["fused"] = True
+        optimizer: Optimizer = OPTIMIZERS.build(options, params=groups)
+        keep_implementation(optimizer)
+        return optimizer
+
+
+def _kind_of(cfg: Mapping[str, Any]) -> Any:
+    kind = cfg.get("type")
+    return OPTIMIZERS[kind] if isinstance(kind, str) else kind
+
+
+def _arguments(cfg: Any) -> Arguments | None:
+    kind = _kind_of(cfg) if isinstance(cfg, Mapping) else None
+    return Arguments.of(kind) if callable(kind) else None
+
+
+def _base_options(cfg: Any) -> dict[str, Any]:
+    """Return the optimizer's options that its config gives, and the defaults of the others."""
+    takes = _arguments(cfg)
+    if takes is None:
+        return {}
+    defaults = {
+        name: parameter.default
+        for name, parameter in takes.named.items()
+        if name != "params" and parameter.default is not inspect.Parameter.empty
+    }
+    return {**defaults, **{name: value for name, value in cfg.items() if name != "type"}}
+
+
+def _option_names(cfg: Any) -> Collection[str] | None:
+    takes = _arguments(cfg)
+    return None if takes is None or takes.takes_others else [name for name in takes.named if name != "params"]
+
+
+def _own_options(group: Mapping[str, Any]) -> Options:
+    return {name: value for name, value in group.items() if name != "params"}

@@ -1,0 +1,152 @@
+"""`Paramwise`: learning rates and weight decays that differ between parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from lockstep.errors import ConfigError
+from lockstep.optim.param_sites import ParamSite
+from lockstep.registry.nearest import did_you_mean, nearest
+
+Options = dict[str, Any]
+
+_MULTIPLIERS = (
+    "bias_lr_mult", "bias_decay_mult", "norm_decay_mult", "flat_decay_mult", "dwconv_decay_mult", "dcn_offset_lr_mult",
+)  # fmt: skip
+PARAMWISE_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate")
+
+# Classes of other libraries are known by their names: RMSNorm, LayerNorm2d, LlamaRMSNorm; DeformConv2d,
+# ModulatedDeformConv2dPack.
+_NORM = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
+_DEFORMABLE = re.compile(r"DeformConv")
+
+
+class Paramwise:
+    """What a `paramwise_cfg` says of each parameter.
+
+    Args:
+        cfg: see `DefaultOptimWrapperConstructor`.
+        base: the optimizer's own options, of which `lr` and `weight_decay` are multiplied.
+        known: all options that the optimizer takes; None where that is not known.
+
+    Raises:
+        ConfigError: a key is not known, or a value is no number.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any], base: Mapping[str, Any], known: Collection[str] | None) -> None:
+        for key in cfg:
+            if key not in PARAMWISE_KEYS:
+                raise ConfigError(f"`paramwise_cfg` has the unknown key {key!r}{did_you_mean(key, PARAMWISE_KEYS)}")
+        self._mult = {key: _number(key, cfg[key]) for key in _MULTIPLIERS if cfg.get(key) is not None}
+        self._base = base
+        self._custom = {
+            key: self._read_custom(key, options, known) for key, options in (cfg.get("custom_keys") or {}).items()
+        }
+        # The longest key wins; of several, the first in the alphabet.
+        self._keys = sorted(sorted(self._custom), key=len, reverse=True)
+
+    def check_keys(self, names: Iterable[str]) -> None:
+        """Refuse custom keys that are part of no name.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        names = list(names)
+        for key in self._keys:
+            if not any(key in name for name in names):
+                near = nearest(key, {part for name in names for part in _parts(name)})
+                children = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+                raise ConfigError(
+                    "`paramwise_cfg['custom_keys']` must have keys that are part of some parameter's name, but "
+                    f"{key!r} is part of none"
+                    + (f": did you mean `{near}`?" if near else f". The names begin with: {children}")
+                )
+
+    def options(self, site: ParamSite) -> Options:
+        """Return the options in which a parameter differs from the others."""
+        key = next((key for key in self._keys if key in site.name), None)
+        if key is not None:
+            return self._custom[key]
+        is_offset = _is_offset(site)
+        mults = {
+            "lr": self._lr_key(site, is_offset),
+            "weight_decay": self._decay_key(site, is_offset),
+        }
+        return self._differing(
+            {name: self._multiplied(name, self._mult[key], key) for name, key in mults.items() if key}
+        )
+
+    def _lr_key(self, site: ParamSite, is_offset: bool) -> str | None:
+        if is_offset:
+            return self._first_of("dcn_offset_lr_mult")
+        if site.own_name == "bias" and not _is_norm(site.module):
+            return self._first_of("bias_lr_mult")
+        return None
+
+    def _decay_key(self, site: ParamSite, is_offset: bool) -> str | None:
+        flat = [] if is_offset or site.parameter.ndim != 1 else ["flat_decay_mult"]
+        if _is_norm(site.module):
+            return self._first_of("norm_decay_mult", *flat)
+        if _is_depthwise(site.module):
+            return self._first_of("dwconv_decay_mult", *flat)
+        if site.own_name == "bias" and not is_offset:
+            return self._first_of("bias_decay_mult", *flat)
+        return self._first_of(*flat)
+
+    def _first_of(self, *keys: str) -> str | None:
+        return next((key for key in keys if key in self._mult), None)
+
+    def _read_custom(self, key: str, options: Any, known: Collection[str] | None) -> Options:
+        place = f"custom_keys[{key!r}]"
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"`{place}` must be a dict such as dict(lr_mult=0.1), but is {options!r}")
+        read: Options = {}
+        for name, value in options.items():
+            if name in ("lr_mult", "decay_mult"):
+                target = {"lr_mult": "lr", "decay_mult": "weight_decay"}[name]
+                read[target] = self._multiplied(target, _number(f"{place}.{name}", value), f"{place}.{name}")
+            elif known is not None and name not in known:
+                names = ("lr_mult", "decay_mult", *known)
+                raise ConfigError(f"`{place}` has the unknown key {name!r}{did_you_mean(name, names)}")
+            else:
+                read[name] = value
+        return self._differing(read)
+
+    def _multiplied(self, name: str, factor: float, key: str) -> Any:
+        if self._base.get(name) is None:
+            raise ConfigError(f"`{key}` needs an optimizer with a `{name}`; give it in its config")
+        return self._base[name] * factor
+
+    def _differing(self, options: Options) -> Options:
+        return {name: value for name, value in options.items() if name not in self._base or value != self._base[name]}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return _NORM.search(type(module).__name__) is not None
+
+
+def _is_depthwise(module: nn.Module) -> bool:
+    return isinstance(module, _ConvNd) and module.groups == module.in_channels > 1
+
+
+def _is_offset(site: ParamSite) -> bool:
+    """Return whether a parameter is of the convolution that finds the offsets of a deformable one."""
+    holder = site.name.rpartition(".")[0].rpartition(".")[2]
+    return "conv_offset" in holder and _DEFORMABLE.search(site.parent) is not None
+
+
+def _parts(name: str) -> list[str]:
+    """Return everything of a name that one might write as a key: `a.b.c` is `a`, `a.b`, `a.b.c`, `b` and `c`."""
+    parts = name.split(".")
+    return [*parts, *(".".join(parts[:length]) for length in range(2, len(parts) + 1))]
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ConfigError(f"`{key}` must be a number of at least 0, but is {value!r}")
+    return value

@@ -1,0 +1,124 @@
+"""`ReduceOnPlateauLR`: a schedule that looks at the metrics of the validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.optim.scheduler import ParamScheduler
+from lockstep.registry import PARAM_SCHEDULERS
+from lockstep.registry.nearest import did_you_mean
+
+
+@PARAM_SCHEDULERS.register_module(name=["ReduceOnPlateauLR", "ReduceOnPlateauParamScheduler"])
+@dataclass(eq=False, repr=False)
+class ReduceOnPlateauLR(ParamScheduler):
+    """Multiply by `factor` when a metric of the validation has not become better for a while.
+
+    All ranks have the same metrics, and so the same values. Validations outside the window from `begin` to `end` do
+    not count.
+
+    Args:
+        monitor: the name of the metric.
+        rule: whether `"less"` or `"greater"` is better.
+        factor: by which the value is multiplied.
+        patience: number of validations in a row that may be no better.
+        threshold: by how much a metric must be better than the best one so far to count.
+        threshold_rule: whether that is `"rel"`, a part of the best one, or `"abs"`, a number.
+        cooldown: number of validations after a reduction that do not count.
+        min_value: the value never falls below that; a number, or a list with one for each parameter group.
+        eps: a reduction by no more than that is not made.
+        **window: of `ParamScheduler`.
+
+    **Source**: behaves as `torch.optim.lr_scheduler.ReduceLROnPlateau` (2.13).
+    """
+
+    monitor: str = "loss"
+    rule: str = "less"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_rule: str = "rel"
+    cooldown: int = 0
+    min_value: float | Sequence[float] = 0.0
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        for name, known in (("rule", ("less", "greater")), ("threshold_rule", ("rel", "abs"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{self.title}: `{name}` must be {known[0]!r} or {known[1]!r}, but is {getattr(self, name)!r}"
+                )
+        if not 0 <= self.factor < 1:
+            raise ConfigError(f"{self.title}: `factor` must be at least 0 and less than 1, but is {self.factor}")
+        self._best: float | None = None
+        self._bad = 0
+        self._cooling = 0
+        super().__post_init__()
+
+    def advance(self, t: int) -> None:
+        """Do nothing: the time alone changes nothing."""
+
+    def observe(self, metrics: Mapping[str, Any]) -> None:
+        """Look at the metrics of a validation, and reduce the values if the time has come.
+
+        Raises:
+            ConfigError: the metric is not among them.
+        """
+        if self.monitor not in metrics:
+            raise ConfigError(
+                f"{self.title}: `monitor` must be a metric of the validation, but is {self.monitor!r}"
+                f"{did_you_mean(self.monitor, metrics)}"
+            )
+        if not self.is_active:
+            return
+        value = float(metrics[self.monitor])
+        if self._is_better(value, self._best):
+            self._best, self._bad = value, 0
+        else:
+            self._bad += 1
+        if self._cooling > 0:
+            self._cooling -= 1
+            self._bad = 0
+        if self._bad > self.patience:
+            self._reduce()
+            self._cooling = self.cooldown
+            self._bad = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule stands, in JSON values."""
+        return {**super().state_dict(), "best": self._best, "bad": self._bad, "cooling": self._cooling}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where another scheduler of the same arguments stood."""
+        super().load_state_dict(state)
+        self._best, self._bad, self._cooling = state["best"], state["bad"], state["cooling"]
+
+    def _is_better(self, value: float, best: float | None) -> bool:
+        sign = -1 if self.rule == "less" else 1
+        if best is None:
+            return sign * value > -math.inf  # which is not said of a number that is none
+        step = sign * self.threshold
+        return sign * value > sign * (best * (1 + step) if self.threshold_rule == "rel" else best + step)
+
+    def _reduce(self) -> None:
+        values = self.get_last_value()
+        least = list(self.min_value) if isinstance(self.min_value, Sequence) else [self.min_value] * len(values)
+        if len(least) != len(values):
+            raise ConfigError(
+                f"{self.title}: `min_value` must be one number, or {len(values)}, one for each parameter group, but "
+                f"has {len(least)}"
+            )
+        reduced = [max(value * self.factor, low) for value, low in zip(values, least, strict=True)]
+        self.set_values([new if old - new > self.eps else old for old, new in zip(values, reduced, strict=True)])
+
+
+@PARAM_SCHEDULERS.register_module()
+@dataclass(eq=False, repr=False)
+class ReduceOnPlateauMomentum(ReduceOnPlateauLR):
+    """`ReduceOnPlateauLR` for momentum."""
+
+    param_name: str = field(default="momentum", kw_only=True)

@@ -1,0 +1,126 @@
+"""`TorchScheduler`: schedules of torch's, and a user's own subclasses, within a window."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.errors import ConfigError
+from lockstep.optim.scheduler import ParamScheduler
+from lockstep.registry import PARAM_SCHEDULERS
+
+# Those that lockstep has no schedule of that name for.
+for _name in ("CosineAnnealingWarmRestarts", "CyclicLR", "PolynomialLR"):
+    PARAM_SCHEDULERS.register_module(module=getattr(lr_scheduler, _name))
+
+# The argument that says how long a schedule takes; the window's length is its default. A ramp
+# arrives at its end value in the last count of the window, hence one less.
+_LENGTH_ARGUMENTS = {
+    "CosineAnnealingLR": ("T_max", 0),
+    "ConstantLR": ("total_iters", 1),
+    "LinearLR": ("total_iters", 1),
+    "PolynomialLR": ("total_iters", 1),
+    "OneCycleLR": ("total_steps", 0),
+}
+
+
+class TorchScheduler(ParamScheduler):
+    """A schedule of torch's that counts epochs or batches, from `begin` up to `end`.
+
+    Args:
+        schedule: a subclass of `torch.optim.lr_scheduler.LRScheduler`. It is created when `begin`
+            is reached, from the learning rate that the optimizer has then.
+        optimizer: whose learning rates are set.
+        by_epoch: count epochs, else batches.
+        begin: the count at which the schedule starts.
+        end: the count from which on it no longer changes anything; None for never.
+        **kwargs: arguments of `schedule`, in the unit that is counted. A length that is missing is the window's.
+    """
+
+    def __init__(
+        self,
+        schedule: type[LRScheduler],
+        optimizer: Optimizer,
+        *,
+        by_epoch: bool = True,
+        begin: int = 0,
+        end: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if issubclass(schedule, ReduceLROnPlateau):
+            raise ConfigError(
+                f"{schedule.__name__} must be given as lockstep's own, which sees the metrics of the validation: "
+                "dict(type='ReduceOnPlateauLR', monitor=...)"
+            )
+        name, shorter = _LENGTH_ARGUMENTS.get(schedule.__name__, (None, 0))
+        if name is not None and kwargs.get(name) is None and end is not None:
+            kwargs[name] = max(end - begin - shorter, 1)
+        _check_arguments(schedule, optimizer, kwargs)
+        self._schedule = schedule
+        self._kwargs = kwargs
+        self._inner: LRScheduler | None = None
+        super().__init__(optimizer, by_epoch=by_epoch, begin=begin, end=end)
+
+    def advance(self, t: int) -> None:
+        """Let torch's schedule set the learning rates."""
+        if self._inner is None:
+            for group in self.optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+            self._inner = self._schedule(self.optimizer, **self._kwargs)
+            return
+        with warnings.catch_warnings():
+            # torch misses an optimizer step before the first one where gradients are accumulated.
+            warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)")
+            self._inner.step()
+
+    @property
+    def title(self) -> str:
+        """What errors and logs call it."""
+        return self._schedule.__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule stands, in plain numbers and lists."""
+        inner = {} if self._inner is None else self._inner.state_dict()
+        plain = {key: value for key, value in inner.items() if _is_plain(value)}
+        return {**super().state_dict(), "schedule": plain}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where another scheduler of the same arguments stood."""
+        super().load_state_dict(state)
+        if state["schedule"]:
+            if self._inner is None:
+                self.advance(0)
+            assert self._inner is not None
+            self._inner.load_state_dict(dict(state["schedule"]))
+
+    def _shown(self) -> list[str]:
+        return [f"{name}={value!r}" for name, value in self._kwargs.items()]
+
+
+def length_argument(schedule: type) -> str | None:
+    """Return the name of the argument that says how long one of torch's schedules takes."""
+    return _LENGTH_ARGUMENTS.get(schedule.__name__, (None, 0))[0]
+
+
+def _check_arguments(schedule: type[LRScheduler], optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+    # A schedule that begins late would otherwise refuse its arguments in the middle of a run.
+    signature = inspect.signature(schedule)
+    try:
+        signature.bind(optimizer, **kwargs)
+    except TypeError as error:
+        names = [name for name in signature.parameters if name != "optimizer"]
+        raise ConfigError(
+            f"{schedule.__name__}: {error}. Its arguments are {', '.join(names)}; every schedule "
+            "also takes by_epoch, begin and end"
+        ) from error
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, bool | int | float | str)
