@@ -16,15 +16,21 @@ from rich.table import Table
 from lockstep.launch import launch
 
 PARTS = ("tensors", "nested", "objects", "results", "training")
+PEERS = "peers"  # the training part with other frameworks, where they are installed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"what to measure: {', '.join(PARTS)}; default: all")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"what to measure: {', '.join(PARTS)}; default: all of these; or {PEERS}",
+    )
     parser.add_argument("--nproc", type=int, default=2, help="number of ranks")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results.json"), help="where the figures go")
     arguments = parser.parse_args()
-    unknown = set(arguments.parts) - set(PARTS)
+    unknown = set(arguments.parts) - {*PARTS, PEERS}
     if unknown:
         parser.error(f"PART must be one of {', '.join(PARTS)}, but is {', '.join(sorted(unknown))}")
     rows = _measured(arguments.parts or PARTS, arguments.nproc)

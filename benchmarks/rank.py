@@ -8,10 +8,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import nested, objects, results, tensors, training
+from benchmarks import nested, objects, peers, results, tensors, training
 from lockstep import dist
 
-PARTS = {"tensors": tensors, "nested": nested, "objects": objects, "results": results, "training": training}
+PARTS = {
+    "tensors": tensors,
+    "nested": nested,
+    "objects": objects,
+    "results": results,
+    "training": training,
+    "peers": peers,
+}
 
 
 def main(parts: list[str], path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 from statistics import median
 
 import torch
@@ -16,7 +18,7 @@ from benchmarks.measure import Row, slowest
 from lockstep import Runner, dist
 from lockstep.hooks import Hook
 
-_STEPS = 150
+STEPS = 150
 _ROUNDS = 12
 # Width and batch of a perceptron whose step takes about that long on two ranks of one core each.
 _CASES = {"a step of about 3 ms": (384, 32, "<= 1.05"), "a step of about 10 ms": (768, 64, "<= 1.02")}
@@ -63,52 +65,69 @@ class Stopwatch(Hook):
         self.end = time.perf_counter()
 
 
+Training = Callable[[Samples, int, int], float]
+
+
 def rows() -> Iterator[Row]:
+    """Compare the Runner with the loop by hand."""
+    yield from compare_trainings({"Runner": with_runner})
+
+
+def compare_trainings(contenders: Mapping[str, Training]) -> Iterator[Row]:
+    """Time trainings against the loop by hand, all in turn. **Collective**."""
+    world_size = dist.get_world_size()
+    names = ["by hand", *contenders]
+    trainings = [by_hand, *contenders.values()]
     for case, (width, batch, goal) in _CASES.items():
         torch.manual_seed(0)
-        data = Samples(_STEPS * batch * dist.get_world_size(), width)
-        seconds: list[list[float]] = [[], []]
+        data = Samples(STEPS * batch * world_size, width)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
         for number in range(_ROUNDS + 1):
-            for which in (0, 1) if number % 2 else (1, 0):
-                spent = (_with_runner, _by_hand)[which](data, width, batch)
+            for turn in range(len(names)):
+                which = (turn + number) % len(names)
+                spent = trainings[which](data, width, batch)
                 if number:  # the first round warms up
-                    seconds[which].append(spent / _STEPS)
-        ours, theirs = (slowest(times) for times in seconds)
-        yield Row(
-            "training, two ranks",
-            case,
-            "torch DDP by hand",
-            min(ours),
-            median(ours),
-            min(theirs),
-            median(theirs),
-            goal,
-        )
+                    seconds[names[which]].append(spent / STEPS)
+        times = {name: slowest(one) for name, one in seconds.items()}
+        for name in contenders:
+            yield Row(
+                f"training, {world_size} rank{'s' if world_size > 1 else ''}, {case}",
+                name,
+                "PyTorch by hand" if world_size == 1 else "torch DDP by hand",
+                min(times[name]),
+                median(times[name]),
+                min(times["by hand"]),
+                median(times["by hand"]),
+                goal if name == "Runner" else "",
+            )
 
 
-def _loader(data: Samples, batch: int) -> DataLoader[tuple[Tensor, Tensor]]:
+def loader_of(data: Samples, batch: int) -> DataLoader[tuple[Tensor, Tensor]]:
     sampler = torch.utils.data.DistributedSampler(data, shuffle=True, seed=0)
     return DataLoader(data, batch_size=batch, sampler=sampler)
 
 
-def _with_runner(data: Samples, width: int, batch: int) -> float:
+def with_runner(data: Samples, width: int, batch: int) -> float:
     watch = Stopwatch()
-    with tempfile.TemporaryDirectory() as folder:
+    # What it prints is part of its work, but would drown the table.
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         Runner(
             model=Classifier(width),
             work_dir=folder,
-            train_dataloader=_loader(data, batch),
+            train_dataloader=loader_of(data, batch),
             optim_wrapper=dict(optimizer=dict(type="AdamW", lr=1e-3)),
-            train_cfg=dict(by_epoch=False, max_iters=_STEPS),
+            train_cfg=dict(by_epoch=False, max_iters=STEPS),
             custom_hooks=[watch],
         ).train()
     return watch.end - watch.start
 
 
-def _by_hand(data: Samples, width: int, batch: int) -> float:
-    model = nn.parallel.DistributedDataParallel(Classifier(width))
+def by_hand(data: Samples, width: int, batch: int) -> float:
+    model: nn.Module = Classifier(width)
+    if dist.get_world_size() > 1:
+        model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = _loader(data, batch)
+    loader = loader_of(data, batch)
     model.train()
     torch_dist.barrier()
     start = time.perf_counter()

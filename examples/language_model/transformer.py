@@ -19,22 +19,26 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.queries = nn.Linear(width, width, bias=False)
+        self.keys = nn.Linear(width, width, bias=False)
+        self.values = nn.Linear(width, width, bias=False)
         self.projection = nn.Linear(width, width, bias=False)
         self.network = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
+        normed = self.attention_norm(x)
         q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2)  # [batch, heads, length, width / heads]
-            for part in self.queries_keys_values(self.attention_norm(x)).split(width, dim=2)
+            # As many heads as there are here: under tensor parallelism, some of them.
+            part(normed).view(batch, length, -1, self.head_width).transpose(1, 2)  # [batch, heads, length, head_width]
+            for part in (self.queries, self.keys, self.values)
         )
         attended = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
         return x + self.network(x)
 
 
@@ -60,6 +64,16 @@ class ByteTransformer(BaseModel):
         layers: number of blocks.
         heads: of attention, in each block.
     """
+
+    # How the blocks are cut for tensor parallelism, where a strategy asks for it.
+    _tp_plan = {
+        "blocks.*.queries": "colwise",
+        "blocks.*.keys": "colwise",
+        "blocks.*.values": "colwise",
+        "blocks.*.projection": "rowwise",
+        "blocks.*.network.1": "colwise",
+        "blocks.*.network.3": "rowwise",
+    }
 
     def __init__(self, width: int = 128, layers: int = 4, heads: int = 4) -> None:
         super().__init__()

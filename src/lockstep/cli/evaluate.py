@@ -19,6 +19,7 @@ from lockstep.cli.options import (
     NodeRank,
     Nproc,
     Rdzv,
+    Strategy,
     WorkDir,
     layout_of,
 )
@@ -39,6 +40,7 @@ def evaluate(
     nnodes: Nnodes = 1,
     node_rank: NodeRank = 0,
     rdzv: Rdzv = None,
+    strategy: Strategy = None,
     cfg_options: CfgOptions = None,
     work_dir: WorkDir = None,
     check: Check = True,
@@ -55,6 +57,7 @@ def evaluate(
         nproc=nproc,
         layout=layout_of(nproc, nnodes, node_rank, rdzv),
         max_restarts=0,
+        strategy=strategy,
         cfg_options=cfg_options or [],
         work_dir=work_dir,
         launcher=launcher,

@@ -26,6 +26,7 @@ class Job:
         layout: of ranks that are to be started.
         starts_ranks: whether they are; else this process is one of those that are here already.
         is_rank: whether this process is one that such a job has started.
+        strategy: what takes the place of the config's strategy; None leaves it.
         cfg_options: the changes to the file, as they were given.
     """
 
@@ -34,6 +35,7 @@ class Job:
     layout: Layout
     starts_ranks: bool
     is_rank: bool
+    strategy: str | None
     cfg_options: Sequence[str]
 
     def check(self, needed: Collection[str], *, wanted: bool) -> None:
@@ -52,6 +54,7 @@ class Job:
         make_folder(log_dir)
         words = [command[0], str(self.file), *command[1:], "--launcher", "pytorch", "--rank"]
         words += ["--work-dir", self.cfg.work_dir]
+        words += ["--strategy", self.strategy] if self.strategy else []
         words += [word for option in self.cfg_options for word in ("--cfg-options", option)]
         launch(
             ["-m", "lockstep", *words],
@@ -71,6 +74,7 @@ def open_job(
     nproc: int | None,
     layout: Layout,
     max_restarts: int,
+    strategy: str | None,
     cfg_options: Sequence[str],
     work_dir: Path | None,
     launcher: str | None,
@@ -85,6 +89,8 @@ def open_job(
     if is_rank:
         ctx.find_root().obj = "rank"
     cfg = read_config(file)
+    if strategy is not None:
+        cfg.strategy = {"type": strategy}
     apply_options(cfg, cfg_options)
 
     from lockstep.dist.environ import infer_launcher  # imports torch
@@ -95,7 +101,7 @@ def open_job(
     cfg.work_dir = str(work_dir or cfg.get("work_dir") or default_work_dir(file))
     cfg.launcher = found
     starts_ranks = found == "none" and (layout.nproc > 1 or layout.nnodes > 1 or max_restarts > 0)
-    return Job(file, cfg, layout, starts_ranks, is_rank, cfg_options)
+    return Job(file, cfg, layout, starts_ranks, is_rank, strategy, cfg_options)
 
 
 def default_work_dir(config: Path) -> Path:

@@ -13,6 +13,7 @@ from lockstep.cli.doctor import doctor
 from lockstep.cli.evaluate import evaluate
 from lockstep.cli.launch import launch_script
 from lockstep.cli.report import report
+from lockstep.cli.strategies import strategies
 from lockstep.cli.telling import INPUT_ERRORS, tell
 from lockstep.cli.train import train
 from lockstep.version import __version__
@@ -48,6 +49,7 @@ app.command("train", cls=CfgOptionsCommand)(train)
 app.command("test", cls=CfgOptionsCommand)(evaluate)
 app.command("launch", cls=ScriptCommand)(launch_script)
 app.command("doctor")(doctor)
+app.command("strategies")(strategies)
 app.command("report")(report)
 
 config_app = typer.Typer(help="Look at configs: print one, check one, compare two.", no_args_is_help=True)

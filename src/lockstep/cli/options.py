@@ -34,6 +34,13 @@ CfgOptions = Annotated[
         help="Change the config: a.b=1 c.0=[1,2]. The name of this option may be left out.",
     ),
 ]
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="How the model is laid over ranks, whatever the config says; `lockstep strategies` shows the names.",
+    ),
+]
 WorkDir = Annotated[Path | None, typer.Option(help="Folder of the run. Default: the config's, else work_dirs/NAME.")]
 Launcher = Annotated[
     str | None,

@@ -18,6 +18,7 @@ from lockstep.cli.options import (
     NodeRank,
     Nproc,
     Rdzv,
+    Strategy,
     WorkDir,
     layout_of,
 )
@@ -31,6 +32,7 @@ def train(
     node_rank: NodeRank = 0,
     rdzv: Rdzv = None,
     max_restarts: MaxRestarts = 0,
+    strategy: Strategy = None,
     cfg_options: CfgOptions = None,
     work_dir: WorkDir = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the work dir.")] = False,
@@ -48,6 +50,7 @@ def train(
         nproc=nproc,
         layout=layout_of(nproc, nnodes, node_rank, rdzv),
         max_restarts=max_restarts,
+        strategy=strategy,
         cfg_options=cfg_options or [],
         work_dir=work_dir,
         launcher=launcher,

@@ -1,0 +1,1 @@
+"""One loss curve under every strategy: the language-model example, with one word changed."""

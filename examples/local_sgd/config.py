@@ -1,0 +1,8 @@
+"""The digits example under a strategy of one's own: lockstep train examples/local_sgd/config.py --nproc 2."""
+
+from local_sgd import LocalSGDStrategy
+
+_base_ = ["../digits/config.py"]
+
+work_dir = "work_dirs/local_sgd"
+strategy = dict(type=LocalSGDStrategy, interval=4)

@@ -1,0 +1,88 @@
+"""Which strategies can be used here, and in which variants: by asking the strategies themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.registry import STRATEGIES
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How one strategy stands in this environment.
+
+    Attributes:
+        name: what a config or `--strategy` says.
+        package: whose work it is.
+        version: of that package; None where it is not installed.
+        works: variants that would be taken.
+        refused: variants that would be refused, with the reason and the alternative.
+    """
+
+    name: str
+    package: str
+    version: str | None
+    works: tuple[str, ...]
+    refused: Mapping[str, str]
+
+
+_PACKAGES = {"single": "torch", "ddp": "torch", "fsdp": "torch", "deepspeed": "deepspeed", "colossalai": "colossalai"}
+_INSTALL = {
+    "deepspeed": "not installed: pip install 'lockstep-engine[deepspeed]'",
+    "colossalai": "not installed: docs/strategies.md has the recipe",
+}
+_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "single": {"one process": {}},
+    "ddp": {"replicas": {}},
+    "fsdp": {
+        "full shards": {},
+        "hybrid": {"device_mesh": (2, 2)},
+        "tensor parallel": {"tensor_parallel": 2},
+        "bf16": {"mixed_precision": "bf16"},
+        "offload": {"cpu_offload": True},
+    },
+    "deepspeed": {
+        **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+        "offload": {"stage": 2, "offload": True},
+        "bf16": {"stage": 1, "bf16": True},
+        "bf16 at stage 0": {"stage": 0, "bf16": True},
+        "fp16": {"stage": 1, "fp16": True},
+    },
+    "colossalai": {
+        "ddp": {"plugin": "ddp"},
+        "ZeRO 1": {"plugin": "lowlevel_zero", "stage": 1},
+        "ZeRO 2": {"plugin": "lowlevel_zero", "stage": 2},
+        "hybrid": {"plugin": "hybrid"},
+        "tensor parallel": {"plugin": "hybrid", "tp_size": 2},
+        "bf16": {"plugin": "lowlevel_zero", "precision": "bf16"},
+        "fp16": {"plugin": "lowlevel_zero", "precision": "fp16"},
+        "pipeline": {"plugin": "hybrid", "pp_size": 2},
+        "gemini": {"plugin": "gemini"},
+        "fsdp": {"plugin": "fsdp"},
+    },
+}
+
+
+def survey_strategies() -> list[Standing]:
+    """Return how each strategy stands here. Engines that are installed are imported, which takes seconds."""
+    return [_ask(name) for name in _PACKAGES]
+
+
+def _ask(name: str) -> Standing:
+    package = _PACKAGES[name]
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        return Standing(name, package, None, (), {"": _INSTALL[package]})
+    refused = {}
+    for variant, options in _VARIANTS[name].items():
+        try:
+            STRATEGIES.build({"type": name, **options})
+        except ConfigError as error:
+            refused[variant] = str(error.__cause__ or error)
+    works = tuple(variant for variant in _VARIANTS[name] if variant not in refused)
+    return Standing(name, package, installed, works, refused)
