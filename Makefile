@@ -18,18 +18,57 @@ demo: $(READY)  ## train on real digits in two processes
 test: $(READY)  ## every test, on real ranks
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+.PHONY: test-gpu
+test-gpu: $(READY)  ## the tests that need a GPU, where there is one
+	$(BIN)/python -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
+
+.PHONY: test-deepspeed
+test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environment of its own
+	.venv-deepspeed/bin/python -m pytest tests/engines/deepspeed $(PYTEST_ARGS)
+
+.venv-deepspeed/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,testing]' hypothesis
+	@touch $@
+
+.PHONY: test-colossalai
+test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an environment of its own
+	.venv-colossalai/bin/python -m pytest tests/engines/colossalai --min-rank-tests 36 $(PYTEST_ARGS)
+
+.venv-colossalai/.ready: pyproject.toml constraints.txt requirements/colossalai.txt requirements/colossalai-imports.txt
+	$(PYTHON) -m venv .venv-colossalai
+	.venv-colossalai/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[testing]' hypothesis \
+		--requirement requirements/colossalai-imports.txt
+	.venv-colossalai/bin/python -m pip install --quiet --no-deps --requirement requirements/colossalai.txt
+	@touch $@
+
 check: $(READY)  ## style, types, floors
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## against bare torch.distributed, interleaved in one run
+bench: $(READY)  ## against bare torch.distributed and a loop by hand, interleaved in one run
 	$(BIN)/python -m benchmarks
+
+.PHONY: bench-peers
+bench-peers: .venv-peers/.ready  ## training steps of other frameworks: on two ranks, and of MMEngine in one process
+	.venv-peers/bin/python -m benchmarks peers --json benchmarks/peers.json
+	.venv-peers/bin/python -m benchmarks peers --nproc 1 --json benchmarks/peers-single.json
+
+.venv-peers/.ready: pyproject.toml constraints.txt requirements/peers.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --constraint constraints.txt --editable . --requirement requirements/peers.txt
+	@touch $@
+
+.PHONY: parity
+parity: $(READY) .venv-deepspeed/.ready .venv-colossalai/.ready  ## one loss curve under every strategy: docs/parity.md
+	$(BIN)/python -m benchmarks.parity --deepspeed-python .venv-deepspeed/bin/python \
+		--colossalai-python .venv-colossalai/bin/python
 
 fmt: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) work_dirs
+	rm -rf $(VENV) .venv-* work_dirs

@@ -145,12 +145,16 @@ def test_samplers_of_a_config():
 
 @ranks(2)
 def test_workers_draw_other_numbers_on_every_rank_and_the_same_in_every_run():
-    def state(seed: int) -> int:
-        return build_dataloader({"dataset": Counting()}, seed=seed).generator.initial_seed()
+    def state(seed: int, epoch: int = 0) -> int:
+        loader = build_dataloader({"dataset": Counting()}, seed=seed)
+        set_epoch(loader, epoch)
+        return loader.generator.initial_seed()
 
     first, second = all_gather_object(state(3))
     assert first != second
     assert state(3) == state(3)
+    assert len({state(3, 0), state(3, 1), state(4, 1), state(3, 2)}) == 4
+    assert state(3, 7) == state(3, 7)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ LABELS = torch.tensor([0, 1, 1])
 def test_accuracy_finds_scores_and_labels(batch, samples):
     metric = Accuracy()
     metric.process(batch, samples)
-    assert metric.results == [True, True, False]
+    assert metric.results == [0, 0, 1]
     assert metric.evaluate(3) == {"accuracy": pytest.approx(200 / 3)}
     assert metric.results == []
 
@@ -113,6 +113,33 @@ def test_accuracy_finds_scores_and_labels(batch, samples):
 def test_accuracy_refuses_what_it_cannot_read(samples, error, says):
     with pytest.raises(error, match=says):
         Accuracy().process(None, samples)
+
+
+@ranks(1, 2)
+def test_accuracy_among_the_best():
+    scores = torch.tensor([[5.0, 4, 3, 2], [5, 4, 3, 2], [1, 1, 1, 1], [2, 3, 4, 5]])[get_rank() :: get_world_size()]
+    labels = torch.tensor([0, 2, 1, 0])[get_rank() :: get_world_size()]
+    metric = Accuracy(topk=(1, 2, 3), prefix="val")
+    metric.process(None, (scores, labels))
+    assert metric.evaluate(4) == {"val/accuracy/top1": 25.0, "val/accuracy/top2": 50.0, "val/accuracy/top3": 75.0}
+    assert Evaluator(metric).units == dict.fromkeys([f"val/accuracy/top{k}" for k in (1, 2, 3)], "%")
+    second = Accuracy(topk=2)
+    second.process(None, (scores, labels))
+    assert second.evaluate(4) == {"accuracy": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("topk", "samples", "says"),
+    [
+        (0, None, "`topk` must be an int of at least 1, or several of them, but is 0"),
+        ((), None, r"`topk` must be an int of at least 1, or several of them, but is \(\)"),
+        (3, (SCORES, LABELS), "`topk` must be at most 2, the number of classes, but is 3"),
+        ((1, 2), (LABELS, LABELS), "for the top 2, but are classes"),
+    ],
+)
+def test_what_cannot_be_among_the_best(topk, samples, says):
+    with pytest.raises(ValueError, match=says):
+        Accuracy(topk=topk).process(None, samples)
 
 
 @ranks(2)

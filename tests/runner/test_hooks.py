@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint import is_checkpoint
+from lockstep.dataset import batch_size_of
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import HookList, ProgressHook
 from lockstep.hooks.display import LiveDisplay, PlainDisplay
-from lockstep.hooks.timer import samples_in
 from lockstep.logging import HistoryBuffer, JsonLinesSink, MessageHub
 from lockstep.runner import Runner
 from lockstep.testing import ranks
@@ -223,7 +223,7 @@ def test_only_rank_0_speaks(tmp_path: Path):
     ],
 )
 def test_samples_are_counted(batch, count):
-    assert samples_in(batch) == count
+    assert batch_size_of(batch) == count
 
 
 def test_history_reads_numbers_and_tensors():
@@ -234,6 +234,9 @@ def test_history_reads_numbers_and_tensors():
         buffer.update(value)
     assert len(buffer) == 3
     assert (buffer.mean(), buffer.mean(2), buffer.current()) == (2.0, 2.5, 3.0)
+    assert buffer.weighted_mean([1, 3]) == 2.75
+    assert buffer.weighted_mean([5, 2, 0, 0]) == 1.0
+    assert buffer.weighted_mean([0, 0]) == 0.0
     hub = MessageHub()
     hub.update_scalars({"train/loss": 2.0})
     assert hub.get_scalar("train/loss").current() == 2.0

@@ -1,4 +1,4 @@
-"""Validation of a sharded model on ranks that hold unequal amounts of data."""
+"""Passes in step, and validation of a sharded model on ranks that hold unequal amounts of data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.dist import get_rank
-from lockstep.errors import ConfigError
+from lockstep.dataset import build_dataloader
+from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.evaluator import BaseMetric
 from lockstep.runner import Runner
-from lockstep.runner.together import in_step
+from lockstep.runner.together import Passes
 from lockstep.testing import ranks
 
 X = torch.linspace(-1, 1, 20).reshape(10, 2)
@@ -42,16 +42,44 @@ class Predictions(BaseMetric):
 @pytest.mark.parametrize("batches", [[3, 2, 1, 1], [1, 1, 2, 3], [2, 2, 2, 2]])
 def test_whoever_has_run_out_repeats_its_last_batch(batches):
     own = [f"{get_rank()}{index}" for index in range(batches[get_rank()])]
-    size = torch.distributed.get_world_size()
-    expected = [(batch, True) for batch in own] + [(own[-1], False)] * (max(batches[:size]) - len(own))
-    assert list(in_step(own)) == expected
+    longest = max(batches[: get_world_size()])
+    passes = Passes(own)
+    assert passes.length == longest
+    for _ in range(2):
+        turns = list(passes.turns())
+        assert [turn.batch for turn in turns] == own + [own[-1]] * (longest - len(own))
+        assert [turn.is_own for turn in turns] == [True] * len(own) + [False] * (longest - len(own))
+        assert [turn.samples for turn in turns] == [1] * len(own) + [0] * (longest - len(own))
+
+
+@ranks(2, 4)
+def test_whoever_has_nothing_gets_the_batch_of_another():
+    own = [torch.full((3,), 7.0)] if get_rank() == 1 else []
+    (turn,) = Passes(own).turns()
+    assert turn.batch.tolist() == [7.0] * 3
+    assert (turn.samples, turn.mean_samples) == (3 * (get_rank() == 1), 3 / get_world_size())
+    assert turn.is_own == (get_rank() == 1)
+    assert list(Passes([]).turns()) == []
 
 
 @ranks(2)
-def test_nobody_waits_where_some_rank_has_nothing():
-    assert list(in_step([])) == []
-    with pytest.raises(ConfigError, match=r"none for the ranks \[1\]"):
-        list(in_step([1, 2] if get_rank() == 0 else []))
+@pytest.mark.parametrize(("samples", "own"), [(8, [[2, 2], [2, 2]]), (7, [[2, 2], [2, 1]])])
+def test_nothing_is_told_where_samplers_know(samples, own):
+    loader = build_dataloader({"dataset": range(samples), "batch_size": 2, "sampler": {"round_up": False}}, seed=0)
+    passes = Passes(loader)
+    # One after the other: whoever waited for the other would wait for ever.
+    for rank in range(2):
+        if rank == get_rank():
+            turns = list(passes.turns())
+        barrier()
+    assert [turn.samples for turn in turns] == own[get_rank()]
+    assert [turn.mean_samples for turn in turns] == [sum(pair) / 2 for pair in zip(*own, strict=True)]
+
+
+@ranks(2)
+def test_going_on_inside_a_pass_that_is_over_for_some():
+    passes = Passes([1, 2, 3] if get_rank() == 0 else [4])
+    assert [turn.batch for turn in passes.turns(done=2)] == [3]
 
 
 @ranks(2)

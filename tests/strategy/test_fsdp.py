@@ -10,17 +10,33 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint import load_state, save_state
-from lockstep.dist import is_distributed
+from lockstep.dist import get_world_size, is_distributed
 from lockstep.errors import ConfigError
+from lockstep.hooks import Hook
 from lockstep.model import MMDistributedDataParallel, MMFullyShardedDataParallel, train_step
 from lockstep.optim import OptimWrapper, OptimWrapperDict
+from lockstep.runner import Runner
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, build_strategy
 from lockstep.testing import ranks, run_ranks
 
-from .transformer import ADAMW, Transformer, optim_config, own_batches, seeded
+from .transformer import (
+    ADAMW,
+    BATCH,
+    INPUTS,
+    STEPS,
+    TARGETS,
+    Losses,
+    Transformer,
+    optim_config,
+    own_batches,
+    seeded,
+    train_by_hand,
+)
 
+TENSOR = {"degree": 2, "plan": {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}}
 KINDS = {"single": SingleDeviceStrategy, "ddp": DDPStrategy, "fsdp": FSDPStrategy}
 
 
@@ -109,6 +125,68 @@ def test_states_are_taken_over_from_any_layout_and_after_a_validation():
     assert continued(back_model, back_wrapper, 4, 6) == pytest.approx(
         continued(other_model, other_wrapper, 4, 6), rel=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"cpu_offload": True}),
+        (2, {"mixed_precision": "bf16", "activation_checkpointing": ["TransformerEncoderLayer"]}),
+        (4, {"device_mesh": (2, 2), "cpu_offload": True}),
+        (4, {"device_mesh": (2, 2), "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}),
+        (2, {"tensor_parallel": TENSOR, "cpu_offload": True}),
+        (4, {"tensor_parallel": TENSOR, "mixed_precision": "bf16"}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_a_run_that_goes_on_is_the_one_that_never_stopped(size, options, tmp_path: Path):
+    """With clipping; to the last bit."""
+    whole_run = run_ranks(size, resumable, tmp_path / "whole", options, False)
+    begun = run_ranks(size, resumable, tmp_path / "parts", options, False, 10)
+    rest = run_ranks(size, resumable, tmp_path / "parts", options, True)
+    for whole_losses, first, second in zip(whole_run, begun, rest, strict=True):
+        assert first + second == whole_losses
+        assert len(whole_losses) == STEPS
+    alone, _ = run_ranks(1, train_by_hand, 1, True)[0]
+    exact = "mixed_precision" not in options
+    means = [sum(step) / size for step in zip(*whole_run, strict=True)]
+    assert means == pytest.approx(alone, rel=0, abs=1e-5 if exact else 0.05)
+
+
+def resumable(work_dir: Path, options: dict, resume: bool, stop_after: int | None = None) -> list[float]:
+    """Return the losses of a run, from its checkpoint on, or up to it."""
+    losses = Losses()
+    strategy = FSDPStrategy(**options)
+    shares = get_world_size() // (2 if "tensor_parallel" in options else 1)
+    runner = Runner(
+        seeded(),
+        work_dir,
+        train_dataloader={"dataset": TensorDataset(INPUTS, TARGETS), "batch_size": BATCH // shares, "shuffle": False},
+        train_cfg={"max_epochs": 1},
+        optim_wrapper=optim_config(1, True),
+        default_hooks={"checkpoint": {"by_epoch": False, "interval": 10}},
+        custom_hooks=[losses, StopAfter(stop_after)],
+        strategy=strategy,
+        resume=resume,
+    )
+    try:
+        runner.train()
+    except KeyboardInterrupt:
+        assert stop_after is not None
+    return losses.seen
+
+
+class StopAfter(Hook):
+    """Ends a run as a crash would, after its checkpoint."""
+
+    priority = "LOWEST"
+
+    def __init__(self, iters: int | None) -> None:
+        self.iters = iters
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if runner.iter + 1 == self.iters:
+            raise KeyboardInterrupt
 
 
 @ranks(2)

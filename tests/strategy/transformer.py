@@ -18,7 +18,7 @@ from lockstep.hooks import Hook
 from lockstep.model import train_step
 from lockstep.runner import Runner
 
-STEPS, BATCH, LENGTH, WORDS, WIDTH = 10, 8, 12, 17, 16
+STEPS, BATCH, LENGTH, WORDS, WIDTH = 20, 8, 12, 17, 16
 TEXT = torch.randint(WORDS, (STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(5))
 INPUTS, TARGETS = TEXT[:, :-1].contiguous(), TEXT[:, 1:].contiguous()
 # Said outright, because the sums of a fused update may round otherwise.
@@ -42,7 +42,7 @@ class Transformer(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = self.words(inputs) + self.places
-        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1])
+        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1], device=inputs.device)
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
         return cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
@@ -53,19 +53,21 @@ def seeded(make: Callable[[], nn.Module] = Transformer) -> nn.Module:
     return make()
 
 
-def own_batches(micro: int = 1) -> list[tuple[Tensor, Tensor]]:
+def own_batches(micro: int = 1, share: tuple[int, int] | None = None) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's share of each global batch, cut into `micro` batches.
 
     The samples of one micro-batch are dealt out to the ranks like cards.
     """
-    rank, ranks = get_rank(), get_world_size()
+    rank, ranks = share or (get_rank(), get_world_size())
     batches = zip(INPUTS.split(BATCH // micro), TARGETS.split(BATCH // micro), strict=True)
     return [(x[rank::ranks], y[rank::ranks]) for x, y in batches]
 
 
-def train_by_hand(counts: int = 1, clip: bool = False) -> tuple[list[float], list[float]]:
+def train_by_hand(
+    counts: int = 1, clip: bool = False, make: Callable[[], nn.Module] = Transformer
+) -> tuple[list[float], list[float]]:
     """Return the losses and gradient norms of a plain loop, over all ranks with DDP."""
-    model = seeded()
+    model = seeded(make)
     if get_world_size() > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -82,13 +84,15 @@ def train_by_hand(counts: int = 1, clip: bool = False) -> tuple[list[float], lis
     return losses, norms
 
 
-def train_by_strategy(strategy: Any, counts: int = 1, clip: bool = False) -> tuple[list[float], list[float]]:
+def train_by_strategy(
+    strategy: Any, counts: int = 1, clip: bool = False, make: Callable[[], nn.Module] = Transformer
+) -> tuple[list[float], list[float]]:
     """Return the losses and gradient norms of a strategy's model and optim wrapper."""
-    model, optim_wrapper = strategy.prepare(seeded(), optim_config(counts, clip))
+    model, optim_wrapper = strategy.prepare(seeded(make), optim_config(counts, clip))
     optim_wrapper.initialize_count_status(model, 0, STEPS * counts)
     step = getattr(model, "train_step", partial(train_step, model))
     losses, norms = [], []
-    for batch in own_batches(counts):
+    for batch in own_batches(counts, strategy.data_share):
         losses.append(step(batch, optim_wrapper)["loss"].item())
         if optim_wrapper.grad_norm is not None and optim_wrapper.inner_count % counts == 0:
             norms.append(optim_wrapper.grad_norm.item())
@@ -116,9 +120,8 @@ def train_by_runner(work_dir: Path, **changes: Any) -> list[float]:
         },
         train_cfg={"max_epochs": 1},
         optim_wrapper=optim_config(),
-        default_hooks={"checkpoint": None},
         custom_hooks=[losses],
-        **changes,
+        **{"default_hooks": {"checkpoint": None}, **changes},
     ).train()  # fmt: skip
     return losses.seen
 

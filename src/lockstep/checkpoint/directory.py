@@ -7,8 +7,8 @@ epoch_3/
 └── meta.json          how far the training was
 ```
 
-It is written under a temporary name beside its own and renamed when it is complete, so that a
-process killed at any moment leaves either a whole checkpoint or none, and never spoils an old one.
+It is written under a temporary name beside its own and renamed when it is complete, so that a process killed at any
+moment leaves either a whole checkpoint or none, and never spoils an old one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any
 
     Args:
         directory: the checkpoint's path, on a disk that all ranks see. One that exists is replaced.
-        state: nested dicts and lists whose leaves are tensors and plain values, the same keys on
-            every rank. Each tensor is written once, whoever holds it.
+        state: nested dicts and lists whose leaves are tensors and plain values, the same keys on every rank. Each
+            tensor is written once, whoever holds it.
         meta: facts in values that JSON knows. Rank 0's are written.
 
     **Collective**: every rank.
@@ -63,8 +63,8 @@ def load_state(directory: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         directory: a checkpoint, written by any number of ranks.
-        state: what is to be read, with the keys, shapes and devices that it is to have. Its tensors
-            are filled in place.
+        state: what is to be read, with the keys, shapes and devices that it is to have. Its tensors are filled in
+            place.
 
     Returns:
         `state` with plain values replaced, too.

@@ -15,8 +15,8 @@ _WRAPPER_PREFIX = "module."
 def read_weights_file(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file by canonical name.
 
-    The file holds a state dict, or a dict with one under `state_dict` or `model`. A prefix that a
-    wrapper has left on every name is taken off. Only tensors and plain values are unpickled.
+    The file holds a state dict, or a dict with one under `state_dict` or `model`. A prefix that a wrapper has left on
+    every name is taken off. Only tensors and plain values are unpickled.
 
     Raises:
         ConfigError: there are no weights in the file.

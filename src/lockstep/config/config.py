@@ -39,8 +39,7 @@ class Config(ConfigDict):
         >>> cfg = Config(dict(model=dict(type="ToyNet", depths=[2, 2])))
         >>> cfg.merge_from_dict({"model.depths.1": 4, "work_dir": "runs"})
         >>> print(cfg.pretty_text, end="")
-        model = dict(type='ToyNet', depths=[2, 4])
-        work_dir = 'runs'
+        model = dict(type='ToyNet', depths=[2, 4]) work_dir = 'runs'
     """
 
     __slots__ = _SLOTS
@@ -66,10 +65,10 @@ class Config(ConfigDict):
     def fromfile(cls, filename: str | PathLike[str]) -> Self:
         """Read a config from a Python, YAML or JSON file, with the files it names in `_base_`.
 
-        A Python file may import the modules beside it. What it imports or defines (modules,
-        functions, classes) does not become a key, but may be a value: ``dict(type=MyNet)``. Its
-        bases are at hand as `_base_`: ``lr = _base_.lr * 2``; or it imports them, see `read_base`.
-        The modules that ``custom_imports=dict(imports=[...])`` names are imported.
+        A Python file may import the modules beside it. What it imports or defines (modules, functions, classes) does
+        not become a key, but may be a value: ``dict(type=MyNet)``. Its bases are at hand as `_base_`: ``lr = _base_.lr
+        * 2``; or it imports them, see `read_base`. The modules that ``custom_imports=dict(imports=[...])`` names are
+        imported.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -106,8 +105,7 @@ class Config(ConfigDict):
     def where(self, key: str) -> str:
         """Return where a dotted key, or the nearest above it, got its value, to be told to a user.
 
-        That is ``"path:line"``, ``"an option"`` for what `merge_from_dict` has set, or "" where it
-        is not known.
+        That is ``"path:line"``, ``"an option"`` for what `merge_from_dict` has set, or "" where it is not known.
         """
         if any(f"{key}.".startswith(f"{changed}.") for changed in self._changed):
             return "an option"
@@ -117,9 +115,9 @@ class Config(ConfigDict):
     def dump(self, path: str | PathLike[str] | None = None) -> str:
         """Return the config as text, and write it to `path`, whose suffix chooses the format.
 
-        Python source gives an equal config when it is read again. YAML and JSON know no classes
-        and tuples: they hold import paths and lists. A comment at the top of a file says that it
-        was written so, where the format knows comments.
+        Python source gives an equal config when it is read again. YAML and JSON know no classes and tuples: they hold
+        import paths and lists. A comment at the top of a file says that it was written so, where the format knows
+        comments.
 
         Raises:
             ConfigError: the suffix is unknown.
@@ -141,12 +139,12 @@ class Config(ConfigDict):
     def merge_from_dict(self, options: Mapping[str, Any]) -> None:
         """Set values by dotted keys.
 
-        Numbers index lists: ``{"hooks.0.interval": 5}``. Dicts that are missing on the way are
-        made. A value that is a dict is merged, unless it says ``_delete_=True``.
+        Numbers index lists: ``{"hooks.0.interval": 5}``. Dicts that are missing on the way are made. A value that is a
+        dict is merged, unless it says ``_delete_=True``.
 
         Raises:
-            ConfigError: a key leads through something that is neither a dict nor a list, or past
-                the end of a list; the config is unchanged then.
+            ConfigError: a key leads through something that is neither a dict nor a list, or past the end of a list; the
+                config is unchanged then.
         """
         changed = Config(self.to_dict())
         for key, value in options.items():

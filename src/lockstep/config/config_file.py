@@ -51,8 +51,7 @@ class ConfigFile(ABC):
     Attributes:
         path: absolute.
         text: as it stands in the file.
-        imports_bases: whether it takes what it wants of its bases by itself; else it is laid over
-            them.
+        imports_bases: whether it takes what it wants of its bases by itself; else it is laid over them.
     """
 
     imports_bases: bool = False
@@ -83,8 +82,8 @@ class ConfigFile(ABC):
     def helpers(self) -> set[str]:
         """Return the names that have done their work when the file has been read.
 
-        These are the variables that the file's own code reads; of a file that `Config.dump` has
-        written, whose code is gone, all names.
+        These are the variables that the file's own code reads; of a file that `Config.dump` has written, whose code is
+        gone, all names.
         """
 
     def bases(self) -> list[BaseFile]:

@@ -15,8 +15,8 @@ DELETE = "_delete_"
 class ConfigDict(dict[Any, Any]):
     """A dict whose keys can be read, set and deleted as attributes.
 
-    Dicts put into it, also inside lists and tuples, become `ConfigDict`; the originals are left
-    alone. A key that is also the name of a dict method (``items``) is reached by index only.
+    Dicts put into it, also inside lists and tuples, become `ConfigDict`; the originals are left alone. A key that is
+    also the name of a dict method (``items``) is reached by index only.
 
     Example:
         >>> cfg = ConfigDict(model=dict(width=3))

@@ -19,8 +19,8 @@ def load(path: Path, children: tuple[ConfigFile, ...] = ()) -> tuple[ConfigDict,
 
     Raises:
         FileNotFoundError: `path` does not exist.
-        ConfigError: a base does not exist, leads back to itself or contradicts another; a file
-            has an error. Names file, line and key.
+        ConfigError: a base does not exist, leads back to itself or contradicts another; a file has an error. Names
+            file, line and key.
     """
     file = read_file(path)
     parts: list[tuple[BaseFile, ConfigDict]] = []

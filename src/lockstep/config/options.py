@@ -16,8 +16,8 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 def parse_options(options: Iterable[str]) -> dict[str, Any]:
     """Read ``key=value`` texts, as they come from a command line.
 
-    A value is a Python literal where it reads as one; ``true``, ``false``, ``none`` and ``null``
-    count in any case; words in lists need no quotes; what has commas is a list; all else is text.
+    A value is a Python literal where it reads as one; ``true``, ``false``, ``none`` and ``null`` count in any case;
+    words in lists need no quotes; what has commas is a list; all else is text.
 
     Raises:
         ConfigError: an option has no ``=`` or no key.
@@ -77,8 +77,7 @@ def set_dotted(target: ConfigDict, dotted: str, value: Any) -> None:
     A dict is merged into a dict that is there, unless it says ``_delete_=True``.
 
     Raises:
-        ConfigError: the key leads through something that is neither a dict nor a list, or past
-            the end of a list.
+        ConfigError: the key leads through something that is neither a dict nor a list, or past the end of a list.
     """
     *path, last = dotted.split(".")
     holder: Any = target

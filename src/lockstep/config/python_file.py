@@ -101,8 +101,8 @@ class PythonFile(ConfigFile):
     def _is_tool(self, name: str, value: object, module: ModuleType) -> bool:
         """Say whether a name is there to make values, rather than a value itself.
 
-        Modules, and what an import, a def, a class statement or a lambda has bound, are tools. A
-        class or function from elsewhere that is assigned by name is a value.
+        Modules, and what an import, a def, a class statement or a lambda has bound, are tools. A class or function from
+        elsewhere that is assigned by name is a value.
         """
         home = getattr(value, "__module__", None)
         if isinstance(value, ModuleType | __future__._Feature) or home == "typing":

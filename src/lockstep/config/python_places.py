@@ -32,8 +32,8 @@ def assignments(statement: ast.stmt) -> Iterator[tuple[list[str], ast.expr]]:
 def place_in(tree: ast.Module, parts: Sequence[str]) -> Place | None:
     """Return where the top-level code of `tree` writes a key, or the nearest key above it.
 
-    Of several places the one that spells out most of the key counts, and of these the last one.
-    Names of other variables are followed.
+    Of several places the one that spells out most of the key counts, and of these the last one. Names of other
+    variables are followed.
     """
     return _place(tree, list(parts), followed=0)
 

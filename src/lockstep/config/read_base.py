@@ -28,14 +28,13 @@ def read_base() -> Iterator[None]:
     optim_wrapper = dict(optimizer=dict(type=AdamW, lr=1e-3))
     ```
 
-    The names are keys of the config from then on, and can be changed in place, also by
-    ``model.merge(dict(...))``; an assignment replaces what was there. The dots count folders, as in
-    a package; ``from zoo.configs.base import *`` finds a config in the installed package `zoo`.
-    Nothing but keys can be imported so. All other imports stand outside, and are real ones: what
-    a config names must be installed.
+    The names are keys of the config from then on, and can be changed in place, also by ``model.merge(dict(...))``; an
+    assignment replaces what was there. The dots count folders, as in a package; ``from zoo.configs.base import *``
+    finds a config in the installed package `zoo`. Nothing but keys can be imported so. All other imports stand outside,
+    and are real ones: what a config names must be installed.
 
-    `Config.fromfile` reads the marked imports itself. For Python the context does nothing, so that
-    editors find their way through it.
+    `Config.fromfile` reads the marked imports itself. For Python the context does nothing, so that editors find their
+    way through it.
     """
     yield
 
@@ -54,8 +53,7 @@ def imported_bases(tree: ast.Module, path: Path) -> list[BaseFile]:
     """Return the configs that the file at `path` imports, in order.
 
     Raises:
-        ConfigError: there is something else than such an import in the context, or the context is
-            not at the top level.
+        ConfigError: there is something else than such an import in the context, or the context is not at the top level.
     """
     outer = [statement for statement in tree.body if is_read_base(statement)]
     for node in ast.walk(tree):

@@ -17,9 +17,8 @@ WIDTH = 100
 def python_source(values: Mapping[str, Any]) -> str:
     """Return assignments that give these values when they are run.
 
-    Classes and functions are written by the name under which they are imported. Where a value has
-    no source form (an open file, a lambda), its description is written as a string, and a comment
-    at the top says which keys these are.
+    Classes and functions are written by the name under which they are imported. Where a value has no source form (an
+    open file, a lambda), its description is written as a string, and a comment at the top says which keys these are.
     """
     writer = _Writer()
     body = [

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from lockstep.dataset.amounts import Amount, amount_of, batch_size_of
+from lockstep.dataset.endless import InfiniteSampler
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
-from lockstep.dataset.position import length_of, set_epoch, skip_batches
+from lockstep.dataset.position import length_of, position_of, restore_position, set_epoch, skip_batches
 from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.share import DataShare, agree_on_share
 
-__all__ = ["DefaultSampler", "build_dataloader", "length_of", "pseudo_collate", "set_epoch", "skip_batches"]
+__all__ = [
+    "Amount",
+    "DataShare",
+    "DefaultSampler",
+    "InfiniteSampler",
+    "agree_on_share",
+    "amount_of",
+    "batch_size_of",
+    "build_dataloader",
+    "length_of",
+    "position_of",
+    "pseudo_collate",
+    "restore_position",
+    "set_epoch",
+    "skip_batches",
+]

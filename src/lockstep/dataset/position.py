@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from lockstep.dataset.endless import InfiniteSampler
 from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.stream_loader import StreamLoader
+from lockstep.dataset.worker_seeds import WorkerSeeds
+
+_logger = logging.getLogger(__name__)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the first of a loader's samplers that wants to know it which epoch begins."""
+    """Tell an iterable data set, or the first of a loader's samplers that wants to know it, which epoch begins."""
+    if isinstance(seeds := getattr(loader, "generator", None), WorkerSeeds):
+        seeds.set_epoch(epoch)
+    if isinstance(loader, StreamLoader):
+        loader.dataset.set_epoch(epoch)
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (
         getattr(loader, "sampler", None),
@@ -36,7 +46,30 @@ def skip_batches(loader: Any, count: int) -> bool:
     """
     sampler = getattr(loader, "sampler", None)
     batch_size = getattr(loader, "batch_size", None)
-    if not isinstance(sampler, DefaultSampler) or batch_size is None:
+    if not isinstance(sampler, DefaultSampler | InfiniteSampler) or batch_size is None:
         return False
     sampler.skip(count * batch_size)
+    return True
+
+
+def position_of(loader: Any) -> Any:
+    """Return where a loader is in its pass, after the last batch that was taken, where it can go on there.
+
+    A `StreamLoader` can where its data set can. Others can that have `state_dict` and `load_state_dict`, as torchdata's
+    `StatefulDataLoader` has.
+    """
+    if isinstance(loader, StreamLoader) and not loader.dataset.has_position:
+        return None
+    return loader.state_dict() if hasattr(loader, "load_state_dict") else None
+
+
+def restore_position(loader: Any, position: Any) -> bool:
+    """Let the next pass begin where `position_of` was called, and return whether it will."""
+    if position is None or not hasattr(loader, "load_state_dict"):
+        return False
+    try:
+        loader.load_state_dict(position)
+    except ValueError as error:
+        _logger.warning("the data can't go on where they were: %s", error)
+        return False
     return True

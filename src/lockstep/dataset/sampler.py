@@ -16,17 +16,18 @@ from lockstep.registry import DATA_SAMPLERS
 class DefaultSampler(Sampler[int]):
     """Deal one global order of the samples out to the ranks, like cards.
 
-    The global order is a function of `seed` and the epoch alone. Rank r of n takes the samples at
-    positions r, r + n, r + 2n ... of it, so that a global batch holds the same samples whatever
-    the number of ranks is.
+    The global order is a function of `seed` and the epoch alone. Rank r of n takes the samples at positions r, r + n, r
+    + 2n ... of it, so that a global batch holds the same samples whatever the number of ranks is.
 
     Args:
         dataset: anything with a length.
         shuffle: draw a new order in every epoch (see `set_epoch`), else keep the data set's own.
         seed: of the order; the same on every rank. By default rank 0 draws one.
-        round_up: repeat samples from the beginning of the order until every rank has equally many,
-            as training needs it. Without it every sample is seen exactly once, as evaluation needs
-            it, and some ranks have one sample less than others.
+        round_up: repeat samples from the beginning of the order until every rank has equally many, as training needs
+            it. Without it every sample is seen exactly once, as evaluation needs it, and some ranks have one sample
+            less than others.
+        share: which of how many shares is this rank's, as a strategy says in `data_share`; by default its rank, of the
+            world size.
 
     **Collective**: every rank, if `seed` is None.
 
@@ -47,8 +48,9 @@ class DefaultSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int | None = None,
         round_up: bool = True,
+        share: tuple[int, int] | None = None,
     ) -> None:
-        self.rank, self.world_size = get_dist_info()
+        self.rank, self.world_size = get_dist_info() if share is None else share
         self.shuffle = shuffle
         self.seed = sync_random_seed() if seed is None else seed
         self.round_up = round_up
@@ -83,7 +85,11 @@ class DefaultSampler(Sampler[int]):
         self._skipped = samples
 
     def _order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self._size))
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return torch.randperm(self._size, generator=generator).tolist()
+        return global_order(self._size, self.seed + self.epoch if self.shuffle else None)
+
+
+def global_order(size: int, seed: int | None) -> list[int]:
+    """Return the order of all samples that a seed stands for; the data set's own for None."""
+    if seed is None:
+        return list(range(size))
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -60,8 +60,7 @@ def all_gather(
         async_op: in the filling form, return a handle while larger tensors are still on their way.
 
     **Collective**: every rank of the group; ranks may mix the two forms. **Shapes**: free on every rank, as is the
-    dtype; in the
-    filling form ``tensor_list[i]`` is as rank i's tensor.
+    dtype; in the filling form ``tensor_list[i]`` is as rank i's tensor.
 
     **Returns**: the tensors in rank order, each with memory of its own, on the device of `data`; or None, or a handle.
 

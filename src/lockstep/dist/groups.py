@@ -111,10 +111,12 @@ def forget_groups() -> None:
     """Drop what is known of groups; their process groups are being destroyed."""
     _resolved.clear()
     if "torch.distributed.tensor" in sys.modules:
-        # DTensor keeps its plans by the ranks of a mesh, each with the names of groups that are gone (2.13).
-        from torch.distributed.tensor import debug
+        # DTensor keeps its plans by the ranks of a mesh, each with the names of groups that are gone (2.13). What
+        # torch.distributed.tensor.debug does, which takes a second to import, as it brings the compiler.
+        from torch.distributed.tensor import DTensor
 
-        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _process_group_of(group: object) -> ProcessGroup:

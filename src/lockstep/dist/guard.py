@@ -32,13 +32,11 @@ def check_collectives(mode: CheckMode | str = "always") -> None:
     that into a `CollectiveMismatchError` on every rank that lists what each of them called.
 
     Args:
-        mode: ``"off"`` (as at the start), ``"always"``, or ``"sample"``: the first 20 calls
-            of each group and every hundredth after.
-            The environment variable ``LOCKSTEP_CHECK`` sets the mode when `init_dist` is called.
+        mode: ``"off"`` (as at the start), ``"always"``, or ``"sample"``: the first 20 calls of each group and every
+            hundredth after. The environment variable ``LOCKSTEP_CHECK`` sets the mode when `init_dist` is called.
 
     **Collective**: every rank, at the same place; nothing is sent. **Cost**: of a checked call, one message of 256
-    bytes
-    from every rank to every rank.
+    bytes from every rank to every rank.
 
     **Example (2 ranks)**::
 

@@ -72,9 +72,8 @@ def all_to_all(
         group: where; None is the default group.
         async_op: return at once, with a handle to wait for.
 
-    **Collective**: every rank of the group. **Shapes**: rank a's ``input_tensor_list[b]`` has as many elements as
-    rank b's
-    ``output_tensor_list[a]``; otherwise sizes are free. One dtype throughout.
+    **Collective**: every rank of the group. **Shapes**: rank a's ``input_tensor_list[b]`` has as many elements as rank
+    b's ``output_tensor_list[a]``; otherwise sizes are free. One dtype throughout.
 
     **Cost**: the bytes of all inputs sent per rank.
 

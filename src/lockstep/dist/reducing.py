@@ -50,8 +50,7 @@ def all_reduce(
 
     Args:
         data: contiguous or not, on any device. Its dtype is kept: bool follows logic (sum, max: any; product, min:
-            all),
-            integers wrap around as in torch.
+            all), integers wrap around as in torch.
         op: sum, mean (avg), product (prod), min, max, band, bor, bxor, or torch's `ReduceOp`.
         group: where; None is the default group.
         async_op: return at once, with a handle to wait for.
@@ -105,9 +104,8 @@ def reduce(
 
     Args: as for `all_reduce`; `dst` is a rank within the group.
 
-    **Collective**: every rank of the group. **Raises**: as `all_reduce`; where the mean of integers is no whole
-    number, on `dst` only,
-    as only it sees the result. **Cost**: about ``nbytes`` sent per rank.
+    **Collective**: every rank of the group. **Raises**: as `all_reduce`; where the mean of integers is no whole number,
+    on `dst` only, as only it sees the result. **Cost**: about ``nbytes`` sent per rank.
 
     **Example (2 ranks)**::
 
@@ -153,8 +151,7 @@ def reduce_scatter(
         async_op: return at once, with a handle to wait for.
 
     **Collective**: every rank of the group. **Shapes**: ``input_list[i]`` is the same on every rank; the entries may
-    differ
-    from each other. **Raises**: ValueError where `output` does not match ``input_list[rank]``.
+    differ from each other. **Raises**: ValueError where `output` does not match ``input_list[rank]``.
 
     **Cost**: about the bytes of the whole list sent per rank.
 

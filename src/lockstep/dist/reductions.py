@@ -1,8 +1,8 @@
 """What sum, mean, min ... mean for every dtype, and in which dtype the numbers travel.
 
-Backends know few dtypes and differ in them. A `Reduction` says how one pair of operation and dtype is encoded for
-the wire, which
-operation the backend runs, and how the result comes back, so that dtype and value are kept on every backend.
+Backends know few dtypes and differ in them. A `Reduction` says how one pair of operation and dtype is encoded for the
+wire, which operation the backend runs, and how the result comes back, so that dtype and value are kept on every
+backend.
 """
 
 from __future__ import annotations

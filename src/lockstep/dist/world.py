@@ -62,8 +62,7 @@ def init_dist(
 
     Args:
         launcher: who started the ranks: ``"pytorch"`` (torchrun, lockstep launch), ``"slurm"``, ``"mpi"`` (OpenMPI,
-            MPICH, Intel MPI,
-            PMIx) or ``"none"`` (this process is a group of one).
+            MPICH, Intel MPI, PMIx) or ``"none"`` (this process is a group of one).
         backend: any backend of torch.distributed, or a map such as ``"cpu:gloo,cuda:nccl"``. None takes that map where
             CUDA and NCCL are at hand, else gloo.
         init_backend: ``"torch"``, or the engine that adopts the group: ``"deepspeed"``, ``"colossalai"``.

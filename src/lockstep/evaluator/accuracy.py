@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +22,53 @@ class Accuracy(BaseMetric):
     The model's prediction may be a pair (scores or classes, labels), a dict or an object that names both, such as
     one with `.logits`, or the scores alone; the labels may also be the batch's, by name or as its last part.
 
-    **Shapes**: scores [batch, classes], or classes [batch]; labels [batch].
+    Args:
+        topk: how many of the highest scores the right class has to be among. The result is called `accuracy`; of
+            several numbers, `accuracy/top1`, `accuracy/top5` and so on.
+        **kwargs: those of `BaseMetric`.
+
+    **Shapes**: scores [batch, classes], or for the top 1 classes [batch]; labels [batch].
+
+    Example:
+        >>> metric = Accuracy(topk=(1, 2))
+        >>> metric.process(None, (torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3]]), torch.tensor([0, 2])))
+        >>> metric.evaluate(size=2)
+        {'accuracy/top1': 50.0, 'accuracy/top2': 100.0}
     """
 
-    units: ClassVar[Mapping[str, str]] = {"accuracy": "%"}
+    def __init__(self, topk: int | Sequence[int] = 1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        ks = topk if isinstance(topk, Sequence) else (topk,)
+        self._names = {k: "accuracy" if isinstance(topk, int) else f"accuracy/top{k}" for k in ks}
+        if not self._names or not all(isinstance(k, int) and k >= 1 for k in self._names):
+            raise ValueError(f"`topk` must be an int of at least 1, or several of them, but is {topk!r}")
+        self.units = dict.fromkeys(self._names.values(), "%")
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Append whether each sample of the batch was predicted right."""
+        """Append, for each sample of the batch, at which place among the scores its class came."""
         scores, labels = _scores_and_labels(data_batch, data_samples)
-        classes = scores.argmax(dim=1) if scores.dim() == labels.dim() + 1 else scores
-        if labels.dim() != 1 or classes.shape != labels.shape:
+        if labels.dim() != 1 or scores.shape[:1] != labels.shape or scores.dim() not in (1, 2):
             raise ValueError(
                 "scores must have shape [batch, classes] and labels [batch], "
                 f"but have {tuple(scores.shape)} and {tuple(labels.shape)}"
             )
-        self.results += (classes == labels.to(classes.device)).tolist()
+        labels = labels.to(scores.device)
+        most = max(self._names)
+        if scores.dim() == 1:
+            if most > 1:
+                raise ValueError(f"scores must have shape [batch, classes] for the top {most}, but are classes")
+            self.results += torch.where(scores == labels, 0, 1).tolist()
+            return
+        if most > scores.shape[1]:
+            raise ValueError(f"`topk` must be at most {scores.shape[1]}, the number of classes, but is {most}")
+        # Of equal scores the first counts as the highest, as for argmax.
+        best = scores.argmax(1, keepdim=True) if most == 1 else scores.argsort(dim=1, descending=True, stable=True)
+        right = best[:, :most] == labels.unsqueeze(1)
+        self.results += torch.where(right.any(1), right.int().argmax(1), most).tolist()
 
-    def compute_metrics(self, results: list[bool]) -> dict[str, float]:
-        """Return the share of results that are true."""
-        return {"accuracy": 100.0 * sum(results) / len(results)}
+    def compute_metrics(self, results: list[int]) -> dict[str, float]:
+        """Return the share of samples whose class came early enough."""
+        return {name: 100.0 * sum(place < k for place in results) / len(results) for k, name in self._names.items()}
 
 
 def _scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tensor]:

@@ -24,16 +24,14 @@ _logger = logging.getLogger(__name__)
 class BaseMetric(ABC):
     """A metric over a whole data set, of which each rank has seen a part.
 
-    A subclass appends to `self.results` in `process`, on every rank, and computes its numbers from
-    everybody's results in `compute_metrics`, on rank 0. Append one result per sample where each is
-    to count exactly once even if a sampler has repeated some; the results then come in the order of
-    the data set.
+    A subclass appends to `self.results` in `process`, on every rank, and computes its numbers from everybody's results
+    in `compute_metrics`, on rank 0. Append one result per sample where each is to count exactly once even if a sampler
+    has repeated some; the results then come in the order of the data set.
 
     Args:
         collect_device: where the results of the ranks travel, `"cpu"` or `"gpu"`.
         prefix: put before the names of the numbers, as in `"val/accuracy"`.
-        collect_dir: a folder that all ranks share, through which large results are to go instead of
-            through memory.
+        collect_dir: a folder that all ranks share, through which large results are to go instead of through memory.
 
     Attributes:
         default_prefix: the prefix where none is given.
@@ -41,7 +39,7 @@ class BaseMetric(ABC):
     """
 
     default_prefix: ClassVar[str | None] = None
-    units: ClassVar[Mapping[str, str]] = {}
+    units: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -74,8 +72,7 @@ class BaseMetric(ABC):
         """Return the numbers of the whole data set, and forget the results.
 
         Args:
-            size: number of samples in the data set; what goes beyond it repeats samples. None if it
-                is not known.
+            size: number of samples in the data set; what goes beyond it repeats samples. None if it is not known.
 
         Returns:
             The same dict on every rank.

@@ -15,6 +15,7 @@ from lockstep.hooks.logger import LoggerHook
 from lockstep.hooks.nan_check import NaNCheckHook
 from lockstep.hooks.profiler import ProfilerHook
 from lockstep.hooks.progress import ProgressHook
+from lockstep.hooks.runtime_info import RuntimeInfoHook
 from lockstep.hooks.sampler_seed import DistSamplerSeedHook
 from lockstep.hooks.scheduler import ParamSchedulerHook
 from lockstep.hooks.timer import IterTimerHook
@@ -36,5 +37,6 @@ __all__ = [
     "ProfilerHook",
     "ProgressHook",
     "RunnerLike",
+    "RuntimeInfoHook",
     "SyncBuffersHook",
 ]

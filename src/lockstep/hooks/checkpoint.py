@@ -17,13 +17,12 @@ class CheckpointHook(Hook):
     """Save the model, the optimizer and how far the training is.
 
     Args:
-        interval: number of epochs, or iterations, from one checkpoint to the next; -1 for none but
-            the last.
+        interval: number of epochs, or iterations, from one checkpoint to the next; -1 for none but the last.
         by_epoch: count epochs, else iterations.
         save_last: save at the end of training in any case.
         max_keep_ckpts: keep only so many of the regular checkpoints of this run; -1 for all.
-        save_best: the name of a metric, whose best checkpoint is kept beside the regular ones;
-            `"auto"` takes the first metric of the first validation.
+        save_best: the name of a metric, whose best checkpoint is kept beside the regular ones; `"auto"` takes the first
+            metric of the first validation.
         rule: whether `"greater"` or `"less"` is better; by default the metric's name tells.
     """
 

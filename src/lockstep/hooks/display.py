@@ -34,8 +34,8 @@ class Display(Protocol):
 class LiveDisplay:
     """A bar at the bottom of a terminal, under whatever else is printed.
 
-    It is drawn only when `show` is called: a thread that draws would take time from training at
-    moments of its own choice.
+    It is drawn only when `show` is called: a thread that draws would take time from training at moments of its own
+    choice.
     """
 
     period_seconds = 0.2

@@ -117,7 +117,8 @@ class EMAHook(Hook):
         self._sync_buffers()
         trained: dict[str, Tensor] = {}
         for name, weight in self._named_as_in(checkpoint["model"]):
-            trained[name] = weight.trained if self._put_aside is None else self._put_aside[weight.name]
+            # The strategy's own, where it can be had: it may train in a finer dtype than the model computes in.
+            trained[name] = checkpoint["model"][name] if self._put_aside is None else self._put_aside[weight.name]
             checkpoint["model"][name] = weight.averaged
         checkpoint[_KEY] = trained
 
@@ -138,18 +139,17 @@ class EMAHook(Hook):
         self._build(runner)
         trained: dict[str, Tensor] = {}
         for name, weight in self._named_as_in(checkpoint["model"]):
-            # Read straight to where they belong: on the way through the model, finer dtypes would be rounded.
+            trained[name] = torch.empty_like(checkpoint["model"][name])
+            # Read straight to where it belongs: on the way through the model, a finer dtype would be rounded.
             checkpoint["model"][name] = weight.averaged
-            trained[name] = torch.empty_like(weight.trained)
         checkpoint[_KEY] = trained
 
     def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Go on from the weights that training had come to."""
         if _KEY not in checkpoint:
             return
-        with torch.no_grad():
-            for name, weight in self._named_as_in(checkpoint["model"]):
-                weight.trained.copy_(checkpoint[_KEY][name])
+        # By way of the strategy, whose optimizer may hold weights of its own (ZeRO).
+        runner.strategy.load_state({**checkpoint["model"], **checkpoint[_KEY]})
         self.ema_model.steps.fill_(checkpoint["meta"][_KEY]["steps"])
 
     def close(self) -> None:

@@ -44,13 +44,11 @@ class Hook:
     after_run
     ```
 
-    Testing has the points of validation, with `test` in their names. A loop by iterations counts
-    as one long epoch. Every point is called on every rank; a point that a hook does not override
-    costs nothing.
+    Testing has the points of validation, with `test` in their names. A loop by iterations counts as one long epoch.
+    Every point is called on every rank; a point that a hook does not override costs nothing.
 
     Attributes:
-        priority: name from `PRIORITIES`, or a number: lower goes first. Equal ones go in the order
-            of registration.
+        priority: name from `PRIORITIES`, or a number: lower goes first. Equal ones go in the order of registration.
         main_only: the hook exists on rank 0 alone. It must not take part in collectives.
     """
 

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 from rich.console import Console
 from torch import nn
 
+from lockstep.dataset import DataShare
 from lockstep.evaluator import Evaluator
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.optim import OptimWrapper, ParamScheduler
+from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 
 
@@ -20,9 +22,11 @@ class TrainLoopLike(Protocol):
     """The training loop, as hooks see it.
 
     Attributes:
+        samples: how many samples of this rank's batch count, in the present iteration.
         stop_training: set it, on every rank alike, to end the training after the present epoch or iteration.
     """
 
+    samples: int
     stop_training: bool
 
 
@@ -54,8 +58,16 @@ class RunnerLike(Protocol):
         """Number of processes."""
 
     @property
+    def share(self) -> DataShare:
+        """Which of the samples this process sees."""
+
+    @property
     def model(self) -> nn.Module:
         """The model as it is trained: on its device, and wrapped."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the model is laid over ranks."""
 
     @property
     def train_loop(self) -> TrainLoopLike:

@@ -20,8 +20,8 @@ _WINDOW = 20  # iterations whose mean is shown while an epoch goes on
 class ProgressHook(Hook):
     """Show on rank 0 how far the run is: a live bar on a terminal, lines elsewhere.
 
-    Loss, the latest metrics, samples per second of all ranks, and the time until training is over.
-    Each epoch leaves one line behind. While an epoch goes on, the loss is that of rank 0.
+    Loss, the latest metrics, samples per second of all ranks, and the time until training is over. Each epoch leaves
+    one line behind. While an epoch goes on, the loss is that of rank 0.
 
     Args:
         period_seconds: time between two lines where there is no terminal.
@@ -53,7 +53,7 @@ class ProgressHook(Hook):
         if runner.max_epochs is None:
             self._begin(runner, "training", runner.max_iters)
         else:
-            self._begin(runner, _epoch_label(runner), length_of(runner.train_dataloader))
+            self._begin(runner, _epoch_label(runner), runner.max_iters // runner.max_epochs)
 
     def after_train_iter(
         self,
@@ -141,7 +141,7 @@ class ProgressHook(Hook):
         if "train/time" in scalars:
             # The ranks get equal shares, so that this rank speaks for all.
             seconds = scalars["train/time"].mean(_WINDOW)
-            rate = scalars["train/samples"].mean(_WINDOW) * runner.world_size / seconds
+            rate = scalars["train/samples"].mean(_WINDOW) * runner.share.size / seconds
             parts.append(f"{rate:,.0f} samples/s")
         done = runner.iter + 1 - self._first_iter
         left_seconds = (now - self._started) / done * (runner.max_iters - runner.iter - 1)

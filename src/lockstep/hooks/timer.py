@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
 from time import perf_counter
 from typing import Any
-
-from torch import Tensor
 
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
@@ -17,8 +14,8 @@ from lockstep.registry import HOOKS
 class IterTimerHook(Hook):
     """Record, for every training iteration, its seconds, those spent waiting for data, its samples.
 
-    They are the scalars `train/time`, `train/data_time` and `train/samples` of the message hub. An
-    accelerator is not waited for: single iterations may be off, the mean over many is not.
+    They are the scalars `train/time`, `train/data_time` and `train/samples` of the message hub. An accelerator is not
+    waited for: single iterations may be off, the mean over many is not.
     """
 
     def __init__(self) -> None:
@@ -43,20 +40,9 @@ class IterTimerHook(Hook):
         now = perf_counter()
         hub = runner.message_hub
         hub.update_scalar("train/time", now - self._last)
-        hub.update_scalar("train/samples", samples_in(data_batch))
+        hub.update_scalar("train/samples", runner.train_loop.samples)
         self._last = now
 
     def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
         """Start the clock again; a loop by iterations validates between two of them."""
         self._last = perf_counter()
-
-
-def samples_in(batch: Any) -> int:
-    """Return the number of samples in a batch, as its first part shows it."""
-    if isinstance(batch, Mapping):
-        batch = next(iter(batch.values()), None)
-    elif isinstance(batch, list | tuple):
-        batch = batch[0] if batch else None
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    return len(batch) if isinstance(batch, Sized) and not isinstance(batch, str) else 1

@@ -26,13 +26,12 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
         needed: keys that it must have.
 
     Raises:
-        ConfigError: something is wrong; it lists everything, with file, line, key and value, and the
-            name that was probably meant.
+        ConfigError: something is wrong; it lists everything, with file, line, key and value, and the name that was
+            probably meant.
 
     Example:
         >>> check_config(Config({"optim_wrapper": {"optimizer": {"type": "SGD", "lerning_rate": 1}}}))
-        Traceback (most recent call last):
-        lockstep.errors.ConfigError: the config has 2 faults:
+        Traceback (most recent call last): lockstep.errors.ConfigError: the config has 2 faults:
           `optim_wrapper.optimizer.lerning_rate` = 1 is no argument of the optimizer `SGD`: did you mean `lr`?
           `model` must be given
     """
@@ -68,8 +67,6 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
 
 
 def _remedy(key: str) -> str:
-    if key == "data_preprocessor":
-        return ": it belongs into the `model`, as model=dict(data_preprocessor=...)"
     near = nearest(key, Arguments.names())
     if near is not None:
         return f": did you mean `{near}`?"

@@ -73,9 +73,8 @@ def resolve(kind: object, registry: Registry) -> tuple[Callable[..., Any] | None
 def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Fault]:
     """Yield what is surely wrong further down.
 
-    Who gets a dict there may add arguments to it, or take some out, before anything is built. So
-    what is missing does not count, nor a type that is not known, nor a key unless it comes close to
-    one that is free.
+    Who gets a dict there may add arguments to it, or take some out, before anything is built. So what is missing does
+    not count, nor a type that is not known, nor a key unless it comes close to one that is free.
     """
     if isinstance(value, list | tuple):
         for index, item in enumerate(value):

@@ -11,17 +11,22 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep.errors import ConfigError
 from lockstep.lint.fault import Fault
 from lockstep.lint.parts import Kind, resolve
 from lockstep.lint.values import misfit
+from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.optim import ParamScheduler
+from lockstep.optim.paramwise import PARAMWISE_KEYS
 from lockstep.registry import (
     DATA_SAMPLERS,
     DATASETS,
     HOOKS,
     LOOPS,
     METRICS,
+    MODEL_WRAPPERS,
     MODELS,
+    OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
     OPTIMIZERS,
     PARAM_SCHEDULERS,
@@ -33,10 +38,11 @@ from lockstep.registry.signatures import Arguments
 from lockstep.runner.build import default_hook_cfgs
 from lockstep.runner.seeds import RANDOMNESS_KEYS
 from lockstep.runner.start import ENV_KEYS
+from lockstep.strategy import FSDPStrategy
 
 Section = Callable[[str, Any], Iterator[Fault]]
 
-_OWN_SCHEDULER_KEYS = frozenset(
+_OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     name
     for name, parameter in inspect.signature(ParamScheduler).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
@@ -47,6 +53,7 @@ _SAMPLER = Kind(DATA_SAMPLERS, default="DefaultSampler", supplied=frozenset({"da
 _BATCH_SAMPLER = Kind(DATA_SAMPLERS, supplied=frozenset({"sampler", "batch_size"}))
 _OPTIMIZER = Kind(OPTIMIZERS, supplied=frozenset({"params"}))
 _OPTIM_WRAPPER = Kind(OPTIM_WRAPPERS, default="OptimWrapper", own=frozenset({"constructor", "paramwise_cfg"}))
+_CONSTRUCTOR = "DefaultOptimWrapperConstructor"
 # Where a schedule's length is missing, it is that of its window.
 _LENGTHS = frozenset({"T_max", "total_iters", "total_steps"})
 _SCHEDULER = Kind(PARAM_SCHEDULERS, supplied=_LENGTHS | {"optimizer"}, own=_OWN_SCHEDULER_KEYS)
@@ -54,6 +61,7 @@ _METRIC = Kind(METRICS)
 _HOOK = Kind(HOOKS, own=frozenset({"priority"}))
 _STRATEGY = Kind(STRATEGIES)
 _VISUALIZER = Kind(VISUALIZERS)
+_FSDP_WRAPPER = "MMFullyShardedDataParallel"
 _LOOP_PARTS = frozenset({"runner", "dataloader", "evaluator"})
 
 
@@ -71,8 +79,10 @@ def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
     if not isinstance(cfg, Mapping):
         return
     takes = Arguments.of(DataLoader)
-    for name in takes.unknown(cfg):
-        yield Fault(f"{key}.{name}", f"is no argument of a data loader{did_you_mean(name, takes.named)}")
+    for name in takes.unknown({known: value for known, value in cfg.items() if known != "split"}):
+        yield Fault(f"{key}.{name}", f"is no argument of a data loader{did_you_mean(name, {*takes.named, 'split'})}")
+    if not isinstance(cfg.get("split"), bool | None):
+        yield Fault(f"{key}.split", "must be True, False or None")
     if cfg.get("dataset") is None:
         yield Fault(key, f"must have the key `dataset`, but has only {sorted(map(str, cfg))}")
     if cfg.get("sampler") is not None and "shuffle" in cfg:
@@ -114,8 +124,13 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
         return
     if isinstance(cfg.get("optimizer"), Mapping):
         yield from _OPTIMIZER.faults(f"{key}.optimizer", cfg["optimizer"])
-    if "constructor" in cfg:  # which knows its keys alone
+    if (cfg.get("constructor") or _CONSTRUCTOR) != _CONSTRUCTOR:  # which knows its keys alone
+        _, says = resolve(cfg["constructor"], OPTIM_WRAPPER_CONSTRUCTORS)
+        if says is not None:
+            yield Fault(f"{key}.constructor", says)
         return
+    if "paramwise_cfg" in cfg:
+        yield from _paramwise(f"{key}.paramwise_cfg", cfg["paramwise_cfg"])
     if _is_by_name(cfg, "optimizer"):
         for name, part in cfg.items():
             yield from _optim_wrapper(f"{key}.{name}", part)
@@ -125,6 +140,19 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
     own = {name: value for name, value in cfg.items() if name != "optimizer"}
     kind = Kind(_OPTIM_WRAPPER.registry, _OPTIM_WRAPPER.default, frozenset({"optimizer"}), _OPTIM_WRAPPER.own)
     yield from kind.faults(key, own)
+
+
+def _paramwise(key: str, cfg: object) -> Iterator[Fault]:
+    yield from _keys(PARAMWISE_KEYS, key, cfg)
+    for name, value in cfg.items() if isinstance(cfg, Mapping) else ():
+        if str(name).endswith("_mult") and value is not None and not isinstance(value, int | float):
+            yield Fault(f"{key}.{name}", "must be a number")
+    custom = cfg.get("custom_keys") if isinstance(cfg, Mapping) else None
+    if custom is not None and not isinstance(custom, Mapping):
+        yield Fault(f"{key}.custom_keys", "must be a dict of parts of parameters' names")
+    for name, options in custom.items() if isinstance(custom, Mapping) else ():
+        if not isinstance(options, Mapping):
+            yield Fault(f"{key}.custom_keys.{name}", "must be a dict such as dict(lr_mult=0.1)")
 
 
 def _param_scheduler(key: str, cfg: object) -> Iterator[Fault]:
@@ -162,8 +190,25 @@ def _strategy(key: str, strategy: object) -> Iterator[Fault]:
         _, says = resolve(strategy, STRATEGIES)
         if says is not None:
             yield Fault(key, says)
-    else:
-        yield from _STRATEGY.faults(key, strategy)
+        return
+    yield from _STRATEGY.faults(key, strategy)
+    if isinstance(strategy, Mapping) and resolve(strategy.get("type"), STRATEGIES)[0] is FSDPStrategy:
+        yield from _fsdp(key, strategy)
+
+
+def _fsdp(key: str, cfg: Mapping[str, object]) -> Iterator[Fault]:
+    """Yield what is wrong with the arguments that FSDPStrategy hands on to its wrapper."""
+    wrapper = cfg.get("model_wrapper") or {}
+    if not isinstance(wrapper, Mapping) or wrapper.get("type", _FSDP_WRAPPER) != _FSDP_WRAPPER:
+        return
+    handed_on = Arguments.of(resolve(_FSDP_WRAPPER, MODEL_WRAPPERS)[0] or dict).named.keys() - {"module"}
+    yield from _keys({"type", *Arguments.of(FSDPStrategy).named, *handed_on}, key, cfg)
+    yield from _keys({"type", *handed_on}, f"{key}.model_wrapper", wrapper)
+    for place, part in ((key, cfg), (f"{key}.model_wrapper", wrapper)):
+        try:
+            read_request(part.get("tensor_parallel"))
+        except ConfigError as error:
+            yield Fault(f"{place}.tensor_parallel", str(error).removeprefix("`tensor_parallel` "))
 
 
 def _keys(known: Collection[str], key: str, cfg: object) -> Iterator[Fault]:
@@ -184,6 +229,7 @@ def _log_level(key: str, level: object) -> Iterator[Fault]:
 
 SECTIONS: Mapping[str, Section] = {
     "model": _MODEL.faults,
+    "data_preprocessor": Kind(MODELS, default="BaseDataPreprocessor").faults,
     "train_dataloader": _dataloader,
     "val_dataloader": _dataloader,
     "test_dataloader": _dataloader,

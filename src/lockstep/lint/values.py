@@ -20,8 +20,8 @@ _NUMBERS: Mapping[type, tuple[type, ...]] = {
 def misfit(value: object, parameter: inspect.Parameter) -> str | None:
     """Return what is wrong with a value as the rest of a sentence, or None.
 
-    Only plain numbers, texts, lists and dicts are looked at, and only what the annotation rules out
-    for certain counts: a dict may be the config of an object, a text the name of one.
+    Only plain numbers, texts, lists and dicts are looked at, and only what the annotation rules out for certain counts:
+    a dict may be the config of an object, a text the name of one.
     """
     hint = parameter.annotation
     if hint is inspect.Parameter.empty or isinstance(hint, str) or fits(value, hint):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -16,8 +16,7 @@ Scalar: TypeAlias = float | Tensor
 class HistoryBuffer:
     """The last values of one quantity.
 
-    Tensors are kept as they are, on their device, so that adding a value never waits for an
-    accelerator; reading does.
+    Tensors are kept as they are, on their device, so that adding a value never waits for an accelerator; reading does.
 
     Args:
         max_length: number of values to remember.
@@ -40,14 +39,29 @@ class HistoryBuffer:
 
     def mean(self, window_size: int | None = None) -> float:
         """Return the mean of the last `window_size` values, or of all that are remembered."""
+        values = self._last(window_size)
+        tensors = [value.reshape(()) for value in values if isinstance(value, Tensor)]
+        if len(tensors) == len(values):
+            return float(torch.stack(tensors).double().mean())
+        return sum(float(value) for value in values) / len(values)
+
+    def weighted_mean(self, weights: Sequence[float]) -> float:
+        """Return the mean of as many last values as there are weights, the last of which is that of the last value.
+
+        Where the buffer holds fewer values, it is the mean of these.
+        """
+        values = self._last(len(weights))
+        weights = weights[-len(values) :]
+        tensors = [value.reshape(()) for value in values if isinstance(value, Tensor)]
+        numbers = torch.stack(tensors).tolist() if len(tensors) == len(values) else [float(value) for value in values]
+        pairs = zip(reversed(weights), numbers, strict=True)
+        return float(sum(weight * number for weight, number in pairs if weight) / (sum(weights) or 1.0))
+
+    def _last(self, count: int | None) -> list[Scalar]:
+        """Return the last values, the latest first."""
         self._must_have_values()
         length = len(self._values)
-        count = length if window_size is None else max(1, min(window_size, length))
-        values = list(islice(reversed(self._values), count))
-        tensors = [value.reshape(()) for value in values if isinstance(value, Tensor)]
-        if len(tensors) == count:
-            return float(torch.stack(tensors).double().mean())
-        return sum(float(value) for value in values) / count
+        return list(islice(reversed(self._values), length if count is None else max(1, min(count, length))))
 
     def _must_have_values(self) -> None:
         if not self._values:

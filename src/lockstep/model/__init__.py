@@ -16,6 +16,7 @@ from lockstep.model.averaged import (
 )
 from lockstep.model.base import BaseModel
 from lockstep.model.comm_hooks import COMM_HOOKS
+from lockstep.model.compiling import compile_in_place, uncompiled
 from lockstep.model.ddp import MMDistributedDataParallel
 from lockstep.model.image import ImgDataPreprocessor
 from lockstep.model.norm import convert_sync_batchnorm, revert_sync_batchnorm
@@ -49,12 +50,14 @@ __all__ = [
     "StochasticWeightAverage",
     "UpdatesParams",
     "checkpoint_activations",
+    "compile_in_place",
     "convert_sync_batchnorm",
     "is_model_wrapper",
     "parse_losses",
     "predict_step",
     "revert_sync_batchnorm",
     "train_step",
+    "uncompiled",
     "unwrap_model",
 ]
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from lockstep.model.shards import ShardedCopy, is_sharded, own_shard
+from lockstep.errors import ConfigError
+from lockstep.model.shards import ShardedCopy, is_in_pieces, is_sharded, own_shard
 from lockstep.registry import MODELS
 
 _logger = logging.getLogger(__name__)
@@ -49,6 +50,11 @@ class BaseAveragedModel(nn.Module, ABC):
             raise ValueError(f"`interval` must be an int of at least 1, but is {interval!r}")
         if is_sharded(model) and device is not None:
             raise ValueError(f"`device` must be None for a sharded model, whose shards stay in place, but is {device}")
+        if is_in_pieces(model):
+            raise ConfigError(
+                "the model must have its weights in memory to be averaged, but ColossalAI's tensor parallelism or "
+                "DeepSpeed's ZeRO stage 3 keeps them in pieces. Use stage=2, or strategy 'fsdp'"
+            )
         copy = ShardedCopy(model) if is_sharded(model) else deepcopy(model)
         self.module = copy.requires_grad_(False)
         if device is not None:
@@ -161,8 +167,7 @@ class ExponentialMovingAverage(_InterpolatedModel):
 
     Args:
         model: the model whose weights are averaged.
-        momentum: how much the present weights count, above 0 and below 1. Note that this is what others call
-            1 - decay.
+        momentum: how much the present weights count, above 0 and below 1. Note that this is what others call 1 - decay.
         interval: number of calls of `update_parameters` from one that counts to the next.
         device: where the average lies; by default where the model does.
         update_buffers: average floating-point buffers, too.

@@ -16,16 +16,16 @@ class BaseModel(nn.Module):
     """A module whose one `forward` serves training, validation and plain use.
 
     A subclass writes `forward`, whose arguments before `mode` are what the data loader yields,
-    unpacked: `forward(self, inputs, data_samples=None, mode="tensor")` for batches that are dicts
-    with these keys or pairs, `forward(self, imgs, labels, mode)` for pairs.
+    unpacked: `forward(self, inputs, data_samples=None, mode="tensor")` for batches that are dicts with these keys or
+    pairs, `forward(self, imgs, labels, mode)` for pairs.
 
     * `mode="loss"`: return the loss, or a dict of losses (see `parse_losses`).
     * `mode="predict"`: return what the metrics are to see.
     * `mode="tensor"`: return whatever plain use needs.
 
     Args:
-        data_preprocessor: module, or config of one, through which each batch goes on its way to
-            `forward`; by default one that moves it to the model's device.
+        data_preprocessor: module, or config of one, through which each batch goes on its way to `forward`; by default
+            one that moves it to the model's device.
 
     Example:
         >>> class Net(BaseModel):

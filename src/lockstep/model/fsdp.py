@@ -15,10 +15,12 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, MixedPrecisionP
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
 from lockstep.model.fsdp_arguments import Offload, Precision
-from lockstep.model.fsdp_mesh import GroupsLike, MeshLike, make_mesh
+from lockstep.model.fsdp_mesh import GroupsLike, Meshes, MeshLike, make_mesh, make_tensor_parallel_mesh
 from lockstep.model.fsdp_policies import choose_units
 from lockstep.model.fsdp_start import InitFunction, Start
 from lockstep.model.full_params import full_parameters, reshard
+from lockstep.model.tensor_parallel import TensorParallel
+from lockstep.model.tensor_parallel_plan import Request, read_request
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.registry.nearest import did_you_mean
 
@@ -54,12 +56,20 @@ class MMFullyShardedDataParallel(nn.Module):
         fsdp_auto_wrap_policy: another name of `auto_wrap_policy`.
         device_mesh: the mesh to shard over, one-axis or (replicas, shards); or its shape.
         reshard_after_forward: as for `fully_shard`, in place of `sharding_strategy`.
+        tensor_parallel: the number of ranks that compute each of some modules together, each with a part of their
+            weights, as the model's `_tp_plan` says; or `dict(degree=2, plan={"*.attn.q": "colwise", ...})`, see
+            `lockstep.model.tensor_parallel_plan.read_plan`. Only groups of that many ranks are sharded over.
+
+    Attributes:
+        mesh: the ranks that are sharded over.
+        tensor_mesh: the ranks that compute together, which must be given the same batches; None for each its own.
 
     **Collective**: every rank of the mesh, for making it and for each forward and backward pass, also in validation.
 
     Raises:
         TypeError: an argument is of no known kind; the message says what it is.
         ValueError: arguments contradict each other or the ranks there are.
+        ConfigError: `tensor_parallel` does not fit the model or the ranks there are.
 
     **Source**: `torch.distributed.fsdp.fully_shard` (2.13). Zhao et al., PyTorch FSDP, VLDB 2023.
     """
@@ -89,6 +99,7 @@ class MMFullyShardedDataParallel(nn.Module):
         fsdp_auto_wrap_policy: Any = None,
         device_mesh: MeshLike | None = None,
         reshard_after_forward: bool | int | None = None,
+        tensor_parallel: int | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -104,20 +115,27 @@ class MMFullyShardedDataParallel(nn.Module):
         offload = arguments.read_offload(cpu_offload, device.type)
         sharding = arguments.read_sharding(sharding_strategy, reshard_after_forward)
         units = choose_units(module, policy, ignored)
-        self.mesh = make_mesh(
+        request = read_request(tensor_parallel)
+        meshes = _make_meshes(
             device.type,
+            request,
             hybrid=sharding.hybrid,
             replicated=sharding.replicated,
             process_group=process_group,
             device_mesh=device_mesh,
         )
-        start = Start(device, param_init_fn, self.mesh if sync_module_states else None)
+        self.mesh, self.tensor_mesh, whole = meshes
+        parallel = None
+        if request is not None and meshes.tensor is not None:
+            parallel = TensorParallel(module, request.plan, meshes.tensor, ignored)
+        # What the ranks of one row compute together must begin the same on all of them.
+        start = Start(device, param_init_fn, whole if sync_module_states else meshes.tensor)
         options = {
             "mesh": self.mesh,
             "reshard_after_forward": sharding.reshard_after_forward,
             "offload_policy": offload,
         }
-        _shard(module, units, ignored, precision, start, options)
+        _shard(module, units, ignored, precision, start, parallel, options)
         self.module = module
         self._syncs_gradients = True
         self._is_summoned = False
@@ -158,6 +176,16 @@ class MMFullyShardedDataParallel(nn.Module):
         """
         with _without_inference_mode():
             return steps.own_step(self.module, "test_step", data)
+
+    @property
+    def data_share(self) -> tuple[int, int] | None:
+        """Which of how many shares of the samples this rank must be given; None for each its own."""
+        if self.tensor_mesh is None:
+            return None
+        rank = 0
+        for axis in range(self.mesh.ndim):
+            rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return rank, self.mesh.size()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -255,12 +283,20 @@ def _check_module(module: Any) -> None:
         raise ValueError(f"`module` must not be sharded yet, but {type(module).__name__} is, or a part of it")
 
 
+def _make_meshes(device_type: str, request: Request | None, **options: Any) -> Meshes:
+    if request is not None:
+        return make_tensor_parallel_mesh(device_type, request.degree, **options)
+    mesh = make_mesh(device_type, **options)
+    return Meshes(mesh, None, mesh)
+
+
 def _shard(
     module: nn.Module,
     units: list[nn.Module],
     ignored: list[nn.Module],
     precision: MixedPrecisionPolicy,
     start: Start,
+    parallel: TensorParallel | None,
     options: Mapping[str, Any],
 ) -> None:
     """Shard the units and then the rest, each whole for only as long as it takes to fill and shard it."""
@@ -271,6 +307,8 @@ def _shard(
     for unit in reversed(list(module.modules())):
         if unit in precisions:
             start.fill(unit, ignored_params)
+            if parallel is not None:
+                parallel.apply(unit)
             fully_shard(unit, mp_policy=precisions[unit], ignored_params=ignored_params or None, **options)
 
 

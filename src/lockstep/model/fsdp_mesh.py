@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.dist import (
     all_gather_object,
@@ -18,11 +18,27 @@ from lockstep.dist import (
     init_dist,
     is_distributed,
 )
+from lockstep.errors import ConfigError
 
 MeshLike: TypeAlias = DeviceMesh | Sequence[int]
 GroupsLike: TypeAlias = ProcessGroup | DeviceMesh | Sequence[ProcessGroup]
 
 REPLICATE, SHARD = "replicate", "shard"
+DATA_AXES, TENSOR_AXIS = ("dp_replicate", "dp_shard"), "tp"
+
+
+class Meshes(NamedTuple):
+    """The ranks by what they share.
+
+    Attributes:
+        data: those among which the samples are dealt out, and parameters sharded; with one axis or two.
+        tensor: those that compute on the same samples together; None where there are none.
+        whole: all of them, in one mesh.
+    """
+
+    data: DeviceMesh
+    tensor: DeviceMesh | None
+    whole: DeviceMesh
 
 
 def make_mesh(
@@ -67,6 +83,97 @@ def make_mesh(
         wanted = "two axes (replicas, shards)" if hybrid else "one axis"
         raise ValueError(
             f"`sharding_strategy` must fit the mesh, but it wants {wanted} and the mesh has {mesh.ndim}. Leave one out"
+        )
+    return mesh
+
+
+def make_tensor_parallel_mesh(
+    device_type: str,
+    degree: int | None,
+    *,
+    hybrid: bool | None,
+    replicated: bool = False,
+    process_group: GroupsLike | None = None,
+    device_mesh: MeshLike | None = None,
+) -> Meshes:
+    """Return a mesh with the axes `dp_shard` and `tp`, or `dp_replicate`, `dp_shard` and `tp`.
+
+    Neighbouring ranks compute together, because they talk most.
+
+    Args:
+        device_type: where parameters live during a step.
+        degree: the length of the axis `tp`; None takes that of the mesh that is given.
+        hybrid: whether shards are wanted within replicas; None leaves it to the mesh.
+        replicated: shard over nobody.
+        process_group: None.
+        device_mesh: a mesh whose last axis is called `tp`; or the shape (replicas, shards) of the others.
+
+    **Collective**: every rank.
+
+    Raises:
+        ConfigError: on every rank, if that does not fit the ranks there are, or itself.
+    """
+    if not is_distributed():
+        init_dist("none")
+    if process_group is not None:
+        raise ConfigError(
+            "`process_group` must not be given with `tensor_parallel`. Give device_mesh=(replicas, shards), or a mesh "
+            f"whose last axis is called {TENSOR_AXIS!r}"
+        )
+    if isinstance(device_mesh, DeviceMesh):
+        whole = _with_tensor_axis(device_type, device_mesh, degree)
+    elif degree is None:
+        raise ConfigError(
+            "`tensor_parallel` must have the key 'degree', the number of ranks that compute together, or `device_mesh` "
+            f"must be a mesh with an axis called {TENSOR_AXIS!r}"
+        )
+    else:
+        shape = _data_shape(degree, device_mesh, hybrid=hybrid, replicated=replicated)
+        names = (*DATA_AXES[-len(shape) :], TENSOR_AXIS)
+        whole = init_device_mesh(device_type, (*shape, degree), mesh_dim_names=names)
+    assert whole.mesh_dim_names is not None
+    return Meshes(whole[whole.mesh_dim_names[:-1]], whole[TENSOR_AXIS], whole)
+
+
+def _data_shape(degree: int, shape: Any, *, hybrid: bool | None, replicated: bool) -> tuple[int, ...]:
+    """Return the lengths of the axes before that of tensor parallelism: one, or replicas and shards."""
+    world_size = get_world_size()
+    if world_size % degree:
+        raise ConfigError(
+            f"the degree of `tensor_parallel` must divide the number of ranks, but is {degree} of {world_size}. Start "
+            f"{max(1, world_size // degree) * degree} ranks, or choose another degree"
+        )
+    ranks = world_size // degree
+    if shape is None:
+        if hybrid:
+            raise ConfigError(
+                "`device_mesh` must be given as (replicas, shards) for a hybrid `sharding_strategy` with "
+                f"`tensor_parallel`, so that replicas * shards is {ranks}, but is None"
+            )
+        return (ranks, 1) if replicated else (ranks,)
+    if len(shape) != 2 or not all(isinstance(length, int) and length > 0 for length in shape):
+        raise ConfigError(f"`device_mesh` must be a mesh or a shape (replicas, shards), but is {shape!r}")
+    if shape[0] * shape[1] != ranks:
+        raise ConfigError(
+            f"`device_mesh` must be a shape for {ranks} groups of {degree} ranks each, but is {tuple(shape)} "
+            f"(rank {get_rank()} of {world_size})"
+        )
+    return tuple(shape)
+
+
+def _with_tensor_axis(device_type: str, mesh: DeviceMesh, degree: int | None) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    if mesh.device_type != device_type or mesh.ndim not in (2, 3) or not names or names[-1] != TENSOR_AXIS:
+        raise ConfigError(
+            f"`device_mesh` must be a mesh of {device_type} devices with one or two axes for the data and a last one "
+            f"called {TENSOR_AXIS!r}, but has {', '.join(names) or 'no names'} on {mesh.device_type}. For example "
+            f"init_device_mesh({device_type!r}, (2, 2), mesh_dim_names={(DATA_AXES[1], TENSOR_AXIS)})"
+        )
+    length = mesh[TENSOR_AXIS].size()
+    if degree not in (None, length):
+        raise ConfigError(
+            f"the degree of `tensor_parallel` must be the length of the mesh's axis {TENSOR_AXIS!r}, {length}, but is "
+            f"{degree}. Leave one out"
         )
     return mesh
 

@@ -53,7 +53,7 @@ class Start:
         waiting = [module for module in unit.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
         if not waiting:
             return
-        ties = _ties_in(unit)
+        ties = ties_in(unit)
         for module in waiting:
             if self._init is None:
                 _reset(module, self.device)
@@ -100,7 +100,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
-def _ties_in(unit: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+def ties_in(unit: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Return, for each parameter that has several owners, who they are and what they call it."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in unit.modules():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lockstep.dist import is_main_process
 
@@ -93,7 +93,23 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return value
     whole = value.to(like.device_mesh.device_type)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    laid_out = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return laid_out.to(like.device)  # which is another one where parameters are offloaded
+
+
+def gather_full(tensor: Tensor) -> Tensor:
+    """Return a tensor in full; it may be the one that is given, if that is not sharded.
+
+    **Collective**: every rank of its mesh.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Axis by axis, from the one that was split last on: of several at once, torch warns where one dim is split twice.
+    placements = list(tensor.placements)
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def _gather(parameter: nn.Parameter, *, offload_to_cpu: bool, with_grad: bool) -> nn.Parameter:
@@ -106,7 +122,7 @@ def _gather(parameter: nn.Parameter, *, offload_to_cpu: bool, with_grad: bool) -
 @torch.no_grad()
 def _full(tensor: Tensor, *, offload_to_cpu: bool) -> Tensor:
     assert isinstance(tensor, DTensor)
-    full = tensor.full_tensor()
+    full = gather_full(tensor)
     if full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr():
         full = full.clone()  # this rank holds it all; changes that are not to be written back must not be seen
     return full.cpu() if offload_to_cpu else full

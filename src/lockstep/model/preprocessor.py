@@ -55,8 +55,8 @@ class BaseDataPreprocessor(nn.Module):
 def move_to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """Return `data` with its tensors, and whatever else has a `.to` method, on `device`.
 
-    Dicts, lists, tuples and named tuples are rebuilt with their own type; other leaves, such as
-    file names, go through as they are.
+    Dicts, lists, tuples and named tuples are rebuilt with their own type; other leaves, such as file names, go through
+    as they are.
     """
     if isinstance(data, Tensor):
         return data.to(device, non_blocking=non_blocking)

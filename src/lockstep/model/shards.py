@@ -22,6 +22,21 @@ def own_shard(tensor: Tensor) -> Tensor:
     return shard
 
 
+def full_numel(parameter: Tensor) -> int:
+    """Return the number of elements that a parameter has in full, also while an engine holds it in pieces."""
+    layout = getattr(parameter, "dist_layout", None)
+    count: int = getattr(parameter, "ds_numel", parameter.numel()) if layout is None else layout.global_shape.numel()
+    return count
+
+
+def is_in_pieces(model: nn.Module) -> bool:
+    """Return whether an engine holds parameters in pieces that only it can put together.
+
+    DeepSpeed does at ZeRO stage 3, ColossalAI in tensor parallelism.
+    """
+    return any(hasattr(parameter, "ds_numel") or hasattr(parameter, "dist_layout") for parameter in model.parameters())
+
+
 class ShardedCopy(nn.Module):
     """The parameters and buffers of a sharded model, copied, under the same names, but without its code.
 

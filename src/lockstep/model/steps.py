@@ -1,7 +1,7 @@
 """What one training step and one prediction consist of, for any module.
 
-`BaseModel`, the wrappers and the loops all come here, so that a plain `torch.nn.Module` which
-returns its loss trains in exactly the way of a model that inherits from `BaseModel`.
+`BaseModel`, the wrappers and the loops all come here, so that a plain `torch.nn.Module` which returns its loss trains
+in exactly the way of a model that inherits from `BaseModel`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
 
     Args:
         model: the module, wrapped or not.
-        data: the batch. A dict is unpacked to keyword arguments of `forward`, a list or tuple to
-            positional ones.
+        data: the batch. A dict is unpacked to keyword arguments of `forward`, a list or tuple to positional ones.
         optim_wrapper: runs the backward pass and the update.
 
     Returns:
@@ -57,8 +56,8 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
 def predict_step(model: nn.Module, data: Any) -> Any:
     """Return what `model` predicts for one batch, in the form that the model itself chose.
 
-    Wrappers are stepped around: a wrapper's own forward talks between ranks, which may hold
-    different numbers of validation batches.
+    Wrappers are stepped around: a wrapper's own forward talks between ranks, which may hold different numbers of
+    validation batches.
     """
     core = unwrap_model(model)
     return call_forward(core, core, preprocess(core, data, training=False), "predict")
@@ -93,13 +92,12 @@ def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Add up what a model returned in training.
 
     Args:
-        losses: the loss itself; an object with an attribute `loss`; or a dict of tensors and lists
-            of tensors, in which every entry whose name contains `loss` counts as a loss. Each
-            tensor of a dict is averaged, and the tensors of a list are then added.
+        losses: the loss itself; an object with an attribute `loss`; or a dict of tensors and lists of tensors, in which
+            every entry whose name contains `loss` counts as a loss. Each tensor of a dict is averaged, and the tensors
+            of a list are then added.
 
     Returns:
-        The scalar to minimise, and everything that is to be logged, detached, with the total under
-        `"loss"`.
+        The scalar to minimise, and everything that is to be logged, detached, with the total under `"loss"`.
 
     Raises:
         TypeError: there is no loss in `losses`, or an entry is not a tensor.

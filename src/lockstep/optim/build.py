@@ -19,11 +19,11 @@ def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mappin
 
     Args:
         model: the model as it is trained: on its device, and wrapped.
-        cfg: an optim wrapper, which is returned as it is; an optimizer, which is wrapped; or a dict
-            whose key `optimizer` is an optimizer or the config of one, and whose other keys are
-            arguments of the wrapper (`type`, by default `OptimWrapper`), `paramwise_cfg` with options of some
-            parameters (see `DefaultOptimWrapperConstructor`), and `constructor`, the name or class of another
-            constructor; or a dict of all of these by the names of parts of the model, each of which gets its own.
+        cfg: an optim wrapper, which is returned as it is; an optimizer, which is wrapped; or a dict whose key
+            `optimizer` is an optimizer or the config of one, and whose other keys are arguments of the wrapper (`type`,
+            by default `OptimWrapper`), `paramwise_cfg` with options of some parameters (see
+            `DefaultOptimWrapperConstructor`), and `constructor`, the name or class of another constructor; or a dict of
+            all of these by the names of parts of the model, each of which gets its own.
 
     Raises:
         ConfigError: `optimizer` is missing, or the model has nothing to train.

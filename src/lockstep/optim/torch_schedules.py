@@ -33,8 +33,8 @@ class TorchScheduler(ParamScheduler):
     """A schedule of torch's that counts epochs or batches, from `begin` up to `end`.
 
     Args:
-        schedule: a subclass of `torch.optim.lr_scheduler.LRScheduler`. It is created when `begin`
-            is reached, from the learning rate that the optimizer has then.
+        schedule: a subclass of `torch.optim.lr_scheduler.LRScheduler`. It is created when `begin` is reached, from the
+            learning rate that the optimizer has then.
         optimizer: whose learning rates are set.
         by_epoch: count epochs, else batches.
         begin: the count at which the schedule starts.

@@ -32,10 +32,10 @@ class OptimWrapper:
 
     Args:
         optimizer: the optimizer, built on the parameters as they are trained.
-        accumulative_counts: number of batches whose gradients are averaged into one update. Between
-            updates nothing is sent between ranks.
-        clip_grad: `dict(max_norm=...)` with the further arguments of
-            `clip_by_norm`, or `dict(type="value", clip_value=...)` with those of `clip_by_value`.
+        accumulative_counts: number of batches whose gradients are averaged into one update. Between updates nothing is
+            sent between ranks.
+        clip_grad: `dict(max_norm=...)` with the further arguments of `clip_by_norm`, or `dict(type="value",
+            clip_value=...)` with those of `clip_by_value`.
     """
 
     def __init__(

@@ -21,9 +21,8 @@ class BuildError(ConfigError, TypeError):
 def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kind: str) -> Any:
     """Call `constructor` with `arguments`; `kind` says in errors what was being built.
 
-    Arguments are checked against the signature first, so that a misspelt key is told apart from an
-    error in the constructor's own code. The latter goes through unchanged, with a note on what was
-    being built.
+    Arguments are checked against the signature first, so that a misspelt key is told apart from an error in the
+    constructor's own code. The latter goes through unchanged, with a note on what was being built.
 
     Raises:
         BuildError: an argument is unknown or missing.

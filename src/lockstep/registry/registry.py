@@ -44,16 +44,14 @@ class Library:
 class Registry:
     """A table of classes and functions by name, from which configs are built.
 
-    A name is looked for in the registry itself, then in its parent, and so on up.
-    ``"scope.Name"`` addresses one registry of the family, ``"package.module.Name"`` anything that
-    can be imported.
+    A name is looked for in the registry itself, then in its parent, and so on up. ``"scope.Name"`` addresses one
+    registry of the family, ``"package.module.Name"`` anything that can be imported.
 
     Args:
         name: what the entries are, in the singular (``"model"``); errors use it.
         scope: address within the family; by default the package that creates the registry.
         parent: the registry to go on looking in.
-        locations: modules that register entries when they are imported; imported at the first name
-            that is not found.
+        locations: modules that register entries when they are imported; imported at the first name that is not found.
         libraries: foreign modules whose classes count as entries, after everything registered.
 
     Raises:
@@ -246,8 +244,7 @@ class Registry:
         """Build an object from a config; `cfg` itself is left as it is.
 
         Args:
-            cfg: a dict whose `type` is a name, a class or a function; the other keys are its
-                arguments.
+            cfg: a dict whose `type` is a name, a class or a function; the other keys are its arguments.
             default_args: arguments (or a `type`) for the keys that `cfg` does not have.
 
         Raises:
@@ -327,8 +324,7 @@ class Registry:
 def _import_entry(path: str) -> Entry | None:
     """Return the class or function at an import path, or None where the path leads nowhere.
 
-    An ImportError inside a module that exists goes through: it is the module's fault, not the
-    path's.
+    An ImportError inside a module that exists goes through: it is the module's fault, not the path's.
     """
     parts = path.split(".")
     if not all(parts):

@@ -2,10 +2,9 @@
 
 A library built on lockstep makes children: ``Registry("model", scope="mylib", parent=MODELS)``.
 
-Locations are names, not imports: the rooms that fill these registries stand on floors above this
-one and import it to register themselves. Naming them lets ``HOOKS.get("CheckpointHook")`` work in a
-process that has not imported ``lockstep.hooks`` yet, without an import cycle, and keeps torch out
-of ``lockstep --help``.
+Locations are names, not imports: the rooms that fill these registries stand on floors above this one and import it to
+register themselves. Naming them lets ``HOOKS.get("CheckpointHook")`` work in a process that has not imported
+``lockstep.hooks`` yet, without an import cycle, and keeps torch out of ``lockstep --help``.
 """
 
 from __future__ import annotations

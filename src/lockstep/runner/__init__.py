@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
+from lockstep.runner.eval_loops import TestLoop, ValLoop
+from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from lockstep.runner.runner import FlexibleRunner, Runner
 
 __all__ = [

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError
 _MAPPING_OR_NONE = (Mapping, type(None)), "a dict or None"
 _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "model": ((nn.Module, Mapping), "a torch.nn.Module or a config dict"),
+    "data_preprocessor": ((nn.Module, Mapping, type(None)), "a torch.nn.Module, a config dict or None"),
     "work_dir": ((str, Path), "a path"),
     "resume": ((bool,), "True or False; the checkpoint goes to `load_from`"),
     "env_cfg": _MAPPING_OR_NONE,
@@ -56,6 +57,7 @@ class Arguments:
     log_level: int | str
     visualizer: Any
     experiment_name: str | None
+    data_preprocessor: Any
     cfg: Any
 
     def __post_init__(self) -> None:

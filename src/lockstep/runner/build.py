@@ -10,9 +10,12 @@ from torch import nn
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.hooks import Hook
+from lockstep.model import compile_in_place, uncompiled, unwrap_model
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import HOOKS, LOOPS, MODELS
-from lockstep.runner.loops import EvalLoop, TrainLoop
+from lockstep.runner.eval_loops import EvalLoop
+from lockstep.runner.loops import TrainLoop
+from lockstep.strategy import Strategy
 
 if TYPE_CHECKING:
     from lockstep.runner.runner import Runner
@@ -21,13 +24,32 @@ DEFAULT_TRAIN_CFG: Mapping[str, Any] = {"by_epoch": True, "max_epochs": 3, "val_
 DEFAULT_OPTIM_WRAPPER: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "lr": 1e-3}}
 
 
-def build_model(model: nn.Module | Mapping[str, Any], compile_: Any) -> nn.Module:
-    """Return the model, compiled in place where that is asked for."""
+def build_model(
+    model: nn.Module | Mapping[str, Any],
+    data_preprocessor: nn.Module | Mapping[str, Any] | None,
+    strategy: Strategy,
+    compile_: bool | Mapping[str, Any],
+) -> nn.Module:
+    """Return the model, those parts of it compiled in place that `strategy` names, where that is asked for.
+
+    It gets the preprocessor, unless its own config names one.
+    """
+    has_own = isinstance(model, Mapping) and model.get("data_preprocessor") is not None
     built = MODELS.build(model) if isinstance(model, Mapping) else model
     if not isinstance(built, nn.Module):
         raise TypeError(f"`model` must build a torch.nn.Module, but built {built!r}")
+    built = uncompiled(built)
+    if data_preprocessor is not None and not has_own:
+        unwrap_model(built).data_preprocessor = _build_preprocessor(data_preprocessor)
     if compile_ is not False:
-        built.compile(**(compile_ if isinstance(compile_, Mapping) else {}))
+        compile_in_place(built, strategy.compiled_parts(built), compile_ if isinstance(compile_, Mapping) else {})
+    return built
+
+
+def _build_preprocessor(cfg: nn.Module | Mapping[str, Any]) -> nn.Module:
+    built = MODELS.build(cfg, type="BaseDataPreprocessor") if isinstance(cfg, Mapping) else cfg
+    if not isinstance(built, nn.Module):
+        raise TypeError(f"`data_preprocessor` must build a torch.nn.Module, but built {built!r}")
     return built
 
 
@@ -56,6 +78,8 @@ def build_schedulers(cfg: Any, runner: Runner) -> list[ParamScheduler]:
     Of several optimizers each gets its own: those under its name, where `cfg` is a dict of their names, else all.
     """
     wrapper, loop = runner.optim_wrapper, runner.train_loop
+    if cfg and (own := runner.strategy.own_schedule) is not None:
+        raise ConfigError(f"`param_scheduler` contradicts {own}: both would set the learning rates. Leave out one")
     length = {"max_epochs": loop.max_epochs, "max_iters": loop.max_iters}
     if not isinstance(wrapper, OptimWrapperDict):
         return build_param_schedulers(wrapper.optimizer, cfg, **length)
@@ -96,8 +120,8 @@ def build_hooks(
     """Return the default hooks, changed as they are asked to be, and the custom ones.
 
     Args:
-        default_hooks: by name: None to do without one, a hook, or its config; a config without
-            `type` changes arguments of the default.
+        default_hooks: by name: None to do without one, a hook, or its config; a config without `type` changes arguments
+            of the default.
         custom_hooks: hooks and configs.
         main: whether this is rank 0, where hooks for it alone belong.
         loop: the training loop, or None.
@@ -143,12 +167,12 @@ def scale_lr(cfg: Mapping[str, Any], runner: Runner) -> None:
     batch_size = getattr(runner.train_dataloader, "batch_size", None)
     if batch_size is None:
         raise ConfigError("`auto_scale_lr` needs a train_dataloader with a batch_size, but it has none")
-    factor = batch_size * runner.world_size / cfg["base_batch_size"]
+    factor = batch_size * runner.share.size / cfg["base_batch_size"]
     for group in runner.optim_wrapper.param_groups:
         group["lr"] *= factor
     runner.logger.info(
         "learning rates are multiplied by %g: a global batch of %d where %d was meant",
-        factor, batch_size * runner.world_size, cfg["base_batch_size"],
+        factor, batch_size * runner.share.size, cfg["base_batch_size"],
     )  # fmt: skip
 
 

@@ -1,25 +1,25 @@
-"""The loops: fetch, step, hooks."""
+"""The loops that train: fetch, step, hooks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sized
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
-from lockstep.dataset import length_of, set_epoch, skip_batches
+from lockstep.dataset import set_epoch
 from lockstep.errors import ConfigError
-from lockstep.evaluator import Evaluator
-from lockstep.model import predict_step, train_step
+from lockstep.model import train_step
 from lockstep.registry import LOOPS
-from lockstep.runner.together import in_step
+from lockstep.runner.eval_loops import step_of
+from lockstep.runner.together import Passes, Turn, buffers_kept
 
 if TYPE_CHECKING:
     from lockstep.runner.runner import Runner
 
-Step: TypeAlias = Callable[..., Any]
+CountSamples: TypeAlias = Callable[[Any], int]
+
+_NO_BATCHES = "`train_dataloader` must yield at least one batch per pass, but yields none"
 
 
 class TrainLoop(ABC):
@@ -28,19 +28,40 @@ class TrainLoop(ABC):
     Attributes:
         epoch: complete passes through the data.
         iter: complete iterations.
+        epoch_length: iterations in a pass, as many as the rank with most batches needs; None where that is not known.
+        samples: those of this rank in the present batch that count; 0 where others have batches left and it has none.
         stop_training: set it to end the training after the present epoch or iteration.
     """
 
     max_epochs: int | None
     max_iters: int
 
-    def __init__(self, runner: Runner, dataloader: Any, val_begin: int, val_interval: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        dataloader: Any,
+        val_begin: int,
+        val_interval: int,
+        dynamic_intervals: Sequence[tuple[int, int]] | None,
+        batch_size_of: CountSamples | None,
+    ) -> None:
         self.runner = runner
         self.dataloader = dataloader
+        self.passes = Passes(dataloader, batch_size_of)
+        self.epoch_length = self.passes.length
+        lengths = self.passes.lengths or [0]
+        if min(lengths) < max(lengths):
+            runner.logger.info(
+                "the ranks have between %d and %d batches per pass: those that run out wait for the others, repeating "
+                "their last batch, which counts for nothing",
+                min(lengths), max(lengths),
+            )  # fmt: skip
         self.val_begin = val_begin
         self.val_interval = val_interval
+        self._intervals = _Intervals(val_interval, dynamic_intervals)
         self.epoch = 0
         self.iter = 0
+        self.samples = 0
         self.stop_training = False
 
     @abstractmethod
@@ -50,12 +71,16 @@ class TrainLoop(ABC):
     def _prepare(self) -> None:
         runner = self.runner
         runner.optim_wrapper.initialize_count_status(runner.model, self.iter, self.max_iters)
-        self._step = _step_of(runner.model, "train_step", train_step)
+        self._step = step_of(runner.model, "train_step", train_step)
 
-    def _run_iter(self, batch_idx: int, data_batch: Any) -> None:
-        runner = self.runner
+    def _run_iter(self, batch_idx: int, turn: Turn) -> None:
+        runner, data_batch = self.runner, turn.batch
+        self.samples = turn.samples
+        runner.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
         runner.call_hook("before_train_iter", batch_idx=batch_idx, data_batch=data_batch)
-        outputs = self._step(data_batch, optim_wrapper=runner.optim_wrapper)
+        # A stand-in changes nothing: no gradient, no running statistics.
+        with nullcontext() if turn.is_own else buffers_kept(runner.model):
+            outputs = self._step(data_batch, optim_wrapper=runner.optim_wrapper)
         runner.call_hook("after_train_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
 
@@ -63,7 +88,7 @@ class TrainLoop(ABC):
         loop = self.runner.val_loop
         if loop is None or done < self.val_begin:
             return
-        if done % self.val_interval == 0 or done == last or self.stop_training:
+        if done % self._intervals.at(done) == 0 or done == last or self.stop_training:
             loop.run()
             self.runner.model.train()
 
@@ -74,12 +99,16 @@ class EpochBasedTrainLoop(TrainLoop):
 
     Args:
         runner: whose model is trained.
-        dataloader: this rank's share of the data, with a length.
+        dataloader: this rank's share of the data, with a length. Ranks may hold unequal amounts; see `Passes`.
         max_epochs: number of passes.
         val_begin: the epoch after which the first validation may come.
-        val_interval: number of epochs from one validation to the next; the last epoch always ends
-            in one.
+        val_interval: number of epochs from one validation to the next; the last epoch always ends in one.
+        dynamic_intervals: pairs (epoch, interval): from that epoch on the interval is another.
+        batch_size_of: returns how many samples of a batch count, where that is not the number of its samples, for
+            instance its tokens. The gradient of an update is the mean over what it counts, on all ranks.
     """
+
+    epoch_length: int
 
     def __init__(
         self,
@@ -88,17 +117,20 @@ class EpochBasedTrainLoop(TrainLoop):
         max_epochs: int,
         val_begin: int = 1,
         val_interval: int = 1,
+        dynamic_intervals: Sequence[tuple[int, int]] | None = None,
+        batch_size_of: CountSamples | None = None,
     ) -> None:
-        super().__init__(runner, dataloader, val_begin, val_interval)
-        batches = length_of(dataloader)
-        if batches is None:
+        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals, batch_size_of)
+        if self.passes.length is None:
             raise ConfigError(
                 "`train_dataloader` must have a length to be counted in epochs, but "
                 f"{type(dataloader).__name__} has none. Use train_cfg=dict(by_epoch=False, "
                 "max_iters=...)"
             )
+        if self.passes.length == 0:
+            raise ConfigError(_NO_BATCHES)
         self.max_epochs: int = _positive("max_epochs", max_epochs)
-        self.max_iters = self.max_epochs * batches
+        self.max_iters = self.max_epochs * self.epoch_length
 
     def run(self) -> None:
         """Train until `max_epochs`, validating in between."""
@@ -112,9 +144,9 @@ class EpochBasedTrainLoop(TrainLoop):
     def _run_epoch(self) -> None:
         self.runner.call_hook("before_train_epoch")
         self.runner.model.train()
-        done = self.iter - self.epoch * len(self.dataloader)
-        for batch_idx, data_batch in enumerate(_batches_from(self.dataloader, done), start=done):
-            self._run_iter(batch_idx, data_batch)
+        done = self.iter - self.epoch * self.epoch_length
+        for batch_idx, turn in enumerate(self.passes.turns(done), start=done):
+            self._run_iter(batch_idx, turn)
         self.runner.call_hook("after_train_epoch")
         self.epoch += 1
 
@@ -128,8 +160,9 @@ class IterBasedTrainLoop(TrainLoop):
         dataloader: this rank's share of the data.
         max_iters: number of iterations.
         val_begin: the iteration after which the first validation may come.
-        val_interval: number of iterations from one validation to the next; the last iteration
-            always ends in one.
+        val_interval: number of iterations from one validation to the next; the last iteration always ends in one.
+        dynamic_intervals: pairs (iteration, interval): from that iteration on the interval is another.
+        batch_size_of: as for `EpochBasedTrainLoop`.
     """
 
     max_epochs = None
@@ -141,109 +174,62 @@ class IterBasedTrainLoop(TrainLoop):
         max_iters: int,
         val_begin: int = 1,
         val_interval: int = 1000,
+        dynamic_intervals: Sequence[tuple[int, int]] | None = None,
+        batch_size_of: CountSamples | None = None,
     ) -> None:
-        super().__init__(runner, dataloader, val_begin, val_interval)
+        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals, batch_size_of)
         self.max_iters = _positive("max_iters", max_iters)
 
     def run(self) -> None:
         """Train until `max_iters`, validating in between."""
         self._prepare()
-        batches = self._endless_batches()
+        turns = self._endless_turns()
         self.runner.call_hook("before_train")
         self.runner.call_hook("before_train_epoch")
         self.runner.model.train()
         while self.iter < self.max_iters and not self.stop_training:
-            self._run_iter(self.iter, next(batches))
+            self._run_iter(self.iter, next(turns))
             self._validate_if_due(self.iter, self.max_iters)
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
 
-    def _endless_batches(self) -> Iterator[Any]:
-        done = self.iter
-        if batches := length_of(self.dataloader):
-            self.epoch, done = divmod(self.iter, batches)
+    def _endless_turns(self) -> Iterator[Turn]:
+        done = self.passes.taken
+        if self.epoch_length:
+            self.epoch, done = divmod(self.iter, self.epoch_length)
         while True:
             set_epoch(self.dataloader, self.epoch)
             empty = True
-            for batch in _batches_from(self.dataloader, done):
+            for turn in self.passes.turns(done):
                 empty = False
-                yield batch
+                yield turn
             if empty and not done:
-                raise ConfigError("`train_dataloader` must yield at least one batch per pass, but yields none")
+                raise ConfigError(_NO_BATCHES)
             done = 0
             self.epoch += 1
 
 
-class EvalLoop:
-    """One pass through data that is only looked at."""
+class _Intervals:
+    """How long it is from one validation to the next, which may change on the way.
 
-    mode: str
+    Args:
+        first: the interval at the beginning.
+        later: pairs of the epoch or iteration from which on another interval holds, and that interval.
+    """
 
-    def __init__(self, runner: Runner, dataloader: Any, evaluator: Evaluator) -> None:
-        self.runner = runner
-        self.dataloader = dataloader
-        self.evaluator = evaluator
-        self.metrics: dict[str, Any] = {}
-        dataset = getattr(dataloader, "dataset", None)
-        self._size = len(dataset) if isinstance(dataset, Sized) else None
-        evaluator.set_dataset_meta(getattr(dataset, "metainfo", None))
+    def __init__(self, first: int, later: Sequence[tuple[int, int]] | None) -> None:
+        self._steps = [(0, _positive("val_interval", first))]
+        for item in later or ():
+            if not isinstance(item, list | tuple) or len(item) != 2:
+                raise ConfigError(f"`dynamic_intervals` must hold pairs (from when on, interval), but holds {item!r}")
+            begin, interval = _positive("dynamic_intervals", item[0]), _positive("dynamic_intervals", item[1])
+            if begin <= self._steps[-1][0]:
+                raise ConfigError(f"`dynamic_intervals` must be in order of time, but are {list(later or ())}")
+            self._steps.append((begin, interval))
 
-    @torch.no_grad()
-    def run(self) -> dict[str, Any]:
-        """Return the metrics, the same on every rank."""
-        runner, mode = self.runner, self.mode
-        step = _step_of(runner.model, f"{mode}_step", predict_step)
-        runner.call_hook(f"before_{mode}")
-        runner.call_hook(f"before_{mode}_epoch")
-        runner.model.eval()
-        for batch_idx, (data_batch, is_own) in enumerate(self._batches()):
-            if not is_own:
-                step(data_batch)  # for the sake of the other ranks
-                continue
-            runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
-            outputs = step(data_batch)
-            self.evaluator.process(data_samples=outputs, data_batch=data_batch)
-            runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
-        self.metrics = self.evaluator.evaluate(self._size)
-        runner.last_evaluation = self
-        runner.call_hook(f"after_{mode}_epoch", metrics=self.metrics)
-        runner.call_hook(f"after_{mode}")
-        return self.metrics
-
-    def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield batches, and whether each is this rank's own; see `in_step`."""
-        if self.runner.world_size > 1 and getattr(self.runner.model, "forward_is_collective", False):
-            return in_step(self.dataloader)
-        return ((batch, True) for batch in self.dataloader)
-
-
-@LOOPS.register_module()
-class ValLoop(EvalLoop):
-    """One pass through the validation data."""
-
-    mode = "val"
-
-
-@LOOPS.register_module()
-class TestLoop(EvalLoop):
-    """One pass through the test data."""
-
-    __test__ = False  # its name makes pytest think it was a test
-    mode = "test"
-
-
-def _step_of(model: torch.nn.Module, name: str, otherwise: Step) -> Step:
-    """Return the model's own step of that name, or the one for any module."""
-    own: Step | None = getattr(model, name, None)
-    return partial(otherwise, model) if own is None else own
-
-
-def _batches_from(dataloader: Any, start: int) -> Iterator[Any]:
-    """Yield the batches of one pass from the `start`-th on."""
-    skipped = start == 0 or skip_batches(dataloader, start)
-    for batch_idx, batch in enumerate(dataloader):
-        if skipped or batch_idx >= start:
-            yield batch
+    def at(self, done: int) -> int:
+        """Return the interval that holds after so many epochs or iterations."""
+        return next(interval for begin, interval in reversed(self._steps) if done >= begin)
 
 
 def _positive(name: str, value: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from lockstep.dataset import build_dataloader
+from lockstep.dataset import DataShare, agree_on_share, build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
@@ -23,7 +23,8 @@ from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.registry import RUNNERS
 from lockstep.runner import build, recording, saving, start, summary
 from lockstep.runner.arguments import Arguments
-from lockstep.runner.loops import EvalLoop, TrainLoop
+from lockstep.runner.eval_loops import EvalLoop
+from lockstep.runner.loops import TrainLoop
 from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.visualization import Visualizers, build_visualizers
@@ -33,20 +34,19 @@ from lockstep.visualization import Visualizers, build_visualizers
 class Runner:
     """Trains, validates and tests a model.
 
-    Making one only looks at the arguments. `train()`, `val()` and `test()` join the ranks, build
-    what they need in the order in which their code reads, and run. Every part is an object or a
-    config dict; what is left out gets a default, which is logged.
+    Making one only looks at the arguments. `train()`, `val()` and `test()` join the ranks, build what they need in the
+    order in which their code reads, and run. Every part is an object or a config dict; what is left out gets a default,
+    which is logged.
 
     Args:
-        model: any `torch.nn.Module`: a `BaseModel`, one that returns its loss, or one that is
-            wrapped already.
+        model: any `torch.nn.Module`: a `BaseModel`, one that returns its loss, or one that is wrapped already.
         work_dir: the folder for this experiment; each run makes a folder of its own in it.
         train_dataloader: a `DataLoader` or the config of one; see `build_dataloader`.
         val_dataloader: the same, for validation; needs `val_evaluator`.
         test_dataloader: the same, for testing; needs `test_evaluator`.
-        train_cfg: `by_epoch` and `max_epochs` or `max_iters`, `val_begin`, `val_interval`; or the
-            `type` of a loop with its arguments.
-        val_cfg: arguments of the validation loop.
+        train_cfg: `by_epoch` and `max_epochs` or `max_iters`, `val_begin`, `val_interval`, `dynamic_intervals`,
+            `batch_size_of`; or the `type` of a loop with its arguments.
+        val_cfg: arguments of the validation loop: `fp16`, `dtype`.
         test_cfg: arguments of the test loop.
         optim_wrapper: an optim wrapper, an optimizer, or a config with the key `optimizer`.
         param_scheduler: schedules of learning rates; see `build_param_schedulers`.
@@ -55,18 +55,19 @@ class Runner:
         default_hooks: changes to the default hooks, by name; None removes one.
         custom_hooks: further hooks.
         strategy: name, config or object; by default `ddp` on several ranks, else `single`.
-        launcher: who started the ranks: `"pytorch"`, `"slurm"`, `"mpi"`, `"none"`; by default the
-            environment tells. A group that exists already is used.
+        launcher: who started the ranks: `"pytorch"`, `"slurm"`, `"mpi"`, `"none"`; by default the environment tells. A
+            group that exists already is used.
         env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`.
         load_from: a checkpoint, or a file of weights.
         resume: go on from `load_from`, or from the last checkpoint in the work_dir if there is one.
         randomness: `seed`, `deterministic`, `diff_rank_seed`.
-        compile: compile the model; a dict has arguments for `torch.compile`.
+        compile: compile the model, under FSDP each of its repeated blocks; a dict has arguments for `torch.compile`.
         auto_scale_lr: `base_batch_size`, the global batch that the learning rate is meant for.
         log_level: from which level on messages are shown.
         visualizer: an object with `add_scalars(scalars, step)`, its config, or a list of those; by default
             TensorBoard where it is installed.
         experiment_name: put before the time in the name of the run's folder.
+        data_preprocessor: what batches go through on their way to the model, where the model's config names none.
         cfg: the config that the arguments come from; saved with the run.
 
     Example::
@@ -84,6 +85,7 @@ class Runner:
     visualizer: Visualizers
     model: nn.Module
     strategy: Strategy
+    share: DataShare
     optim_wrapper: OptimWrapper
     train_dataloader: Any
     val_dataloader: Any
@@ -120,36 +122,11 @@ class Runner:
         log_level: int | str = "INFO",
         visualizer: Any = None,
         experiment_name: str | None = None,
+        data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
         cfg: Any = None,
     ) -> None:
-        self.given = Arguments(
-            model=model,
-            work_dir=work_dir,
-            train_dataloader=train_dataloader,
-            val_dataloader=val_dataloader,
-            test_dataloader=test_dataloader,
-            train_cfg=train_cfg,
-            val_cfg=val_cfg,
-            test_cfg=test_cfg,
-            optim_wrapper=optim_wrapper,
-            param_scheduler=param_scheduler,
-            val_evaluator=val_evaluator,
-            test_evaluator=test_evaluator,
-            default_hooks=default_hooks,
-            custom_hooks=custom_hooks,
-            strategy=strategy,
-            launcher=launcher,
-            env_cfg=env_cfg,
-            load_from=load_from,
-            resume=resume,
-            randomness=randomness,
-            compile=compile,
-            auto_scale_lr=auto_scale_lr,
-            log_level=log_level,
-            visualizer=visualizer,
-            experiment_name=experiment_name,
-            cfg=cfg,
-        )
+        given = {name: value for name, value in locals().items() if name != "self"}  # all of the arguments
+        self.given = Arguments(**given)
         self.work_dir = Path(work_dir)
         self.cfg = cfg
         self.message_hub = MessageHub()
@@ -312,13 +289,14 @@ class Runner:
         given = self.given
         if "strategy" not in vars(self):
             self.strategy = build_strategy(given.strategy)
-            self.model = build.build_model(given.model, given.compile)
+            self.model = build.build_model(given.model, given.data_preprocessor, self.strategy, given.compile)
         elif not training:
             return
         optim = None
         if training:
-            optim = self._or_default("optim_wrapper", build.DEFAULT_OPTIM_WRAPPER)
+            optim = self._or_default("optim_wrapper", self.strategy.own_optim_wrapper or build.DEFAULT_OPTIM_WRAPPER)
         self.model, optim_wrapper = self.strategy.prepare(self.model, optim)
+        self.share = agree_on_share(*self.strategy.data_share)
         if optim_wrapper is not None:
             self.optim_wrapper = optim_wrapper
         self.logger.info("model: %s", summary.describe_model(self.model, self.strategy))
@@ -374,7 +352,7 @@ class Runner:
     def _dataloader(self, mode: str) -> Any:
         loader = getattr(self.given, f"{mode}_dataloader")
         try:
-            return build_dataloader(loader, seed=self.seed, evaluation=mode != "train")
+            return build_dataloader(loader, seed=self.seed, evaluation=mode != "train", share=self.share[:2])
         except Exception as error:
             error.add_note(f"while building `{mode}_dataloader`")
             raise

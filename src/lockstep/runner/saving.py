@@ -18,8 +18,9 @@ from lockstep.checkpoint import (
     read_weights_file,
     save_state,
 )
-from lockstep.dist import broadcast_object
+from lockstep.dist import broadcast_object, main_process_first
 from lockstep.errors import ConfigError
+from lockstep.runner.rank_state import rank_state, restart_random_state, restore_rank_state
 from lockstep.strategy import Strategy
 from lockstep.version import __version__
 
@@ -60,7 +61,10 @@ def save_run(runner: Runner, name: str, *, epoch: int, iteration: int, is_last: 
         "iter": iteration,
         "batches_into_epoch": _batches_into_epoch(runner, epoch, iteration),
         "world_size": runner.world_size,
+        "data_shares": runner.share.size,
+        "rank_states": runner.world_size,
         "seed": runner.seed,
+        "optim_wrapper": runner.optim_wrapper.extra_state(),
         "param_schedulers": [scheduler.state_dict() for scheduler in runner.param_schedulers],
     }
     checkpoint: dict[str, Any] = {
@@ -70,10 +74,14 @@ def save_run(runner: Runner, name: str, *, epoch: int, iteration: int, is_last: 
     }
     runner.call_hook("before_save_checkpoint", checkpoint=checkpoint)
     meta = checkpoint.pop("meta")
+    # A tuple, so that it stays one item whatever is in it.
+    checkpoint["ranks"] = {str(runner.rank): (rank_state(runner),)}
     directory = runner.run_dir / name
     save_state(directory, checkpoint, meta)
-    if is_last and runner.rank == 0:
-        point_to_checkpoint(runner.work_dir, directory)
+    if is_last:
+        with main_process_first():  # whoever returns from here finds it
+            if runner.rank == 0:
+                point_to_checkpoint(runner.work_dir, directory)
     _logger.debug("saved %s", directory)
     return directory
 
@@ -88,22 +96,32 @@ def resume_run(runner: Runner, directory: Path) -> None:
     wanted = {"model": strategy.model_state(), "optimizer": strategy.optim_state(), "meta": meta}
     runner.call_hook("before_load_checkpoint", checkpoint=wanted)
     del wanted["meta"]
+    # Ranks that compute together now must not go on with what each of them had for itself.
+    has_own = (meta.get("rank_states"), meta.get("data_shares")) == (runner.world_size, runner.share.size)
+    if has_own:
+        wanted["ranks"] = {str(runner.rank): ()}
     state = load_state(directory, wanted)
     _check_schedulers(runner, meta, directory)
     for scheduler, saved in zip(runner.param_schedulers, meta["param_schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     strategy.load_state(state["model"], state["optimizer"])
+    runner.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     loop.epoch, loop.iter = meta["epoch"], meta["iter"]
     if loop.max_epochs is not None:
         into = meta["batches_into_epoch"]
-        if into and meta["world_size"] != runner.world_size:
+        shares = meta.get("data_shares", meta["world_size"])
+        if into and shares != runner.share.size:
             _logger.warning(
                 "%s was saved %d batches into epoch %d on %d ranks, which are others on %d: "
                 "the epoch begins anew",
-                directory, into, meta["epoch"] + 1, meta["world_size"], runner.world_size,
+                directory, into, meta["epoch"] + 1, shares, runner.share.size,
             )  # fmt: skip
             into = 0
-        loop.iter = loop.epoch * len(runner.train_dataloader) + into
+        loop.iter = loop.epoch * (loop.epoch_length or 0) + into
+    if has_own:
+        restore_rank_state(runner, state.pop("ranks")[str(runner.rank)][0])
+    else:
+        restart_random_state(runner, saved_by=meta["world_size"])
     runner.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
     _logger.info("resumed from %s: epoch %d, iter %d", directory, loop.epoch, loop.iter)
 
@@ -125,7 +143,7 @@ def load_weights(strategy: Strategy, path: Path) -> None:
 def _batches_into_epoch(runner: Runner, epoch: int, iteration: int) -> int:
     if runner.max_epochs is None:
         return 0
-    return iteration - epoch * len(runner.train_dataloader)
+    return iteration - epoch * (runner.train_loop.epoch_length or 0)
 
 
 def _check_schedulers(runner: Runner, meta: dict[str, Any], directory: Path) -> None:

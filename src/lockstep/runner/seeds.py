@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lockstep.dist import get_rank, sync_random_seed
 from lockstep.errors import ConfigError
+from lockstep.strategy.random_state import random_state, set_random_state
 
 RANDOMNESS_KEYS = ("seed", "deterministic", "diff_rank_seed")
 
@@ -18,10 +20,9 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
     """Seed every random generator of this process, and return the seed.
 
     Args:
-        randomness: `seed`, the same on every rank, by default one that rank 0 draws;
-            `deterministic`, whether only algorithms that repeat exactly may be used;
-            `diff_rank_seed`, whether each rank adds its number, so that dropout and the like
-            differ between ranks.
+        randomness: `seed`, the same on every rank, by default one that rank 0 draws; `deterministic`, whether only
+            algorithms that repeat exactly may be used; `diff_rank_seed`, whether each rank adds its number, so that
+            dropout and the like differ between ranks.
 
     **Collective**: every rank, if there is no seed.
     """
@@ -32,14 +33,18 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
         )
     given = options.get("seed")
     seed = sync_random_seed() if given is None else int(given)
-    own = seed + get_rank() if options.get("diff_rank_seed") else seed
-    random.seed(own)
-    _seed_numpy(own)
-    torch.manual_seed(own)
+    seed_all(seed + get_rank() if options.get("diff_rank_seed") else seed)
     if options.get("deterministic"):
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
     return seed
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators."""
+    random.seed(seed)
+    _seed_numpy(seed)
+    torch.manual_seed(seed)
 
 
 def _seed_numpy(seed: int) -> None:
@@ -48,3 +53,13 @@ def _seed_numpy(seed: int) -> None:
     except ModuleNotFoundError:  # nothing to seed
         return
     np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Let whatever is drawn inside change nothing for what is drawn afterwards."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)

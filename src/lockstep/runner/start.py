@@ -27,8 +27,8 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
 
     Args:
         launcher: who started the ranks; None asks the environment.
-        env_cfg: `dist_cfg` with arguments of `init_dist`; `cudnn_benchmark`; `mp_cfg`, in which
-            only `mp_start_method` means something.
+        env_cfg: `dist_cfg` with arguments of `init_dist`; `cudnn_benchmark`; `mp_cfg`, in which only `mp_start_method`
+            means something.
     """
     options = dict(env_cfg or {})
     if unknown := sorted(options.keys() - set(ENV_KEYS)):

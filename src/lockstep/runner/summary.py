@@ -10,6 +10,7 @@ from torch import nn
 from lockstep.dist import get_backend
 from lockstep.hooks.progress import format_metrics
 from lockstep.model import unwrap_model
+from lockstep.model.shards import full_numel
 from lockstep.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def describe_model(model: nn.Module, strategy: Strategy) -> str:
     """Return one line on the model and how it is laid out."""
     core = unwrap_model(model)
-    count = sum(parameter.numel() for parameter in core.parameters())
+    count = sum(full_numel(parameter) for parameter in core.parameters())
     return f"{type(core).__name__}, {count:,} parameters, {type(strategy).__name__}"
 
 

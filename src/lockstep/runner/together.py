@@ -1,50 +1,204 @@
-"""Going through data of which the ranks hold unequal amounts, where every forward pass needs all ranks."""
+"""Going through data of which the ranks may hold unequal amounts, in step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import count
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count, islice
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from lockstep.dist import all_gather
-from lockstep.errors import ConfigError
+from lockstep.dataset import (
+    Amount,
+    amount_of,
+    batch_size_of,
+    length_of,
+    position_of,
+    restore_position,
+    skip_batches,
+)
+from lockstep.dist import all_gather, broadcast_object, get_rank, get_world_size
 
+_logger = logging.getLogger(__name__)
 _NONE = object()
+_UNKNOWN = -1
 
 
-def in_step(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield this rank's batches, each with True, and go on until every rank has come to its end.
+class Turn(NamedTuple):
+    """One iteration.
 
-    A rank that has run out yields its last batch again, with False, so that it takes part in what the others do.
+    Attributes:
+        batch: this rank's, or a stand-in where it has run out.
+        samples: how many of its samples count; none of a stand-in.
+        mean_samples: the mean of that over the ranks.
+        is_own: whether the batch is this rank's.
+    """
 
-    **Collective**: every rank. **Cost**: one byte from each rank to each, per batch.
+    batch: Any
+    samples: int
+    mean_samples: float
+    is_own: bool
 
-    Raises:
-        ConfigError: on every rank, if some ranks have batches and others none at all.
+
+class Passes:
+    """Passes through a data loader, in which all ranks take equally many turns.
+
+    A rank that has run out repeats its last batch until the others are at their end, for their forward and backward
+    passes may need it. One that has had none at all is sent the batch of another. (`SyncBatchNorm` normalises over such
+    stand-ins as well; ordinary BatchNorm normalises on each rank by itself.)
+
+    Where samplers say how many samples there will be, nothing is sent, apart from a batch for a rank that has none.
+    Else the ranks tell each other the size of every batch.
+
+    Args:
+        loader: this rank's share of the data.
+        count: returns the number of samples in a batch, where that is not what the sampler says: a number of tokens,
+            for instance. Where it is given, the size of every batch is told.
+
+    **Collective**: every rank makes it and goes through it. **Cost**: at the beginning one all_gather of 32 bytes; per
+    batch of a size that is not known before one of 8.
+
+    Attributes:
+        lengths: batches of each rank in a pass; None where that is not known.
+        length: turns in a pass, as many as the rank with most batches has; None where that is not known.
+        taken: turns of the present pass so far, or, after `restore`, of the one that is to go on.
 
     **Example (2 ranks)**::
 
         >>> from lockstep.dist import get_rank
-        >>> from lockstep.runner.together import in_step
-        >>> list(in_step("ab" if get_rank() == 0 else "c")) == (
-        ...     [("a", True), ("b", True)], [("c", True), ("c", False)])[get_rank()]
+        >>> turns = list(Passes(["ab", "cd"] if get_rank() == 0 else ["e"]).turns())
+        >>> [turn.batch for turn in turns] == (["ab", "cd"], ["e", "e"])[get_rank()]
+        True
+        >>> [turn.samples for turn in turns] == ([1, 1], [1, 0])[get_rank()]
         True
     """
-    own = iter(batches)
-    last = None
-    for index in count():
-        batch = next(own, _NONE)
-        held = [bool(flag) for flag in all_gather(torch.tensor(batch is not _NONE))]
-        if not any(held):
+
+    def __init__(self, loader: Any, count: Callable[[Any], int] | None = None) -> None:
+        self._loader = loader
+        self._count = count or batch_size_of
+        self._rank, self._world_size = get_rank(), get_world_size()
+        own = amount_of(loader) if count is None else None
+        self._amounts, self.lengths = _agree(own, length_of(loader))
+        self.length = None if self.lengths is None else max(self.lengths)
+        self._is_even = self._world_size == 1 or (self._amounts is not None and len(set(self._amounts)) == 1)
+        self.taken = 0
+        self._resumption: tuple[Any, Callable[[], None]] | None = None
+        self._stand_in: Any = _NONE
+        # Who has a stand-in; every rank keeps the same list.
+        self._served = [False] * self._world_size
+
+    def turns(self, done: int = 0) -> Iterator[Turn]:
+        """Yield the turns of one pass, beginning after the first `done`."""
+        self.taken = done
+        batches = self._batches_from(done)
+        if not self._is_even:
+            yield from self._turns_in_step(batches, done)
             return
-        if index == 0 and not all(held):
-            empty = [rank for rank, flag in enumerate(held) if not flag]
-            raise ConfigError(
-                f"the data must have a batch for every rank, but has none for the ranks {empty}, while the model's "
-                "forward pass needs them all. Use fewer ranks or a smaller batch_size"
-            )
-        if batch is not _NONE:
-            last = batch
-        yield last, batch is not _NONE
+        amount = None if self._amounts is None else self._amounts[self._rank]
+        for index, batch in enumerate(batches, start=done):
+            self.taken = index + 1
+            samples = self._count(batch) if amount is None else amount.size_of(index)
+            yield Turn(batch, samples, samples, True)
+
+    def state(self) -> dict[str, Any]:
+        """Return where this rank is in the present pass."""
+        return {"taken": self.taken, "position": position_of(self._loader)}
+
+    def restore(self, state: Mapping[str, Any], then: Callable[[], None]) -> None:
+        """Let the next call of `turns` go on where `state` was returned.
+
+        Args:
+            state: of a rank of the same number, of as many.
+            then: called when the loader is there, before it makes a batch.
+        """
+        self.taken = state["taken"]
+        self._resumption = state["position"], then
+
+    def _batches_from(self, done: int) -> Iterator[Any]:
+        """Yield the batches of one pass without the first `done`."""
+        (position, then), self._resumption = self._resumption or (None, _nothing), None
+        if done == 0:
+            then()
+            yield from self._loader
+            return
+        is_there = restore_position(self._loader, position) or skip_batches(self._loader, done)
+        batches: Iterator[Any] = iter(self._loader)
+        if not is_there:
+            _logger.warning(
+                "%d batches of %s are read and thrown away, to go on after them. Data sets with state_dict and "
+                "load_state_dict can do without, and samplers that can skip",
+                done, _described(self._loader),
+            )  # fmt: skip
+            next(islice(batches, done, done), None)
+        then()
+        yield from batches
+
+    def _turns_in_step(self, batches: Iterator[Any], done: int) -> Iterator[Turn]:
+        for index in count(done):
+            batch = next(batches, _NONE)
+            self.taken = index + 1
+            sizes = self._sizes(index, batch)
+            if all(size is None for size in sizes):
+                return
+            is_own = batch is not _NONE
+            if is_own:
+                self._stand_in = batch
+            self._serve([size is not None for size in sizes])
+            known = [size or 0 for size in sizes]
+            yield Turn(self._stand_in, known[self._rank], sum(known) / self._world_size, is_own)
+
+    def _sizes(self, index: int, batch: Any) -> Sequence[int | None]:
+        """Return the number of samples in each rank's batch; None of those that have run out."""
+        if self._amounts is not None:
+            return [amount.size_of(index) or None for amount in self._amounts]
+        own = _UNKNOWN if batch is _NONE else self._count(batch)
+        told = [int(size) for size in all_gather(torch.tensor(own))]
+        return [None if size == _UNKNOWN else size for size in told]
+
+    def _serve(self, held: list[bool]) -> None:
+        """See to it that every rank has a batch that it can take its turn with."""
+        self._served = [before or now for before, now in zip(self._served, held, strict=True)]
+        if not all(self._served):
+            batch = broadcast_object(self._stand_in if held[self._rank] else None, src=held.index(True))
+            if not self._served[self._rank]:
+                self._stand_in = batch
+            self._served = [True] * self._world_size
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Undo whatever is done to the model's buffers inside, such as the running statistics of BatchNorm."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _agree(own: Amount | None, length: int | None) -> tuple[list[Amount] | None, list[int] | None]:
+    """Return what each rank will see, if all are sure, and how many batches each has, if all know."""
+    if get_world_size() == 1:
+        return None if own is None else [own], None if length is None else [length]
+    unsure = Amount(_UNKNOWN, 0, False)
+    told = all_gather(torch.tensor([*(own or unsure), _UNKNOWN if length is None else length]))
+    rows = [[int(value) for value in row] for row in told]
+    lengths = [row[3] for row in rows]
+    amounts = [Amount(row[0], row[1], bool(row[2])) for row in rows]
+    return (
+        None if any(amount.samples == _UNKNOWN for amount in amounts) else amounts,
+        None if _UNKNOWN in lengths else lengths,
+    )
+
+
+def _described(loader: Any) -> str:
+    dataset = getattr(loader, "dataset", None)
+    return type(getattr(dataset, "dataset", dataset) or loader).__name__
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.dist import get_world_size
+from lockstep.dist import get_dist_info, get_world_size
 from lockstep.optim import OptimWrapper
 from lockstep.registry import STRATEGIES
 
@@ -21,11 +21,18 @@ OptimLike: TypeAlias = OptimWrapper | Optimizer | Mapping[str, Any]
 class Strategy(ABC):
     """How a model is laid over ranks.
 
-    Backward passes and updates go through the optim wrapper that `prepare` returns. States are
-    exchanged in one canonical form whatever the strategy is: parameters by their full name, without
-    the prefixes of wrappers, and the optimizer's state by parameter name. A strategy writes no
-    files, logs nothing and owns no directories.
+    Backward passes and updates go through the optim wrapper that `prepare` returns. States are exchanged in one
+    canonical form whatever the strategy is: parameters by their full name, without the prefixes of wrappers, and the
+    optimizer's state by parameter name. A strategy writes no files, logs nothing and owns no directories.
+
+    Attributes:
+        own_optim_wrapper: what a Runner that is given no optim wrapper takes, where the strategy's own config names an
+            optimizer.
+        own_schedule: what changes the learning rates by itself, where the strategy's own config names a schedule.
     """
+
+    own_optim_wrapper: Mapping[str, Any] | None = None
+    own_schedule: str | None = None
 
     @abstractmethod
     def prepare(
@@ -35,8 +42,7 @@ class Strategy(ABC):
 
         Args:
             model: the user's module, or one that is wrapped already, which is taken as it is.
-            optim_wrapper: an optim wrapper, an optimizer, or the config of an optim wrapper; None
-                to evaluate only.
+            optim_wrapper: an optim wrapper, an optimizer, or the config of an optim wrapper; None to evaluate only.
 
         Returns:
             The model to train and to validate, and its optim wrapper.
@@ -64,6 +70,19 @@ class Strategy(ABC):
 
         **Collective**: every rank.
         """
+
+    def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
+        """Return the parts of a model, not prepared yet, that are compiled each by itself: the whole, in one."""
+        return [model]
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """Which share of the samples this rank sees, and of how many: its rank, and the world size.
+
+        Ranks that compute on the same samples together, as in tensor parallelism, have one share. It is known when the
+        model is prepared.
+        """
+        return get_dist_info()
 
 
 def build_strategy(strategy: Strategy | Mapping[str, Any] | str | None) -> Strategy:

@@ -10,12 +10,14 @@ from torch.optim import Optimizer
 
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
-from lockstep.model import checkpoint_activations, unwrap_model
+from lockstep.model import checkpoint_activations, is_model_wrapper, unwrap_model
+from lockstep.model.fsdp_policies import choose_units
 from lockstep.model.full_params import reshard
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import OptimLike
 from lockstep.strategy.native import NativeStrategy
+from lockstep.strategy.random_state import share_random_state
 
 
 @STRATEGIES.register_module(name=["FSDPStrategy", "fsdp"])
@@ -33,6 +35,9 @@ class FSDPStrategy(NativeStrategy):
         skip_init_weights: MMEngine's; means nothing here.
         **kwargs: arguments of the wrapper: `mixed_precision="bf16"`, `cpu_offload=True`, `device_mesh=(2, 4)` for
             two replicas of four shards each, `sharding_strategy`, `auto_wrap_policy`, `param_init_fn` and so on.
+            `tensor_parallel=2`, or `dict(degree=2, plan={"*.attn.q": "colwise", "*.attn.o": "rowwise"})`, lets two
+            neighbouring ranks compute some modules together; they see the same samples, and draw the same random
+            numbers.
 
     **Source**: `torch.distributed.fsdp.fully_shard` (2.13).
     """
@@ -70,7 +75,23 @@ class FSDPStrategy(NativeStrategy):
         if wrapper is not None:
             for optimizer in wrapper.optimizers:
                 _hand_over(optimizer, self.core(), names)
+        if (tensor_mesh := getattr(model, "tensor_mesh", None)) is not None:
+            share_random_state(tensor_mesh)
         return model, wrapper
+
+    def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
+        """Return the parts that are gathered one by one; else the whole. What compiles is free of communication."""
+        policy = self._wrapper.get("auto_wrap_policy") or self._wrapper.get("fsdp_auto_wrap_policy")
+        units = [] if is_model_wrapper(model) else choose_units(model, policy)
+        inner = {part for unit in units for part in unit.modules() if part is not unit}
+        return [unit for unit in units if unit not in inner] or [model]
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """The share of this rank's group, where ranks compute together."""
+        model = self._prepared_model()
+        share: tuple[int, int] | None = getattr(model, "data_share", None)
+        return super().data_share if share is None else share
 
     def place(self, model: nn.Module) -> nn.Module:
         """Return the model where it is: each part goes to the device when it is sharded."""

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.model.full_params import shard_like
+from lockstep.dist import get_rank, get_world_size
+from lockstep.model.full_params import gather_full, shard_like
 
 
 def laid_out_as(state: Mapping[str, Any], like: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
@@ -25,6 +27,21 @@ def laid_out_as(state: Mapping[str, Any], like: Mapping[str, Any], *, copy: bool
     return {key: _converted(value, like.get(key), copy) for key, value in state.items()}
 
 
+def own_rows(full: Tensor) -> Tensor:
+    """Return a tensor that every rank has whole as one that is sharded by rows, of which each rank keeps its own.
+
+    They are kept in CPU memory: for states that are made whole one tensor at a time, and would not fit at once.
+    """
+    ranks = get_world_size()
+    if ranks == 1 or full.dim() == 0:
+        return full.detach().to("cpu", copy=True)
+    rows = full.detach().chunk(ranks)
+    own = rows[get_rank()] if get_rank() < len(rows) else full[:0]
+    mesh = init_device_mesh("cpu", (ranks,))
+    local = own.detach().to("cpu", copy=True)
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+
+
 def _converted(value: Any, like: Any, copy: bool) -> Any:
     if isinstance(value, Mapping) and isinstance(like, Mapping):
         return laid_out_as(value, like, copy=copy)
@@ -32,7 +49,7 @@ def _converted(value: Any, like: Any, copy: bool) -> Any:
         return value
     if _layout(value) == _layout(like):
         return value.clone() if copy and value is not like else value
-    return shard_like(value.full_tensor() if isinstance(value, DTensor) else value, like)
+    return shard_like(gather_full(value), like)
 
 
 def _layout(tensor: Tensor) -> Any:

@@ -24,8 +24,8 @@ class MLflowVisualizer:
     """Logs to an MLflow experiment, through a client of its own: MLflow's active run is left alone.
 
     Args:
-        tracking_uri: MLflow's store or server, by default the file `mlflow.db` in `save_dir`, which
-            `mlflow ui --backend-store-uri sqlite:///.../mlflow.db` shows.
+        tracking_uri: MLflow's store or server, by default the file `mlflow.db` in `save_dir`, which `mlflow ui
+            --backend-store-uri sqlite:///.../mlflow.db` shows.
         exp_name: the experiment, by default the name of the work_dir. It is made where it is missing.
         run_name: by default the name of the run's folder.
         tags: tags of the run.

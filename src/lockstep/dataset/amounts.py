@@ -1,0 +1,93 @@
+"""How many samples there are: in a batch, and, where that is known before, in a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lockstep.dataset.endless import InfiniteSampler
+from lockstep.dataset.sampler import DefaultSampler
+
+ENDLESS = 2**62
+"""More samples than anybody will see."""
+
+# Samplers that yield as many indices as they say. One of a user's own may say what it likes.
+_RELIABLE = (
+    DefaultSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+
+class Amount(NamedTuple):
+    """What one pass through a data loader yields.
+
+    Attributes:
+        samples: their number, on this rank.
+        batch_size: samples in each batch but the last.
+        drop_last: whether a last batch that is not full is left out.
+    """
+
+    samples: int
+    batch_size: int
+    drop_last: bool
+
+    def size_of(self, index: int) -> int:
+        """Return the number of samples in a batch; beyond the last one, 0.
+
+        Example:
+            >>> [Amount(5, 2, False).size_of(index) for index in range(4)]
+            [2, 2, 1, 0]
+        """
+        size = max(0, min(self.batch_size, self.samples - index * self.batch_size))
+        return 0 if self.drop_last and size < self.batch_size else size
+
+
+def amount_of(loader: Any) -> Amount | None:
+    """Return what a pass through `loader` will yield, or None where that is not sure before.
+
+    It is sure of a torch `DataLoader` over map-style data, whose sampler keeps its word and whose batches are made in
+    the plain way.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if type(loader.batch_sampler) is not BatchSampler:
+        return None
+    sampler, batch_size = loader.batch_sampler.sampler, loader.batch_sampler.batch_size
+    if type(sampler) is InfiniteSampler:
+        return Amount(ENDLESS, batch_size, False)
+    if type(sampler) not in _RELIABLE or not isinstance(sampler, Sized):
+        return None
+    return Amount(len(sampler), batch_size, loader.batch_sampler.drop_last)
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the number of samples in a batch, as its first part shows it.
+
+    Example:
+        >>> import torch
+        >>> batch_size_of({"img": torch.ones(3, 8), "label": torch.ones(3)}), batch_size_of([["a", "b"], [1, 2]])
+        (3, 2)
+    """
+    if isinstance(batch, Mapping):
+        batch = next(iter(batch.values()), None)
+    elif isinstance(batch, list | tuple):
+        batch = batch[0] if batch else None
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    return len(batch) if isinstance(batch, Sized) and not isinstance(batch, str) else 1

@@ -1,0 +1,164 @@
+"""One rank's and one worker's share of an iterable data set, and where in it they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from lockstep.errors import ConfigError
+
+
+class Resumption(NamedTuple):
+    """Where a pass goes on.
+
+    Attributes:
+        batches: those that this rank has had of it.
+        workers: for each worker that has made one of them, the position after its last one.
+    """
+
+    batches: int
+    workers: Mapping[int, Mapping[str, Any]]
+
+
+_BEGINNING = Resumption(0, {})
+
+
+class StreamShare(IterableDataset[Any]):
+    """The samples of an iterable data set that belong to one rank, dealt out to its workers.
+
+    The stream is dealt to the ranks like cards, as `DefaultSampler` deals an order, and each rank's cards to its
+    workers batch by batch. So which samples make up a batch depends on the stream alone, whatever the number of
+    workers, and a global batch of a given size holds the same samples whatever the number of ranks.
+
+    Every worker of every rank goes through the whole stream and keeps what is its own. A data set whose samples are
+    expensive to make had better have a method `split_over(part, parts)`, which returns an iterable of one of so many
+    parts; then each worker asks for its own.
+
+    Before each pass `set_epoch(epoch)` is called where the data set has it. It must yield one order everywhere: a data
+    set that shuffles draws from a generator that it seeds with its seed and the epoch.
+
+    A data set with `state_dict` and `load_state_dict`, the first of which says what comes after the last sample that it
+    has yielded, goes on where it was saved.
+
+    Args:
+        dataset: the whole stream.
+        share: this rank's number, and how many ranks the stream is dealt to.
+        batch_size: samples in a batch.
+        split: False for a data set that deals itself out to ranks and workers.
+    """
+
+    def __init__(self, dataset: Any, share: tuple[int, int], batch_size: int, *, split: bool = True) -> None:
+        self.dataset = dataset
+        self.share = share
+        self.batch_size = batch_size
+        self.split = split
+        # Workers that live on from pass to pass see it change.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._resumption = _BEGINNING
+        self._source: Any = dataset
+        self._beginning: Any = None
+        self._worker = 0
+        self._taken = 0
+
+    @property
+    def metainfo(self) -> Any:
+        """The data set's own."""
+        return getattr(self.dataset, "metainfo", None)
+
+    @property
+    def deals_out(self) -> bool:
+        """Whether each sample is given to one part here, and not by the data set itself."""
+        return self.split and not self._asks_for_parts
+
+    @property
+    def how(self) -> str:
+        """How it is dealt out, in words."""
+        if self.deals_out:
+            return "each goes through all samples and keeps its share"
+        return "by its split_over" if self.split else "by itself"
+
+    @property
+    def has_position(self) -> bool:
+        """Whether the data set can say where it is, and go on there."""
+        return all(hasattr(self.dataset, name) for name in ("state_dict", "load_state_dict"))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass."""
+        self._epoch.fill_(epoch)
+
+    def resume(self, resumption: Resumption) -> None:
+        """Choose where the next pass begins."""
+        self._resumption = resumption
+
+    def position(self) -> tuple[int, dict[str, Any]]:
+        """Return which worker this is, and what it needs to go on after the last sample it has yielded."""
+        return self._worker, {"taken": self._taken, "dataset": copy.deepcopy(self._source.state_dict())}
+
+    def __iter__(self) -> Iterator[Any]:
+        # Workers that live on begin their next pass at its beginning.
+        resumption, self._resumption = self._resumption, _BEGINNING
+        info = get_worker_info()
+        own, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        # The next batch is asked of worker 0, whoever would have made it in the pass that goes on.
+        self._worker = (own + resumption.batches) % workers
+        self._begin(resumption.workers.get(self._worker), workers)
+        for index, sample in enumerate(self._source, start=self._taken):
+            self._taken = index + 1
+            if self._is_own(index, workers):
+                yield sample
+
+    def _begin(self, position: Mapping[str, Any] | None, workers: int) -> None:
+        """Open this worker's source, and bring it to a position."""
+        if self._asks_for_parts:
+            self._set_epoch()
+            rank, ranks = self.share
+            self._source = self.dataset.split_over(rank * workers + self._worker, ranks * workers)
+        else:
+            self._source = self.dataset
+            if self.has_position:
+                # It may be where a former pass has left it.
+                if self._beginning is None:
+                    self._beginning = copy.deepcopy(self.dataset.state_dict())
+                self.dataset.load_state_dict(copy.deepcopy(self._beginning))
+            self._set_epoch()
+        self._taken = 0
+        if position is not None:
+            self._source.load_state_dict(position["dataset"])
+            self._taken = position["taken"]
+
+    def _set_epoch(self) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(int(self._epoch))
+
+    @property
+    def _asks_for_parts(self) -> bool:
+        return self.split and hasattr(self.dataset, "split_over")
+
+    def _is_own(self, index: int, workers: int) -> bool:
+        if not self.deals_out:
+            return True
+        rank, ranks = self.share
+        return index % ranks == rank and index // ranks // self.batch_size % workers == self._worker
+
+
+def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> bool:
+    """Return whether the samples of an iterable data set are to be dealt out to that many parts.
+
+    Raises:
+        ConfigError: the data set asks for its worker, so that it seems to deal itself out, but it can't be told whether
+            it does to ranks as well.
+    """
+    if split is not None or hasattr(dataset, "split_over"):
+        return split is not False
+    asks = "get_worker_info" in getattr(getattr(type(dataset).__iter__, "__code__", None), "co_names", ())
+    if asks and ranks > 1:
+        raise ConfigError(
+            f"`split` must be given beside the `dataset`, because {type(dataset).__name__}.__iter__ asks for its "
+            f"worker: False if it deals itself out to {ranks} ranks and their workers; True if each of the {parts} "
+            "is to get a share of what it yields"
+        )
+    return not asks

@@ -1,0 +1,76 @@
+"""`torch.compile`, in place: names of parameters and classes stay as they are."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.device import get_device
+from lockstep.errors import ConfigError
+
+
+def compile_in_place(model: nn.Module, parts: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
+    """Compile parts of a model, each when it is first called.
+
+    Args:
+        model: the model, not wrapped yet.
+        parts: modules in it, none within another; or the model itself.
+        options: arguments of `torch.compile`.
+
+    Raises:
+        ConfigError: the backend needs what is not installed.
+
+    **Cost**: seconds, up to minutes, at the first call and at the first with other shapes; equal parts share it.
+    """
+    require_toolchain(options.get("backend", "inductor"))
+    for part in parts:
+        if part is model:
+            model.compile(**options)
+        else:
+            # Without the hooks, in which parameters are gathered, and within what computes activations again.
+            part.forward = torch.compile(part.forward, **options)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return what `torch.compile(model)` has wrapped, to be compiled in place the same way; or `model` itself.
+
+    The wrapper hides the arguments of `forward`, and puts a prefix before every name.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # where nobody has imported it, nothing is compiled
+    if dynamo is None or not isinstance(model, dynamo.OptimizedModule):
+        return model
+    inner: nn.Module = model._orig_mod
+    inner._compiled_call_impl = model.dynamo_ctx(inner._call_impl)
+    return inner
+
+
+def require_toolchain(backend: Any) -> None:
+    """Refuse torch's own backend where it can't translate C++ for the CPU.
+
+    Raises:
+        ConfigError: there is no compiler, or it would not find Python's header files.
+    """
+    if backend != "inductor" or get_device() != "cpu":
+        return
+    from torch._inductor import config
+
+    names = [name for name in config.cpp.cxx if name]
+    otherwise = "or use compile=dict(backend='aot_eager'), which translates nothing and saves no time"
+    if not any(shutil.which(name) for name in names):
+        raise ConfigError(
+            "`compile` must find a C++ compiler for the backend 'inductor' on the CPU, but there is no "
+            f"{' or '.join(names)}. Install one (apt-get install g++), name yours in the variable CXX, {otherwise}"
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        raise ConfigError(
+            "`compile` must find Python's header files for the backend 'inductor' on the CPU, but there is no "
+            f"{header}. Install them (apt-get install python3-dev), {otherwise}"
+        )

@@ -1,0 +1,151 @@
+"""Tensor parallelism: modules that several ranks compute together, each with a part of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from lockstep.errors import ConfigError
+from lockstep.model.fsdp_start import ties_in
+from lockstep.model.tensor_parallel_plan import Split, read_plan, split_of
+
+
+class TensorParallel:
+    """The modules of one model that the ranks of a mesh compute together.
+
+    Activations between the modules of a plan are whole and the same on all of these ranks, apart from those which the
+    styles leave split, as between a `colwise` and a `rowwise` module. So must be what is drawn at random: see
+    `lockstep.strategy.random_state`.
+
+    Args:
+        model: the model, not sharded yet.
+        plan: styles by patterns of names; None takes the model's own `_tp_plan`.
+        mesh: one axis, the ranks that compute together.
+        ignored: modules that are not sharded, and so can't be split either.
+
+    Raises:
+        ConfigError: on every rank, if the plan does not fit the model or the number of ranks.
+
+    **Source**: Shoeybi et al., Megatron-LM, 2019; `torch.distributed.tensor.parallel.parallelize_module` (2.13).
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Mapping[str, Any] | None, mesh: DeviceMesh, ignored: Collection[nn.Module] = ()
+    ) -> None:
+        self.mesh = mesh
+        styles = read_plan(model, plan)
+        left_out = {module for part in ignored for module in part.modules()}
+        for name, style in styles.items():
+            if model.get_submodule(name) in left_out:
+                raise ConfigError(f"`ignored_modules` must not hold what tensor_parallel splits, but holds `{name}`")
+            _check_module(model, name, split_of(style), mesh.size())
+        self._styles = {model.get_submodule(name): style for name, style in styles.items()}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._ties = ties_in(model)
+
+    def apply(self, unit: nn.Module) -> None:
+        """Split the modules in a part of the model of which every rank of the mesh holds the same values.
+
+        What has been split already is passed over. Nothing is sent.
+
+        Raises:
+            ConfigError: a parameter that several modules share would be split in different ways.
+        """
+        modules = list(unit.modules())
+        for module in modules:
+            style = self._styles.pop(module, None)
+            if style is not None:
+                parallelize_module(module, self.mesh, style, src_data_rank=None)
+                module.register_forward_hook(_wait)
+        inside = set(modules)
+        for places in self._ties:
+            if all(owner in inside for owner, _ in places):
+                self._tie(places)
+        for module in modules:
+            if isinstance(module, nn.TransformerEncoderLayer):
+                # Its short cut for inference hands the weights to a kernel that knows no DTensor (2.13).
+                module.activation_relu_or_gelu = 0
+
+    def _tie(self, places: list[tuple[nn.Module, str]]) -> None:
+        """Let modules share a parameter again, which each of them has split for itself."""
+        parameters = [getattr(owner, name) for owner, name in places]
+        layouts = {parameter.placements if isinstance(parameter, DTensor) else None for parameter in parameters}
+        if len(layouts) > 1:
+            names = " and ".join(f"`{self._names[owner]}.{name}`" for owner, name in places)
+            raise ConfigError(
+                f"{names} are one parameter, which `tensor_parallel` must split in one way for all, but splits as "
+                f"{' and '.join(map(str, layouts))}. An embedding split 'rowwise' goes with a head split 'colwise'"
+            )
+        for owner, name in places[1:]:
+            setattr(owner, name, parameters[0])
+
+
+class _Waited(torch.autograd.Function):
+    """A tensor that is still under way, when it has come."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
+        return tensor.wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _wait(module: nn.Module, args: Any, output: Any) -> Any:
+    """Wait for what a module has sent: compiled code loses the gradient of a tensor that is under way (2.13)."""
+    if not isinstance(output, AsyncCollectiveTensor):
+        return output
+    return _Waited.apply(output)  # type: ignore[no-untyped-call]
+
+
+# What models and their configs call the number of heads among which the outputs of a module are divided.
+_HEADS = (
+    "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads",
+    "num_key_value_heads", "num_kv_heads", "n_kv_heads",
+)  # fmt: skip
+
+
+def _check_module(model: nn.Module, name: str, split: Split | None, degree: int) -> None:
+    """Refuse a module that can't be split in `degree` equal parts."""
+    module = model.get_submodule(name)
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        raise ConfigError(
+            f"`tensor_parallel` must name modules that are called, but `{name}` is in a torch.nn.MultiheadAttention, "
+            "which reads its weights itself. Leave it out, or use an attention of Linear layers"
+        )
+    if split is None:
+        return
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise ConfigError(
+            f"`tensor_parallel` must split Linear and Embedding layers, but `{name}` is a {type(module).__name__}"
+        )
+    attribute = split.attribute(module)
+    size = getattr(module, attribute)
+    if size % degree:
+        raise ConfigError(
+            f"`{name}.{attribute}` must be a multiple of {degree}, the degree of tensor_parallel, to be split "
+            f"'{split.value}', but is {size}. {split.remedy(module)}"
+        )
+    if split is Split.COLUMNS and isinstance(module, nn.Linear):
+        _check_heads(name, parent, degree)
+        if hasattr(parent, "head_dim"):  # an attention as HuggingFace's models have it
+            _check_heads(name, getattr(model, "config", None), degree)
+
+
+def _check_heads(name: str, owner: object, degree: int) -> None:
+    for attribute in _HEADS:
+        heads = getattr(owner, attribute, None)
+        if isinstance(heads, int) and heads % degree:
+            raise ConfigError(
+                f"`{attribute}` of {type(owner).__name__} must be a multiple of {degree}, the degree of "
+                f"tensor_parallel, because `{name}` is split by heads, but is {heads}. Choose another degree"
+            )

@@ -1,0 +1,185 @@
+"""What a tensor-parallel plan says: which modules are split, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from lockstep.errors import ConfigError
+from lockstep.registry.nearest import did_you_mean
+
+
+class Request(NamedTuple):
+    """What `tensor_parallel` asks for.
+
+    Attributes:
+        degree: number of ranks that compute together; None leaves it to the mesh.
+        plan: styles by patterns of names; None leaves it to the model.
+    """
+
+    degree: int | None
+    plan: Mapping[str, Any] | None
+
+
+class Split(Enum):
+    """Along what the weight of a layer is split."""
+
+    COLUMNS = "colwise"
+    ROWS = "rowwise"
+
+    def attribute(self, module: nn.Module) -> str:
+        """Return the name of the size that is divided."""
+        if isinstance(module, nn.Embedding):
+            return "embedding_dim" if self is Split.COLUMNS else "num_embeddings"
+        return "out_features" if self is Split.COLUMNS else "in_features"
+
+    def remedy(self, module: nn.Module) -> str:
+        """Return what else can be done with a layer whose size does not divide."""
+        other = Split.ROWS if self is Split.COLUMNS else Split.COLUMNS
+        return f"Split it '{other.value}_rep', leave it out, or choose another degree or {self.attribute(module)}"
+
+
+def read_request(tensor_parallel: Any) -> Request | None:
+    """Return what is meant by a degree, or by a dict of `degree` and `plan`; None where nothing is asked for.
+
+    Raises:
+        ConfigError: it is something else, or not a number of ranks.
+    """
+    if tensor_parallel is None:
+        return None
+    if isinstance(tensor_parallel, Mapping):
+        for key in tensor_parallel:
+            if key not in Request._fields:
+                raise ConfigError(
+                    f"`tensor_parallel` must have keys out of {', '.join(Request._fields)}, but has {key!r}"
+                    + did_you_mean(str(key), Request._fields)
+                )
+        request = Request(tensor_parallel.get("degree"), tensor_parallel.get("plan"))
+    else:
+        request = Request(tensor_parallel, None)
+    degree, plan = request
+    if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
+        raise ConfigError(
+            "`tensor_parallel` must be a number of ranks, at least 1, or a dict(degree=..., plan=...), but is "
+            f"{degree!r}"
+        )
+    if plan is not None and not isinstance(plan, Mapping):
+        raise ConfigError(
+            "`tensor_parallel['plan']` must be a dict of styles by patterns of names, as in {'*.attn.q': 'colwise'}, "
+            f"but is {plan!r}"
+        )
+    return request
+
+
+def read_plan(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, ParallelStyle]:
+    """Return the style of each module that is to be split, by its name.
+
+    Args:
+        model: whose modules are meant.
+        plan: by patterns of names (`*` stands for anything, dots too), the name of a style or a style of torch's.
+            None means what the model itself says in `_tp_plan`, as HuggingFace's models do, or the parts of it.
+
+    Raises:
+        ConfigError: there is no plan; a pattern matches nothing; a style is unknown; or two patterns contradict.
+    """
+    given = dict(_own_plans(model)) if plan is None else plan
+    if not given:
+        raise ConfigError(
+            f"`tensor_parallel` must have a plan, because {type(model).__name__} has none in `_tp_plan`. For example "
+            "dict(degree=2, plan={'*.linear1': 'colwise', '*.linear2': 'rowwise'})"
+        )
+    names = [name for name, _ in model.named_modules() if name]
+    chosen: dict[str, tuple[str, Any]] = {}
+    for pattern, style in given.items():
+        matches = [name for name in names if fnmatchcase(name, str(pattern))]
+        if not matches:
+            raise ConfigError(
+                f"`tensor_parallel` must name modules of {type(model).__name__}, but {pattern!r} matches none"
+                + did_you_mean(str(pattern), _patterns_for(model))
+            )
+        for name in matches:
+            before = chosen.setdefault(name, (pattern, style))
+            if before[1] != style:
+                raise ConfigError(
+                    f"`tensor_parallel` must split `{name}` in one way, but says {before[1]!r} by {before[0]!r} and "
+                    f"{style!r} by {pattern!r}"
+                )
+    read = {name: _read_style(pattern, style, model.get_submodule(name)) for name, (pattern, style) in chosen.items()}
+    return {name: style for name, style in read.items() if style is not None}
+
+
+def split_of(style: ParallelStyle) -> Split | None:
+    """Return how a style splits weights; None where it does not."""
+    if isinstance(style, ColwiseParallel):
+        return Split.COLUMNS
+    return Split.ROWS if isinstance(style, RowwiseParallel) else None
+
+
+def _rowwise(module: nn.Module) -> ParallelStyle:
+    # The rows of an embedding are its words, so that all ranks look at the same ones.
+    return RowwiseParallel(input_layouts=Replicate()) if isinstance(module, nn.Embedding) else RowwiseParallel()
+
+
+_STYLES: Mapping[str, Callable[[nn.Module], ParallelStyle | None]] = {
+    "colwise": lambda _: ColwiseParallel(),
+    "colwise_rep": lambda _: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": _rowwise,
+    "rowwise_rep": lambda _: RowwiseParallel(input_layouts=Replicate()),
+    "local_colwise": lambda _: ColwiseParallel(),
+    "local_rowwise": lambda _: RowwiseParallel(output_layouts=Partial()),
+    "gather": lambda _: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
+    "sequence_parallel": lambda _: SequenceParallel(),
+    # Every rank's part of the activations counts as samples of their own, whose gradients are added up.
+    "replicated_with_grad_allreduce": lambda _: SequenceParallel(sequence_dim=0, use_local_output=True),
+    "replicate": lambda _: None,
+}  # fmt: skip
+# Other names of the same things, which HuggingFace's models use.
+_ALIASES = {
+    "colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep", "embedding_rowwise": "rowwise",
+    "all_reduce": "gather",
+}  # fmt: skip
+
+
+def _read_style(pattern: str, style: Any, module: nn.Module) -> ParallelStyle | None:
+    if isinstance(style, ParallelStyle):
+        return style
+    if not isinstance(style, str) or _ALIASES.get(style, style) not in _STYLES:
+        raise ConfigError(
+            f"`tensor_parallel['plan'][{pattern!r}]` must be the name of a style, or a ParallelStyle of torch's, but "
+            f"is {style!r}" + did_you_mean(str(style), _STYLES)
+        )
+    return _STYLES[_ALIASES.get(style, style)](module)
+
+
+def _own_plans(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what the outermost modules with a `_tp_plan` say, with names as seen from the model."""
+    inside = ""
+    for name, module in model.named_modules():
+        plan = getattr(module, "_tp_plan", None)
+        if isinstance(plan, Mapping) and plan and not (inside and name.startswith(inside)):
+            prefix = inside = f"{name}." if name else ""
+            yield from ((f"{prefix}{pattern}", style) for pattern, style in plan.items())
+            if not name:
+                return
+
+
+def _patterns_for(model: nn.Module) -> list[str]:
+    """Return names for the modules with parameters of their own, one for all that differ in a number."""
+    return [
+        re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        for name, module in model.named_modules()
+        if name and any(True for _ in module.parameters(recurse=False))
+    ]

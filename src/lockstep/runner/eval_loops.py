@@ -1,0 +1,124 @@
+"""The loops that only look: validation and test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from lockstep.device import get_device
+from lockstep.errors import ConfigError
+from lockstep.evaluator import Evaluator
+from lockstep.model import predict_step
+from lockstep.registry import LOOPS
+from lockstep.runner.seeds import random_state_kept
+from lockstep.runner.together import Passes, Turn
+
+if TYPE_CHECKING:
+    from lockstep.runner.runner import Runner
+
+Step: TypeAlias = Callable[..., Any]
+
+
+class EvalLoop:
+    """One pass through data that is only looked at.
+
+    Args:
+        runner: whose model predicts.
+        dataloader: this rank's share of the data.
+        evaluator: the metrics.
+        fp16: let the model compute in half precision, where autocast knows that to be safe.
+        dtype: which: `"float16"`, by default on accelerators, or `"bfloat16"`, on the CPU. Naming one is enough.
+    """
+
+    mode: str
+
+    def __init__(
+        self,
+        runner: Runner,
+        dataloader: Any,
+        evaluator: Evaluator,
+        fp16: bool = False,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        self.runner = runner
+        self.dataloader = dataloader
+        self.evaluator = evaluator
+        self.metrics: dict[str, Any] = {}
+        self._dtype = _half(dtype) if fp16 or dtype is not None else None
+        dataset = getattr(dataloader, "dataset", None)
+        self._size = len(dataset) if isinstance(dataset, Sized) else None
+        evaluator.set_dataset_meta(getattr(dataset, "metainfo", None))
+
+    @torch.no_grad()
+    def run(self) -> dict[str, Any]:
+        """Return the metrics, the same on every rank."""
+        runner, mode = self.runner, self.mode
+        runner.call_hook(f"before_{mode}")
+        runner.call_hook(f"before_{mode}_epoch")
+        runner.model.eval()
+        # A training draws the same random numbers with validations in between and without.
+        with random_state_kept(), self._precision():
+            self._predict()
+        self.metrics = self.evaluator.evaluate(self._size)
+        runner.last_evaluation = self
+        runner.call_hook(f"after_{mode}_epoch", metrics=self.metrics)
+        runner.call_hook(f"after_{mode}")
+        return self.metrics
+
+    def _predict(self) -> None:
+        runner, mode = self.runner, self.mode
+        step = step_of(runner.model, f"{mode}_step", predict_step)
+        for batch_idx, turn in enumerate(self._turns()):
+            data_batch = turn.batch
+            if not turn.is_own:
+                step(data_batch)  # for the sake of the other ranks
+                continue
+            runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
+            outputs = step(data_batch)
+            if runner.share.is_first:
+                self.evaluator.process(data_samples=outputs, data_batch=data_batch)
+            runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(get_device(), dtype=self._dtype)
+
+    def _turns(self) -> Iterator[Turn]:
+        """Yield batches, and, where the model's forward pass needs all ranks, stand-ins; see `Passes`."""
+        if self.runner.world_size > 1 and getattr(self.runner.model, "forward_is_collective", False):
+            return Passes(self.dataloader).turns()
+        return (Turn(batch, 0, 0.0, True) for batch in self.dataloader)
+
+
+@LOOPS.register_module()
+class ValLoop(EvalLoop):
+    """One pass through the validation data."""
+
+    mode = "val"
+
+
+@LOOPS.register_module()
+class TestLoop(EvalLoop):
+    """One pass through the test data."""
+
+    __test__ = False  # its name makes pytest think it was a test
+    mode = "test"
+
+
+def step_of(model: torch.nn.Module, name: str, otherwise: Step) -> Step:
+    """Return the model's own step of that name, or the one for any module."""
+    own: Step | None = getattr(model, name, None)
+    return partial(otherwise, model) if own is None else own
+
+
+def _half(dtype: str | torch.dtype | None) -> torch.dtype:
+    known = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+    found = torch.get_autocast_dtype(get_device()) if dtype is None else known.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ConfigError(f"`dtype` must be 'float16' or 'bfloat16', but is {dtype!r}")
+    return found

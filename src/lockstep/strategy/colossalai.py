@@ -1,0 +1,220 @@
+"""ColossalAI: replicas, ZeRO 1 and 2, and tensor parallelism, by its plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lockstep.device import get_device
+from lockstep.dist import broadcast, init_dist, is_distributed
+from lockstep.errors import ConfigError
+from lockstep.model import is_model_wrapper
+from lockstep.model.tensor_parallel_plan import read_request
+from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
+from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
+from lockstep.strategy import colossalai_engine as engine
+from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
+from lockstep.strategy.colossalai_optim import ColossalAIOptimWrapper
+from lockstep.strategy.colossalai_plan import replacements
+from lockstep.strategy.colossalai_plugin import PluginChoice, name_and_options
+from lockstep.strategy.colossalai_state import StateTranslator
+from lockstep.strategy.layout import laid_out_as
+from lockstep.strategy.random_state import share_random_state
+
+
+@STRATEGIES.register_module(name=["ColossalAIStrategy", "colossalai"])
+class ColossalAIStrategy(Strategy):
+    """Train by one of ColossalAI's plugins.
+
+    All ranks begin with the parameters of rank 0. Gradients are clipped by their global norm. A model that is prepared
+    without an optim wrapper is only moved to its device.
+
+    Args:
+        plugin: `"ddp"`, `"lowlevel_zero"` (shards the optimizer, with `stage=2` also the gradients) or `"hybrid"`
+            (`tp_size` ranks share each replica); or a dict with one of these as `type` and its options. MMEngine's
+            default is "gemini", which is refused.
+        mixed_precision: must be None; give `precision="bf16"` to the plugin.
+        model_wrapper: config of the wrapper, `ColossalAIModelWrapper` by default.
+        tensor_parallel: as for `FSDPStrategy`, with plugin="hybrid": the number of ranks that share a replica, whose
+            model says in `_tp_plan` how it is split; or `dict(degree=2, plan={"*.up": "colwise", "*.down": "rowwise"})`
+            by patterns of the names of linear layers. With `tp_size` alone ColossalAI's own policy for the model says
+            that, or a `custom_policy`, or the model's `_tp_plan`.
+        **kwargs: options of the plugin: `stage`, `precision`, `tp_size` and so on.
+
+    Raises:
+        ConfigError: the plugin, or an option, is one that ColossalAI 0.5.0 gets wrong.
+
+    **Source**: `colossalai.booster` (0.5.0).
+    """
+
+    def __init__(
+        self,
+        plugin: str | Mapping[str, Any] = "lowlevel_zero",
+        mixed_precision: None = None,
+        model_wrapper: Mapping[str, Any] | None = None,
+        *,
+        tensor_parallel: int | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if mixed_precision is not None:
+            raise ConfigError(
+                f"`mixed_precision` must be None, because ColossalAI's booster can't make one (0.5.0), but is "
+                f"{mixed_precision!r}. Give the plugin precision='bf16'"
+            )
+        name, options = name_and_options(plugin)
+        options |= kwargs
+        self._splits_by_plan = tensor_parallel is not None
+        self._plan: Mapping[str, Any] | None = None
+        if self._splits_by_plan:
+            options["tp_size"], self._plan = _read_tensor_parallel(tensor_parallel, options)
+        self._choice = PluginChoice.read(name, options)
+        self._wrapper = dict(model_wrapper or {})
+        self._translator: StateTranslator | None = None
+        self._model: nn.Module | None = None
+        self._data_share: tuple[int, int] | None = None
+
+    def prepare(
+        self, model: nn.Module, optim_wrapper: OptimLike | None = None
+    ) -> tuple[nn.Module, OptimWrapper | None]:
+        """Build the optimizer, then let the booster lay both over the ranks.
+
+        **Collective**: every rank, once.
+
+        Raises:
+            ConfigError: ColossalAI is not installed; or the plugin would go wrong with this model or optimizer.
+        """
+        engine.require_engine()
+        if is_model_wrapper(model):
+            raise ConfigError(
+                f"`model` must not be wrapped yet under the strategy 'colossalai', but is a {type(model).__name__}"
+            )
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError("`model` must not be on the meta device under the strategy 'colossalai'. Use 'fsdp'")
+        model = model.to(torch.device(get_device()))
+        self._model = model
+        if optim_wrapper is None:
+            return model, None
+        if not is_distributed():
+            init_dist("none")
+        wrapper = build_optim_wrapper(model, optim_wrapper)
+        if self._choice.clips or isinstance(wrapper, OptimWrapperDict):  # else it may be any, as under DDPStrategy
+            wrapper = ColossalAIOptimWrapper.of(wrapper)
+        self._choice.check_run(model, wrapper.optimizer)
+        max_norm = None
+        if self._choice.clips and isinstance(wrapper, ColossalAIOptimWrapper):
+            max_norm = wrapper.max_norm_for_engine()
+        options = self._choice.with_run(max_norm) | self._policy(model)
+        plugin = engine.make_plugin(self._choice.class_name, options)
+        _begin_alike(model)
+        booster, boosted, optimizer = engine.boost(plugin, model, wrapper.optimizer)
+        engine.check_splits(model)
+        if isinstance(wrapper, ColossalAIOptimWrapper):
+            wrapper.attach(optimizer, partial(engine.gradients_of, optimizer, model), clips=self._choice.clips)
+        if self._choice.dtype != torch.float32:
+            model.register_forward_pre_hook(partial(_cast_inputs, self._choice.dtype), with_kwargs=True)
+        if self._choice.tp_size > 1:
+            self._share_samples(plugin)
+        self._translator = StateTranslator(model, optimizer, getattr(plugin, "tp_group", None))
+        no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, optimizer)
+        cfg = {"type": "ColossalAIModelWrapper", **self._wrapper}
+        wrapped: nn.Module = MODEL_WRAPPERS.build(
+            cfg, model_wrapper=boosted, model=model, booster=booster, no_sync=no_sync
+        )
+        self._model = wrapped
+        return wrapped, wrapper
+
+    def model_state(self) -> ModelState:
+        """Return the model's state by canonical names: its own tensors; of those that are split, this rank's rows.
+
+        **Collective**: every rank.
+        """
+        if self._translator is not None:
+            return self._translator.model_state()
+        state: ModelState = self._prepared_model().state_dict()
+        return state
+
+    def optim_state(self) -> OptimState:
+        """Return `{"state": {parameter name: ...}, "param_groups": [...]}`; what is sharded by rows, in CPU memory.
+
+        **Collective**: every rank.
+        """
+        return self._prepared_translator().optim_state()
+
+    def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
+        """Take over states by canonical names; every name must be there.
+
+        A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every rank.
+        """
+        if model_state is not None:
+            if self._translator is None:
+                model = self._prepared_model()
+                model.load_state_dict(laid_out_as(model_state, model.state_dict()))
+            else:
+                self._translator.load_model(model_state)
+        if optim_state is not None:
+            self._prepared_translator().load_optim(optim_state)
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """The share of this rank's replica, where ranks share one."""
+        return super().data_share if self._data_share is None else self._data_share
+
+    def _share_samples(self, plugin: Any) -> None:
+        """Let the ranks of a replica see the same samples, and draw the same random numbers."""
+        self._data_share = (plugin.dp_group.rank(), plugin.dp_group.size())
+        share_random_state(plugin.tp_group)
+        # The short cut of nn.TransformerEncoderLayer for inference would take a part of the weights for the whole.
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def _policy(self, model: nn.Module) -> dict[str, Any]:
+        """Return the sharding policy, as an option of the plugin."""
+        choice = self._choice
+        if choice.kind != "hybrid" or choice.options.get("custom_policy") is not None:
+            return {}
+        if choice.tp_size == 1:
+            return {"custom_policy": engine.replacing_policy({})}
+        if not self._splits_by_plan and engine.has_policy(model):
+            return {}
+        return {"custom_policy": engine.replacing_policy(replacements(model, self._plan, choice.tp_size))}
+
+    def _prepared_model(self) -> nn.Module:
+        if self._model is None:
+            raise RuntimeError("ColossalAIStrategy.prepare() must be called first")
+        return self._model
+
+    def _prepared_translator(self) -> StateTranslator:
+        if self._translator is None:
+            raise RuntimeError("ColossalAIStrategy.prepare() must be called with an optim wrapper first")
+        return self._translator
+
+
+def _read_tensor_parallel(tensor_parallel: Any, options: Mapping[str, Any]) -> tuple[int, Mapping[str, Any] | None]:
+    """Return the number of ranks that share a replica, and the plan."""
+    request = read_request(tensor_parallel)
+    assert request is not None
+    degree = request.degree or options.get("tp_size")
+    if degree is None or options.get("tp_size", degree) != degree or "custom_policy" in options:
+        raise ConfigError(
+            "`tensor_parallel` must have a degree, the same as `tp_size`, and no `custom_policy` beside it, but is "
+            f"{tensor_parallel!r} with {dict(options)}"
+        )
+    return degree, request.plan
+
+
+def _begin_alike(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0, of which ZeRO would make a mixture."""
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, Tensor):
+            broadcast(tensor)
+
+
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Bring what goes into the model to its dtype, in training and where the wrapper is stepped around."""
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
+    )

@@ -1,0 +1,239 @@
+"""All that lockstep takes from the package colossalai, imported when it is first needed."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.dist import all_gather
+from lockstep.dist.engines import load_engine
+from lockstep.errors import ConfigError, DistError
+from lockstep.registry.nearest import did_you_mean
+from lockstep.registry.signatures import Arguments
+from lockstep.strategy.colossalai_plan import Replacement
+
+
+def require_engine() -> None:
+    """Import the package, and give it an accelerator where this machine has none.
+
+    Raises:
+        ConfigError: it is not installed or can't be imported.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # ColossalAI imports it, and nobody here uses it
+    try:
+        with _quietly():
+            accelerator = load_engine("colossalai.accelerator")
+            load_engine("colossalai.booster")
+    except DistError as error:
+        raise ConfigError(
+            f"the strategy 'colossalai' needs ColossalAI 0.5.0, but importing it failed: {error.__cause__ or error}. "
+            "docs/strategies.md has the recipe to install it, or use the strategy 'ddp' or 'fsdp'"
+        ) from error
+    logging.getLogger("colossalai").setLevel(logging.WARNING)
+    # Its ZeRO calls them at every step by these names, which torch has given up since (2.13).
+    names = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+    warnings.filterwarnings("ignore", names, FutureWarning)
+    if type(accelerator.get_accelerator()) is accelerator.CpuAccelerator:
+        accelerator.set_accelerator(_cpu_accelerator()())
+
+
+def make_plugin(name: str, options: Mapping[str, Any]) -> Any:
+    """Return the plugin of that class with the options.
+
+    **Collective**: every rank.
+
+    Raises:
+        ConfigError: the class has no such option.
+    """
+    from colossalai.booster import plugin
+
+    kind = getattr(plugin, name)
+    takes = Arguments.of(kind)
+    for unknown in takes.unknown(options):
+        raise ConfigError(f"{name} takes no option `{unknown}`{did_you_mean(unknown, takes.named)}")
+    return kind(**options)
+
+
+def boost(plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
+    """Return ColossalAI's booster, model and optimizer. **Collective**: every rank."""
+    from colossalai.booster import Booster
+
+    with _quietly():
+        booster = Booster(plugin=plugin)
+        boosted, engine, *_ = booster.boost(model, optimizer)
+    return booster, boosted, engine
+
+
+def replacing_policy(found: Mapping[str, Replacement]) -> Any:
+    """Return a sharding policy that replaces the layers of these names, and leaves the rest alone."""
+    return _replacing_policy()(found)
+
+
+def has_policy(model: nn.Module) -> bool:
+    """Return whether ColossalAI has a sharding policy of its own for the model."""
+    from colossalai.shardformer.policies.auto_policy import get_autopolicy
+
+    try:
+        get_autopolicy(model)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def gradients_of(engine: Any, model: nn.Module) -> Iterator[Tensor]:
+    """Yield the gradients that the next step will use, as far as this rank holds them."""
+    if hasattr(engine, "get_working_grads_by_group_id"):  # ZeRO has taken them off the parameters
+        for index in range(len(engine.param_groups)):
+            yield from engine.get_working_grads_by_group_id(index)
+        return
+    for param in model.parameters():
+        if param.grad is not None:
+            yield param.grad
+
+
+def check_splits(model: nn.Module) -> None:
+    """Refuse parameters that are split in a way of their own, such as queries, keys and values in one matrix.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    from colossalai.tensor.d_tensor import is_customized_distributed_tensor
+
+    for name, param in model.named_parameters():
+        if is_customized_distributed_tensor(param):
+            raise ConfigError(
+                f"the policy must split each parameter along one dim, but splits {name!r} in a way of its own, whose "
+                "gradient ColossalAI 0.5.0 counts too little in the norm, and which it puts together on CUDA alone. "
+                "Use strategy='fsdp' with tensor_parallel"
+            )
+
+
+def is_split(param: Tensor) -> bool:
+    """Return whether the parameter has another shape here than in the user's model, by tensor parallelism."""
+    from colossalai.tensor.d_tensor import is_distributed_tensor
+
+    return bool(is_distributed_tensor(param)) or hasattr(param, "_padding_dim")
+
+
+def gather_like(tensor: Tensor, param: Any, tp_group: Any) -> Tensor:
+    """Return the whole of a tensor that is split over the ranks as `param` is.
+
+    **Collective**: every rank of `tp_group`.
+    """
+    from colossalai.tensor.d_tensor.api import get_shard_dim_1d, is_distributed_tensor
+
+    if is_distributed_tensor(param):
+        tensor = torch.cat(all_gather(tensor, group=tp_group), dim=get_shard_dim_1d(param))
+    if hasattr(param, "_padding_dim"):  # a vocabulary that was made longer, so that it can be split
+        tensor = tensor.narrow(param._padding_dim, 0, param._origin_length)
+    return tensor
+
+
+def split_like(whole: Tensor, param: Any, tp_group: Any) -> Tensor:
+    """Return this rank's part of a whole tensor, split as `param` is. Nothing is sent."""
+    from colossalai.tensor.d_tensor.api import get_shard_dim_1d, is_distributed_tensor
+
+    if hasattr(param, "_padding_dim"):
+        shape = list(whole.shape)
+        shape[param._padding_dim] = param._current_length - shape[param._padding_dim]
+        whole = torch.cat([whole, whole.new_zeros(shape)], dim=param._padding_dim)
+    if is_distributed_tensor(param):
+        whole = whole.chunk(tp_group.size(), dim=get_shard_dim_1d(param))[tp_group.rank()]
+    return whole
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep back warnings that nobody here can heed: of optional parts, and of names that torch has given up since."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@cache
+def _cpu_accelerator() -> Any:
+    from colossalai.accelerator import CpuAccelerator
+
+    class HostAccelerator(CpuAccelerator):  # type: ignore[misc]
+        """The processor, with the calls that ColossalAI makes of every accelerator.
+
+        **Source**: `colossalai.accelerator.CpuAccelerator` (0.5.0), most of whose methods raise. Work on a processor
+        is done when a call returns, so that streams have nothing to order.
+        """
+
+        @property
+        def name(self) -> str:
+            return "cuda"  # LowLevelZeroOptimizer asks for a name it knows, and for nothing behind it
+
+        def Stream(self, *_: Any, **__: Any) -> object:  # noqa: N802 - their name
+            return object()
+
+        def current_stream(self, *_: Any) -> object:
+            return object()
+
+        def stream(self, stream_: object) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        def synchronize(self, *_: Any) -> None:
+            return None
+
+        def device_count(self) -> int:
+            return 1
+
+        def get_rng_state(self, *_: Any) -> Tensor:
+            return torch.get_rng_state()
+
+        def set_rng_state(self, new_state: Tensor, *_: Any) -> None:
+            torch.set_rng_state(new_state)
+
+        def manual_seed(self, seed: int) -> None:
+            torch.manual_seed(seed)
+
+    return HostAccelerator
+
+
+@cache
+def _replacing_policy() -> Any:
+    from colossalai.shardformer import layer
+    from colossalai.shardformer.policies.base_policy import (
+        ModulePolicyDescription,
+        Policy,
+        SubModuleReplacementDescription,
+    )
+
+    class ReplacingPolicy(Policy):  # type: ignore[misc]
+        """Replaces what it is told to."""
+
+        def __init__(self, found: Mapping[str, Replacement]) -> None:
+            super().__init__()
+            self._found = found
+
+        def config_sanity_check(self) -> None:
+            return None
+
+        def preprocess(self) -> nn.Module:
+            model: nn.Module = self.model
+            return model
+
+        def postprocess(self) -> nn.Module:
+            # Views of the whole weight until here, which would keep it in memory, and in its strides.
+            for param in self.model.parameters():
+                if is_split(param):
+                    param.data = param.data.clone(memory_format=torch.contiguous_format)
+            return self.preprocess()
+
+        def module_policy(self) -> dict[Any, Any]:
+            replaced = [
+                SubModuleReplacementDescription(name, getattr(layer, replacement.layer), replacement.options)
+                for name, replacement in self._found.items()
+            ]
+            return {type(self.model): ModulePolicyDescription(sub_module_replacement=replaced)} if replaced else {}
+
+    return ReplacingPolicy

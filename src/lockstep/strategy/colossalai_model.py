@@ -1,0 +1,72 @@
+"""`ColossalAIModelWrapper`: ColossalAI's model with the training and validation steps of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.model import steps
+from lockstep.registry import MODEL_WRAPPERS
+
+
+@MODEL_WRAPPERS.register_module(name=["ColossalAIModelWrapper", "CollosalAIModelWrapper"])
+class ColossalAIModelWrapper(nn.Module):
+    """A model that `ColossalAIStrategy` has laid over the ranks.
+
+    Args:
+        model_wrapper: the model as the booster returned it.
+        model: the user's own module inside it.
+        booster: ColossalAI's booster. It owns the groups that the model talks over, and so must live as long.
+        no_sync: makes the context in which gradients are not averaged; None where the plugin has none.
+    """
+
+    def __init__(
+        self,
+        model_wrapper: nn.Module,
+        model: nn.Module,
+        booster: Any = None,
+        no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.boosted = model_wrapper
+        self._inner = (model,)  # in a tuple, lest its parameters be listed twice
+        self._booster = booster
+        self._no_sync = no_sync
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module."""
+        return self._inner[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.boosted(*args, **kwargs)
+
+    def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
+        """Train on this rank's part of the batch, and return this rank's values to log.
+
+        **Collective**: every rank, unless inside `no_sync`.
+        """
+        return steps.train_step(self, data, optim_wrapper)
+
+    def val_step(self, data: Any) -> Any:
+        """Return what the module predicts for this rank's batch.
+
+        **Collective**: every rank that shares the replica, with `tp_size` above 1.
+        """
+        return steps.own_step(self.module, "val_step", data)
+
+    def test_step(self, data: Any) -> Any:
+        """Return what the module predicts for this rank's batch, as `val_step` does."""
+        return steps.own_step(self.module, "test_step", data)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return the context in which gradients add up on their rank; where the plugin has none, one that does nothing.
+
+        ZeRO 2 keeps only its shard of each gradient, and therefore averages that of every batch, which gives the same
+        sum.
+        """
+        return nullcontext() if self._no_sync is None else self._no_sync()

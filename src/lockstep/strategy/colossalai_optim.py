@@ -1,0 +1,123 @@
+"""`ColossalAIOptimWrapper`: from a loss to updated parameters, by an engine that does part of it itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+from lockstep.optim import OptimWrapper
+from lockstep.registry import OPTIM_WRAPPERS
+
+
+@OPTIM_WRAPPERS.register_module()
+class ColossalAIOptimWrapper(OptimWrapper):
+    """An optimizer that `ColossalAIStrategy` has laid over the ranks; means what `OptimWrapper` means.
+
+    Its `optimizer` is the one that was configured, whose learning rates are the ones in use, also where the engine has
+    given it shards to update.
+
+    Args:
+        optimizer: the optimizer.
+        accumulative_counts: number of batches whose gradients are averaged into one update.
+        clip_grad: `dict(max_norm=...)`; with the plugin `ddp` also what else `OptimWrapper` takes.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulative_counts: int = 1,
+        clip_grad: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(optimizer, accumulative_counts, clip_grad)
+        self._engine: Any = None
+        self._engine_clips = False
+        self._gradients: Callable[[], Iterator[Tensor]] = lambda: iter(())
+
+    @classmethod
+    def of(cls, wrapper: OptimWrapper) -> ColossalAIOptimWrapper:
+        """Return a wrapper of this class with another one's optimizer and settings.
+
+        Raises:
+            ConfigError: it does more than an `OptimWrapper`.
+        """
+        if isinstance(wrapper, cls):
+            return wrapper
+        if type(wrapper) is not OptimWrapper:
+            raise ConfigError(
+                "`optim_wrapper` must be an OptimWrapper with one optimizer under the strategy 'colossalai', but is a "
+                f"{type(wrapper).__name__}. For half precision give the plugin precision='bf16', or use plugin='ddp'; "
+                "for several optimizers use strategy='ddp'"
+            )
+        clip_grad = {"type": wrapper._clip_type, **wrapper._clip_kwargs} if wrapper._clip_type else None
+        return cls(wrapper.optimizer, wrapper._accumulative_counts, clip_grad)
+
+    def max_norm_for_engine(self) -> float | None:
+        """Return the norm that an engine is to clip to, which knows no other clipping.
+
+        Raises:
+            ConfigError: the clipping that is wanted is another one.
+        """
+        if self._clip_type is None:
+            return None
+        unknown = {
+            name: value
+            for name, value in self._clip_kwargs.items()
+            if not (name == "max_norm" or (name == "norm_type" and value == 2) or (name != "norm_type" and not value))
+        }
+        if self._clip_type != "norm" or unknown:
+            raise ConfigError(
+                "`clip_grad` must be dict(max_norm=...) with this plugin, whose optimizer clips to the 2-norm alone, "
+                f"but is {self._clip_type!r} with {self._clip_kwargs}. Use plugin='ddp', or strategy='fsdp'"
+            )
+        max_norm = float(self._clip_kwargs["max_norm"])
+        if not max_norm > 0:
+            raise ConfigError(f"`clip_grad['max_norm']` must be above 0, but is {max_norm}")
+        return max_norm
+
+    def attach(self, engine: Any, gradients: Callable[[], Iterator[Tensor]], *, clips: bool) -> None:
+        """Take over ColossalAI's optimizer.
+
+        Args:
+            engine: the optimizer, made around this one's.
+            gradients: yields those that its next step will use.
+            clips: whether it clips by itself.
+        """
+        self._engine = engine
+        self._gradients = gradients
+        self._engine_clips = clips and self._clip_type is not None
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a scaled loss, and count the batch."""
+        self._attached().backward(loss, **kwargs)
+        self._inner_count += 1
+
+    def step(self, **kwargs: Any) -> None:
+        """Clip the gradients, then let the optimizer update the parameters."""
+        engine = self._attached()
+        if self._clip_type is not None and not self._engine_clips:
+            self._clip_grad()
+        engine.step(**kwargs)
+        if self._engine_clips:
+            self._grad_norm = torch.tensor(float(engine.get_grad_norm()))
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients."""
+        self._attached().zero_grad(**kwargs)
+
+    def _even_out(self) -> None:
+        factor = self._sample_weights.correction()
+        if factor != 1:
+            for gradient in self._gradients():
+                gradient.mul_(factor)
+
+    def _attached(self) -> Any:
+        if self._engine is None:
+            raise RuntimeError(
+                "a ColossalAIOptimWrapper must be given to ColossalAIStrategy.prepare() before it is used"
+            )
+        return self._engine

@@ -1,0 +1,204 @@
+"""Which of ColossalAI's plugins is meant, with which options, and what is wrong in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.device import get_device
+from lockstep.dist import get_world_size
+from lockstep.errors import ConfigError
+from lockstep.registry.nearest import did_you_mean
+
+_CLASSES: Mapping[str, str] = {
+    "ddp": "TorchDDPPlugin",
+    "lowlevel_zero": "LowLevelZeroPlugin",
+    "hybrid": "HybridParallelPlugin",
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ddp": {"broadcast_buffers": False},
+    "lowlevel_zero": {"stage": 1, "precision": "fp32"},
+    "hybrid": {"tp_size": 1, "pp_size": 1, "zero_stage": 0, "precision": "fp32", "broadcast_buffers": False},
+}
+_REFUSED: Mapping[str, str] = {
+    "gemini": (
+        "leaves out the clipping of gradients in bf16, has no fp32, and runs on no processor (ColossalAI 0.5.0). Use "
+        "plugin='lowlevel_zero' with stage=2, or strategy='fsdp', which shards the parameters, too"
+    ),
+    "fsdp": (
+        "clips gradients by the norm of each rank's own shard, and fails with AdamW (ColossalAI 0.5.0). Use "
+        "strategy='fsdp', which is PyTorch's FSDP as well"
+    ),
+}
+# Optimizers that look at a parameter as a whole, not at its numbers one by one.
+_WHOLE_PARAMETERS = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+
+
+@dataclass(frozen=True, slots=True)
+class PluginChoice:
+    """A plugin and its options.
+
+    Attributes:
+        kind: `"ddp"`, `"lowlevel_zero"` or `"hybrid"`.
+        options: arguments of the plugin's class.
+    """
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, plugin: str, options: Mapping[str, Any]) -> PluginChoice:
+        """Return what a name and options mean.
+
+        Raises:
+            ConfigError: the plugin is unknown, or is wrong in all that it does; or an option is.
+        """
+        kind = _kind(plugin)
+        if kind in _REFUSED:
+            raise ConfigError(f"`plugin` must be one of {', '.join(_CLASSES)}, because {kind!r} {_REFUSED[kind]}")
+        choice = cls(kind, {**_DEFAULTS[kind], **options})
+        choice._check_options()
+        return choice
+
+    @property
+    def class_name(self) -> str:
+        """Name of the plugin's class."""
+        return _CLASSES[self.kind]
+
+    @property
+    def zero_stage(self) -> int:
+        """0 where every rank has the whole optimizer, 1 or 2 where it is sharded."""
+        return int(self.options.get("stage", self.options.get("zero_stage", 0)))
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks that share one replica of the model."""
+        return int(self.options.get("tp_size", 1))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return torch.bfloat16 if self.options.get("precision") == "bf16" else torch.float32
+
+    @property
+    def clips(self) -> bool:
+        """Whether the plugin's optimizer clips gradients itself, which it alone has whole."""
+        return self.kind != "ddp"
+
+    def with_run(self, max_norm: float | None) -> dict[str, Any]:
+        """Return the options, completed by what is known when training begins."""
+        options = dict(self.options)
+        if self.clips:
+            options["max_norm"] = max_norm or 0.0
+            if get_device() == "cpu":
+                options["overlap_communication"] = False
+        return options
+
+    def check_run(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Refuse what would go wrong, before anything is changed.
+
+        Raises:
+            ConfigError: the model, the optimizer or the number of ranks does not fit.
+        """
+        name = type(optimizer).__name__
+        if (self.zero_stage or self.tp_size > 1) and name in _WHOLE_PARAMETERS:
+            raise ConfigError(
+                f"`optimizer` must update each number by itself, because {self.kind!r} shows it shards, but is {name}. "
+                "Use AdamW or SGD, or plugin='ddp'"
+            )
+        if get_world_size() % self.tp_size:
+            raise ConfigError(
+                f"`tp_size` must divide the number of ranks, but is {self.tp_size}, and there are {get_world_size()}"
+            )
+        replaced = self.kind == "ddp" or (self.kind == "hybrid" and not self.zero_stage)
+        if get_device() == "cpu" and replaced:
+            for path, module in model.named_modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    raise ConfigError(
+                        f"the model must have no BatchNorm on the CPU, because {self.kind!r} makes SyncBatchNorm of "
+                        f"it, which runs on accelerators alone, but {path!r} is one. Use plugin='lowlevel_zero', or "
+                        "strategy='ddp'"
+                    )
+
+    def _check_options(self) -> None:
+        options = self.options
+        if "max_norm" in options or "clip_grad_norm" in options:
+            raise ConfigError(
+                "`max_norm` must be given to the optim wrapper, but is given to the plugin. Write "
+                "optim_wrapper=dict(optimizer=..., clip_grad=dict(max_norm=...))"
+            )
+        if self.kind != "hybrid" and "tp_size" in options:
+            raise ConfigError(
+                f"`tp_size` must come with plugin='hybrid', which alone splits layers, but comes with {self.kind!r}"
+            )
+        precision = options.get("precision", "fp32")
+        if self.kind == "ddp" and "precision" in options:
+            raise ConfigError(
+                "`precision` must be left out with plugin='ddp', which computes in the model's own dtype, but is "
+                f"{precision!r}. Use an AmpOptimWrapper, or plugin='lowlevel_zero'"
+            )
+        if precision not in ("fp32", "bf16"):
+            raise ConfigError(
+                f"`precision` must be 'fp32' or 'bf16', but is {precision!r}. ColossalAI's fp16 does not run on a "
+                "CPU, and its loss scale is in no checkpoint: use precision='bf16', or plugin='ddp' with an "
+                "AmpOptimWrapper"
+            )
+        if self.kind == "lowlevel_zero" and self.zero_stage not in (1, 2):
+            raise ConfigError(
+                f"`stage` must be 1 or 2, but is {self.zero_stage}. To shard the parameters, too, use strategy='fsdp'"
+            )
+        if self.kind == "hybrid":
+            self._check_hybrid(precision)
+
+    def _check_hybrid(self, precision: str) -> None:
+        if self.options["pp_size"] != 1:
+            raise ConfigError(
+                f"`pp_size` must be 1, because a training step here is one call of the model, but is "
+                f"{self.options['pp_size']}. Use tp_size, or strategy='fsdp'"
+            )
+        if self.zero_stage and precision == "fp32":
+            raise ConfigError(
+                f"`zero_stage` must be 0 in fp32, but is {self.zero_stage}: ColossalAI's 'hybrid' shards its "
+                "optimizer in bf16 alone. Use precision='bf16', or plugin='lowlevel_zero'"
+            )
+        if self.options.get("enable_sequence_parallelism"):
+            raise ConfigError(
+                "`enable_sequence_parallelism` must be False, because ranks would share samples, which the data "
+                "loader deals out. Use tp_size"
+            )
+
+
+def name_and_options(plugin: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name of a plugin that is given as such, or as a dict with a `type`, and the options in it.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    cfg = {"type": plugin} if isinstance(plugin, str) else plugin
+    if not isinstance(cfg, Mapping) or not isinstance(cfg.get("type"), str):
+        raise ConfigError(
+            f"`plugin` must be the name of a plugin, or a dict with its name as `type`, but is {plugin!r}"
+        )
+    return cfg["type"], {name: value for name, value in cfg.items() if name != "type"}
+
+
+def _kind(name: str) -> str:
+    """Return the kind that is meant by MMEngine's, ColossalAI's or lockstep's name of a plugin."""
+    plain = name.lower().replace("-", "").replace("_", "").removesuffix("plugin")
+    known = {
+        "ddp": "ddp", "torchddp": "ddp",
+        "lowlevelzero": "lowlevel_zero", "zero": "lowlevel_zero",
+        "hybrid": "hybrid", "hybridparallel": "hybrid",
+        "gemini": "gemini",
+        "fsdp": "fsdp", "torchfsdp": "fsdp",
+    }  # fmt: skip
+    if plain not in known:
+        raise ConfigError(
+            f"`plugin` must be one of {', '.join(_CLASSES)}, but is {name!r}{did_you_mean(name, _CLASSES)}"
+        )
+    return known[plain]

@@ -1,0 +1,258 @@
+"""`DeepSpeedStrategy`: ZeRO, by the real DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.device import get_device
+from lockstep.dist import get_world_size
+from lockstep.errors import ConfigError
+from lockstep.model import is_model_wrapper
+from lockstep.optim import OptimWrapper
+from lockstep.registry import STRATEGIES
+from lockstep.strategy import deepspeed_config as config_rules
+from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
+from lockstep.strategy.deepspeed_engine import (
+    MMDeepSpeedEngineWrapper,
+    cast_inputs,
+    join_engine,
+    release_engine,
+    start_engine,
+)
+from lockstep.strategy.deepspeed_optim import DeepSpeedOptimWrapper, read_optim
+from lockstep.strategy.deepspeed_state import EngineState
+
+_UNTESTED = "zero_allow_untested_optimizer"
+Section = Mapping[str, Any] | bool | None
+
+# Whose update of one number looks at no other: it does the same to parameters laid end to end and cut into pieces.
+_ELEMENTWISE = (
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD,
+    torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
+)  # fmt: skip
+
+
+@STRATEGIES.register_module(name=["DeepSpeedStrategy", "deepspeed"])
+class DeepSpeedStrategy(Strategy):
+    """Train by a DeepSpeed engine: a share of the optimizer's state, gradients and parameters on every rank (ZeRO).
+
+    Accumulation and clipping may be stated in the optim wrapper or in DeepSpeed's config, and mean the same. The
+    optimizer is the optim wrapper's, whatever torch has; `DeepSpeedCPUAdam` and others of DeepSpeed's by name; or the
+    one in DeepSpeed's config, where "Adam" and "AdamW" mean torch's, for which nothing need be compiled, unless
+    `torch_adam` is false there. A `scheduler` there steps with every update.
+
+    Args:
+        config: a DeepSpeed config, as a dict or as the path of a JSON file, taken as it is.
+        stage: ZeRO stage, from 0 (as DDP) to 3 (everything sharded); 1 where nothing is said at all.
+        offload: keep the optimizer's state, and at stage 3 the parameters, in CPU memory.
+        zero_optimization: DeepSpeed's section of that name, like the following.
+        gradient_clipping: largest norm of all gradients; by default there is no limit.
+        fp16: train in float16 with full weights in the optimizer; True, or DeepSpeed's section. Not on the CPU.
+        bf16: the same in bfloat16.
+        amp: MMEngine's; DeepSpeed no longer has it.
+        activation_checkpointing: DeepSpeed's section.
+        aio: DeepSpeed's section.
+        train_micro_batch_size_per_gpu: DeepSpeed counts samples with it; the data loader makes the batches.
+        gradient_accumulation_steps: number of batches per update.
+        steps_per_print: DeepSpeed's.
+        inputs_to_half: with `fp16` or `bf16`, which inputs of the model, by position or name, are brought to that
+            precision; by default all tensors of floating-point numbers.
+        exclude_frozen_parameters: MMEngine's; means nothing here, where a checkpoint has every parameter.
+        **kwargs: any other key of a DeepSpeed config, such as `torch_autocast`.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed, or what is asked for contradicts itself or can't be done right.
+
+    **Source**: DeepSpeed 0.19, through `deepspeed.initialize`.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any] | None = None,
+        *,
+        stage: int | None = None,
+        offload: bool = False,
+        zero_optimization: Mapping[str, Any] | None = None,
+        gradient_clipping: float | None = None,
+        fp16: Section = None,
+        bf16: Section = None,
+        amp: Section = None,
+        activation_checkpointing: Mapping[str, Any] | None = None,
+        aio: Mapping[str, Any] | None = None,
+        train_micro_batch_size_per_gpu: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+        steps_per_print: int | None = None,
+        inputs_to_half: Iterable[int | str] | None = None,
+        exclude_frozen_parameters: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {
+            "stage": stage, "offload": offload or None, "zero_optimization": zero_optimization,
+            "gradient_clipping": gradient_clipping, "fp16": fp16, "bf16": bf16, "amp": amp,
+            "activation_checkpointing": activation_checkpointing, "aio": aio,
+            "train_micro_batch_size_per_gpu": train_micro_batch_size_per_gpu,
+            "gradient_accumulation_steps": gradient_accumulation_steps, "steps_per_print": steps_per_print,
+        }  # fmt: skip
+        if find_spec("deepspeed") is None:
+            raise ConfigError(
+                "strategy 'deepspeed' needs the package deepspeed, which is not installed. Install it with: "
+                "pip install 'lockstep-engine[deepspeed]', or use strategy 'fsdp', which shards as well"
+            )
+        self._config = config_rules.read_config(config, {**given, **kwargs})
+        self._inputs_to_half = None if inputs_to_half is None else list(inputs_to_half)
+        self._state: EngineState | None = None
+        self._trains = False
+        if "optimizer" in self._config:
+            self.own_optim_wrapper = {"type": "DeepSpeedOptimWrapper"}
+        if "scheduler" in self._config:
+            self.own_schedule = f"the scheduler {self._config['scheduler'].get('type')!r} of the DeepSpeed config"
+
+    def prepare(
+        self, model: nn.Module, optim_wrapper: OptimLike | None = None
+    ) -> tuple[nn.Module, OptimWrapper | None]:
+        """Start an engine for the model and its optimizer; with no optimizer, lay the model out to be evaluated.
+
+        Raises:
+            ConfigError: what is asked for contradicts itself, or DeepSpeed can't do it here.
+        """
+        model = self._unwrapped(model)
+        join_engine()
+        if optim_wrapper is None:
+            return self._prepare_evaluation(model), None
+        asked = read_optim(model, optim_wrapper, has_own="optimizer" in self._config)
+        config = config_rules.complete_config(
+            self._config, counts=asked.counts, clip_grad=asked.clip_grad, world_size=get_world_size()
+        )
+        groups = _names_by_group(model, asked.optimizer)
+        engine = start_engine(model, asked.optimizer, _with_optimizer_rules(config, asked.optimizer))
+        self._state, self._trains = EngineState(engine, groups), True
+        clipping = config[config_rules.CLIPPING]
+        wrapper = DeepSpeedOptimWrapper(
+            getattr(engine.optimizer, "optimizer", engine.optimizer),
+            config[config_rules.ACCUMULATION],
+            {"max_norm": clipping} if clipping else None,
+        )
+        wrapper.attach(engine, self._state)
+        return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half), wrapper
+
+    def model_state(self) -> ModelState:
+        """Return the model's state by canonical names; see `EngineState` for who holds what, and the cost."""
+        return self._prepared().model_state()
+
+    def optim_state(self) -> OptimState:
+        """Return the optimizer's state by canonical names; see `EngineState` for who holds what, and the cost."""
+        return self._prepared(with_optimizer=True).optim_state()
+
+    def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
+        """Take over states by canonical names; every name must be there.
+
+        A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every rank.
+        """
+        if model_state is not None:
+            self._prepared().load_model(model_state)
+        if optim_state is not None:
+            self._prepared(with_optimizer=True).load_optim(optim_state)
+
+    def _unwrapped(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module, which this strategy may have prepared to evaluate before."""
+        if isinstance(model, MMDeepSpeedEngineWrapper) and not self._trains and not self._changes_model():
+            return release_engine(model)
+        if is_model_wrapper(model):
+            raise ConfigError(
+                f"`model` must not be wrapped under DeepSpeed, whose engine wraps it, but is a {type(model).__name__}. "
+                "Give the module inside; to train after an evaluation at stage 3 or in half precision, make another "
+                "Runner"
+            )
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError(
+                f"`model` must have values, but {type(model).__name__} is on the meta device. Make it on the CPU, or "
+                "use strategy 'fsdp', which makes it part by part"
+            )
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise ConfigError(
+                    f"`{name}` must have at least one dimension under DeepSpeed 0.19, which can't send it "
+                    "otherwise. Make it nn.Parameter(torch.ones(1)), or use strategy 'ddp'"
+                )
+        if get_device() == "cpu" and config_rules.is_on(self._config, "fp16"):
+            raise ConfigError(
+                "`fp16` must not be enabled on the CPU, where DeepSpeed does not support it. Use bf16=True"
+            )
+        return model
+
+    def _prepare_evaluation(self, model: nn.Module) -> nn.Module:
+        """Lay the model out with no optimizer: whole on every rank, or sharded at stage 3."""
+        config = config_rules.complete_config(self._config, counts=None, clip_grad=None, world_size=get_world_size())
+        config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+        if config_rules.stage_of(config) < 3:
+            dtype = config_rules.model_dtype(config)
+            model.to(dtype)
+            cast_inputs(model, dtype, self._inputs_to_half)
+            config = {key: value for key, value in config.items() if key not in ("fp16", "bf16")}
+            config["zero_optimization"] = {"stage": 0}
+        engine = start_engine(model, None, config)
+        self._state, self._trains = EngineState(engine, []), False
+        return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half)
+
+    def _changes_model(self) -> bool:
+        """Say whether laying out the model to evaluate leaves it other than it was."""
+        return config_rules.stage_of(self._config) == 3 or config_rules.model_dtype(self._config) != torch.float32
+
+    def _prepared(self, *, with_optimizer: bool = False) -> EngineState:
+        if self._state is None or (with_optimizer and not self._trains):
+            with_what = " with an optim wrapper" if with_optimizer else ""
+            raise RuntimeError(f"{type(self).__name__}.prepare() must be called{with_what} first")
+        return self._state
+
+
+def _names_by_group(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
+    """Return the names of the parameters in each group of the optimizer, before ZeRO replaces them by flat ones."""
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if optimizer is None:  # DeepSpeed's own, over all
+        return [list(names.values())]
+    groups = [group["params"] for group in optimizer.param_groups if group["params"]]
+    if any(parameter not in names for group in groups for parameter in group) or optimizer.state:
+        raise ConfigError(
+            f"`optimizer` must be new and made for trainable parameters of the model, but {type(optimizer).__name__} "
+            "has others or a state already. Give its config instead, as in dict(type='AdamW', lr=1e-3)"
+        )
+    return [[names[parameter] for parameter in group] for group in groups]
+
+
+def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return the config with what it takes to use the optimizer as it is."""
+    full = dict(config)
+    if optimizer is None:
+        section = dict(full["optimizer"])
+        kind = str(section.get("type")).lower()
+        if kind == "muon":
+            raise ConfigError(
+                "`optimizer.type` must not be 'muon', which deals the parameters out to groups of its own, so that "
+                "their states can't be saved by name. Use 'adamw'"
+            )
+        if kind in ("adam", "adamw"):
+            section["params"] = {"torch_adam": True, **section.get("params", {})}
+        full["optimizer"] = section
+    elif type(optimizer) in _ELEMENTWISE:
+        full.setdefault(_UNTESTED, True)
+    elif config_rules.stage_of(full) > 0 and not (_is_deepspeeds(optimizer) or full.get(_UNTESTED)):
+        raise ConfigError(
+            f"`optimizer` must update each number by itself under ZeRO, which cuts parameters into pieces, but is "
+            f"{type(optimizer).__name__}, of which that is not known. Use AdamW, stage=0 or strategy 'fsdp', or set "
+            f"{_UNTESTED}=True if it does"
+        )
+    if config_rules.offloads_optimizer(full):
+        # Otherwise DeepSpeed takes no optimizer but its own, which has to be compiled.
+        full.setdefault("zero_force_ds_cpu_optimizer", False)
+    return full
+
+
+def _is_deepspeeds(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("deepspeed.")

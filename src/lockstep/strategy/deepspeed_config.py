@@ -1,0 +1,232 @@
+"""From the arguments of `DeepSpeedStrategy` and of an optim wrapper to one DeepSpeed config, without contradictions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.registry.nearest import nearest
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+BATCH = "train_batch_size"
+ACCUMULATION = "gradient_accumulation_steps"
+CLIPPING = "gradient_clipping"
+
+# Enough of DeepSpeed's keys to notice a misspelt one, which DeepSpeed itself passes over in silence.
+_KNOWN = (
+    BATCH, MICRO_BATCH, ACCUMULATION, CLIPPING, "optimizer", "scheduler", "zero_optimization", "fp16", "bf16",
+    "torch_autocast", "data_types", "activation_checkpointing", "aio", "steps_per_print", "communication_data_type",
+    "prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "checkpoint",
+    "tensor_parallel", "compile", "log_level",
+)  # fmt: skip
+_REFUSED = {
+    "amp": "DeepSpeed 0.19 has no Apex any more; use fp16=..., bf16=... or torch_autocast=dict(enabled=True, "
+    "dtype='bfloat16')",
+    "managed_gradient_accumulation": "the optim wrapper says where a window of accumulation ends; leave it out",
+}
+
+
+def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one DeepSpeed config from a file or a dict, and from arguments by their DeepSpeed names.
+
+    Args:
+        config: path of a JSON file, or its content. `"auto"` means that a key is not given.
+        arguments: further keys, None where they are not given; also `stage` and `offload`, which stand for parts of
+            `zero_optimization`. `fp16`, `bf16` and `torch_autocast` may be True.
+
+    Raises:
+        ConfigError: two of them contradict each other, a key is misspelt, or DeepSpeed can't do it right.
+    """
+    merged = _without_auto(_read(config))
+    given = {name: value for name, value in arguments.items() if value is not None}
+    stage, offload = given.pop("stage", None), given.pop("offload", False)
+    for name, value in given.items():
+        _settle(merged, name, {"enabled": value} if _is_switch(name, value) else value)
+    for name in merged:
+        if name in _REFUSED and merged[name]:
+            raise ConfigError(f"`{name}` must not be given to DeepSpeedStrategy: {_REFUSED[name]}")
+        if name not in _KNOWN and (meant := nearest(name, _KNOWN)) is not None:
+            raise ConfigError(f"`{name}` is no key of a DeepSpeed config: did you mean `{meant}`?")
+    if config is None and "zero_optimization" not in merged and stage is None:
+        stage = 1
+    zero = dict(merged.get("zero_optimization") or {})
+    if stage is not None:
+        _settle(zero, "stage", stage, "zero_optimization.")
+    if zero.get("stage", 0) not in (0, 1, 2, 3):
+        raise ConfigError(f"`zero_optimization.stage` must be 0, 1, 2 or 3, but is {zero['stage']!r}")
+    if offload:
+        _add_offload(zero)
+    merged["zero_optimization"] = zero
+    _check_precision(merged)
+    return merged
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage of a config."""
+    stage: int = config["zero_optimization"].get("stage", 0)
+    return stage
+
+
+def is_on(config: Mapping[str, Any], section: str) -> bool:
+    """Say whether a section such as `bf16` is there and enabled."""
+    return bool((config.get(section) or {}).get("enabled", False))
+
+
+def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the precision of the weights that the model computes with."""
+    if is_on(config, "fp16"):
+        return torch.float16
+    return torch.bfloat16 if is_on(config, "bf16") else torch.float32
+
+
+def offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    """Say whether the optimizer's state is kept in CPU memory or on disk."""
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    return offload.get("device", "none") in ("cpu", "nvme")
+
+
+def complete_config(
+    config: Mapping[str, Any], *, counts: int | None, clip_grad: Mapping[str, Any] | None, world_size: int
+) -> dict[str, Any]:
+    """Return the config with accumulation, clipping and batch sizes stated, as the optim wrapper wants them.
+
+    Args:
+        config: from `read_config`.
+        counts: the optim wrapper's `accumulative_counts`, None where it does not say.
+        clip_grad: its `clip_grad`, None where it does not say.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: the optim wrapper and the config contradict each other, or the batch sizes do.
+    """
+    full = deepcopy(dict(config))
+    full[ACCUMULATION] = _accumulation(full, counts, world_size)
+    full[CLIPPING] = _clipping(full, clip_grad)
+    ranks = full[ACCUMULATION] * world_size
+    batch, micro = full.get(BATCH), full.get(MICRO_BATCH)
+    if micro is None:
+        # DeepSpeed only counts samples with it; how large batches are is up to the data loader.
+        micro = 1 if batch is None else batch // ranks
+    if batch is not None and batch != micro * ranks:
+        raise ConfigError(
+            f"`{BATCH}` must be {MICRO_BATCH} * {ACCUMULATION} * world size, but is {batch}, and they are "
+            f"{micro} * {full[ACCUMULATION]} * {world_size}. Leave out `{BATCH}`"
+        )
+    full[MICRO_BATCH], full[BATCH] = micro, micro * ranks
+    return full
+
+
+def _read(config: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    if config is None or isinstance(config, Mapping):
+        return deepcopy(dict(config or {}))
+    path = Path(config)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"`config` must be a DeepSpeed config or the path of one in JSON, but {path}: {error}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"`config` must hold one JSON object, but {path} holds {type(content).__name__}")
+    return content
+
+
+def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+    for section in ("optimizer", "scheduler"):
+        for path in _autos(config.get(section), section):
+            raise ConfigError(
+                f"`{path}` must have a value, but is 'auto', which means something to HuggingFace's Trainer only. Give "
+                f"the value, or leave out `{section}` and give the Runner an optim_wrapper or param_scheduler"
+            )
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value != "auto"
+    }
+
+
+def _autos(tree: Any, path: str) -> Iterator[str]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _autos(value, f"{path}.{key}")
+    elif tree == "auto":
+        yield path
+
+
+def _is_switch(name: str, value: Any) -> bool:
+    return name in ("fp16", "bf16", "torch_autocast") and isinstance(value, bool)
+
+
+def _settle(config: dict[str, Any], name: str, value: Any, prefix: str = "") -> None:
+    if name in config and config[name] != value:
+        raise ConfigError(
+            f"`{prefix}{name}` must be given once, but is {config[name]!r} in the DeepSpeed config and {value!r} as an "
+            "argument. Leave out one"
+        )
+    config[name] = value
+
+
+def _add_offload(zero: dict[str, Any]) -> None:
+    if zero.get("stage", 0) == 0:
+        raise ConfigError("`offload` needs a ZeRO stage of at least 1, but the stage is 0. Use stage=1, 2 or 3")
+    zero.setdefault("offload_optimizer", {"device": "cpu"})
+    if zero["stage"] == 3:
+        zero.setdefault("offload_param", {"device": "cpu"})
+
+
+def _check_precision(config: Mapping[str, Any]) -> None:
+    if is_on(config, "fp16") and is_on(config, "bf16"):
+        raise ConfigError("`fp16` and `bf16` must not be enabled both. Leave out one")
+    if stage_of(config) > 0:
+        return
+    for name in ("fp16", "bf16"):
+        if is_on(config, name):
+            raise ConfigError(
+                f"`{name}` needs a ZeRO stage of at least 1, but the stage is 0, where DeepSpeed 0.19 updates wrongly "
+                "(bf16) or keeps its full weights to itself (fp16). Use stage=1, or torch_autocast=dict(enabled=True, "
+                "dtype='bfloat16')"
+            )
+    autocast = config.get("torch_autocast") or {}
+    if is_on(config, "torch_autocast") and str(autocast.get("dtype")).removeprefix("torch.") in ("float16", "fp16"):
+        raise ConfigError("`torch_autocast` in float16 needs a ZeRO stage of at least 1, but it is 0. Use stage=1")
+
+
+def _accumulation(config: Mapping[str, Any], counts: int | None, world_size: int) -> int:
+    stated: int | None = config.get(ACCUMULATION)
+    if stated is None and config.get(BATCH) is not None and config.get(MICRO_BATCH) is not None:
+        stated = max(1, config[BATCH] // (config[MICRO_BATCH] * world_size))
+    if counts is None or stated is None:
+        return counts or stated or 1
+    if counts != stated:
+        raise ConfigError(
+            f"`accumulative_counts` of the optim wrapper must agree with `{ACCUMULATION}` of the DeepSpeed config, but "
+            f"they are {counts} and {stated}. Leave out one"
+        )
+    return counts
+
+
+def _clipping(config: Mapping[str, Any], clip_grad: Mapping[str, Any] | None) -> float:
+    stated = config.get(CLIPPING)
+    if clip_grad is None:
+        return float(stated or 0.0)
+    rest = {key: value for key, value in clip_grad.items() if key not in ("type", "max_norm", "foreach")}
+    kind = clip_grad.get("type", "norm")
+    if kind != "norm" or rest.pop("norm_type", 2) != 2 or rest.pop("error_if_nonfinite", False):
+        raise ConfigError(
+            f"`clip_grad` must be dict(max_norm=...) under DeepSpeed, which clips by the 2-norm only, but is "
+            f"{dict(clip_grad)}. Use strategy 'fsdp' or 'ddp' for another clipping"
+        )
+    max_norm = float(clip_grad["max_norm"])
+    if stated is not None and float(stated) != max_norm:
+        raise ConfigError(
+            f"`clip_grad` of the optim wrapper must agree with `{CLIPPING}` of the DeepSpeed config, but they are "
+            f"{dict(clip_grad)} and {stated}. Leave out one"
+        )
+    return max_norm

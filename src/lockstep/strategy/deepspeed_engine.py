@@ -1,0 +1,162 @@
+"""Starting a DeepSpeed engine in lockstep's group, and the model wrapper around it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.device import get_device
+from lockstep.dist import broadcast, get_backend, get_local_rank, init_dist, is_distributed
+from lockstep.dist.engines import adopt_group, load_engine, undisturbed
+from lockstep.errors import ConfigError
+from lockstep.model import steps
+from lockstep.registry import MODEL_WRAPPERS
+from lockstep.tree import tree_map
+
+
+def join_engine() -> None:
+    """Let DeepSpeed use the default group; without one, this process becomes a group of one.
+
+    **Collective**: every rank.
+    """
+    if not is_distributed():
+        init_dist("none")
+    adopt_group("deepspeed", get_backend() or "gloo")
+    # DeepSpeed 0.19 calls two collectives by names that torch 2.13 calls old, in every step.
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", rf"`torch.distributed.{name}` is deprecated", FutureWarning)
+
+
+def start_engine(model: nn.Module, optimizer: Optimizer | None, config: Mapping[str, Any]) -> Any:
+    """Return a DeepSpeed engine for `model`, all ranks beginning with the parameters and buffers of rank 0.
+
+    **Collective**: every rank.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the config.
+    """
+    for buffer in model.buffers():
+        broadcast(buffer)  # DeepSpeed sends parameters only
+    config = dict(config)
+    schedule = _torch_schedule(config.get("scheduler"))
+    if schedule is not None:
+        del config["scheduler"]
+    try:
+        with undisturbed({"LOCAL_RANK": str(get_local_rank())}):
+            engine, *_ = load_engine("deepspeed").initialize(
+                model=model, optimizer=optimizer, config=config, lr_scheduler=schedule, dist_init_required=False
+            )
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise ConfigError(f"DeepSpeed refuses what it is given: {error}") from error
+    return engine
+
+
+def _torch_schedule(section: Mapping[str, Any] | None) -> Callable[[Optimizer], LRScheduler] | None:
+    """Return what makes the schedule that a config's section names, where it is one of torch's.
+
+    **Source**: DeepSpeed 0.19 knows these, too, but gives them its own optimizer, which torch refuses.
+    """
+    name = (section or {}).get("type")
+    if section is None or hasattr(load_engine("deepspeed.runtime.lr_schedules"), str(name)):
+        return None
+    schedule = getattr(lr_scheduler, str(name), None)
+    if not (isinstance(schedule, type) and issubclass(schedule, LRScheduler)):
+        raise ConfigError(f"`scheduler.type` must be a schedule of DeepSpeed's or torch's, but is {name!r}")
+    return partial(schedule, **section.get("params", {}))
+
+
+def release_engine(wrapper: MMDeepSpeedEngineWrapper) -> nn.Module:
+    """Return the module inside a wrapper whose engine only evaluates, free of that engine."""
+    engine = wrapper.model
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    engine.destroy()
+    return wrapper.module
+
+
+@MODEL_WRAPPERS.register_module()
+class MMDeepSpeedEngineWrapper(nn.Module):
+    """The steps of a model, around a DeepSpeed engine.
+
+    Args:
+        model: the engine.
+        inputs_to_half: with `bf16` or `fp16`, which inputs of the model's `forward` are brought to that precision, by
+            position or by name; by default all floating-point tensors.
+
+    Attributes:
+        model: the engine.
+        module: the user's own module.
+    """
+
+    module: nn.Module
+    model: Any
+
+    def __init__(self, *, model: Any, inputs_to_half: Iterable[int | str] | None = None) -> None:
+        super().__init__()
+        # The engine is a module, too, and would put every parameter under two names.
+        self.__dict__["model"] = model
+        self.module = model.module
+        cast_inputs(self.module, model.get_data_types()[0], inputs_to_half)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model through the engine, whose backward pass belongs to it."""
+        return self.model(*args, **kwargs)
+
+    def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
+        """Train on this rank's part of the batch, and return this rank's values to log.
+
+        **Collective**: every rank.
+        """
+        return steps.train_step(self, data, optim_wrapper)
+
+    def val_step(self, data: Any) -> Any:
+        """Return what the model predicts for this rank's batch.
+
+        **Collective**: every rank at ZeRO stage 3, where parameters are gathered; nothing is sent at the others.
+        """
+        with self._autocast():
+            return steps.own_step(self.module, "val_step", data)
+
+    def test_step(self, data: Any) -> Any:
+        """Return what the model predicts for this rank's batch; see `val_step`."""
+        with self._autocast():
+            return steps.own_step(self.module, "test_step", data)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: the optim wrapper tells the engine when gradients are to be averaged."""
+        return nullcontext()
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether a forward pass, also of a validation, needs every rank."""
+        stage: int = self.model.zero_optimization_stage()
+        return stage == 3
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if not self.model.torch_autocast_enabled():
+            return nullcontext()
+        return torch.autocast(get_device(), dtype=self.model.torch_autocast_dtype())
+
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype, which: Iterable[int | str] | None) -> None:
+    """Have floating-point inputs of `module` brought to `dtype` before each forward pass, unless that is float32."""
+    if dtype == torch.float32:
+        return
+    chosen = None if which is None else frozenset(which)
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cast_args = tuple(tree_map(cast, v) if chosen is None or i in chosen else v for i, v in enumerate(args))
+        return cast_args, {k: tree_map(cast, v) if chosen is None or k in chosen else v for k, v in kwargs.items()}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)

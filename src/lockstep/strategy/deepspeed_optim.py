@@ -1,0 +1,218 @@
+"""`DeepSpeedOptimWrapper`, and the optimizers that DeepSpeed brings."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.dist.engines import load_engine
+from lockstep.errors import ConfigError
+from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
+from lockstep.optim.clipping import gradient_norm
+from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
+
+if TYPE_CHECKING:
+    from lockstep.strategy.deepspeed_state import EngineState
+
+_HOMES = {
+    "DeepSpeedCPUAdam": "deepspeed.ops.adam",
+    "FusedAdam": "deepspeed.ops.adam",
+    "DeepSpeedCPUAdagrad": "deepspeed.ops.adagrad",
+    "FusedLamb": "deepspeed.ops.lamb",
+    "DeepSpeedCPULion": "deepspeed.ops.lion",
+    "FusedLion": "deepspeed.ops.lion",
+}
+
+
+def _register(name: str, home: str) -> None:
+    def make(params: Any, **options: Any) -> Optimizer:
+        optimizer: Optimizer = getattr(load_engine(home), name)(params, **options)
+        return optimizer
+
+    make.__qualname__ = name
+    OPTIMIZERS.register_module(name=name, module=make)
+
+
+for _name, _home in _HOMES.items():
+    _register(_name, _home)
+
+
+@OPTIM_WRAPPERS.register_module()
+class DeepSpeedOptimWrapper(OptimWrapper):
+    """An optimizer whose backward passes and updates a DeepSpeed engine does.
+
+    The engine averages gradients over ranks and clips them; where a window of accumulation ends, and by how much a
+    loss is divided, it is told, so that the last window, which may be shorter, divides right. `optimizer` is the one
+    that the engine really uses: a scheduler that changes its learning rates changes the update.
+
+    Args:
+        optimizer: as for `OptimWrapper`.
+        accumulative_counts: as for `OptimWrapper`.
+        clip_grad: `dict(max_norm=...)`.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(optimizer, accumulative_counts, clip_grad)
+        self._engine: Any = None
+        self._state: EngineState | None = None
+
+    def attach(self, engine: Any, state: EngineState) -> None:
+        """Hand over the engine that this wrapper is to drive, and the view of its state."""
+        self._engine = engine
+        self._state = state
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
+        """Say how many batches there have been and will be; a scheduler of DeepSpeed's own goes on from there."""
+        super().initialize_count_status(model, init_counts, max_counts)
+        schedule = self.engine.lr_scheduler
+        updates = init_counts // self._accumulative_counts
+        if schedule is None or updates == 0:
+            return
+        for group in self.param_groups:
+            group["lr"] = group.get("initial_lr", group["lr"])
+        with warnings.catch_warnings():
+            # torch's schedules miss the optimizer's steps of the run before.
+            warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)")
+            for _ in range(updates):
+                schedule.step()
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: autocast and synchronisation are the engine's."""
+        return nullcontext()
+
+    def update_params(
+        self,
+        loss: Tensor,
+        step_kwargs: Mapping[str, Any] | None = None,
+        zero_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Run the backward pass; at the end of a window update the parameters and clear gradients.
+
+        Args:
+            loss: the scalar to minimise, of one batch and not divided by anything.
+            step_kwargs: passed on to the engine's `step`.
+            zero_kwargs: mean nothing here; the engine clears gradients.
+
+        **Collective**: every rank.
+        """
+        self.backward(self.scale_loss(loss))
+        if self.should_update():
+            self._even_out()
+        self.step(**(step_kwargs or {}))
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a scaled loss, and count the batch."""
+        self.engine.set_gradient_accumulation_boundary(self.should_sync())
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        self._inner_count += 1
+
+    def step(self, **kwargs: Any) -> None:
+        """Let the engine update the parameters if a window ends here, and clear the gradients."""
+        ends = self.should_update()
+        wants_norm = ends and self._clip_type is not None
+        by_engine = self.engine.zero_optimization_stage() > 0
+        if wants_norm and not by_engine:  # where the engine clips without telling
+            self._grad_norm = gradient_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
+        self.engine.step(**kwargs)
+        if wants_norm and by_engine:
+            self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients. The engine does it by itself after an update."""
+        self.engine.optimizer.zero_grad(**kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state in canonical form. **Collective**: every rank."""
+        return self._attached_state().optim_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state in canonical form. **Collective**: every rank."""
+        self._attached_state().load_optim(state_dict)
+
+    @property
+    def engine(self) -> Any:
+        """The DeepSpeed engine.
+
+        Raises:
+            RuntimeError: there is none yet.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "DeepSpeedOptimWrapper must be given an engine, but has none. Give it to a Runner with "
+                "strategy='deepspeed', or to DeepSpeedStrategy.prepare, and use the one that comes back"
+            )
+        return self._engine
+
+    def _attached_state(self) -> EngineState:
+        _ = self.engine
+        assert self._state is not None  # comes with the engine
+        return self._state
+
+    def _even_out(self) -> None:
+        factor = self._sample_weights.correction()
+        if factor != 1:
+            parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+            load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
+                parameters, lambda gradient, _: gradient * factor
+            )
+
+
+class Asked(NamedTuple):
+    """What an optim wrapper asks for.
+
+    Attributes:
+        optimizer: None where DeepSpeed is to build the one in its config.
+        counts: number of batches per update, None where nothing is said.
+        clip_grad: None where nothing is said.
+    """
+
+    optimizer: Optimizer | None
+    counts: int | None
+    clip_grad: Mapping[str, Any] | None
+
+
+def read_optim(model: nn.Module, optim_wrapper: Any, *, has_own: bool) -> Asked:
+    """Return what an optim wrapper, an optimizer or a config asks for.
+
+    Args:
+        model: the model, not wrapped yet.
+        optim_wrapper: as for `Strategy.prepare`.
+        has_own: whether DeepSpeed's config names an optimizer.
+
+    Raises:
+        ConfigError: it is a wrapper that DeepSpeed can't stand in for, or there are two optimizers.
+    """
+    cfg = optim_wrapper if isinstance(optim_wrapper, Mapping) else {}
+    if has_own:
+        if not isinstance(optim_wrapper, Mapping) or cfg.keys() - {"type", "accumulative_counts", "clip_grad"}:
+            raise ConfigError(
+                "`optimizer` must be given once, but is in the DeepSpeed config and in `optim_wrapper`. Leave out one"
+            )
+        return Asked(None, cfg.get("accumulative_counts"), cfg.get("clip_grad"))
+    built = build_optim_wrapper(model, optim_wrapper)
+    if type(built) not in (OptimWrapper, DeepSpeedOptimWrapper):
+        raise ConfigError(_not_wanted(built))
+    clip_grad = {"type": built._clip_type, **built._clip_kwargs} if built._clip_type else None
+    counts = cfg.get("accumulative_counts", None if built._accumulative_counts == 1 else built._accumulative_counts)
+    return Asked(built.optimizer, counts, clip_grad)
+
+
+def _not_wanted(built: OptimWrapper) -> str:
+    if isinstance(built, OptimWrapperDict):
+        return (
+            "`optim_wrapper` must have one optimizer under DeepSpeed, whose engine drives a single one, but has those "
+            f"of {', '.join(built)}. Use strategy 'ddp' with MMSeparateDistributedDataParallel, or 'fsdp'"
+        )
+    return (
+        f"`optim_wrapper` must be an OptimWrapper or a DeepSpeedOptimWrapper under DeepSpeed, but is a "
+        f"{type(built).__name__}. For mixed precision give the strategy bf16=True, fp16=True or "
+        "torch_autocast=dict(enabled=True, dtype='bfloat16')"
+    )

@@ -1,0 +1,55 @@
+"""A stream of samples without an end."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.dataset import DefaultSampler, InfiniteSampler, length_of
+from lockstep.dataset.loader import build_dataloader
+from lockstep.errors import ConfigError
+from lockstep.testing import ranks, run_ranks
+
+
+def taken(length: int, count: int, skipped: int = 0, **kwargs) -> list[int]:
+    sampler = InfiniteSampler(range(length), **kwargs)
+    sampler.skip(skipped)
+    return list(islice(sampler, count))
+
+
+@settings(max_examples=30)
+@given(length=st.integers(1, 20), size=st.integers(1, 4), shuffle=st.booleans(), skipped=st.integers(0, 50))
+def test_one_stream_is_dealt_to_any_number_of_ranks(length, size, shuffle, skipped):
+    kwargs = {"shuffle": shuffle, "seed": 3}
+    stream = []
+    for epoch in range(220 // length + 1):
+        sampler = DefaultSampler(range(length), **kwargs, share=(0, 1))
+        sampler.set_epoch(epoch)
+        stream += sampler
+    parts = run_ranks(size, taken, length, 5, skipped, **kwargs)
+    dealt = list(chain.from_iterable(zip(*parts, strict=True)))
+    assert dealt == stream[skipped * size :][: 5 * size]
+
+
+@ranks(2)
+def test_in_a_loader_it_has_the_runs_seed_and_no_length():
+    loader = build_dataloader({"dataset": range(7), "sampler": {"type": "InfiniteSampler"}, "batch_size": 2}, seed=5)
+    assert loader.sampler.seed == 5
+    assert length_of(loader) is None
+    assert list(islice(loader.sampler, 3)) == taken(7, 3, seed=5)
+
+
+def test_skipping_is_for_one_pass():
+    sampler = InfiniteSampler(range(5), seed=0)
+    whole = list(islice(sampler, 12))
+    sampler.skip(7)
+    assert list(islice(sampler, 5)) == whole[7:]
+    assert list(islice(sampler, 12)) == whole
+
+
+def test_there_must_be_something():
+    with pytest.raises(ConfigError, match=r"at least one sample, but has none \(rank 0 of 1\)"):
+        InfiniteSampler([])

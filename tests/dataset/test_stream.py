@@ -1,0 +1,204 @@
+"""Iterable data over ranks and workers: each sample once, one order, a position that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from lockstep.dataset import build_dataloader, length_of, position_of, restore_position, set_epoch
+from lockstep.dist import all_gather_object
+from lockstep.errors import ConfigError
+from lockstep.testing import ranks, run_ranks
+
+
+class Numbers(IterableDataset[int]):
+    """Shuffles by its epoch, and can say where it is."""
+
+    def __init__(self, length: int = 23) -> None:
+        self.length, self.epoch, self.next, self.made = length, 0, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.next < self.length:
+            self.next += 1
+            self.made += 1
+            yield order[self.next - 1]
+
+
+class Plain(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(23))
+
+
+class Parted(Numbers):
+    def __init__(self, length: int = 23, part: int = 0, parts: int = 1) -> None:
+        super().__init__(length)
+        self.part, self.parts = part, parts
+
+    def split_over(self, part: int, parts: int) -> Parted:
+        made = Parted(self.length, part, parts)
+        made.set_epoch(self.epoch)
+        return made
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number in super().__iter__() if number % self.parts == self.part)
+
+
+class Asking(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(23) if info is None else range(info.id, 23, info.num_workers))
+
+
+def loader(dataset: Any, workers: int = 0, batch_size: int | None = 2, **more: Any) -> Any:
+    # Forked: starting workers otherwise takes seconds each.
+    context = {"multiprocessing_context": "fork"} if workers else {}
+    return build_dataloader(
+        {"dataset": dataset, "num_workers": workers, "batch_size": batch_size, **context, **more}, seed=0
+    )
+
+
+def seen(data: Any) -> list[list[int]]:
+    return [torch.as_tensor(batch).reshape(-1).tolist() for batch in data]
+
+
+def order_of(epoch: int) -> list[int]:
+    return torch.randperm(23, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+
+def passes(dataset: Any, workers: int, batch_size: int, count: int, persistent: bool) -> list[list[list[int]]]:
+    data = loader(dataset, workers, batch_size, persistent_workers=persistent)
+    seen_by_pass = []
+    for epoch in range(count):
+        set_epoch(data, epoch)
+        seen_by_pass.append(seen(data))
+    return seen_by_pass
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_order_depends_on_the_stream_alone(size, workers, persistent):
+    batch_size = 4 // size
+    by_rank = run_ranks(size, passes, Numbers(), workers, batch_size, 2, persistent)
+    for epoch in range(2):
+        order = order_of(epoch)
+        for rank, epochs in enumerate(by_rank):
+            own = order[rank::size]
+            assert epochs[epoch] == [own[i : i + batch_size] for i in range(0, len(own), batch_size)]
+
+
+@ranks(2)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Plain, Parted])
+def test_every_sample_is_seen_once(kind, workers):
+    parts = all_gather_object(seen(loader(kind(), workers)))
+    numbers = [number for part in parts for batch in part for number in batch]
+    assert sorted(numbers) == list(range(23))
+
+
+@ranks(2)
+def test_a_data_set_that_asks_for_its_worker_has_to_be_spoken_for():
+    with pytest.raises(ConfigError, match=r"`split` must be given.*Asking.__iter__ asks for its worker"):
+        loader(Asking())
+    assert sum(map(len, seen(loader(Asking(), split=False)))) == 23
+    assert sum(map(len, seen(loader(Asking(), split=True)))) in (11, 12)
+
+
+def test_on_one_rank_a_data_set_that_asks_for_its_worker_is_left_to_it():
+    numbers = [number for batch in seen(loader(Asking(), workers=2)) for number in batch]
+    assert sorted(numbers) == list(range(23))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Numbers, Parted])
+@pytest.mark.parametrize("done", [1, 4])
+def test_a_position_is_kept_exactly(kind, workers, done):
+    def begun(epoch: int) -> Any:
+        data = loader(kind(), workers)
+        set_epoch(data, epoch)
+        return data
+
+    whole = begun(1)
+    batches = iter(whole)
+    first = [next(batches).tolist() for _ in range(done)]
+    position = position_of(whole)
+    rest = [batch.tolist() for batch in batches]
+
+    again = begun(1)
+    assert restore_position(again, position)
+    assert seen(again) == rest
+    if workers == 0:  # nothing of the past has been made again
+        source = again.dataset.dataset if kind is Numbers else again.dataset._source
+        assert source.made == 23 - position["workers"][0]["dataset"]["next"]
+    # The passes after that are whole ones.
+    set_epoch(again, 2)
+    fresh = begun(2)
+    assert seen(again) == seen(fresh)
+    assert len(first) + len(rest) == len(seen(begun(1)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_that_was_left_is_forgotten(workers):
+    data = loader(Numbers(), workers)
+    whole = seen(data)
+    next(iter(data))
+    assert seen(data) == whole
+    batches = iter(data)
+    for _ in range(12):
+        next(batches)
+    again = loader(Numbers(), workers)
+    assert restore_position(again, position_of(data))
+    assert seen(again) == []
+    assert seen(again) == whole
+
+
+@ranks(2)
+def test_a_position_of_other_workers_is_not_taken():
+    data = loader(Numbers(), workers=2)
+    next(iter(data))
+    assert not restore_position(loader(Numbers(), workers=0), position_of(data))
+    assert position_of(loader(Plain())) is None
+    assert not restore_position(loader(Plain()), None)
+
+
+def test_lengths():
+    class Sized(Plain):
+        def __len__(self) -> int:
+            return 23
+
+    assert length_of(loader(Plain())) is None
+    assert length_of(loader(Sized())) == 12
+    assert length_of(loader(Sized(), drop_last=True)) == 11
+    assert length_of(loader(Sized(), split=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("cfg", "says"),
+    [
+        ({"dataset": Plain(), "shuffle": True}, "an order of its own"),
+        ({"dataset": Plain(), "sampler": {"type": "DefaultSampler"}}, "an order of its own"),
+        ({"dataset": Plain(), "split": "no"}, "`split` must be True, False or None"),
+        ({"dataset": [1, 2], "split": True}, "`split` is for iterable data sets, but list is none"),
+    ],
+)
+def test_wrong_configs_are_refused(cfg, says):
+    with pytest.raises(ConfigError, match=says):
+        build_dataloader(cfg, seed=0)
+
+
+def test_samples_need_not_be_put_into_batches():
+    assert seen(loader(Plain(), batch_size=None)) == [[number] for number in range(23)]

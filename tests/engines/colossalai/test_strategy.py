@@ -1,0 +1,347 @@
+"""`ColossalAIStrategy` in a Runner, tensor parallelism by plans and policies, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.dist import all_reduce, get_rank, get_world_size, init_dist, is_distributed
+from lockstep.errors import ConfigError
+from lockstep.hooks import Hook
+from lockstep.model import MMDistributedDataParallel, is_model_wrapper, unwrap_model
+from lockstep.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
+from lockstep.runner import Runner
+from lockstep.strategy import (
+    ColossalAIModelWrapper,
+    ColossalAIOptimWrapper,
+    ColossalAIStrategy,
+    DDPStrategy,
+    build_strategy,
+)
+from lockstep.testing import ranks, run_ranks
+
+from .training import PLUGINS, assert_equal, config_of, strategy_of, train, whole
+
+X = torch.randn(22, 6, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True).sin()
+SGD = {"optimizer": {"type": "SGD", "lr": 0.1}}
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "tensor") -> Any:
+        out = self.down(self.up(x).tanh())
+        return (out - y).square().mean() if mode == "loss" else (torch.cat([-out, out], 1), y.flatten())
+
+
+class Trace(Hook):
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.norms: list[float] = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        self.losses.append(outputs["loss"] * runner.train_loop.samples)
+        if runner.optim_wrapper.grad_norm is not None:
+            self.norms.append(runner.optim_wrapper.grad_norm.item())
+
+
+def run(work_dir: Path, strategy: Any, batch_size: int) -> tuple[list[float], list[float], float]:
+    """Train with a last window and a last batch that are short, a schedule, validation and clipping."""
+    torch.manual_seed(3)
+    trace = Trace()
+    runner = Runner(
+        Regression(),
+        work_dir,
+        train_dataloader={"dataset": TensorDataset(X, Y), "batch_size": batch_size, "shuffle": False},
+        train_cfg={"max_epochs": 3},
+        val_dataloader={"dataset": TensorDataset(X, (Y > 0).long()), "batch_size": batch_size},
+        val_evaluator={"type": "Accuracy"},
+        optim_wrapper={
+            "optimizer": {"type": "AdamW", "lr": 0.05}, "accumulative_counts": 5, "clip_grad": {"max_norm": 0.5},
+        },
+        param_scheduler={"type": "CosineAnnealingLR"},
+        custom_hooks=[trace],
+        strategy=strategy,
+        randomness={"seed": 0},
+    )  # fmt: skip
+    runner.train()
+    sums = torch.stack(trace.losses)
+    shares = runner.strategy.data_share[1]
+    if shares > 1:
+        all_reduce(sums)
+    return sums.tolist(), trace.norms, runner.val_loop.metrics["accuracy"]
+
+
+@pytest.mark.parametrize("kind", PLUGINS)
+def test_a_runner_trains_and_validates_as_on_one_process(kind: str, tmp_path: Path):
+    losses, norms, accuracy = run_ranks(1, run, tmp_path, "single", 4)[0]
+    strategy = {**config_of(kind)}
+    if kind == "tp2":
+        strategy["tensor_parallel"] = {"degree": 2, "plan": {"up": "colwise", "down": "rowwise"}}
+    for rank_losses, rank_norms, rank_accuracy in run_ranks(2, run, tmp_path, strategy, 4 if kind == "tp2" else 2):
+        assert rank_losses == pytest.approx(losses, rel=1e-5)
+        assert rank_norms == pytest.approx(norms, rel=1e-5)
+        assert rank_accuracy == accuracy
+        assert len(norms) > 5
+
+
+@ranks(2)
+def test_mmengines_names_and_spellings_are_understood():
+    assert STRATEGIES["colossalai"] is ColossalAIStrategy
+    assert MODEL_WRAPPERS["CollosalAIModelWrapper"] is ColossalAIModelWrapper
+    plugins = ("lowlevel-zero", "LowLevelZeroPlugin", {"type": "low_level_zero", "stage": 1})
+    for plugin in plugins:
+        strategy = build_strategy(
+            {
+                "type": "ColossalAIStrategy",
+                "plugin": plugin,
+                "model_wrapper": {"type": "CollosalAIModelWrapper"},
+            }
+        )
+        model, optim_wrapper = strategy.prepare(
+            Regression(), {"type": "ColossalAIOptimWrapper", "optimizer": {"type": "SGD", "lr": 0.1}}
+        )
+        assert is_model_wrapper(model)
+        assert isinstance(unwrap_model(model), Regression)
+        assert isinstance(optim_wrapper, ColossalAIOptimWrapper)
+        assert model.train_step((X[:2], Y[:2]), optim_wrapper)["loss"] > 0
+        assert model.val_step((X[:2], Y[:2]))[0].shape == model.test_step((X[:2], Y[:2]))[0].shape == (2, 2)
+
+
+@ranks(2)
+def test_everybody_begins_as_rank_0_and_an_optimizer_may_be_given():
+    for kind in ("ddp", "zero1", "zero2", "hybrid"):
+        torch.manual_seed(get_rank())
+        model = Regression()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        strategy = strategy_of(kind)
+        _, optim_wrapper = strategy.prepare(model, OptimWrapper(optimizer, accumulative_counts=2))
+        torch.manual_seed(0)
+        for name, value in Regression().state_dict().items():
+            assert torch.equal(strategy.model_state()[name], value)
+        assert optim_wrapper.get_lr() == {"lr": [0.5]}
+        assert optim_wrapper.optimizer is optimizer
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "hybrid"])
+def test_between_updates_nothing_is_sent(kind: str):
+    model, optim_wrapper = strategy_of(kind).prepare(
+        Regression(), {"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": 2}
+    )
+    share = slice(4 * get_rank(), 4 * get_rank() + 4)
+    model.train_step((X[share], Y[share]), optim_wrapper)
+    gradient = model.module.up.weight.grad.clone()
+    mean = gradient.clone()
+    all_reduce(mean, "mean")
+    assert not torch.allclose(gradient, mean)
+
+
+class Planned(Regression):
+    _tp_plan = {"up": "colwise", "down": "rowwise"}
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp_size": 2},
+        {"tensor_parallel": 2},
+        {"plugin": {"type": "hybrid", "tp_size": 2}, "tensor_parallel": {"plan": {"up": "colwise"}}},
+    ],
+)
+def test_a_plan_may_be_the_models_own_or_stand_beside_the_degree(options: dict[str, Any]):
+    strategy = strategy_of("hybrid", **options)
+    model, _ = strategy.prepare(Planned(), SGD)
+    weight = model.module.up.weight
+    assert weight.shape == (4, 6)
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+    assert strategy.data_share == (0, 1)
+    assert whole(strategy.model_state())["up.weight"].shape == (8, 6)
+
+
+@ranks(2)
+def test_under_ddp_any_optim_wrapper_works_as_under_pytorchs():
+    losses = []
+    for strategy in (DDPStrategy(), strategy_of("ddp")):
+        optim = {"type": "AmpOptimWrapper", "dtype": "bfloat16", "clip_grad": {"type": "value", "clip_value": 0.1}}
+        torch.manual_seed(0)
+        model, optim_wrapper = strategy.prepare(Regression(), {**optim, **SGD})
+        assert isinstance(optim_wrapper, AmpOptimWrapper)
+        losses.append([model.train_step((X[:4], Y[:4]), optim_wrapper)["loss"].item() for _ in range(4)])
+    assert losses[0] == losses[1]
+
+
+@ranks(1, fresh=True)
+def test_one_process_becomes_a_group_of_one():
+    assert not is_distributed()
+    plain = train("single")
+    assert not is_distributed()
+    assert train("zero1")[0] == pytest.approx(plain[0], abs=5e-6)
+    assert is_distributed()
+
+
+@ranks(2, fresh=True)
+def test_the_group_of_init_dist_is_adopted():
+    init_dist("pytorch", init_backend="colossalai")
+    assert get_world_size() == 2
+    model, optim_wrapper = ColossalAIStrategy().prepare(Regression(), {"optimizer": {"type": "SGD", "lr": 0.1}})
+    assert model.train_step((X[:2], Y[:2]), optim_wrapper)["loss"] > 0
+
+
+@ranks(2)
+def test_without_an_optim_wrapper_the_model_is_only_looked_at():
+    strategy = strategy_of("tp2")
+    model = Regression()
+    assert strategy.prepare(model) == (model, None)
+    assert strategy.data_share == (get_rank(), 2)
+    assert strategy.model_state().keys() == model.state_dict().keys()
+    strategy.load_state({name: torch.zeros_like(value) for name, value in strategy.model_state().items()})
+    assert model(X, Y)[0].sum() == 0
+
+
+def fused_policy() -> Any:
+    from colossalai.shardformer.layer import FusedLinear1D_Col
+    from colossalai.shardformer.policies.base_policy import (
+        ModulePolicyDescription,
+        Policy,
+        SubModuleReplacementDescription,
+    )
+
+    class FusedPolicy(Policy):
+        def config_sanity_check(self) -> None: ...
+
+        def preprocess(self) -> nn.Module:
+            return self.model
+
+        def postprocess(self) -> nn.Module:
+            return self.model
+
+        def module_policy(self) -> dict[Any, Any]:
+            replaced = [SubModuleReplacementDescription("qkv", FusedLinear1D_Col, {"split_sizes": [8] * 3})]
+            return {nn.ModuleDict: ModulePolicyDescription(sub_module_replacement=replaced)}
+
+    return FusedPolicy()
+
+
+@ranks(2, fresh=True, warnings="ignore")  # it imports ColossalAI by itself
+def test_a_policy_that_fuses_what_it_splits_is_refused():
+    init_dist("pytorch")
+    with pytest.raises(ConfigError, match=r"must split each parameter along one dim, but splits 'qkv.weight'"):
+        strategy_of("hybrid", tp_size=2, custom_policy=fused_policy()).prepare(
+            nn.ModuleDict({"qkv": nn.Linear(8, 24)}), SGD
+        )
+
+
+@ranks(2)
+def test_a_model_of_huggingfaces_is_split_by_colossalais_own_policy():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=99, num_attention_heads=4, num_key_value_heads=2, use_cache=False, **sizes)
+    words = torch.randint(99, (8, 12), generator=torch.Generator().manual_seed(2))
+    results = []
+    for strategy in (DDPStrategy(), strategy_of("hybrid", tp_size=2)):
+        optim = {"optimizer": {"type": "AdamW", "lr": 3e-3}, "clip_grad": {"max_norm": 0.5}}
+        torch.manual_seed(4)
+        model, optim_wrapper = strategy.prepare(LlamaForCausalLM(config), optim)
+        for _ in range(5):
+            model.train_step({"input_ids": words, "labels": words}, optim_wrapper)
+        states = strategy.model_state(), strategy.optim_state()
+        assert states[0].keys() == LlamaForCausalLM(config).state_dict().keys()
+        results.append((optim_wrapper.grad_norm, tuple(whole(state) for state in states)))
+        strategy.load_state(*states)
+        assert_equal(whole(strategy.model_state()), results[-1][1][0])
+    (plain_norm, (plain, plain_optim)), (split_norm, (split, split_optim)) = results
+    assert split_norm.item() == pytest.approx(plain_norm.item(), rel=1e-5)
+    for name, value in plain.items():
+        assert torch.allclose(split[name], value, atol=1e-5)
+        moments = split_optim["state"][name]["exp_avg"]
+        assert torch.allclose(moments, plain_optim["state"][name]["exp_avg"], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plugin": "gemini"}, r"'gemini' leaves out the clipping of gradients in bf16.*plugin='lowlevel_zero'"),
+        ({"plugin": "TorchFSDPPlugin"}, r"'fsdp' clips gradients by the norm of each rank's own.*strategy='fsdp'"),
+        ({"plugin": "lowlevel"}, "`plugin` must be one of ddp, lowlevel_zero, hybrid, but is 'lowlevel'"),
+        ({"plugin": 3}, "`plugin` must be the name of a plugin, or a dict .*, but is 3"),
+        ({"mixed_precision": "fp16"}, r"`mixed_precision` must be None.*Give the plugin precision='bf16'"),
+        ({"precision": "fp16"}, r"`precision` must be 'fp32' or 'bf16', but is 'fp16'.*does not run on a CPU"),
+        ({"plugin": "ddp", "precision": "bf16"}, r"`precision` must be left out with plugin='ddp'.*AmpOptimWrapper"),
+        ({"stage": 3}, r"`stage` must be 1 or 2, but is 3.*strategy='fsdp'"),
+        ({"max_norm": 1.0}, r"`max_norm` must be given to the optim wrapper.*clip_grad=dict\(max_norm"),
+        ({"plugin": "hybrid", "pp_size": 2}, r"`pp_size` must be 1.*but is 2"),
+        ({"plugin": "hybrid", "zero_stage": 1}, r"`zero_stage` must be 0 in fp32.*plugin='lowlevel_zero'"),
+        ({"plugin": "hybrid", "enable_sequence_parallelism": True}, "`enable_sequence_parallelism` must be False"),
+        ({"plugin": "hybrid", "tensor_parallel": 2, "tp_size": 4}, "must have a degree, the same as `tp_size`"),
+        ({"tensor_parallel": 2}, "`tp_size` must come with plugin='hybrid'"),
+    ],
+)
+def test_options_that_would_go_wrong_are_refused_with_the_alternative(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        build_strategy({"type": "ColossalAIStrategy", **options})
+
+
+def test_without_the_package_the_recipe_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "colossalai.accelerator", None)  # how Python marks what can't be imported
+    with pytest.raises(ConfigError, match=r"needs ColossalAI 0\.5\.0, but importing it failed: .*docs/strategies\.md"):
+        ColossalAIStrategy().prepare(Regression())
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "options", "optim", "message"),
+    [
+        ("zero1", {}, {**SGD, "clip_grad": {"max_norm": 1.0, "norm_type": 1}}, r"clips to the 2-norm alone.*'ddp'"),
+        ("zero1", {}, {**SGD, "clip_grad": {"type": "value", "clip_value": 1.0}}, "clips to the 2-norm alone"),
+        (
+            "zero1",
+            {},
+            {"type": "AmpOptimWrapper", **SGD},
+            r"is a AmpOptimWrapper.*precision='bf16', or use plugin='ddp'",
+        ),
+        ("zero1", {}, {"up": SGD, "down": SGD}, r"is a OptimWrapperDict.*strategy='ddp'"),
+        ("zero1", {}, {"optimizer": {"type": "Adafactor"}}, r"must update each number by itself.*but is Adafactor"),
+        ("zero1", {"stgae": 2}, SGD, "LowLevelZeroPlugin takes no option `stgae`: did you mean `stage`"),
+        ("hybrid", {"tp_size": 3}, SGD, "`tp_size` must divide the number of ranks, but is 3, and there are 2"),
+        ("hybrid", {"tp_size": 2}, SGD, r"`tensor_parallel` must have a plan, because Regression has none"),
+        ("hybrid", {"tensor_parallel": 2}, SGD, r"`tensor_parallel` must have a plan, because Regression has none"),
+        ("hybrid", {"tensor_parallel": {"degree": 2, "plan": {"up": "sequence_parallel"}}}, SGD, "SequenceParallel"),
+        ("hybrid", {"tensor_parallel": {"degree": 2, "plan": {"down": "colwise"}}}, SGD, "must be a multiple of 2"),
+    ],
+)
+def test_runs_that_would_go_wrong_are_refused_with_the_alternative(kind, options, optim, message):
+    model = Regression()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        strategy_of(kind, **options).prepare(model, optim)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@ranks(2)
+def test_models_that_would_go_wrong_are_refused_with_the_alternative():
+    with pytest.raises(ConfigError, match=r"must have no BatchNorm on the CPU.*'1' is one.*plugin='lowlevel_zero'"):
+        strategy_of("ddp").prepare(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), SGD)
+    with torch.device("meta"), pytest.raises(ConfigError, match="must not be on the meta device"):
+        strategy_of("ddp").prepare(Regression())
+    with pytest.raises(ConfigError, match=r"`model` must not be wrapped yet.*is a MMDistributedDataParallel"):
+        strategy_of("ddp").prepare(MMDistributedDataParallel(Regression()), SGD)
+    optimizers = {name: torch.optim.SGD([nn.Parameter(torch.ones(1))]) for name in "ab"}
+    with pytest.raises(ConfigError, match="with one optimizer"):
+        ColossalAIOptimWrapper.of(OptimWrapperDict(**{name: OptimWrapper(item) for name, item in optimizers.items()}))
+    with pytest.raises(ConfigError, match="is a AmpOptimWrapper"):
+        ColossalAIOptimWrapper.of(AmpOptimWrapper(optimizer=optimizers["a"]))
+    with pytest.raises(RuntimeError, match=r"must be given to ColossalAIStrategy.prepare\(\)"):
+        ColossalAIOptimWrapper(optimizers["a"]).step()

@@ -1,0 +1,158 @@
+"""What fails on one rank ends all of them: nobody waits for ever, and the exit code tells."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.dist import get_rank
+from lockstep.evaluator import Accuracy
+from lockstep.runner import Runner
+from lockstep.testing import RankFailure, run_ranks
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, broken: bool = False) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.broken and index > 3 and get_rank() == 1:
+            raise OSError("the disk is gone")
+        return torch.ones(1), torch.tensor(0)
+
+
+class Net(nn.Module):
+    def __init__(self, vector: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 2)
+        self.vector = vector
+
+    def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
+        scores = self.linear(x)
+        if mode == "predict":
+            return scores, y
+        return scores.square() if self.vector and get_rank() == 1 else scores.square().mean()
+
+
+class Choosy(Accuracy):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        if get_rank() == 1:
+            raise LookupError("no such class")
+        super().process(data_batch, data_samples)
+
+
+def count(batch: Any) -> int:
+    if get_rank() == 1:
+        raise ArithmeticError("cannot count these")
+    return len(batch[0])
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "data": ({"train_dataloader": {"dataset": Points(broken=True), "shuffle": False}}, "OSError: the disk is gone"),
+    "loss": ({"model": Net(vector=True)}, "ValueError: the loss must be a scalar, but has shape (2, 2)"),
+    "metric": (
+        {"val_dataloader": {"dataset": Points(), "batch_size": 2}, "val_evaluator": Choosy()},
+        "LookupError: no such class",
+    ),
+    "count": ({"train_cfg": {"max_epochs": 1, "batch_size_of": count}}, "ArithmeticError: cannot count these"),
+}
+
+
+def train(folder: Path, case: str, strategy: str) -> None:
+    changes, _ = CASES[case]
+    Runner(
+        **{
+            "model": Net(),
+            "work_dir": folder,
+            "train_dataloader": {"dataset": Points(), "batch_size": 2},
+            "train_cfg": {"max_epochs": 1},
+            "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}},
+            "strategy": strategy,
+            "visualizer": [],
+            **changes,
+        }
+    ).train()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_fault_of_one_rank_is_told_as_the_cause(case, strategy, tmp_path: Path):
+    with pytest.raises(RankFailure, match="train on 2 ranks: rank 1 raised") as caught:
+        run_ranks(2, train, tmp_path, case, strategy)
+    cause = caught.value.reports[0]
+    assert cause.rank == 1
+    assert CASES[case][1] in cause.detail
+    assert "(rank 1 of 2, after" in cause.detail
+
+
+SCRIPT = """
+    import sys, torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    from lockstep import Runner
+    from lockstep.dist import get_rank
+    from lockstep.evaluator import BaseMetric
+
+    case = sys.argv[1]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1, 1)
+
+        def forward(self, x, mode="tensor"):
+            out = self.linear(x).square()
+            if mode == "predict" or (case == "vector" and get_rank() == 1):
+                return out
+            return out.mean() * (torch.nan if case == "nan" and get_rank() == 1 else 1.0)
+
+    class Silent(BaseMetric):
+        def process(self, data_batch, data_samples):
+            self.results += [1] * len(data_samples)
+
+        def compute_metrics(self, results):
+            return None
+
+    data = dict(dataset=TensorDataset(torch.ones(1 if case == "short" else 8, 1)), batch_size=2)
+    Runner(
+        Net(), "/proc/nowhere" if case == "folder" else "work", train_dataloader=data, visualizer=[],
+        val_dataloader=data, val_evaluator=Silent(), train_cfg=dict(max_epochs=1),
+    ).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("vector", "the loss must be a scalar, but has shape (2, 1)"),
+        ("nan", "the loss must be finite, but is not in iteration 1"),
+        ("metric", "Silent.compute_metrics() must return a dict of numbers by name, but returned None"),
+        ("short", "`dataset` must have at least one sample for each of the 2 ranks, but has 1"),
+        ("folder", "`work_dir` must be a folder that can be made and written to, but /proc/nowhere"),
+    ],
+)
+def test_a_job_that_fails_says_why_and_ends(case, says, tmp_path: Path):
+    (tmp_path / "job.py").write_text(dedent(SCRIPT))
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "launch", "--nproc", "2", "job.py", case],
+        cwd=tmp_path,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,  # far beyond what it takes: nobody waits
+        check=False,
+    )
+    assert done.returncode == 1
+    assert says in done.stderr
