@@ -24,7 +24,7 @@ test-gpu: $(READY)  ## the tests that need a GPU, where there is one
 
 .PHONY: test-deepspeed
 test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environment of its own
-	.venv-deepspeed/bin/python -m pytest tests/engines/deepspeed $(PYTEST_ARGS)
+	.venv-deepspeed/bin/python -m pytest tests/engines/deepspeed --min-rank-tests 45 $(PYTEST_ARGS)
 
 .venv-deepspeed/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-deepspeed

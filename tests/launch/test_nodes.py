@@ -30,7 +30,7 @@ TALK = """
     {before}
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
-    os.write(1, f"attempt {{attempt}} rank {{rank}} sum {{total.item()}}\\n".encode())  # in one piece
+    print(f"attempt {{attempt}} rank {{rank}} sum {{total.item()}}")
     {after}
     dist.destroy_process_group()
 """

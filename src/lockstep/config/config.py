@@ -39,7 +39,8 @@ class Config(ConfigDict):
         >>> cfg = Config(dict(model=dict(type="ToyNet", depths=[2, 2])))
         >>> cfg.merge_from_dict({"model.depths.1": 4, "work_dir": "runs"})
         >>> print(cfg.pretty_text, end="")
-        model = dict(type='ToyNet', depths=[2, 4]) work_dir = 'runs'
+        model = dict(type='ToyNet', depths=[2, 4])
+        work_dir = 'runs'
     """
 
     __slots__ = _SLOTS

@@ -117,7 +117,7 @@ def _check(result: RunResult, rendezvous: RendezvousHandler, log_dir: Path | Non
 
 def _worker_arguments(command: Sequence[str], log_dir: str | os.PathLike[str] | None) -> tuple[str, ...]:
     logs = () if log_dir is None else ("--log-dir", os.fspath(log_dir))
-    arguments = ("-u", "-m", "lockstep.launch.worker", "--agent", str(os.getpid()), *logs, "--", *command)
+    arguments = ("-m", "lockstep.launch.worker", "--agent", str(os.getpid()), *logs, "--", *command)
     # The agent replaces $-macros in arguments; the user's are not meant for it.
     return tuple(argument.replace("$", "$$") for argument in arguments)
 

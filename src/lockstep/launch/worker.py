@@ -8,6 +8,7 @@ What it adds to `python SCRIPT`:
 
 - It dies with its agent, even where that is killed by SIGKILL.
 - With ``--log-dir``, all local ranks but the first write to files there.
+- What it prints appears line by line, and never mixes within a line with what other ranks print.
 - An error that ends the script is written to the file that the agent reads (``TORCHELASTIC_ERROR_FILE``, in torch's
   format), instead of to a terminal where the tracebacks of all ranks would mix.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import runpy
@@ -45,6 +47,7 @@ def main(argv: list[str]) -> None:
     _die_with(options.agent)
     if options.log_dir is not None and os.environ["LOCAL_RANK"] != "0":
         _write_output_to(rank_log(options.log_dir, os.environ["RANK"]))
+    _write_by_lines()
     faulthandler.enable()
     try:
         _run(target)
@@ -94,6 +97,13 @@ def _write_output_to(path: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+
+
+def _write_by_lines() -> None:
+    """Let a line leave at once and in one piece: unbuffered, `print` writes every word by itself."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _run(target: list[str]) -> None:

@@ -31,7 +31,8 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
 
     Example:
         >>> check_config(Config({"optim_wrapper": {"optimizer": {"type": "SGD", "lerning_rate": 1}}}))
-        Traceback (most recent call last): lockstep.errors.ConfigError: the config has 2 faults:
+        Traceback (most recent call last):
+        lockstep.errors.ConfigError: the config has 2 faults:
           `optim_wrapper.optimizer.lerning_rate` = 1 is no argument of the optimizer `SGD`: did you mean `lr`?
           `model` must be given
     """
