@@ -15,8 +15,15 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train on real digits in two processes
 	$(BIN)/lockstep train examples/digits/config.py --nproc 2
 
-test: $(READY)  ## every test, on real ranks
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+# Whole jobs, started as a user starts them, take minutes: they have a word of their own.
+JOBS := tests/launchers tests/examples
+
+test: $(READY)  ## every room, on real ranks
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(JOBS)) $(PYTEST_ARGS)
+
+.PHONY: test-jobs
+test-jobs: $(READY)  ## torchrun, mpirun, Slurm and two hosts for real; every example
+	$(BIN)/python -m pytest $(JOBS) $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(READY)  ## the tests that need a GPU, where there is one

@@ -14,7 +14,7 @@ from lockstep.dist.devices import as_bytes, copy_back, is_bare, to_comm, to_wire
 from lockstep.dist.groups import Group, GroupLike, resolve
 from lockstep.dist.guard import check_call
 from lockstep.dist.handles import Handle, settled
-from lockstep.dist.segments import receive_from, send_to
+from lockstep.dist.segments import talk
 
 # Dtypes that every backend moves by name; all others travel as bytes.
 _MOVABLE = frozenset(
@@ -112,13 +112,12 @@ def _exchange_in_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here
         x if x.is_cpu and is_bare(x) and x.untyped_storage().data_ptr() not in sent else _on_comm_device(x, here)
         for x in outputs
     ]
-    works: list[Handle] = []
-    for rank, target in enumerate(landing):
-        if rank != here.rank and target.numel():
-            works.append(receive_from([_travelling(target.detach())], rank, here))
-    for rank, source in enumerate(inputs):
-        if rank != here.rank and source.numel():
-            works.append(send_to([_travelling(to_comm(source, here))], rank, here))
+    others = [rank for rank in range(here.size) if rank != here.rank]
+    talking = talk(
+        [(_travelling(landing[rank].detach()), rank) for rank in others if landing[rank].numel()],
+        [(_travelling(to_comm(inputs[rank], here)), rank) for rank in others if inputs[rank].numel()],
+        here,
+    )
     copy_back(landing[here.rank], inputs[here.rank].detach())
 
     def finish() -> None:
@@ -126,7 +125,7 @@ def _exchange_in_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here
             if landed is not output:
                 copy_back(output, landed)
 
-    return Handle(works, here, finish)
+    return Handle([talking], here, finish)
 
 
 def _exchange_at_once(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here: Group) -> Handle:

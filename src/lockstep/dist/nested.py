@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import sys
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -15,14 +14,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.arguments import group_rank, require_tensor
-from lockstep.dist.groups import Group, GroupLike, resolve
+from lockstep.dist.bundles import is_of_numpy, join, part, reduce_leaves
+from lockstep.dist.groups import GroupLike, resolve
 from lockstep.dist.guard import check_call
-from lockstep.dist.packets import SLOT_BYTES, failure_in, pack_failure, require_no_failure
 from lockstep.dist.parcels import spread_object, swap_objects
 from lockstep.dist.reducing import all_reduce
 from lockstep.dist.reductions import op_name, reduction
-from lockstep.dist.slots import swap_slots
-from lockstep.errors import CollectiveMismatchError
 from lockstep.tree import tree_items, tree_unflatten
 
 T = TypeVar("T")
@@ -30,8 +27,6 @@ D = TypeVar("D", bound=MutableMapping[Any, Any])
 
 _ALONE_MIN_BYTES = 2**20
 _MIB = 2**20
-_DIGEST_BYTES = 32
-_NUMBERS = ((bool, torch.bool), (int, torch.int64), (float, torch.float64), (complex, torch.complex128))
 
 
 def all_reduce_dict(data: D, op: str = "sum", group: GroupLike = None, to_float: bool = False) -> D:
@@ -63,7 +58,7 @@ def all_reduce_dict(data: D, op: str = "sum", group: GroupLike = None, to_float:
     if not isinstance(data, MutableMapping):
         raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
     values = [(repr(key), value) for key, value in data.items()]
-    reduced = _reduced(values, op, resolve(group), torch.float32 if to_float else None)
+    reduced = reduce_leaves(values, op, resolve(group), torch.float32 if to_float else None)
     with torch.no_grad():
         for (key, value), result in zip(list(data.items()), reduced, strict=True):
             if isinstance(value, Tensor) and value.dtype == result.dtype:
@@ -90,7 +85,7 @@ def all_reduce_tree(data: T, op: str = "sum", group: GroupLike = None) -> T:
         {'hits': [1, 4]}
     """
     items = list(tree_items(data))
-    reduced = _reduced(items, op, resolve(group))
+    reduced = reduce_leaves(items, op, resolve(group))
     leaves = [_as_leaf(result, leaf) for result, (_, leaf) in zip(reduced, items, strict=True)]
     return tree_unflatten(data, leaves)  # type: ignore[no-any-return]
 
@@ -170,7 +165,8 @@ def all_reduce_params(
     alone_from = min(_ALONE_MIN_BYTES, limit_bytes) if coalesce else 0
     handles = [all_reduce(x, name, here.pg, async_op=True) for x in tensors if x.nbytes >= alone_from]
     buckets = _buckets([x for x in tensors if x.nbytes < alone_from], limit_bytes)
-    flats = [_joined(bucket) for bucket in buckets]
+    uniform = [len({x.shape for x in bucket}) == 1 for bucket in buckets]
+    flats = [join(bucket, alike) for bucket, alike in zip(buckets, uniform, strict=True)]
     handles += [all_reduce(flat, name, here.pg, async_op=True) for flat in flats]
     refusal: ValueError | None = None
     for handle in handles:
@@ -179,9 +175,9 @@ def all_reduce_params(
         except ValueError as error:  # the mean of these integers; the others are on their way all the same
             refusal = refusal or error
     with torch.no_grad():
-        for bucket, flat in zip(buckets, flats, strict=True):
-            for tensor, part in zip(bucket, _parted(flat, bucket), strict=True):
-                tensor.copy_(part)
+        for bucket, flat, alike in zip(buckets, flats, uniform, strict=True):
+            for tensor, reduced in zip(bucket, part(flat, bucket, alike), strict=True):
+                tensor.copy_(reduced)
     if refusal is not None:
         raise refusal
 
@@ -215,98 +211,13 @@ def sync_random_seed(
     return int(agreed)
 
 
-def _reduced(items: list[tuple[str, Any]], op: str, here: Group, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Return every leaf's reduction, in `dtype` or its own, on its device; some are views of one tensor."""
-    name = op_name(op)
-    check_call("all_reduce_tree", here, name)
-    tensors = _prepared(items, name, here, dtype)
-    places: dict[torch.dtype, list[int]] = {}
-    # By path: in dicts, every rank has an order of its own.
-    for place in sorted(range(len(items)), key=lambda place: items[place][0]):
-        places.setdefault(tensors[place].dtype, []).append(place)
-    reduced = list(tensors)
-    for one_dtype in sorted(places, key=str):
-        members = [tensors[place] for place in places[one_dtype]]
-        device = members[0].device if here.pg is None else here.comm_device
-        joined = _joined([x.to(device) for x in members])
-        all_reduce(joined, name, here.pg)
-        for place, result in zip(places[one_dtype], _parted(joined, members), strict=True):
-            reduced[place] = result.to(tensors[place].device)
-    return reduced
-
-
-def _prepared(items: list[tuple[str, Any]], op: str, here: Group, dtype: torch.dtype | None) -> list[Tensor]:
-    """Return the leaves as tensors, when every rank has shown that its own can be reduced, and that all are alike."""
-    try:
-        tensors = [_as_tensor(path, leaf, dtype) for path, leaf in items]
-        for one_dtype in {x.dtype for x in tensors}:
-            reduction(op, one_dtype)
-    except Exception as error:  # as only this rank can see it, it has to tell the others, who wait
-        swap_slots(pack_failure(error), here)
-        raise
-    if here.pg is None:
-        return tensors
-    lines = sorted(_described(path, x) for (path, _), x in zip(items, tensors, strict=True))
-    slot = bytearray(SLOT_BYTES)
-    slot[-_DIGEST_BYTES:] = hashlib.blake2b(repr(lines).encode(), digest_size=_DIGEST_BYTES).digest()
-    slots = swap_slots(slot, here)
-    require_no_failure([failure_in(other) for other in slots], here)
-    if any(other != slot for other in slots):
-        raise _mismatch(lines, here)
-    return tensors
-
-
-def _mismatch(lines: list[str], here: Group) -> CollectiveMismatchError:
-    """Return the error that lists what each rank has beyond what all share. **Collective**: every rank."""
-    structures = [set(other) for other in swap_objects(lines, here)]
-    shared = set.intersection(*structures)
-    table = "\n".join(
-        f"  rank {rank}: {', '.join(sorted(structure - shared)) or '(nothing else)'}"
-        for rank, structure in enumerate(structures)
-    )
-    return CollectiveMismatchError(
-        f"all ranks must hand in the same keys, shapes and dtypes; beyond the {len(shared)} that they share they have\n"
-        f"{table}"
-    )
-
-
-def _described(path: str, data: Tensor) -> str:
-    return f"{path}: {str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
-
-
-def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None) -> Tensor:
-    tensor = leaf if isinstance(leaf, Tensor) else _tensor_of(path or "data", leaf)
-    require_tensor(path or "data", tensor)
-    return tensor if dtype is None else tensor.detach().to(dtype)
-
-
-def _tensor_of(path: str, leaf: Any) -> Tensor:
-    if _is_of_numpy(leaf):
-        return torch.from_numpy(sys.modules["numpy"].array(leaf))
-    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
-        raise ValueError(f"`{path}` must be an int that fits into 64 bits, but is {leaf}")
-    for kind, dtype in _NUMBERS:
-        if isinstance(leaf, kind):
-            return torch.tensor(leaf, dtype=dtype, device="cpu")
-    raise TypeError(
-        f"`{path}` must be a tensor, an array or a number, but is {type(leaf).__name__}. "
-        "Other objects go through all_gather_object"
-    )
-
-
 def _as_leaf(reduced: Tensor, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return reduced.clone()
-    if _is_of_numpy(leaf):
+    if is_of_numpy(leaf):
         array = reduced.cpu().numpy().copy()
         return array if isinstance(leaf, sys.modules["numpy"].ndarray) else array[()]
     return reduced.item()
-
-
-def _is_of_numpy(leaf: object) -> bool:
-    # Asked without importing numpy: where nobody has imported it, nothing is.
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, numpy.ndarray | numpy.generic)
 
 
 def _buckets(tensors: list[Tensor], limit_bytes: int) -> list[list[Tensor]]:
@@ -322,24 +233,3 @@ def _buckets(tensors: list[Tensor], limit_bytes: int) -> list[list[Tensor]]:
         bucket.append(tensor)
         filling[key] = (bucket, filled_bytes + tensor.nbytes)
     return buckets
-
-
-@torch.no_grad()
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one contiguous tensor with the elements of all; they share dtype and device."""
-    if _are_alike(tensors):
-        return torch.stack(tuple(tensors))  # a fifth of the time of the general case, which counts for scalars
-    return torch.cat([x.reshape(-1) for x in tensors])
-
-
-def _parted(joined: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the parts that `_joined` put together, shaped as they were, as views."""
-    if _are_alike(like):
-        return joined.unbind()
-    parts = torch.split_with_sizes(joined, [x.numel() for x in like])
-    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
-
-
-def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    shape = tensors[0].shape
-    return all(x.shape == shape for x in tensors)

@@ -54,14 +54,14 @@ def scatter(
     group_rank("src", src, here)
     check_call("scatter", here, src)
     if here.rank == src:
-        copy_back(tensor, _deal(tensor, scatter_list, here))
+        _deal(tensor, scatter_list, here)
     else:
         _receive_dealt(tensor, src, here)
     return Handle((), here) if async_op else None
 
 
-def _deal(tensor: Tensor, scatter_list: Sequence[Tensor] | None, here: Group) -> Tensor:
-    """Send each rank its tensor; return this rank's own."""
+def _deal(tensor: Tensor, scatter_list: Sequence[Tensor] | None, here: Group) -> None:
+    """Send each rank its tensor; fill this rank's own."""
     room = room_for(SLOT_BYTES, here)
     try:
         if scatter_list is None:
@@ -78,11 +78,21 @@ def _deal(tensor: Tensor, scatter_list: Sequence[Tensor] | None, here: Group) ->
         packet.write(room.each, rank, wires[rank])
     deal(room, here.rank, here)
     following = [rank for rank, packet in enumerate(packets) if not packet.comes_along and rank != here.rank]
-    if following:
-        wait_all([send_to([as_bytes(wires[rank])], rank, here) for rank in following])
+    sent = [send_to([as_bytes(wires[rank])], rank, here) for rank in following]
     own = wires[here.rank]
+    fitting = tensor.shape == own.shape and tensor.dtype == own.dtype
+    # While they are on their way; unless what is filled may be a part of what is sent.
+    at_once = fitting and all(_are_apart(tensor, wires[rank]) for rank in following)
+    if at_once:
+        copy_back(tensor, own)
+    wait_all(sent)
     require_like_what_arrived("tensor", tensor, own, here)
-    return own
+    if not at_once:
+        copy_back(tensor, own)
+
+
+def _are_apart(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
 def _receive_dealt(tensor: Tensor, src: int, here: Group) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed import BroadcastOptions, Work
@@ -52,21 +51,24 @@ def broadcast_from(segments: Sequence[Tensor], src: int, here: Group) -> Handle:
 
 def send_to(segments: Sequence[Tensor], dst: int, here: Group) -> Handle:
     """Send segments to rank `dst`, which calls `receive_from` with the same sizes."""
-    assert here.pg is not None
-    return _started([partial(here.pg.send, [segment], dst, _TAG) for segment in segments], here)
+    return talk([], [(segment, dst) for segment in segments], here)
 
 
 def receive_from(landing: Sequence[Tensor], src: int, here: Group) -> Handle:
     """Receive what rank `src` sends with `send_to`."""
-    assert here.pg is not None
-    return _started([partial(here.pg.recv, [segment], src, _TAG) for segment in landing], here)
+    return talk([(segment, src) for segment in landing], [], here)
 
 
-def _started(posts: Sequence[Callable[[], Work]], here: Group) -> Handle:
+def talk(arriving: Sequence[tuple[Tensor, int]], leaving: Sequence[tuple[Tensor, int]], here: Group) -> Handle:
+    """Receive from some ranks and send to some, all at once."""
+    pg = here.pg
+    assert pg is not None
     try:
-        return PairsHandle([post() for post in posts], here)
+        works = [pg.recv([segment], rank, _TAG) for segment, rank in arriving]
+        works += [pg.send([segment], rank, _TAG) for segment, rank in leaving]
     except RuntimeError as error:  # gloo refuses to send to a rank that is known to be gone
         raise translated(error, here) from error
+    return PairsHandle(works, here)
 
 
 def _from(src: int) -> BroadcastOptions:

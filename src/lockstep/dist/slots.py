@@ -7,7 +7,6 @@ Every movement is one call to the backend; CPU and accelerator groups alike.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
 from functools import cache
 from weakref import WeakKeyDictionary
 
@@ -62,13 +61,15 @@ class Room:
         self._on_cpu = [torch.frombuffer(x.memory, dtype=torch.uint8) for x in (self.one, self.each)]
         self.one_staged, self.each_staged = (x.to(here.comm_device) for x in self._on_cpu)
         self.each_parts = list(torch.split(self.each_staged, slot_bytes))
-        self._is_staged = here.comm_device.type != "cpu"
+        self.of_others = {rank: part for rank, part in enumerate(self.each_parts) if rank != here.rank}
+        self.own_to_others = dict.fromkeys(self.of_others, self.one_staged)
         self.in_flight: list[Work] = []
+        self._own_place = slice(here.rank * slot_bytes, (here.rank + 1) * slot_bytes)
+        self._is_staged = here.comm_device.type != "cpu"
 
-    def keep_own(self, rank: int) -> None:
+    def keep_own(self) -> None:
         """Copy this rank's slot to its place among all ranks'."""
-        start = rank * self.one.slot_bytes
-        self.each.memory[start : start + self.one.slot_bytes] = self.one.memory
+        self.each.memory[self._own_place] = self.one.memory
 
     def stage(self) -> None:
         """Take over, where the group talks, what was written into the memory here."""
@@ -86,34 +87,25 @@ class Room:
 _rooms: WeakKeyDictionary[ProcessGroup, dict[int, Room]] = WeakKeyDictionary()
 
 
-def _exchange(pg: ProcessGroup, here: Group, sources: Sequence[int], sinks: Sequence[int], room: Room) -> None:
-    """Receive into `room.each` from some ranks, and send `room.one` to some."""
-    posts: list[tuple[Callable[..., Work], Tensor, int]] = [(pg.recv, room.each_parts[rank], rank) for rank in sources]
-    posts += [(pg.send, room.one_staged, rank) for rank in sinks]
-    _run_pairs(posts, room, here)
+def _talk(pg: ProcessGroup, here: Group, room: Room, arriving: dict[int, Tensor], leaving: dict[int, Tensor]) -> None:
+    """Receive from some ranks and send to some, all at once.
 
-
-def _run_pairs(posts: Sequence[tuple[Callable[..., Work], Tensor, int]], room: Room, here: Group) -> None:
-    """Start all sends and receives, then wait for them.
-
-    Where one fails, as its rank is gone, the others are started all the same and left in flight: the ranks that they
-    concern may be waiting for them, and shall find out in their own time.
+    Where that fails with one, as it is gone, the others are served all the same, and left in flight: they may be
+    waiting for it, and shall find out in their own time.
     """
-    room.in_flight, refusal = [], None
-    for start, part, rank in posts:
-        try:
-            room.in_flight.append(start([part], rank, SLOT_TAG))
-        except RuntimeError as error:
-            refusal = error
+    works = room.in_flight = []
+    refusal = None
+    for start, parts in ((pg.recv, arriving), (pg.send, leaving)):
+        for rank, part in parts.items():
+            try:
+                works.append(start([part], rank, SLOT_TAG))
+            except RuntimeError as error:
+                refusal = error
     if refusal is not None:
         raise translated(refusal, here) from refusal
-    for work in room.in_flight:
+    for work in works:
         wait_for(work, here)
     room.in_flight = []
-
-
-def _others(here: Group) -> list[int]:
-    return [rank for rank in range(here.size) if rank != here.rank]
 
 
 def room_for(slot_bytes: int, here: Group) -> Room:
@@ -136,8 +128,8 @@ def swap(room: Room, here: Group) -> None:
     if pg is None:
         room.each.memory[:] = room.one.memory
     elif here.in_pairs:
-        room.keep_own(here.rank)
-        _exchange(pg, here, _others(here), _others(here), room)
+        room.keep_own()
+        _talk(pg, here, room, room.of_others, room.own_to_others)
     else:
         room.stage()
         wait_for(getattr(pg, _ALL_GATHER_SINGLE)(room.each_staged, room.one_staged), here)
@@ -149,12 +141,11 @@ def collect(room: Room, dst: int, here: Group) -> None:
     pg = here.pg
     if pg is None:
         room.each.memory[:] = room.one.memory
+    elif here.in_pairs and here.rank == dst:
+        room.keep_own()
+        _talk(pg, here, room, room.of_others, {})
     elif here.in_pairs:
-        if here.rank == dst:
-            room.keep_own(here.rank)
-            _exchange(pg, here, _others(here), (), room)
-        else:
-            _exchange(pg, here, (), (dst,), room)
+        _talk(pg, here, room, {}, {dst: room.one_staged})
     else:
         room.stage()
         landing = [room.each_parts] if here.rank == dst else []
@@ -167,12 +158,11 @@ def deal(room: Room, src: int, here: Group) -> None:
     pg = here.pg
     if pg is None:
         room.one.memory[:] = room.each.memory
+    elif here.in_pairs and here.rank == src:
+        room.one.memory[:] = room.each.views[src]
+        _talk(pg, here, room, {}, room.of_others)
     elif here.in_pairs:
-        if here.rank == src:
-            room.one.memory[:] = room.each.views[src]
-            _run_pairs([(pg.send, room.each_parts[rank], rank) for rank in _others(here)], room, here)
-        else:
-            _run_pairs([(pg.recv, room.one_staged, src)], room, here)
+        _talk(pg, here, room, {src: room.one_staged}, {})
     else:
         room.stage()
         dealt = [room.each_parts] if here.rank == src else []

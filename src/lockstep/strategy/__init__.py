@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from lockstep.strategy.base import Strategy, build_strategy
-from lockstep.strategy.colossalai import ColossalAIStrategy
-from lockstep.strategy.colossalai_model import ColossalAIModelWrapper
-from lockstep.strategy.colossalai_optim import ColossalAIOptimWrapper
+from lockstep.strategy.colossalai import ColossalAIModelWrapper, ColossalAIOptimWrapper, ColossalAIStrategy
 from lockstep.strategy.ddp import DDPStrategy
-from lockstep.strategy.deepspeed import DeepSpeedStrategy
-from lockstep.strategy.deepspeed_engine import MMDeepSpeedEngineWrapper
-from lockstep.strategy.deepspeed_optim import DeepSpeedOptimWrapper
+from lockstep.strategy.deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy, MMDeepSpeedEngineWrapper
 from lockstep.strategy.fsdp import FSDPStrategy
 from lockstep.strategy.native import NativeStrategy
 from lockstep.strategy.single import SingleDeviceStrategy

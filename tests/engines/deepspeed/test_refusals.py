@@ -17,7 +17,7 @@ from lockstep.model import MMDistributedDataParallel
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.registry import OPTIMIZERS
 from lockstep.strategy import DeepSpeedOptimWrapper, DeepSpeedStrategy
-from lockstep.strategy.deepspeed_config import complete_config, read_config
+from lockstep.strategy.deepspeed.config import complete_config, read_config
 from lockstep.testing import ranks
 
 from ...strategy.transformer import optim_config, own_batches, seeded
@@ -55,7 +55,7 @@ def test_what_contradicts_itself_is_refused_when_the_strategy_is_made(arguments:
 
 
 def test_a_missing_installation_is_refused_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lockstep.strategy.deepspeed.find_spec", lambda name: None)
+    monkeypatch.setattr("lockstep.strategy.deepspeed.strategy.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'lockstep-engine\[deepspeed\]'"):
         DeepSpeedStrategy()
 

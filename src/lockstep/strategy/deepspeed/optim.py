@@ -18,7 +18,7 @@ from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 
 if TYPE_CHECKING:
-    from lockstep.strategy.deepspeed_state import EngineState
+    from lockstep.strategy.deepspeed.state import EngineState
 
 _HOMES = {
     "DeepSpeedCPUAdam": "deepspeed.ops.adam",

@@ -17,17 +17,17 @@ from lockstep.errors import ConfigError
 from lockstep.model import is_model_wrapper
 from lockstep.optim import OptimWrapper
 from lockstep.registry import STRATEGIES
-from lockstep.strategy import deepspeed_config as config_rules
 from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
-from lockstep.strategy.deepspeed_engine import (
+from lockstep.strategy.deepspeed import config as config_rules
+from lockstep.strategy.deepspeed.engine import (
     MMDeepSpeedEngineWrapper,
     cast_inputs,
     join_engine,
     release_engine,
     start_engine,
 )
-from lockstep.strategy.deepspeed_optim import DeepSpeedOptimWrapper, read_optim
-from lockstep.strategy.deepspeed_state import EngineState
+from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
+from lockstep.strategy.deepspeed.state import EngineState
 
 _UNTESTED = "zero_allow_untested_optimizer"
 Section = Mapping[str, Any] | bool | None

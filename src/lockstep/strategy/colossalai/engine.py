@@ -17,7 +17,7 @@ from lockstep.dist.engines import load_engine
 from lockstep.errors import ConfigError, DistError
 from lockstep.registry.nearest import did_you_mean
 from lockstep.registry.signatures import Arguments
-from lockstep.strategy.colossalai_plan import Replacement
+from lockstep.strategy.colossalai.plan import Replacement
 
 
 def require_engine() -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.dist import all_gather
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import ModelState, OptimState
-from lockstep.strategy.colossalai_engine import gather_like, is_split, split_like
+from lockstep.strategy.colossalai.engine import gather_like, is_split, split_like
 from lockstep.strategy.layout import own_rows
 
 

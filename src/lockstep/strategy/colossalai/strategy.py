@@ -17,12 +17,12 @@ from lockstep.model import is_model_wrapper
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
-from lockstep.strategy import colossalai_engine as engine
 from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
-from lockstep.strategy.colossalai_optim import ColossalAIOptimWrapper
-from lockstep.strategy.colossalai_plan import replacements
-from lockstep.strategy.colossalai_plugin import PluginChoice, name_and_options
-from lockstep.strategy.colossalai_state import StateTranslator
+from lockstep.strategy.colossalai import engine
+from lockstep.strategy.colossalai.optim import ColossalAIOptimWrapper
+from lockstep.strategy.colossalai.plan import replacements
+from lockstep.strategy.colossalai.plugin import PluginChoice, name_and_options
+from lockstep.strategy.colossalai.state import StateTranslator
 from lockstep.strategy.layout import laid_out_as
 from lockstep.strategy.random_state import share_random_state
 
