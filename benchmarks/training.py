@@ -53,7 +53,8 @@ class Classifier(nn.Module):
 class Stopwatch(Hook):
     """Times the loop alone, without what comes before and after."""
 
-    priority = "LOWEST"
+    # After the hooks that work at each step, before the one that saves at the end of training.
+    priority = 80
 
     def before_train(self, runner: Runner) -> None:
         torch_dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ import pytest
 from hypothesis import settings
 
 pytest_plugins = ["pytester"]
+
+# A shell starts what runs in the background with Ctrl-C ignored, which the jobs that tests interrupt would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first example of a property may start a pool of ranks, which no deadline per example should have to allow for.
 settings.register_profile("lockstep", deadline=None)

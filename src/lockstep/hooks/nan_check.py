@@ -121,6 +121,7 @@ def _numbers(values: list[float | Tensor]) -> list[float]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for value in values:
         if isinstance(value, Tensor):
-            by_device.setdefault(value.device, []).append(value.detach().reshape(()))
-    read = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
+            by_device.setdefault(value.device, []).append(value.detach().reshape(()) if value.dim() else value)
+    with torch.no_grad():
+        read = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
     return [float(next(read[value.device])) if isinstance(value, Tensor) else value for value in values]
