@@ -59,7 +59,7 @@ def compare(rows: Sequence[Row], pythons: dict[Engine, str], folder: Path) -> di
 def _trainings(row: Row, folder: Path) -> dict[str, dict[str, Any]]:
     job = {"strategy": row.strategy, "data_ranks": row.data_ranks, "counts": 1}
     return {
-        "plain": {**job, "work_dir": str(folder / row.name), "digest": str(folder / f"{row.name}.pt")},
+        "plain": {**job, "digest": str(folder / f"{row.name}.pt")},
         "accumulated": {**job, "counts": ACCUMULATED},
         "bf16": {**job, "overrides": row.bf16},
     }
@@ -70,7 +70,7 @@ def _resumptions(row: Row, rows: Sequence[Row], folder: Path) -> dict[str, dict[
     jobs = {}
     for source in rows:
         if source.nproc == row.nproc:
-            (checkpoint,) = (folder / source.name).glob(f"*/iter_{SAVED_STEP}")
+            (checkpoint,) = (folder / source.name).glob(f"plain/*/iter_{SAVED_STEP}")
             jobs[f"from {source.name}"] = {
                 "strategy": row.strategy,
                 "data_ranks": row.data_ranks,
@@ -83,7 +83,9 @@ def _resumptions(row: Row, rows: Sequence[Row], folder: Path) -> dict[str, dict[
 
 def _run(row: Row, jobs: dict[str, dict[str, Any]], pythons: dict[Engine, str], folder: Path) -> Found:
     todo, out = folder / "jobs.json", folder / "found.json"
-    todo.write_text(json.dumps(jobs))
+    todo.write_text(
+        json.dumps({name: {**job, "work_dir": str(folder / row.name / name)} for name, job in jobs.items()})
+    )
     out.unlink(missing_ok=True)
     start = time.monotonic()
     command = [pythons[row.engine], "-m", "lockstep", "launch", "--nproc", str(row.nproc)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -131,13 +130,11 @@ def main() -> None:
     dist.init_dist("pytorch")
     found: dict[str, Any] = {}
     for name, job in jobs.items():
-        folder = job.setdefault("work_dir", dist.broadcast_object(tempfile.mkdtemp()))
-        torch.manual_seed(0)
         try:
             found[name] = train(job)
         except ConfigError as error:  # a strategy that says what it can't do is right to do so
             found[name] = {"refused": str(error)}
-        if folder is not None and dist.is_main_process():
+        if dist.is_main_process():
             out.write_text(json.dumps(found))
     dist.destroy_dist()
 

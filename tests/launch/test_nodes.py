@@ -220,7 +220,7 @@ def test_the_interface_towards_loopback_is_known():
 def namespaces():
     """Return the words that run a command on one of two hosts, which are namespaces joined by a cable."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("network namespaces need root on Linux")
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("network namespaces need root on Linux")
     names = [f"lockstep-{os.getpid()}-{node}" for node in range(2)]
     cables = [f"ls{os.getpid()}{end}"[:15] for end in "ab"]
 

@@ -29,13 +29,10 @@ def broadcast_each(mine: Sequence[Tensor], landing: Sequence[Sequence[Tensor]], 
         target.copy_(source)
     if here.pg is None:
         return Handle((), here)
-    others = [rank for rank in range(here.size) if rank != here.rank]
     if here.in_pairs:
-        return Handle(
-            [receive_from(landing[rank], rank, here) for rank in others]
-            + [send_to(mine, rank, here) for rank in others],
-            here,
-        )
+        others = [rank for rank in range(here.size) if rank != here.rank]
+        arriving = [(segment, rank) for rank in others for segment in landing[rank]]
+        return talk(arriving, [(segment, rank) for rank in others for segment in mine], here)
     works: list[Work] = []
     for rank, targets in enumerate(landing):
         works += [here.pg.broadcast([segment], _from(rank)) for segment in (mine if rank == here.rank else targets)]

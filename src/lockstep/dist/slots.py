@@ -1,7 +1,7 @@
 """Small messages of one fixed size: what every collective with free shapes sends first.
 
 A slot holds a header and, where the data are small, the data themselves, so that a 4-byte all_gather stays one message.
-Every movement is one call to the backend; CPU and accelerator groups alike.
+On the CPU they go from rank to rank, elsewhere by one collective of the backend.
 """
 
 from __future__ import annotations
@@ -85,27 +85,6 @@ class Room:
 
 
 _rooms: WeakKeyDictionary[ProcessGroup, dict[int, Room]] = WeakKeyDictionary()
-
-
-def _talk(pg: ProcessGroup, here: Group, room: Room, arriving: dict[int, Tensor], leaving: dict[int, Tensor]) -> None:
-    """Receive from some ranks and send to some, all at once.
-
-    Where that fails with one, as it is gone, the others are served all the same, and left in flight: they may be
-    waiting for it, and shall find out in their own time.
-    """
-    works = room.in_flight = []
-    refusal = None
-    for start, parts in ((pg.recv, arriving), (pg.send, leaving)):
-        for rank, part in parts.items():
-            try:
-                works.append(start([part], rank, SLOT_TAG))
-            except RuntimeError as error:
-                refusal = error
-    if refusal is not None:
-        raise translated(refusal, here) from refusal
-    for work in works:
-        wait_for(work, here)
-    room.in_flight = []
 
 
 def room_for(slot_bytes: int, here: Group) -> Room:
@@ -209,6 +188,27 @@ def spread_slot(slot: bytearray, src: int, here: Group) -> memoryview:
     wait_for(pg.broadcast([room.one_staged], _broadcast_options(src)), here)
     room.fetch()
     return room.one.views[0]
+
+
+def _talk(pg: ProcessGroup, here: Group, room: Room, arriving: dict[int, Tensor], leaving: dict[int, Tensor]) -> None:
+    """Receive from some ranks and send to some, all at once.
+
+    Where that fails with one, as it is gone, the others are served all the same, and left in flight: they may be
+    waiting for it, and shall find out in their own time.
+    """
+    works = room.in_flight = []
+    refusal = None
+    for start, parts in ((pg.recv, arriving), (pg.send, leaving)):
+        for rank, part in parts.items():
+            try:
+                works.append(start([part], rank, SLOT_TAG))
+            except RuntimeError as error:
+                refusal = error
+    if refusal is not None:
+        raise translated(refusal, here) from refusal
+    for work in works:
+        wait_for(work, here)
+    room.in_flight = []
 
 
 @cache

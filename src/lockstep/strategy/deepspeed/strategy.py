@@ -106,6 +106,10 @@ class DeepSpeedStrategy(Strategy):
                 "pip install 'lockstep-engine[deepspeed]', or use strategy 'fsdp', which shards as well"
             )
         self._config = config_rules.read_config(config, {**given, **kwargs})
+        if get_device() == "cpu" and config_rules.is_on(self._config, "fp16"):
+            raise ConfigError(
+                "`fp16` must not be enabled on the CPU, where DeepSpeed does not support it. Use bf16=True"
+            )
         self._inputs_to_half = None if inputs_to_half is None else list(inputs_to_half)
         self._state: EngineState | None = None
         self._trains = False
@@ -181,10 +185,6 @@ class DeepSpeedStrategy(Strategy):
                     f"`{name}` must have at least one dimension under DeepSpeed 0.19, which can't send it "
                     "otherwise. Make it nn.Parameter(torch.ones(1)), or use strategy 'ddp'"
                 )
-        if get_device() == "cpu" and config_rules.is_on(self._config, "fp16"):
-            raise ConfigError(
-                "`fp16` must not be enabled on the CPU, where DeepSpeed does not support it. Use bf16=True"
-            )
         return model
 
     def _prepare_evaluation(self, model: nn.Module) -> nn.Module:
