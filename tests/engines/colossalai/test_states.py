@@ -18,7 +18,8 @@ from lockstep.strategy import build_strategy
 from lockstep.testing import close_pools, ranks, run_ranks
 
 from ...strategy.transformer import BATCH, INPUTS, STEPS, TARGETS, optim_config, seeded
-from .training import PLUGINS, Training, assert_equal, config_of, strategy_of, whole
+from ..training import assert_equal, whole
+from .training import PLUGINS, Training, config_of, strategy_of
 
 
 class Losses(Hook):

@@ -27,7 +27,8 @@ from lockstep.strategy import (
 )
 from lockstep.testing import ranks, run_ranks
 
-from .training import PLUGINS, assert_equal, config_of, strategy_of, train, whole
+from ..training import assert_equal, whole
+from .training import PLUGINS, config_of, strategy_of, train
 
 X = torch.randn(22, 6, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True).sin()

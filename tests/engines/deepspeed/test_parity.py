@@ -15,7 +15,8 @@ from lockstep.model import train_step
 from lockstep.testing import ranks, run_ranks
 
 from ...strategy.transformer import INPUTS, STEPS, TARGETS, Transformer, mean_over_ranks, optim_config, own_batches
-from .training import STAGES, Training, assert_equal, strategy_of, train, whole
+from ..training import assert_equal, whole
+from .training import STAGES, Training, strategy_of, train
 
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 # An update in proportion to the gradients, so that a wrong factor shows, as it may not with Adam.

@@ -15,7 +15,8 @@ from lockstep.errors import ConfigError
 from lockstep.testing import ranks, run_ranks
 
 from ...strategy.transformer import ADAMW, optim_config, own_batches, seeded
-from .training import ADAM, STAGES, Training, assert_equal, load_after, save_after, strategy_of, whole
+from ..training import assert_equal, whole
+from .training import ADAM, STAGES, Training, load_after, save_after, strategy_of
 
 ROUTES = [
     *[("ddp", f"zero{stage}") for stage in STAGES],
