@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.dist import all_gather_object, all_reduce
+from lockstep.dist import Handle, all_gather_object, all_reduce
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
+from lockstep.hooks.numbers_of_ranks import travels_beside
 from lockstep.registry import HOOKS
 
 
@@ -37,8 +38,8 @@ class NaNCheckHook(Hook):
     it.
 
     Losses are not read at each step, which would make the host wait for an accelerator. They are put aside on their
-    device, and read all together every few iterations: right after `LoggerHook` has waited for the device at the same
-    interval, so that there is nothing left to wait for.
+    device, and read all together now and then: right after `LoggerHook` has waited for the device, where the interval
+    is a multiple of its own, so that there is nothing left to wait for.
 
     Args:
         interval: number of iterations from one look to the next; the end of an epoch and each checkpoint make one,
@@ -47,16 +48,21 @@ class NaNCheckHook(Hook):
     **Cost**: per look one stack of the losses, one read, and one all_reduce of 8 bytes.
 
     Raises:
-        FloatingPointError: at the look, on every rank.
+        FloatingPointError: on every rank, at the look; on the CPU, where what the ranks tell each other travels while
+            they go on, after the next iteration.
     """
 
     priority = "LOW"
 
-    def __init__(self, interval: int = 10) -> None:
+    def __init__(self, interval: int = 50) -> None:
         if interval < 1:
             raise ValueError(f"`interval` must be at least 1, but is {interval}")
         self.interval = interval
         self._seen: list[_Seen] = []
+        # What the last look has found here; and whether it has found anything on any rank, which is on its way.
+        self._fault: _Fault | None = None
+        self._found: Tensor | None = None
+        self._telling: Handle | None = None
 
     def after_train_iter(
         self,
@@ -66,29 +72,45 @@ class NaNCheckHook(Hook):
         outputs: dict[str, Any] | None = None,
     ) -> None:
         """Put the losses aside; look at them when it is time."""
+        self._judge(runner)
         iteration = runner.iter + 1
         for name, value in (outputs or {}).items():
             if "loss" in name and (isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)):
                 self._seen.append(_Seen(iteration, name, value))
         if iteration % self.interval == 0:
             self._look(runner)
+            if runner.world_size == 1 or not travels_beside():
+                self._judge(runner)
 
     def after_train_epoch(self, runner: RunnerLike) -> None:
         """Look at what is left."""
-        self._look(runner)
+        self._look_at_once(runner)
 
     def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Look before anything is written."""
+        self._look_at_once(runner)
+
+    def _look_at_once(self, runner: RunnerLike) -> None:
+        self._judge(runner)
         self._look(runner)
+        self._judge(runner)
 
     def _look(self, runner: RunnerLike) -> None:
-        fault = _first_fault(self._seen)
+        """Look at this rank's losses, and tell the others."""
+        self._fault = _first_fault(self._seen)
         self._seen.clear()
-        found = torch.tensor(int(fault is not None))
-        all_reduce(found, op="max")
-        if not int(found):
+        self._found = torch.tensor(int(self._fault is not None))
+        if runner.world_size > 1:
+            self._telling = all_reduce(self._found, op="max", async_op=True)
+
+    def _judge(self, runner: RunnerLike) -> None:
+        """Raise where a rank has found something at the last look."""
+        if self._telling is not None:
+            self._telling.wait()
+        found, self._found, self._telling = self._found, None, None
+        if found is None or not int(found):
             return
-        faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(fault)) if fault is not None]
+        faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(self._fault)) if fault is not None]
         first = min(fault.iteration for _, fault in faults)
         told = [
             f"rank {rank} of {runner.world_size}: "

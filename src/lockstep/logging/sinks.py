@@ -26,8 +26,11 @@ class JsonLinesSink:
         """Append a record."""
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
-        plain = {key: _plain(value) for key, value in record.items()}
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+        try:
+            line = json.dumps(record, allow_nan=False)
+        except (TypeError, ValueError):  # not plain yet, which is rare
+            line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
+        self._file.write(f"{line}\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,8 +15,7 @@ def is_model_wrapper(model: nn.Module) -> bool:
 
     True of torch's `DistributedDataParallel` and `DataParallel`, and of every class in `MODEL_WRAPPERS`.
     """
-    known = tuple(entry for entry in MODEL_WRAPPERS.module_dict.values() if isinstance(entry, type))
-    return isinstance(model, (DistributedDataParallel, nn.DataParallel, *known))
+    return _wraps(type(model), len(MODEL_WRAPPERS))
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -24,3 +25,9 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         assert isinstance(inner, nn.Module)
         model = inner
     return model
+
+
+@cache  # every step asks; the number of wrappers tells whether another has been registered since
+def _wraps(kind: type[nn.Module], _registered: int) -> bool:
+    known = tuple(entry for entry in MODEL_WRAPPERS.module_dict.values() if isinstance(entry, type))
+    return issubclass(kind, (DistributedDataParallel, nn.DataParallel, *known))
