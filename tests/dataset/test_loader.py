@@ -19,10 +19,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.dataset import DefaultSampler, build_dataloader, pseudo_collate, set_epoch, skip_batches
-from lockstep.dist import all_gather_object, get_rank
+from lockstep.dataset import Compose, DefaultSampler, build_dataloader, pseudo_collate, set_epoch, skip_batches
+from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
-from lockstep.registry import DATASETS
+from lockstep.registry import DATASETS, FUNCTIONS
 from lockstep.testing import ranks
 
 Pair = namedtuple("Pair", "image label")
@@ -179,7 +179,7 @@ def test_pseudo_collate_stacks_nothing():
         ({"batch_size": 2}, ConfigError, "key 'dataset', but has only .*batch_size"),
         ({"dataset": Counting(), "batch_sise": 2}, ConfigError, "does not fit.*batch_sise"),
         ({"dataset": Counting(), "shuffle": True, "sampler": {}}, ConfigError, "both 'sampler' and 'shuffle'"),
-        ({"dataset": Counting(), "collate_fn": "stack"}, ConfigError, "default_collate, pseudo_collate"),
+        ({"dataset": Counting(), "collate_fn": "stack"}, ConfigError, "`default_collate`, `pseudo_collate`"),
         (3, TypeError, "DataLoader, an iterable of batches or a config dict, but is 3"),
     ],
 )
@@ -204,3 +204,58 @@ def test_batches_are_skipped_without_reading_them_where_the_sampler_can():
     assert skip_batches(loader, 2)
     assert seen(loader) == whole[4:]
     assert not skip_batches(DataLoader(Counting()), 2)
+
+
+@FUNCTIONS.register_module()
+def collate_sum(batch: list[int], plus: int = 0) -> int:
+    return sum(batch) + plus
+
+
+@FUNCTIONS.register_module()
+class CollateMax:
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def __call__(self, batch: list[int]) -> int:
+        return max(self.least, *batch)
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "expected"),
+    [
+        ("collate_sum", [1, 5]),
+        ({"type": "collate_sum", "plus": 10}, [11, 15]),
+        ({"type": "CollateMax", "least": 2}, [2, 3]),
+    ],
+)
+def test_what_collates_may_be_registered(collate_fn, expected):
+    cfg = {"dataset": list(range(4)), "batch_size": 2, "shuffle": False, "collate_fn": collate_fn}
+    assert list(build_dataloader(cfg, seed=0)) == expected
+
+
+@ranks(1, 2)
+def test_an_epoch_may_be_cut_short_for_a_trial():
+    cfg = {"dataset": Counting(), "batch_size": 2, "num_batch_per_epoch": 2, "sampler": {"shuffle": False}}
+    batches = list(build_dataloader(cfg, seed=0))
+    assert [len(batch) for batch in batches] == [2, 2]
+    seen = sorted(int(value) for part in all_gather_object(torch.cat(batches)) for value in part)
+    assert seen == list(range(4 * get_world_size()))
+    with pytest.raises(ConfigError, match="`num_batch_per_epoch` must be at least 1"):
+        build_dataloader({**cfg, "num_batch_per_epoch": 0}, seed=0)
+
+
+class Lazy(Counting):
+    def full_init(self) -> None:
+        self.is_full = True
+
+
+def test_a_data_set_does_what_it_has_put_off():
+    assert build_dataloader({"dataset": {"type": Lazy}}, seed=0).dataset.is_full
+
+
+def test_transforms_come_from_their_registry_and_may_drop_a_sample():
+    chain = Compose([{"type": Compose, "transforms": [lambda sample: sample or None]}, lambda sample: sample + 1])
+    assert (chain(3), chain(0)) == (4, None)
+    assert repr(Compose([len])) == "Compose(<built-in function len>)"
+    with pytest.raises(TypeError, match="`transforms` must hold functions and config dicts, but hold 3"):
+        Compose([3])

@@ -83,16 +83,24 @@ class Stop(Hook):
             raise KeyboardInterrupt
 
 
-def test_a_run_that_goes_on_is_as_impatient_as_before(tmp_path: Path):
-    hooks = [EarlyStoppingHook("accuracy", patience=3), Stop(3)]
+@ranks(1, 2)
+def test_a_run_that_goes_on_is_as_impatient_as_one_that_was_never_interrupted(tmp_path: Path):
+    values = [9.0, 1.0, 2.0, 3.0]
     with pytest.raises(KeyboardInterrupt):
-        make_runner(tmp_path, hooks, Scripted([9.0, 1.0]), **TEN).train()
+        make_runner(tmp_path, [EarlyStoppingHook("accuracy", patience=3), Stop(3)], Scripted(values[:2]), **TEN).train()
     hook = EarlyStoppingHook("accuracy", patience=3)
-    # The third epoch was saved and not validated: of the two validations one was no better.
-    runner = make_runner(tmp_path, [hook], Scripted([2.0, 3.0]), resume=True, **TEN)
+    # The third epoch was saved and not validated, which is made up for.
+    runner = make_runner(tmp_path, [hook], Scripted(values[2:]), resume=True, **TEN)
     runner.train()
-    assert runner.epoch == 5
+    assert runner.epoch == epochs_until_it_stops(tmp_path / "whole", values, patience=3) == 4
     assert (hook.best, hook.wait_count) == (9.0, 3)
+
+
+def test_a_run_that_has_stopped_stops_again(tmp_path: Path):
+    make_runner(tmp_path, [EarlyStoppingHook("accuracy", patience=1)], Scripted([9.0, 1.0]), **TEN).train()
+    again = make_runner(tmp_path, [EarlyStoppingHook("accuracy", patience=1)], Scripted([1.0]), resume=True, **TEN)
+    again.train()
+    assert again.epoch == 2
 
 
 @pytest.mark.parametrize(

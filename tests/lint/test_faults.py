@@ -15,7 +15,7 @@ from lockstep.config import Config
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.lint import check_config, find_faults
-from lockstep.registry import MODELS
+from lockstep.registry import HOOKS, MODELS, Registry
 
 if TYPE_CHECKING:
     from nowhere import Anything
@@ -333,3 +333,33 @@ def test_helpers_of_the_file_are_no_faults_and_the_error_lists_file_line_and_opt
 def test_the_examples_have_no_faults(path, monkeypatch):
     monkeypatch.syspath_prepend(path.parent)
     assert find_faults(Config.fromfile(path)) == []
+
+
+def test_what_mmengines_configs_hold_besides_is_known():
+    validation = {"val_dataloader": {"dataset": {"type": Data}, "num_batch_per_epoch": 2}, "val_cfg": {}}
+    assert not found(
+        default_scope="mmengine",
+        log_processor={"type": "LogProcessor", "by_epoch": True},
+        model_wrapper_cfg={"type": "MMSeparateDistributedDataParallel", "broadcast_buffers": False},
+        find_unused_parameters=True,
+        sync_bn="torch",
+        runner_type="Runner",
+        env_cfg={"resource_limit": 4096, "mp_cfg": {"mp_start_method": "fork"}},
+        val_evaluator={"type": "Evaluator", "metrics": [{"type": Metric}]},
+        **validation,
+    )
+    assert only(model_wrapper_cfg={"type": "MMDistributedDataParalel"}) == (
+        "`model_wrapper_cfg.type` = 'MMDistributedDataParalel' is no model wrapper in the registry of scope "
+        "`lockstep`: did you mean `MMDistributedDataParallel`?"
+    )
+    assert only(val_evaluator={"metrics": {"type": Metric, "topq": 1}}, **validation) == (
+        "`val_evaluator.metrics.topq` = 1 is no argument of the metric `Metric`: did you mean `topk`?"
+    )
+
+
+def test_types_are_looked_for_in_the_default_scope():
+    zoo = Registry("hook", parent=HOOKS, scope="lint_zoo")
+    zoo.register_module("Watched", module=Watch)
+    hooks = [{"type": "Watched", "interval": 2}]
+    assert not found(custom_hooks=hooks, default_scope="lint_zoo")
+    assert only(custom_hooks=hooks).startswith("`custom_hooks.0.type` = 'Watched' is no hook")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import ConfigError
 from lockstep.model import BaseDataPreprocessor, BaseModel
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODELS
@@ -81,3 +82,15 @@ def test_nested_data_keep_their_types():
     assert isinstance(moved["pairs"][0], Pair)
     assert moved["none"] is None
     assert moved["ids"] == (1, 2.5, b"x")
+
+
+def test_a_forward_pass_by_mode_unpacks_the_batch():
+    model = Toy()
+    assert torch.equal(model._run_forward(BATCH, mode="predict")[0], model(BATCH["inputs"]))
+    assert set(model._run_forward(tuple(BATCH.values()), mode="loss")) == {"loss"}
+
+
+def test_initialisation_by_config_is_refused_with_the_remedy():
+    assert BaseModel(None, init_cfg=None).init_weights() is None
+    with pytest.raises(ConfigError, match=r"`init_cfg` must be None, but is .*Kaiming.*`init_weights`.*`load_from`"):
+        BaseModel(init_cfg={"type": "Kaiming", "layer": "Conv2d"})

@@ -191,7 +191,7 @@ def test_under_ddp_an_overflow_on_one_rank_is_one_on_all():
         wrapper.update_params(loss * math.inf if get_rank() else loss)
     assert all_gather_object(wrapper.loss_scale) == [0.25, 0.25]
     assert all_gather_object(not wrapper.optimizer.state) == [True, True]
-    assert not math.isfinite(wrapper.grad_norm)
+    assert wrapper.grad_norm == 0  # of the updates that were made: none
 
 
 def test_a_fixed_scale_stays_and_bad_updates_are_skipped():
@@ -207,6 +207,17 @@ def test_a_fixed_scale_stays_and_bad_updates_are_skipped():
     assert wrapper.extra_state()["loss_scaler"]["scale"] == 8
     wrapper.load_extra_state({"loss_scaler": {"scale": 2.0, "_growth_tracker": 0}})
     assert wrapper.loss_scale == 8
+
+
+def test_the_norm_is_that_of_the_last_update_that_was_made():
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wrapper = AmpOptimWrapper(dtype="float16", loss_scale=1.0, optimizer=optimizer, clip_grad={"max_norm": 1.0})
+    norms = []
+    for factor in (math.inf, 3.0, math.nan, 2.0):
+        wrapper.update_params(model(torch.ones(1)).sum() * factor)
+        norms.append(float(wrapper.grad_norm))
+    assert norms == [0.0, 3.0, 3.0, 2.0]
 
 
 def test_gradients_that_are_never_finite_end_the_training_although_the_loss_is():

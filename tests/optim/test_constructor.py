@@ -366,3 +366,20 @@ def test_a_checkpoint_goes_to_another_strategy_with_its_groups(tmp_path: Path):
     ((whole, expected),) = run_ranks(1, train, tmp_path / "whole", "single")
     assert rates == expected
     assert list(losses.values()) == pytest.approx([whole[index] for index in losses], rel=1e-4)
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class HalvedHead(DefaultOptimWrapperConstructor):
+    """Changes the groups in the way of MMEngine's users."""
+
+    def add_params(self, params, module, prefix="", is_dcn_module=None) -> None:
+        super().add_params(params, module, prefix=prefix, is_dcn_module=is_dcn_module)
+        params[0]["lr"] = self.base_lr / 2
+
+
+def test_a_constructor_of_ones_own_may_have_mmengines_signature():
+    cfg = {"optimizer": {"type": "SGD", "lr": 0.5}, "constructor": "HalvedHead"}
+    assert build_optim_wrapper(nn.Linear(2, 1), cfg).get_lr() == {"lr": [0.25]}
+    construct = DefaultOptimWrapperConstructor({"optimizer": {"type": "SGD", "lr": 0.5}})
+    with pytest.raises(ConfigError, match="`prefix` must be empty, but is 'backbone'"):
+        construct.add_params([], nn.Linear(2, 1), prefix="backbone")

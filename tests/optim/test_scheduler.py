@@ -229,3 +229,13 @@ def test_a_ramp_that_is_converted_takes_its_window():
     for wrong in ({"by_epoch": False}, {"type": lr_scheduler.LinearLR}):
         with pytest.raises(ConfigError, match="LinearLR: `convert_to_iter_based` must be False unless"):
             build(optimizer, {**cfg, **wrong}, epochs=6, iters=6 * EPOCH)
+
+
+@pytest.mark.parametrize("kind", ["StepLR", lr_scheduler.StepLR])
+def test_arguments_that_mean_nothing_any_more_are_told_or_refused(kind, caplog):
+    build(sgd(), {"type": kind, "step_size": 1, "verbose": False, "last_step": -1}, epochs=2)
+    assert not caplog.text
+    build(sgd(), {"type": kind, "step_size": 1, "verbose": True}, epochs=2)
+    assert "StepLR: `verbose` does nothing: the values are in every record" in caplog.text
+    with pytest.raises(ConfigError, match=r"StepLR: `last_step` must be -1, but is 3\. To go on .* resume=True"):
+        build(sgd(), {"type": kind, "step_size": 1, "last_step": 3}, epochs=2)

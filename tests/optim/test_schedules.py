@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
@@ -121,6 +121,7 @@ def test_poly_and_cosine_have_floors():
     anneal=st.sampled_from(["cos", "linear"]), div=st.floats(1.5, 50), final=st.floats(2, 1e4),
 )  # fmt: skip
 def test_one_cycle(total, pct_start, three_phase, anneal, div, final):
+    assume(pct_start * total != 1)  # where torch (2.13) divides by zero
     kwargs = {
         "total_steps": total, "pct_start": pct_start, "three_phase": three_phase, "anneal_strategy": anneal,
         "div_factor": div, "final_div_factor": final,

@@ -15,12 +15,12 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint import is_checkpoint
+from lockstep.checkpoint import is_checkpoint, read_meta
 from lockstep.dataset import batch_size_of
-from lockstep.dist import get_rank
+from lockstep.dist import all_gather_object, get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
-from lockstep.hooks import HookList, ProgressHook
+from lockstep.hooks import Hook, HookList, LoggerHook, ProgressHook
 from lockstep.hooks.display import LiveDisplay, PlainDisplay
 from lockstep.logging import HistoryBuffer, JsonLinesSink, MessageHub
 from lockstep.runner import Runner
@@ -83,6 +83,9 @@ def saved(runner: Runner) -> list[str]:
         ({"interval": -1}, ["epoch_4"]),
         ({"max_keep_ckpts": 2}, ["epoch_3", "epoch_4"]),
         ({"by_epoch": False, "interval": 3}, ["iter_3", "iter_6", "iter_8"]),
+        ({"interval": 2, "save_begin": 1}, ["epoch_1", "epoch_3", "epoch_4"]),
+        ({"interval": 3, "filename_tmpl": "after_{}.pth"}, ["after_3.pth", "after_4.pth"]),
+        ({"type": "CheckpointHook"}, ["epoch_4"]),
     ],
 )
 def test_checkpoints_are_saved_and_removed_as_asked(tmp_path: Path, options, expected):
@@ -107,6 +110,96 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path, name, rule, values, best):
     assert saved(runner) == [f"best_{name.replace('/', '_')}_epoch_{best}"]
 
 
+def test_several_metrics_have_a_best_checkpoint_each(tmp_path: Path):
+    class Both(Scripted):
+        def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+            return {"accuracy": self.values.pop(0), "strangeness": self.values.pop(0)}
+
+    options = {
+        "interval": -1,
+        "save_best": ["accuracy", "strangeness"],
+        "rule": ["greater", "less"],
+        "save_last": False,
+    }
+    runner = train(tmp_path, options, Both("", [1, 9, 3, 8, 2, 5, 0, 7]))
+    assert saved(runner) == ["best_accuracy_epoch_2", "best_strangeness_epoch_3"]
+    hub = runner.message_hub
+    assert hub.get_info("best_score_accuracy") == 3
+    assert hub.get_info("best_ckpt_strangeness") == str(runner.run_dir / "best_strangeness_epoch_3")
+
+
+def test_parts_of_names_may_tell_the_rule(tmp_path: Path):
+    options = {"save_best": "strangeness", "greater_keys": ["x"], "less_keys": ["Strange"]}
+    assert "best_strangeness_epoch_3" in saved(train(tmp_path, options, Scripted("strangeness", [3, 2, 1, 5])))
+
+
+@ranks(1, 2)
+def test_checkpoints_may_go_elsewhere(tmp_path: Path):
+    options = {"out_dir": str(tmp_path / "store"), "max_keep_ckpts": 1, "save_best": "accuracy"}
+    runner = train(tmp_path / "exp", options, Scripted("accuracy", [1, 2, 1, 1]), train_cfg={"max_epochs": 3})
+    folder = tmp_path / "store" / "exp" / runner.run_dir.name
+    all_gather_object(None)
+    assert sorted(path.name for path in folder.iterdir()) == ["best_accuracy_epoch_2", "epoch_3"]
+    assert saved(runner) == []
+    assert runner.message_hub.get_info("last_ckpt") == str(folder / "epoch_3")
+    again = train(tmp_path / "exp", options, Scripted("accuracy", [1, 1]), resume=True)
+    assert again.epoch == 4
+    assert "epoch_4" in {path.name for path in (folder.parent / again.run_dir.name).iterdir()}
+
+
+@ranks(2)
+def test_the_optimizer_may_be_left_out(tmp_path: Path):
+    train(tmp_path, {"save_optimizer": False}, train_cfg={"max_epochs": 3})
+    optim_wrapper = {"optimizer": {"type": "AdamW", "lr": 0.0}}
+    again = train(tmp_path, {"save_optimizer": False}, resume=True, optim_wrapper=optim_wrapper)
+    (state,) = {int(state["step"]) for state in again.optim_wrapper.optimizer.state.values()}
+    assert (again.epoch, state) == (4, 2)  # of the last epoch alone
+    if get_rank() == 0:
+        assert "was saved without the optimizer's state, which begins anew" in (again.run_dir / "log.txt").read_text()
+
+
+class Saving(Hook):
+    """Saves in the way of a user of MMEngine."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if runner.iter == 2:
+            runner.save_checkpoint(runner.work_dir, "mine", meta={"note": "here"}, by_epoch=False, is_last=False)
+
+    def after_train_epoch(self, runner) -> None:
+        runner.save_checkpoint(str(runner.work_dir), f"end_{runner.epoch + 1}", save_param_scheduler=False)
+
+    def after_val_epoch(self, runner, metrics=None) -> None:
+        runner.save_checkpoint("validated")
+
+
+@ranks(1, 2)
+def test_hooks_may_save_when_and_where_they_want(tmp_path: Path):
+    runner = train(tmp_path, {"interval": -1, "save_last": False}, Scripted("accuracy", [1.0] * 2),
+                   train_cfg={"max_epochs": 2}, custom_hooks=[Saving()])  # fmt: skip
+    place = [
+        tuple(read_meta(folder)[key] for key in ("epoch", "iter", "batches_into_epoch"))
+        for folder in (tmp_path / "mine", tmp_path / "end_1", tmp_path / "end_2", runner.run_dir / "validated")
+    ]
+    length = runner.max_iters // 2
+    assert place == [(*divmod(3, length)[:1], 3, 3 % length), (1, length, 0), (2, 2 * length, 0), (2, 2 * length, 0)]
+    assert read_meta(tmp_path / "mine")["note"] == "here"
+
+
+def test_a_validation_without_a_training_saves_and_stops_nothing(tmp_path: Path):
+    data = {"dataset": TensorDataset(torch.ones(4, 1)), "batch_size": 2}
+    stopping = {"type": "EarlyStoppingHook", "monitor": "accuracy", "stopping_threshold": 0.5}
+    runner = Runner(Net(), tmp_path, val_dataloader=data, val_evaluator=Scripted("accuracy", [1.0]),
+                    default_hooks={"checkpoint": {"save_best": "auto"}}, custom_hooks=[stopping])  # fmt: skip
+    assert runner.val() == {"accuracy": 1.0}
+    assert saved(runner) == []
+
+
+def test_a_run_that_goes_on_makes_up_for_the_validation_that_was_not_saved(tmp_path: Path):
+    train(tmp_path, {"save_best": "accuracy"}, Scripted("accuracy", [5.0, 9.0]), train_cfg={"max_epochs": 2})
+    again = train(tmp_path, {"save_best": "accuracy"}, Scripted("accuracy", [9.0, 8.0, 7.0]), resume=True)
+    assert saved(again) == ["best_accuracy_epoch_2", "epoch_3", "epoch_4"]
+
+
 def test_a_run_that_goes_on_remembers_what_was_best(tmp_path: Path):
     options = {"save_best": "auto"}
     first = train(tmp_path, options, Scripted("accuracy", [5.0, 9.0]), train_cfg={"max_epochs": 2})
@@ -123,6 +216,9 @@ def test_a_run_that_goes_on_remembers_what_was_best(tmp_path: Path):
         ({"save_best": "auto"}, "`rule` must be 'greater' or 'less' for the metric 'strangeness'"),
         ({"rule": "more"}, "`rule` must be.*'more'"),
         ({"max_keep_ckpts": 0}, "at least 1, or -1 for all, but is 0"),
+        ({"rule": ["less", "greater"], "save_best": "a"}, "one of them for each of 1 metrics in `save_best`, but is"),
+        ({"filename_tmpl": "last.pth"}, "`filename_tmpl` must have one {} for the number, but is 'last.pth'"),
+        ({"backend_args": {"backend": "petrel"}}, "`backend_args` must be None, but is .*petrel.*Mount the storage"),
     ],
 )
 def test_wrong_checkpoint_options_are_refused(tmp_path: Path, options, says):
@@ -143,6 +239,12 @@ def test_a_default_hook_can_be_left_out(tmp_path: Path):
     assert not (runner.run_dir / "metrics.jsonl").exists()
     for left_out in hooks:
         train(tmp_path, default_hooks={left_out: None})
+
+
+def test_records_stay_in_the_folder_of_the_run():
+    LoggerHook(interval_exp_name=100, out_suffix=(".json",), keep_local=False)
+    with pytest.raises(ConfigError, match="`out_dir` must be None, but is 's3://bucket': records are written into"):
+        LoggerHook(out_dir="s3://bucket")
 
 
 def test_the_gradient_norm_is_recorded(tmp_path: Path):

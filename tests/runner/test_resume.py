@@ -181,12 +181,64 @@ class Wider(Net):
         self.more = nn.Linear(1, 1)
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_training_begins_with_the_weights_that_fit_and_evaluation_needs_all(in_a_file, tmp_path: Path):
+    run(tmp_path)
+    all_gather_object(None)
+    source = last(tmp_path)
+    if in_a_file:
+        trained = load_state(source, {"model": Net().state_dict()})["model"]
+        source = tmp_path / "net.pth"
+        if get_rank() == 0:
+            torch.save({"state_dict": trained}, source)
+        all_gather_object(None)
+    model = Wider()
+    model.norm = nn.BatchNorm1d(5)  # of another shape
+    evaluation = {
+        "val_dataloader": {"dataset": TensorDataset(X, Y.flatten() > 0)},
+        "val_evaluator": {"type": "Accuracy"},
+    }
+    with pytest.raises(ConfigError, match=r"fit the model: more\.weight, more\.bias, which it lacks; norm\.weight"):
+        Runner(model, tmp_path / "val", load_from=source, **evaluation).val()
+    shared = nn.Module()
+    shared.linear = nn.Linear(7, 1)
+    with pytest.raises(
+        ConfigError, match=r"linear\.weight, which have another shape there; .*, which the model has not"
+    ):
+        Runner(shared, tmp_path / "val", load_from=source, **evaluation).val()
+    wider = Wider()
+    before = wider.more.weight.detach().clone()
+    runner = Runner(wider, tmp_path / "val", **evaluation)
+    runner.load_checkpoint(source, strict=False)
+    runner.val()
+    assert torch.equal(wider.more.weight, before)
+    fresh = Wider()
+    run(tmp_path / "on", model=fresh, load_from=source, strategy={"type": "ddp", "find_unused_parameters": True},
+        train_cfg={"max_iters": 1}, optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.0}}, param_scheduler=None,
+        default_hooks={"checkpoint": None})  # fmt: skip
+    assert torch.equal(fresh.linear.weight, wider.linear.weight)
+
+
+def test_names_in_a_file_of_weights_are_revised(tmp_path: Path):
+    torch.save({f"backbone.{name}": value + 1 for name, value in Net().state_dict().items()}, tmp_path / "net.pth")
+    model = Net()
+    runner = Runner(
+        model,
+        tmp_path,
+        val_dataloader={"dataset": TensorDataset(X, Y.flatten() > 0)},
+        val_evaluator={"type": "Accuracy"},
+    )
+    runner.load_checkpoint(tmp_path / "net.pth", revise_keys=[(r"^backbone\.", "")])
+    runner.val()
+    assert model.norm.running_mean.tolist() == [1.0] * len(model.norm.running_mean)
+
+
 @ranks(2)
 def test_what_does_not_fit_is_said_on_every_rank(tmp_path: Path):
     run(tmp_path)
-    checkpoint = last(tmp_path)
     with pytest.raises(ConfigError, match=r"does not fit: .*more.weight"):
-        run(tmp_path, model=Wider(), load_from=checkpoint, strategy={"type": "ddp", "find_unused_parameters": True})
+        run(tmp_path, model=Wider(), resume=True, strategy={"type": "ddp", "find_unused_parameters": True})
     with pytest.raises(ConfigError, match=r"must have 2 schedulers to resume.*but has 0"):
         run(tmp_path, resume=True, param_scheduler=None)
     with pytest.raises(ConfigError, match=r"a checkpoint must be a directory with .metadata.*is not there"):

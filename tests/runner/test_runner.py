@@ -225,10 +225,11 @@ def test_a_config_makes_the_same_runner(tmp_path: Path):
 
 
 @ranks(2)
-def test_the_learning_rate_scales_with_the_global_batch(tmp_path: Path):
-    runner = complete(tmp_path, auto_scale_lr={"base_batch_size": 2})
+@pytest.mark.parametrize(("enable", "lr"), [(True, 2.0), (False, 0.5)])
+def test_the_learning_rate_scales_with_the_global_batch_where_that_is_enabled(enable, lr, tmp_path: Path):
+    runner = complete(tmp_path, auto_scale_lr={"enable": enable, "base_batch_size": 2})
     runner.train()
-    assert runner.optim_wrapper.get_lr() == {"lr": [2.0]}
+    assert runner.optim_wrapper.get_lr() == {"lr": [lr]}
 
 
 def test_a_compiled_model_trains(tmp_path: Path):
@@ -312,7 +313,11 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path, changes, error, say
         ({"train_cfg": {"max_epochs": 0}}, ConfigError, "`max_epochs` must be an int of at least 1, but is 0"),
         ({"train_cfg": {"max_epochs": 1, "val_intervall": 2}}, ConfigError, "did you mean `val_interval`"),
         ({"randomness": {"sed": 1}}, ConfigError, "seed, deterministic, diff_rank_seed, but has sed"),
-        ({"env_cfg": {"backend": "gloo"}}, ConfigError, "dist_cfg, cudnn_benchmark, mp_cfg, but has backend"),
+        (
+            {"env_cfg": {"backend": "gloo"}},
+            ConfigError,
+            "dist_cfg, cudnn_benchmark, mp_cfg, resource_limit, but has backend",
+        ),
         ({"default_hooks": {"speed": {"interval": 3}}}, ConfigError, r"`default_hooks\['speed'\]` must have a `type`"),
         ({"custom_hooks": [{"type": "LogerHook"}]}, RegistryError, "did you mean `LoggerHook`"),
         ({"custom_hooks": [3]}, TypeError, "must be a Hook"),

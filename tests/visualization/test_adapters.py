@@ -16,7 +16,7 @@ import torch
 from lockstep.config import Config
 from lockstep.errors import ConfigError
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization import Closes, CsvVisualizer, Opens, ShowsConfig, ShowsImages, Visualizer
+from lockstep.visualization import Closes, CsvVisualizer, Opens, ShowsConfig, ShowsImages, ShowsScalars
 from lockstep.visualization.library import is_installed
 from lockstep.visualization.options import flat_options
 
@@ -35,11 +35,11 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def build(name: str) -> Visualizer:
+def build(name: str) -> ShowsScalars:
     return VISUALIZERS.build({"type": name, **ARGUMENTS.get(name, {})})
 
 
-def show_everything(visualizer: Visualizer, run_dir: Path) -> None:
+def show_everything(visualizer: ShowsScalars, run_dir: Path) -> None:
     assert isinstance(visualizer, Opens)
     visualizer.open(run_dir)
     if isinstance(visualizer, ShowsConfig):

@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from lockstep.config import Config
-from lockstep.errors import RegistryError
+from lockstep.errors import ConfigError, RegistryError
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization import CsvVisualizer, LocalVisualizer, TensorBoardVisualizer, Visualizers, build_visualizers
+from lockstep.visualization import (
+    CsvVisualizer,
+    LocalVisualizer,
+    TensorBoardVisualizer,
+    Visualizer,
+    Visualizers,
+    build_visualizers,
+)
 
 
 class Board:
@@ -81,12 +88,40 @@ def test_what_may_be_given():
     csv_part, local = build_visualizers([{"type": "CsvVisualizer"}, LocalVisualizer()]).parts
     assert isinstance(csv_part, CsvVisualizer)
     assert isinstance(local, LocalVisualizer)
-    (nested,) = build_visualizers({"type": "Visualizer", "vis_backends": [board]}).parts
-    assert isinstance(nested, Visualizers)
-    assert nested.parts == [board]
+    of_backends = build_visualizers({"type": "Visualizer", "vis_backends": [board]})
+    assert isinstance(of_backends, Visualizer)
+    assert of_backends.parts == [board]
+
+
+@VISUALIZERS.register_module()
+class Counting(Visualizer):
+    """A visualizer of the user's own, which knows how to show a sample."""
+
+    def add_datasample(self, name: str, data_sample: int, step: int = 0) -> None:
+        self.add_scalar(name, float(data_sample), step)
+
+
+def test_a_class_of_ones_own_keeps_its_methods_and_can_be_had_anywhere():
+    board = Board()
+    build_visualizers({"type": "Counting", "vis_backends": [board], "fig_save_cfg": {"frameon": False}}).make_current()
+    current = Visualizer.get_current_instance()
+    assert isinstance(current, Counting)
+    current.add_datasample("x", 3, step=2)
+    assert board.seen == [({"x": 3.0}, 2)]
+
+
+def test_the_names_of_files_may_be_others(tmp_path: Path):
+    local = LocalVisualizer(img_save_dir="vis_image", scalar_save_file="scalars.json", config_save_file="cfg.py")
+    local.open(tmp_path)
+    local.add_scalars({"x": 1.0})
+    local.add_image("grey", torch.zeros(2, 2, dtype=torch.uint8))
+    local.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["scalars.json", "vis_image"]
 
 
 def test_what_may_not():
+    with pytest.raises(ConfigError, match="does not draw on them"):
+        build_visualizers({"type": "Visualizer", "image": torch.zeros(2, 2)})
     with pytest.raises(TypeError, match="`visualizer` must have a method add_scalars, but is 3"):
         build_visualizers([Board(), 3])
     with pytest.raises(RegistryError, match="TensorBoardVisualizer"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.checkpoint.directory import is_checkpoint, load_state, read_meta, save_state
+from lockstep.checkpoint.directory import is_checkpoint, load_state, read_meta, read_shapes, save_state
 from lockstep.checkpoint.pointer import find_last_checkpoint, point_to_checkpoint
 from lockstep.checkpoint.weights import read_weights_file
 
@@ -12,6 +12,7 @@ __all__ = [
     "load_state",
     "point_to_checkpoint",
     "read_meta",
+    "read_shapes",
     "read_weights_file",
     "save_state",
 ]

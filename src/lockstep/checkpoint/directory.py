@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lockstep.dist import is_distributed, is_main_process, main_process_first
 from lockstep.errors import ConfigError
@@ -90,6 +91,22 @@ def read_meta(directory: Path) -> dict[str, Any]:
     _require_checkpoint(directory)
     meta: dict[str, Any] = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
     return meta
+
+
+def read_shapes(directory: Path, part: str) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of the tensors that a checkpoint has under `part`, by name; None of what is no tensor.
+
+    Raises:
+        ConfigError: the directory is not a checkpoint.
+    """
+    _require_checkpoint(directory)
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    prefix = f"{part}."
+    return {
+        name.removeprefix(prefix): tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for name, entry in stored.items()
+        if name.startswith(prefix)
+    }
 
 
 def is_checkpoint(directory: Path) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from pathlib import Path
 
 import torch
@@ -12,16 +14,31 @@ from lockstep.errors import ConfigError
 _WRAPPER_PREFIX = "module."
 
 
+class _Empty:
+    """Stands for an object that is not wanted; takes whatever it is made of, and forgets it."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
 def read_weights_file(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file by canonical name.
 
     The file holds a state dict, or a dict with one under `state_dict` or `model`. A prefix that a wrapper has left on
-    every name is taken off. Only tensors and plain values are unpickled.
+    every name is taken off. Only tensors and plain values are unpickled: objects of any other class, such as those that
+    MMEngine's checkpoints hold beside the weights, become empty ones, and none of their code runs.
 
     Raises:
         ConfigError: there are no weights in the file.
     """
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        with torch.serialization.safe_globals([(_Empty, name) for name in _strangers(path)]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{path} must be a file that torch.save has written, but cannot be read: {error}") from error
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -31,3 +48,10 @@ def read_weights_file(path: Path) -> dict[str, Tensor]:
     if content and all(name.startswith(_WRAPPER_PREFIX) for name in content):
         return {name.removeprefix(_WRAPPER_PREFIX): value for name, value in content.items()}
     return content
+
+
+def _strangers(path: Path) -> list[str]:
+    """Return the classes and functions that a file names, but that a file of weights has no need of."""
+    if not zipfile.is_zipfile(path):  # written by a torch before 1.6, of which it can't be told
+        return []
+    return torch.serialization.get_unsafe_globals_in_checkpoint(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from lockstep.config.config import Config
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.differences import Difference, differences
-from lockstep.config.options import parse_options
+from lockstep.config.options import DictAction, parse_options
 from lockstep.config.read_base import read_base
 
-__all__ = ["Config", "ConfigDict", "Difference", "differences", "parse_options", "read_base"]
+__all__ = ["Config", "ConfigDict", "DictAction", "Difference", "differences", "parse_options", "read_base"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import yaml
@@ -20,6 +22,7 @@ from lockstep.config.source_form import plain_data, python_source
 from lockstep.config.sources import Sources
 from lockstep.errors import ConfigError
 
+_logger = logging.getLogger(__name__)
 _SLOTS = ("_changed", "_filename", "_text")
 _RESERVED = ("filename", "text", "pretty_text")
 
@@ -63,13 +66,30 @@ class Config(ConfigDict):
         super().__init__(cfg_dict or {})
 
     @classmethod
-    def fromfile(cls, filename: str | PathLike[str]) -> Self:
+    def fromfile(
+        cls,
+        filename: str | PathLike[str],
+        use_predefined_variables: bool = True,
+        import_custom_modules: bool = True,
+        use_environment_variables: bool = True,
+        lazy_import: bool | None = None,
+        format_python_code: bool = True,
+    ) -> Self:
         """Read a config from a Python, YAML or JSON file, with the files it names in `_base_`.
 
         A Python file may import the modules beside it. What it imports or defines (modules, functions, classes) does
         not become a key, but may be a value: ``dict(type=MyNet)``. Its bases are at hand as `_base_`: ``lr = _base_.lr
         * 2``; or it imports them, see `read_base`. The modules that ``custom_imports=dict(imports=[...])`` names are
-        imported.
+        imported. In texts, ``{{ fileBasenameNoExtension }}``, ``{{ fileBasename }}``, ``{{ fileDirname }}`` and ``{{
+        fileExtname }}`` tell of the file, and ``{{ _base_.model.depth }}`` is a value of its bases.
+
+        Args:
+            filename: the file.
+            use_predefined_variables: MMEngine's; placeholders are always filled in.
+            import_custom_modules: import what `custom_imports` names.
+            use_environment_variables: MMEngine's; placeholders for environment variables are refused.
+            lazy_import: MMEngine's; the file itself tells.
+            format_python_code: MMEngine's; what is written is always formatted.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -78,9 +98,28 @@ class Config(ConfigDict):
         path = Path(filename).expanduser().resolve()
         values, text = load(path)
         cfg = cls(values, filename=path, text=text)
-        with neighbours_importable(path):
-            _import_custom(cfg)
+        if import_custom_modules:
+            with neighbours_importable(path):
+                _import_custom(cfg)
         return cfg
+
+    @classmethod
+    def fromstring(cls, cfg_str: str, file_format: str) -> Self:
+        """Read a config from the text of a file.
+
+        Args:
+            cfg_str: the text.
+            file_format: the suffix that such a file has, such as `".py"`.
+
+        Example:
+            >>> Config.fromstring("lr = 0.1", ".py").lr
+            0.1
+        """
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / f"config{file_format}"
+            file.write_text(cfg_str, encoding="utf-8")
+            cfg = cls.fromfile(file)
+        return cls(cfg, text=cfg_str)
 
     @property
     def filename(self) -> str | None:
@@ -113,8 +152,8 @@ class Config(ConfigDict):
         sources = self._sources()
         return "" if sources is None else sources.where(key)
 
-    def dump(self, path: str | PathLike[str] | None = None) -> str:
-        """Return the config as text, and write it to `path`, whose suffix chooses the format.
+    def dump(self, file: str | PathLike[str] | None = None) -> str:
+        """Return the config as text, and write it to `file`, whose suffix chooses the format.
 
         Python source gives an equal config when it is read again. YAML and JSON know no classes and tuples: they hold
         import paths and lists. A comment at the top of a file says that it was written so, where the format knows
@@ -123,9 +162,9 @@ class Config(ConfigDict):
         Raises:
             ConfigError: the suffix is unknown.
         """
-        if path is None:
+        if file is None:
             return self.pretty_text
-        suffix = Path(path).suffix
+        suffix = Path(file).suffix
         if suffix == ".py":
             text = DUMPED + self.pretty_text
         elif suffix in (".yaml", ".yml"):
@@ -133,15 +172,15 @@ class Config(ConfigDict):
         elif suffix == ".json":
             text = json.dumps(plain_data(self), indent=2, ensure_ascii=False) + "\n"
         else:
-            raise ConfigError(f"{path}: a config must end in .py, .yaml, .yml or .json")
-        Path(path).write_text(text, encoding="utf-8")
+            raise ConfigError(f"{file}: a config must end in .py, .yaml, .yml or .json")
+        Path(file).write_text(text, encoding="utf-8")
         return text
 
-    def merge_from_dict(self, options: Mapping[str, Any]) -> None:
+    def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
         """Set values by dotted keys.
 
         Numbers index lists: ``{"hooks.0.interval": 5}``. Dicts that are missing on the way are made. A value that is a
-        dict is merged, unless it says ``_delete_=True``.
+        dict is merged, unless it says ``_delete_=True``. `allow_list_keys` is MMEngine's and does nothing.
 
         Raises:
             ConfigError: a key leads through something that is neither a dict nor a list, or past the end of a list; the
@@ -186,6 +225,9 @@ def _import_custom(cfg: Config) -> None:
         try:
             import_module(name)
         except ImportError as error:
+            if isinstance(custom, dict) and custom.get("allow_failed_imports"):
+                _logger.warning("`custom_imports` names `%s`, which cannot be imported: %s", name, error)
+                continue
             raise ConfigError(
                 f"{cfg.filename}: `custom_imports` names `{name}`, which cannot be imported: {error}"
             ) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config.dictionary import ConfigDict
+from lockstep.config.placeholders import filled
 from lockstep.errors import ConfigError
 
 BASE = "_base_"
@@ -95,7 +96,7 @@ class ConfigFile(ABC):
             named = [named]
         if not isinstance(named, list | tuple) or not all(isinstance(n, str) for n in named):
             raise self.error(BASE, f"must be a path or a list of paths, but is {named!r}")
-        return [BaseFile(self.path.parent / Path(name).expanduser()) for name in named]
+        return [BaseFile(self.path.parent / Path(filled(name, self.path)).expanduser()) for name in named]
 
     def error(self, key: str, says: str, line: int | None = None) -> ConfigError:
         """Return an error that names this file, the line and the key."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep.config.config_file import BASE, BaseFile, ConfigFile
 from lockstep.config.dictionary import ConfigDict, closest, merged
 from lockstep.config.files import read_file
+from lockstep.config.placeholders import filled
 
 
 def load(path: Path, children: tuple[ConfigFile, ...] = ()) -> tuple[ConfigDict, str]:
@@ -31,10 +32,12 @@ def load(path: Path, children: tuple[ConfigFile, ...] = ()) -> tuple[ConfigDict,
         texts.append(text)
     texts.append(f"# {path}\n{file.text}")
     if file.imports_bases:
-        values = ConfigDict(file.values(ConfigDict(), [_taken(base, part, file) for base, part in parts]))
+        taken = [_taken(base, part, file) for base, part in parts]
+        values = ConfigDict(filled(file.values(ConfigDict(), taken), path))
     else:
         united = _united(parts, file)
-        values = merged(united, ConfigDict(file.values(deepcopy(united))), file.error)
+        own = filled(file.values(deepcopy(united)), path, united)
+        values = merged(united, ConfigDict(own), file.error)
     return values, "\n".join(texts)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lockstep.config.dictionary import ConfigDict, merged
@@ -33,6 +34,32 @@ def parse_options(options: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"an option must be KEY=VALUE, as in a.b=1, but is {option!r}")
         values[key.strip()] = _parse_value(text)
     return values
+
+
+class DictAction(argparse.Action):
+    """Collects ``key=value`` texts, read by `parse_options`, to a dict for `Config.merge_from_dict`.
+
+    Example:
+        >>> parser = argparse.ArgumentParser()
+        >>> _ = parser.add_argument("--cfg-options", nargs="+", action=DictAction)
+        >>> parser.parse_args(["--cfg-options", "a.b=1", "c=x,y"]).cfg_options
+        {'a.b': 1, 'c': ['x', 'y']}
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Add what one mention of the option gives to what others gave."""
+        texts = [values] if isinstance(values, str) else list(values or ())
+        try:
+            given = parse_options(texts)
+        except ConfigError as error:
+            parser.error(str(error))
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **given})
 
 
 def _parse_value(text: str) -> Any:

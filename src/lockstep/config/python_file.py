@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.config.config_file import BASE, DUMPED, BaseFile, ConfigFile, Place
 from lockstep.config.dictionary import ConfigDict
+from lockstep.config.placeholders import BaseValues
 from lockstep.config.python_places import place_in
 from lockstep.config.read_base import imported_bases, is_read_base
 from lockstep.errors import ConfigError
@@ -93,7 +94,8 @@ class PythonFile(ConfigFile):
                     vars(module).update(imported.pop(0))
             elif BASE not in _names_assigned(statement):
                 # The bases are loaded by now: `_base_` stands for what they say.
-                exec(compile(ast.Module([statement], type_ignores=[]), str(self.path), "exec"), vars(module))
+                code = BaseValues().visit(statement)
+                exec(compile(ast.Module([code], type_ignores=[]), str(self.path), "exec"), vars(module))
 
     def _assignment_of_base(self) -> ast.stmt | None:
         return next((statement for statement in self._tree.body if BASE in _names_assigned(statement)), None)

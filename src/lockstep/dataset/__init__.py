@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from torch.utils.data import default_collate
+
 from lockstep.dataset.amounts import Amount, amount_of, batch_size_of
+from lockstep.dataset.compose import Compose
 from lockstep.dataset.endless import InfiniteSampler
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
 from lockstep.dataset.position import length_of, position_of, restore_position, set_epoch, skip_batches
@@ -11,6 +14,7 @@ from lockstep.dataset.share import DataShare, agree_on_share
 
 __all__ = [
     "Amount",
+    "Compose",
     "DataShare",
     "DefaultSampler",
     "InfiniteSampler",
@@ -18,6 +22,7 @@ __all__ = [
     "amount_of",
     "batch_size_of",
     "build_dataloader",
+    "default_collate",
     "length_of",
     "position_of",
     "pseudo_collate",

@@ -14,6 +14,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     default_collate,
     default_convert,
 )
@@ -25,7 +26,7 @@ from lockstep.dataset.stream_loader import StreamLoader
 from lockstep.dataset.worker_seeds import WorkerSeeds
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
-from lockstep.registry import DATA_SAMPLERS, DATASETS
+from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from lockstep.registry.signatures import Arguments
 
 _logger = logging.getLogger(__name__)
@@ -54,9 +55,10 @@ def build_dataloader(
     Args:
         loader: a `DataLoader` or any iterable of batches, or a config dict with the keys `dataset` (an object or a
             config), `batch_size` (per rank), optionally `sampler` (an object, a config, or replaced by `shuffle`),
-            `collate_fn` (a function, or `default_collate` or `pseudo_collate`), and further arguments of
-            `torch.utils.data.DataLoader`. An `IterableDataset` is split over ranks and workers (see `StreamShare`),
-            unless `split=False` says that it deals itself out.
+            `collate_fn` (a function, or one in the registry `FUNCTIONS`, such as `default_collate` and
+            `pseudo_collate`, by name or config), `num_batch_per_epoch` (to see only so many batches, for a trial), and
+            further arguments of `torch.utils.data.DataLoader`. An `IterableDataset` is split over ranks and workers
+            (see `StreamShare`), unless `split=False` says that it deals itself out.
         seed: of the order of samples, the same on every rank.
         evaluation: by default keep the order, and show each sample exactly once.
         share: which of how many shares of the data is this rank's; by default its rank, of the world size.
@@ -111,10 +113,8 @@ def pseudo_collate(batch: list[Any]) -> Any:
     return batch
 
 
-_COLLATE: dict[str, Callable[[list[Any]], Any]] = {
-    "default_collate": default_collate,
-    "pseudo_collate": pseudo_collate,
-}
+FUNCTIONS.register_module(module=pseudo_collate)
+FUNCTIONS.register_module(module=default_collate)
 
 
 def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, share: tuple[int, int]) -> DataLoader[Any]:
@@ -124,6 +124,10 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, share: tup
         raise ConfigError(f"a data loader's config must have the key 'dataset', but has only {sorted(cfg)}")
     if isinstance(dataset, Mapping):
         dataset = DATASETS.build(dataset)
+        if callable(getattr(dataset, "full_init", None)):  # what MMEngine's data sets put off until they are built
+            dataset.full_init()
+    if (batches := arguments.pop("num_batch_per_epoch", None)) is not None:
+        dataset = _first_samples(dataset, batches * arguments.get("batch_size", 1) * share[1])
     in_batches = arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
     arguments.setdefault("generator", WorkerSeeds(seed, share[0]))
@@ -142,6 +146,17 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, share: tup
         return DataLoader(dataset, **arguments)
     except TypeError as error:
         raise ConfigError(f"a data loader's config does not fit: {error}") from error
+
+
+def _first_samples(dataset: Any, count: int) -> Any:
+    if isinstance(dataset, IterableDataset) or count < 1:
+        raise ConfigError(
+            f"`num_batch_per_epoch` must be at least 1, of a data set with a length, but is for {count} samples of "
+            f"{type(dataset).__name__}"
+        )
+    shortened: Any = Subset(dataset, range(min(count, len(dataset))))
+    shortened.metainfo = getattr(dataset, "metainfo", None)
+    return shortened
 
 
 def _stream_loader(dataset: Any, arguments: dict[str, Any], share: tuple[int, int]) -> StreamLoader:
@@ -209,11 +224,15 @@ def _collate_fn(collate_fn: Any, in_batches: bool = True) -> Callable[[Any], Any
     if isinstance(collate_fn, Mapping):
         arguments = {key: value for key, value in collate_fn.items() if key != "type"}
         function = _collate_fn(collate_fn.get("type"))
+        if isinstance(function, type):
+            built: Callable[[Any], Any] = function(**arguments)
+            return built
         return functools.partial(function, **arguments) if arguments else function
     if isinstance(collate_fn, str):
-        if collate_fn not in _COLLATE:
-            raise ConfigError(f"`collate_fn` must be a function or one of {', '.join(_COLLATE)}, but is {collate_fn!r}")
-        return _COLLATE[collate_fn]
+        found = FUNCTIONS.get(collate_fn)
+        if found is None:
+            raise ConfigError(f"`collate_fn` must be a function or the name of one {FUNCTIONS.suggest(collate_fn)}")
+        return found
     return collate_fn  # type: ignore[no-any-return]
 
 

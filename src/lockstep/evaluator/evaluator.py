@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lockstep.evaluator.metric import BaseMetric
-from lockstep.registry import METRICS
+from lockstep.registry import EVALUATOR, METRICS
 
 
+@EVALUATOR.register_module()
 class Evaluator:
     """Metrics that look at the same predictions.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.dist import all_reduce_params, broadcast
 from lockstep.hooks.hook import Hook
@@ -19,22 +19,23 @@ class SyncBuffersHook(Hook):
     """Average the model's buffers over ranks before each validation, test and checkpoint.
 
     During an epoch, the running statistics of BatchNorm follow each rank's own samples; what is validated and saved
-    must be one model. Buffers of whole numbers are those of rank 0.
+    must be one model. Buffers of whole numbers are those of rank 0. The stages of a pipeline have unlike buffers, which
+    stay as they are.
 
     **Cost**: one all_reduce and one broadcast for each dtype.
     """
 
     def before_val_epoch(self, runner: RunnerLike) -> None:
         """Average before validating."""
-        average_buffers(runner.model.buffers())
+        _average_alike(runner.model)
 
     def before_test_epoch(self, runner: RunnerLike) -> None:
         """Average before testing."""
-        average_buffers(runner.model.buffers())
+        _average_alike(runner.model)
 
     def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Average before saving; the checkpoint holds the very tensors."""
-        average_buffers(runner.model.buffers())
+        _average_alike(runner.model)
 
 
 @torch.no_grad()
@@ -66,3 +67,8 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
         parts = torch.split_with_sizes(together, [buffer.numel() for buffer in members])
         for buffer, part in zip(members, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
+
+
+def _average_alike(model: nn.Module) -> None:
+    if not getattr(model, "is_stage", False):
+        average_buffers(model.buffers())

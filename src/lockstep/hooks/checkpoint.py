@@ -2,52 +2,95 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
+from lockstep.hooks.missed_validation import MissedValidation
 from lockstep.hooks.rules import check_rule, rule_of
 from lockstep.registry import HOOKS
+
+_KEY = "checkpoint_hook"
+_logger = logging.getLogger(__name__)
 
 
 @HOOKS.register_module()
 class CheckpointHook(Hook):
     """Save the model, the optimizer and how far the training is.
 
+    The message hub's infos `last_ckpt`, `best_ckpt` and `best_score` tell what there is; of several metrics they are
+    `best_ckpt_NAME` and `best_score_NAME`.
+
     Args:
         interval: number of epochs, or iterations, from one checkpoint to the next; -1 for none but the last.
         by_epoch: count epochs, else iterations.
-        save_last: save at the end of training in any case.
+        save_optimizer: save the optimizer's state; a run that goes on from a checkpoint without it begins it anew.
+        save_param_scheduler: MMEngine's; the few numbers are saved in any case.
+        out_dir: where checkpoints go instead of the run's folder: there to a folder of the run's name, in one of the
+            work_dir's.
         max_keep_ckpts: keep only so many of the regular checkpoints of this run; -1 for all.
-        save_best: the name of a metric, whose best checkpoint is kept beside the regular ones; `"auto"` takes the first
-            metric of the first validation.
-        rule: whether `"greater"` or `"less"` is better; by default the metric's name tells.
+        save_last: save at the end of training in any case.
+        save_best: the name of a metric, or several, whose best checkpoint is kept beside the regular ones; `"auto"`
+            takes the first metric of the first validation.
+        rule: whether `"greater"` or `"less"` is better, of each metric or of all; by default the metric's name tells.
+        greater_keys: parts of metrics' names that tell that greater is better, instead of the usual ones.
+        less_keys: the same for less.
+        filename_tmpl: name of a regular checkpoint, with `{}` for the number; by default `"epoch_{}"` or `"iter_{}"`.
+        published_keys: MMEngine's; does nothing, because the weights of every checkpoint can be loaded alone.
+        save_begin: the epoch, or iteration, that the first interval begins with.
+        file_client_args: MMEngine's; must be None, because checkpoints are written through the file system.
+        backend_args: the same.
     """
 
     priority = "VERY_LOW"
 
     def __init__(
         self,
-        interval: int = 1,
+        interval: int = -1,
         by_epoch: bool = True,
-        save_last: bool = True,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        out_dir: str | Path | None = None,
         max_keep_ckpts: int = -1,
-        save_best: str | None = None,
-        rule: str | None = None,
+        save_last: bool = True,
+        save_best: str | Sequence[str] | None = None,
+        rule: str | Sequence[str] | None = None,
+        greater_keys: Sequence[str] | None = None,
+        less_keys: Sequence[str] | None = None,
+        file_client_args: None = None,
+        filename_tmpl: str | None = None,
+        backend_args: None = None,
+        published_keys: str | Sequence[str] | None = None,
+        save_begin: int = 0,
     ) -> None:
         if max_keep_ckpts == 0 or max_keep_ckpts < -1:
             raise ConfigError(f"`max_keep_ckpts` must be at least 1, or -1 for all, but is {max_keep_ckpts}")
-        check_rule(rule)
+        _check_backend(file_client_args=file_client_args, backend_args=backend_args)
+        if filename_tmpl is not None and filename_tmpl.count("{}") != 1:
+            raise ConfigError(f"`filename_tmpl` must have one {{}} for the number, but is {filename_tmpl!r}")
+        if published_keys is not None:
+            _logger.warning("`published_keys` does nothing: the weights of every checkpoint can be loaded alone")
         self.interval = interval
         self.by_epoch = by_epoch
-        self.save_last = save_last
+        self.save_optimizer = save_optimizer
+        self.out_dir = out_dir
         self.max_keep_ckpts = max_keep_ckpts
+        self.save_last = save_last
         self.save_best = save_best
-        self.rule = rule
+        self.rules = _rules(save_best, rule)
+        self.greater_keys = greater_keys
+        self.less_keys = less_keys
+        self.filename_tmpl = filename_tmpl or ("epoch_{}" if by_epoch else "iter_{}")
+        self.save_begin = save_begin
         self._kept: list[str] = []
-        self._best: dict[str, Any] = {}
+        # By metric: the best value, the path of its checkpoint, and its name where it is one of this run's.
+        self._best: dict[str, dict[str, Any]] = {}
+        self._missed = MissedValidation()
 
     def after_train_iter(
         self,
@@ -59,63 +102,128 @@ class CheckpointHook(Hook):
         """Save every few iterations."""
         if self.by_epoch:
             return
-        if self.every_n_train_iters(runner, self.interval) or (self.save_last and self.is_last_train_iter(runner)):
+        is_due = self.every_n_train_iters(runner, self.interval, self.save_begin)
+        if is_due or (self.save_last and self.is_last_train_iter(runner)):
             done = runner.iter + 1
-            self._save(runner, f"iter_{done}", epoch=runner.epoch, iteration=done)
+            self._save(runner, done, epoch=runner.epoch, iteration=done)
 
     def after_train_epoch(self, runner: RunnerLike) -> None:
         """Save every few epochs."""
         if not self.by_epoch:
             return
-        if self.every_n_epochs(runner, self.interval) or (self.save_last and self.is_last_train_epoch(runner)):
+        is_due = self.every_n_epochs(runner, self.interval, self.save_begin)
+        if is_due or (self.save_last and self.is_last_train_epoch(runner)):
             done = runner.epoch + 1
-            self._save(runner, f"epoch_{done}", epoch=done, iteration=runner.iter)
+            self._save(runner, done, epoch=done, iteration=runner.iter)
 
     def before_train(self, runner: RunnerLike) -> None:
-        """Refuse to wait for epochs in a loop that has none."""
+        """Refuse to wait for epochs in a loop that has none; make up for a validation that the checkpoint lacks."""
         if self.by_epoch and runner.max_epochs is None:
             raise ConfigError(
                 "`by_epoch` of CheckpointHook must be False in a loop by iterations, but is True. "
                 "Use CheckpointHook(by_epoch=False, interval=<iterations>)"
             )
+        if self.save_best is not None:
+            self._missed.make_up(runner)
 
     def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
         """Save again if a metric is better than ever before."""
-        if self.save_best is None or not metrics:
+        self._missed.saw(runner)
+        if self.save_best is None or not metrics or not runner.max_iters:  # a validation without a training
             return
-        name = next(iter(metrics)) if self.save_best == "auto" else self.save_best
-        if name not in metrics:
-            raise ConfigError(f"`save_best` must be one of the metrics {', '.join(metrics)}, but is {name!r}")
-        value, former = float(metrics[name]), self._best
-        if former and not self._is_better(name, value, former["value"]):
-            return
-        place = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
-        checkpoint = f"best_{name.replace('/', '_')}_{place}"
-        self._best = {"metric": name, "value": value, "checkpoint": checkpoint}
-        runner.save_checkpoint(checkpoint, epoch=runner.epoch, iteration=runner.iter, is_last=False)
-        if former and "checkpoint" in former:
-            _remove(runner, former["checkpoint"])
+        if self.save_best == "auto":
+            self.save_best = next(iter(metrics))
+        for name in [self.save_best] if isinstance(self.save_best, str) else self.save_best:
+            if name not in metrics:
+                raise ConfigError(f"`save_best` must be one of the metrics {', '.join(metrics)}, but is {name!r}")
+            self._save_if_best(runner, name, float(metrics[name]))
 
     def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
-        """Note the best value so far."""
-        checkpoint["meta"]["best"] = self._best
+        """Note the best values so far."""
+        checkpoint["meta"][_KEY] = {"best": self._best, **self._missed.state()}
 
     def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
-        """Go on from the best value so far; its checkpoint stays in the former run's folder."""
-        best = checkpoint["meta"].get("best", {})
-        self._best = {key: best[key] for key in ("metric", "value") if key in best}
+        """Go on from the best values so far; their checkpoints stay in the former run's folder."""
+        meta = checkpoint["meta"]
+        state = meta.get(_KEY, {})
+        self._missed.restore(runner, state, meta)
+        self._best = {}
+        for name, best in state.get("best", {}).items():
+            self._note_best(runner, name, best["value"], best["path"])
 
-    def _save(self, runner: RunnerLike, name: str, *, epoch: int, iteration: int) -> None:
-        runner.save_checkpoint(name, epoch=epoch, iteration=iteration, is_last=True)
+    def _save(self, runner: RunnerLike, done: int, *, epoch: int, iteration: int) -> None:
+        name = self.filename_tmpl.format(done)
+        self._write(runner, name, epoch=epoch, iteration=iteration, is_last=True)
         self._kept = [*(kept for kept in self._kept if kept != name), name]
         while 0 < self.max_keep_ckpts < len(self._kept):
-            _remove(runner, self._kept.pop(0))
+            self._remove(runner, self._kept.pop(0))
+
+    def _save_if_best(self, runner: RunnerLike, metric: str, value: float) -> None:
+        former = self._best.get(metric)
+        if former is not None and not self._is_better(metric, value, former["value"]):
+            return
+        place = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
+        checkpoint = f"best_{metric.replace('/', '_')}_{place}"
+        # Noted in the checkpoint itself, so before it is written.
+        self._note_best(runner, metric, value, str(self._folder(runner) / checkpoint))
+        self._best[metric]["checkpoint"] = checkpoint
+        self._write(runner, checkpoint, epoch=runner.epoch, iteration=runner.iter, is_last=False)
+        if former is not None and former.get("checkpoint", checkpoint) != checkpoint:
+            self._remove(runner, former["checkpoint"])
+
+    def _note_best(self, runner: RunnerLike, metric: str, value: float, path: str) -> None:
+        self._best[metric] = {"value": value, "path": path}
+        suffix = f"_{metric}" if isinstance(self.save_best, list | tuple) else ""
+        runner.message_hub.update_info(f"best_ckpt{suffix}", path)
+        runner.message_hub.update_info(f"best_score{suffix}", value)
+
+    def _write(self, runner: RunnerLike, name: str, *, epoch: int, iteration: int, is_last: bool) -> Path:
+        path = runner.save_checkpoint(
+            self._folder(runner),
+            name,
+            epoch=epoch,
+            iteration=iteration,
+            is_last=is_last,
+            save_optimizer=self.save_optimizer,
+        )
+        if is_last:
+            runner.message_hub.update_info("last_ckpt", str(path))
+        return path
+
+    def _remove(self, runner: RunnerLike, name: str) -> None:
+        if runner.rank == 0:
+            shutil.rmtree(self._folder(runner) / name)
+
+    def _folder(self, runner: RunnerLike) -> Path:
+        if self.out_dir is None:
+            return runner.run_dir
+        return Path(self.out_dir) / runner.work_dir.name / runner.run_dir.name
 
     def _is_better(self, name: str, value: float, former: float) -> bool:
-        rule = self.rule or rule_of(name)
+        rule = self.rules.get(name, self.rules.get("")) or rule_of(name, self.greater_keys, self.less_keys)
         return value > former if rule == "greater" else value < former
 
 
-def _remove(runner: RunnerLike, name: str) -> None:
-    if runner.rank == 0:
-        shutil.rmtree(runner.run_dir / name)
+def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | None) -> dict[str, str | None]:
+    """Return the rule of each metric, or, under the empty name, that of all."""
+    rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
+    for one in rules:
+        check_rule(one)
+    if rule is None or isinstance(rule, str):
+        return {"": rules[0]}
+    metrics = [save_best] if isinstance(save_best, str) else list(save_best or ())
+    if len(rules) not in (1, len(metrics)):
+        raise ConfigError(
+            f"`rule` must be 'greater' or 'less', or one of them for each of {len(metrics)} metrics in `save_best`, "
+            f"but is {rules}"
+        )
+    return {"": rules[0]} if len(rules) == 1 else dict(zip(metrics, rules, strict=True))
+
+
+def _check_backend(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and value != {"backend": "local"}:
+            raise ConfigError(
+                f"`{name}` must be None, but is {value!r}: checkpoints are written through the file system. Mount the "
+                "storage, and give its folder as `out_dir`"
+            )

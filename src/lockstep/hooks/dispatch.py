@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from lockstep.errors import ConfigError
@@ -10,6 +12,14 @@ from lockstep.hooks.hook import PRIORITIES, Hook
 from lockstep.hooks.host import RunnerLike
 
 POINTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
+# The method for all modes that a point calls where a hook does not override it.
+_SHARED = {
+    f"{when}_{mode}_{what}": f"_{when}_{what}"
+    for when in ("before", "after")
+    for mode in ("train", "val", "test")
+    for what in ("epoch", "iter")
+}
+_logger = logging.getLogger(__name__)
 
 
 class HookList:
@@ -21,12 +31,17 @@ class HookList:
 
     def __init__(self, hooks: Iterable[Hook]) -> None:
         self.hooks = sorted(hooks, key=_rank_of)
+        for hook in self.hooks:
+            _warn_of_misspelt_points(hook)
         self._calls: dict[str, list[Callable[..., None]]] = {
-            point: [
-                getattr(hook, point) for hook in self.hooks if getattr(type(hook), point) is not getattr(Hook, point)
-            ]
-            for point in POINTS
+            point: [getattr(hook, point) for hook in self.hooks if _acts_at(hook, point)] for point in POINTS
         }
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self.hooks)
+
+    def __len__(self) -> int:
+        return len(self.hooks)
 
     def call(self, point: str, runner: RunnerLike, **kwargs: Any) -> None:
         """Call every hook that has something to do at `point`.
@@ -45,6 +60,22 @@ class HookList:
         """Let every hook let go of what it holds."""
         for hook in self.hooks:
             hook.close()
+
+
+def _acts_at(hook: Hook, point: str) -> bool:
+    return _overrides(hook, point) or (point in _SHARED and _overrides(hook, _SHARED[point]))
+
+
+def _overrides(hook: Hook, name: str) -> bool:
+    return getattr(type(hook), name) is not getattr(Hook, name)
+
+
+def _warn_of_misspelt_points(hook: Hook) -> None:
+    for name in dir(type(hook)):
+        if name.startswith(("before_", "after_")) and name not in POINTS:
+            for meant in get_close_matches(name, POINTS, n=1, cutoff=0.8):
+                _logger.warning("`%s` of %s is no point of a run, and is never called: did you mean `%s`?",
+                                name, type(hook).__name__, meant)  # fmt: skip
 
 
 def _rank_of(hook: Hook) -> int:

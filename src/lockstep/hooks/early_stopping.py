@@ -8,6 +8,7 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
+from lockstep.hooks.missed_validation import MissedValidation
 from lockstep.hooks.rules import check_rule, rule_of
 from lockstep.registry import HOOKS
 
@@ -18,7 +19,9 @@ _KEY = "early_stopping"
 class EarlyStoppingHook(Hook):
     """Stop training when a metric of the validation has not become better for a while.
 
-    All ranks have the same metrics, and so stop together. What was best, and for how long, is saved with checkpoints.
+    All ranks have the same metrics, and so stop together. What was best, and for how long, is saved with checkpoints. A
+    run that goes on from one is as patient as if it had never been interrupted: it makes up for the validation that was
+    due after the checkpoint. One that had stopped early stops again.
 
     Args:
         monitor: the name of the metric.
@@ -56,9 +59,17 @@ class EarlyStoppingHook(Hook):
         self.stopping_threshold = stopping_threshold
         self.best: float | None = None
         self.wait_count = 0
+        self._missed = MissedValidation()
+
+    def before_train(self, runner: RunnerLike) -> None:
+        """Make up for a validation whose metrics the checkpoint lacks."""
+        self._missed.make_up(runner)
 
     def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
         """Compare the metric with the best one so far."""
+        self._missed.saw(runner)
+        if not runner.max_iters:  # a validation without a training
+            return
         if self.monitor not in (metrics or {}):
             known = f"`monitor` must be one of the metrics {', '.join(metrics or {})}, but is {self.monitor!r}"
             if self.strict:
@@ -72,13 +83,14 @@ class EarlyStoppingHook(Hook):
 
     def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Note how far patience has gone."""
-        checkpoint["meta"][_KEY] = {"best": self.best, "wait_count": self.wait_count}
+        checkpoint["meta"][_KEY] = {"best": self.best, "wait_count": self.wait_count, **self._missed.state()}
 
     def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Go on being patient from there."""
-        saved = checkpoint["meta"].get(_KEY)
-        if saved is not None:
-            self.best, self.wait_count = saved["best"], saved["wait_count"]
+        meta = checkpoint["meta"]
+        saved = meta.get(_KEY, {"best": None, "wait_count": 0})
+        self.best, self.wait_count = saved["best"], saved["wait_count"]
+        self._missed.restore(runner, saved, meta)
 
     def _reason_to_stop(self, value: float) -> str | None:
         if self.check_finite and not math.isfinite(value):

@@ -25,33 +25,33 @@ class EmptyCacheHook(Hook):
     """
 
     def __init__(self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False) -> None:
-        self._before_epoch = before_epoch
-        self._after_epoch = after_epoch
-        self._after_iter = after_iter
+        self._empties_before_epoch = before_epoch
+        self._empties_after_epoch = after_epoch
+        self._empties_after_iter = after_iter
 
     def before_train_epoch(self, runner: RunnerLike) -> None:
         """Give memory back before an epoch, if asked for."""
-        _empty_cache(self._before_epoch)
+        _empty_cache(self._empties_before_epoch)
 
     def before_val_epoch(self, runner: RunnerLike) -> None:
         """Give memory back before a validation, if asked for."""
-        _empty_cache(self._before_epoch)
+        _empty_cache(self._empties_before_epoch)
 
     def before_test_epoch(self, runner: RunnerLike) -> None:
         """Give memory back before a test, if asked for."""
-        _empty_cache(self._before_epoch)
+        _empty_cache(self._empties_before_epoch)
 
     def after_train_epoch(self, runner: RunnerLike) -> None:
         """Give memory back after an epoch, if asked for."""
-        _empty_cache(self._after_epoch)
+        _empty_cache(self._empties_after_epoch)
 
     def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
         """Give memory back after a validation, if asked for."""
-        _empty_cache(self._after_epoch)
+        _empty_cache(self._empties_after_epoch)
 
     def after_test_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
         """Give memory back after a test, if asked for."""
-        _empty_cache(self._after_epoch)
+        _empty_cache(self._empties_after_epoch)
 
     def after_train_iter(
         self,
@@ -61,15 +61,15 @@ class EmptyCacheHook(Hook):
         outputs: dict[str, Any] | None = None,
     ) -> None:
         """Give memory back after a training batch, if asked for."""
-        _empty_cache(self._after_iter)
+        _empty_cache(self._empties_after_iter)
 
     def after_val_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Give memory back after a validation batch, if asked for."""
-        _empty_cache(self._after_iter)
+        _empty_cache(self._empties_after_iter)
 
     def after_test_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Give memory back after a test batch, if asked for."""
-        _empty_cache(self._after_iter)
+        _empty_cache(self._empties_after_iter)
 
 
 def _empty_cache(asked_for: bool) -> None:

@@ -121,9 +121,35 @@ class RunnerLike(Protocol):
     def message_hub(self) -> MessageHub:
         """Where the parts of a run leave values for each other."""
 
-    def save_checkpoint(self, name: str, *, epoch: int, iteration: int, is_last: bool = True) -> Path:
-        """Save everything under `name` in the run's folder, on every rank together.
+    @property
+    def seed(self) -> int:
+        """What all random numbers begin with."""
 
-        `epoch` and `iteration` are what is complete; `is_last` makes it the one to resume from.
+    @property
+    def timestamp(self) -> str:
+        """When the run began, as in `20260131_235959`."""
+
+    @property
+    def experiment_name(self) -> str:
+        """Name of the run's folder."""
+
+    @property
+    def cfg(self) -> Any:
+        """The config that the run was made of; None where there is none."""
+
+    def save_checkpoint(
+        self,
+        out_dir: str | Path,
+        filename: str | None = None,
+        *,
+        epoch: int | None = None,
+        iteration: int | None = None,
+        is_last: bool = True,
+        save_optimizer: bool = True,
+    ) -> Path:
+        """Save everything in the folder `filename` of `out_dir`, on every rank together.
+
+        One path alone begins at the run's folder. `epoch` and `iteration` are what is complete, by default at the end
+        of an epoch; `is_last` makes it the one to resume from.
         """
         ...

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.device import peak_memory
+from lockstep.errors import ConfigError
 from lockstep.hooks.exchange import ExchangeTimer
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
@@ -23,13 +24,13 @@ class _Begun(NamedTuple):
 
     Attributes:
         iteration: how many were complete, counted with the one that it was made in.
-        count: iterations that it speaks of.
+        length: iterations that it speaks of.
     """
 
     runner: RunnerLike
     epoch: int
     iteration: int
-    count: int
+    length: int
     rates: dict[str, float]
 
 
@@ -70,17 +71,40 @@ class LoggerHook(Hook):
     Args:
         interval: number of iterations from one record to the next. The end of an epoch makes one, too.
         ignore_last: make none at the end of an epoch, where fewer than `interval` iterations are left over.
+        interval_exp_name, out_suffix, keep_local: MMEngine's; do nothing, because records stay in the run's folder.
+        out_dir, file_client_args, backend_args: MMEngine's; must be None, for the same reason.
         log_metric_by_epoch: give metrics the number of their epoch in the visualizer, in a loop by epochs. By default
             they have that of their iteration, so that they stand below the losses that they belong to.
 
     **Cost**: one all_reduce of 16 bytes per rank and value, per record.
+
+    Raises:
+        ConfigError: records are to be kept elsewhere.
     """
 
     priority = "BELOW_NORMAL"
 
-    def __init__(self, interval: int = 10, ignore_last: bool = False, log_metric_by_epoch: bool = False) -> None:
+    def __init__(
+        self,
+        interval: int = 10,
+        ignore_last: bool = False,
+        interval_exp_name: int = 1000,
+        out_dir: None = None,
+        out_suffix: Sequence[str] = (),
+        keep_local: bool = True,
+        file_client_args: None = None,
+        log_metric_by_epoch: bool = False,
+        backend_args: None = None,
+    ) -> None:
         if interval < 1:
             raise ValueError(f"`interval` must be at least 1, but is {interval}")
+        elsewhere = {"out_dir": out_dir, "file_client_args": file_client_args, "backend_args": backend_args}
+        for name, value in elsewhere.items():
+            if value is not None:
+                raise ConfigError(
+                    f"`{name}` must be None, but is {value!r}: records are written into the run's folder. Give the "
+                    "Runner a `work_dir` on the storage where they are to be kept"
+                )
         self.interval = interval
         self.ignore_last = ignore_last
         self.log_metric_by_epoch = log_metric_by_epoch
@@ -179,7 +203,7 @@ class LoggerHook(Hook):
         shares = self._ranks.receive()
         if shares is None:
             return
-        runner, count = begun.runner, begun.count
+        runner, count = begun.runner, begun.length
         values, logged = _merge(shares)
         # Ranks that compute together have seen the same samples.
         total = sum(share["samples"] for share in shares) * runner.share.size / runner.world_size

@@ -81,7 +81,7 @@ class NumbersOfRanks:
             dicts = all_gather_object(dict(self._own))
             names = sorted({name for numbers in dicts for name in numbers})
             self._names = {name: place for place, name in enumerate(names, start=1)}
-            return dicts if self._rank == 0 else None
+            return list(dicts) if self._rank == 0 else None
         return [self._read(row) for row in self._table.tolist()] if self._rank == 0 else None
 
     def _read(self, row: list[float]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
+from lockstep.hooks.missed_validation import MissedValidation
 from lockstep.optim import ReduceOnPlateauLR
 from lockstep.registry import HOOKS
 
@@ -24,25 +25,18 @@ class ParamSchedulerHook(Hook):
     priority = "LOW"
 
     def __init__(self) -> None:
-        self._validated_iter: int | None = None
-        self._owes_validation = False
+        self._missed = MissedValidation()
 
     def before_train(self, runner: RunnerLike) -> None:
-        """Refuse to wait for a plateau that nobody would see."""
+        """Refuse to wait for a plateau that nobody would see; make up for a validation that the checkpoint lacks."""
         waiting = _waiting(runner)
         if waiting and getattr(runner, "val_loop", None) is None:
             raise ConfigError(
                 f"`param_scheduler` must not have a {waiting[0].title} without a validation, whose metric "
                 f"{waiting[0].monitor!r} it waits for. Give `val_dataloader` and `val_evaluator`"
             )
-
-    def before_train_epoch(self, runner: RunnerLike) -> None:
-        """Make up for a validation whose metrics the checkpoint lacks."""
-        if self._owes_validation and _waiting(runner):
-            runner.logger.info("the validation that was due after the checkpoint is made up for")
-            validation: Any = getattr(runner, "val_loop", None)
-            validation.run()
-        self._owes_validation = False
+        if waiting:
+            self._missed.make_up(runner)
 
     def after_train_iter(
         self,
@@ -64,22 +58,18 @@ class ParamSchedulerHook(Hook):
 
     def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
         """Show the metrics to the schedulers that wait for a plateau."""
-        self._validated_iter = runner.iter
+        self._missed.saw(runner)
         for scheduler in _waiting(runner):
             scheduler.observe(metrics or {})
 
     def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Note which validation was the last."""
-        checkpoint["meta"][_KEY] = {"validated_iter": self._validated_iter}
+        checkpoint["meta"][_KEY] = self._missed.state()
 
     def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Find out whether the metrics of a validation are missing."""
         meta = checkpoint["meta"]
-        self._validated_iter = meta.get(_KEY, {}).get("validated_iter")
-        loop: Any = runner.train_loop
-        done = runner.iter if runner.max_epochs is None else runner.epoch
-        was_due = done >= loop.val_begin and done % loop.val_interval == 0 and meta["batches_into_epoch"] == 0
-        self._owes_validation = was_due and self._validated_iter != meta["iter"]
+        self._missed.restore(runner, meta.get(_KEY, {}), meta)
 
 
 def _waiting(runner: RunnerLike) -> list[ReduceOnPlateauLR]:

@@ -9,11 +9,15 @@ from lockstep.config import Config
 from lockstep.errors import ConfigError
 from lockstep.lint.fault import Fault
 from lockstep.lint.sections import SECTIONS
+from lockstep.registry import in_default_scope
 from lockstep.registry.nearest import nearest
 from lockstep.runner.arguments import Arguments, misfits, mispaired
 
-# Keys of MMEngine's configs that other tools read, or that need nothing to be done here.
-_READ_ELSEWHERE = frozenset({"custom_imports", "default_scope", "log_processor", "tta_model", "tta_pipeline"})
+# Keys of MMEngine's configs that are read besides the arguments of a Runner, by lockstep or by other tools.
+_READ_ELSEWHERE = frozenset(
+    {"custom_imports", "find_unused_parameters", "model_wrapper_cfg", "runner_type", "sync_bn"}
+    | {"tta_model", "tta_pipeline", "vis_backends"}
+)
 
 
 def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
@@ -46,7 +50,9 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
 
 def find_faults(cfg: Config, needed: Collection[str] = ("model",)) -> list[Fault]:
     """Return everything that is wrong with a config, in its order; see `check_config`."""
-    return list(dict.fromkeys(_faults(cfg, needed)))
+    scope = cfg.get("default_scope")
+    with in_default_scope(scope if isinstance(scope, str) else None):
+        return list(dict.fromkeys(_faults(cfg, needed)))
 
 
 def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:

@@ -21,6 +21,7 @@ from lockstep.optim.paramwise import PARAMWISE_KEYS
 from lockstep.registry import (
     DATA_SAMPLERS,
     DATASETS,
+    EVALUATOR,
     HOOKS,
     LOOPS,
     METRICS,
@@ -58,6 +59,8 @@ _CONSTRUCTOR = "DefaultOptimWrapperConstructor"
 _LENGTHS = frozenset({"T_max", "total_iters", "total_steps"})
 _SCHEDULER = Kind(PARAM_SCHEDULERS, supplied=_LENGTHS | {"optimizer"}, own=_OWN_SCHEDULER_KEYS)
 _METRIC = Kind(METRICS)
+_EVALUATOR = Kind(EVALUATOR, default="Evaluator", supplied=frozenset({"metrics"}))
+_LOADER_KEYS = frozenset({"split", "num_batch_per_epoch"})
 _HOOK = Kind(HOOKS, own=frozenset({"priority"}))
 _STRATEGY = Kind(STRATEGIES)
 _VISUALIZER = Kind(VISUALIZERS)
@@ -79,8 +82,10 @@ def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
     if not isinstance(cfg, Mapping):
         return
     takes = Arguments.of(DataLoader)
-    for name in takes.unknown({known: value for known, value in cfg.items() if known != "split"}):
-        yield Fault(f"{key}.{name}", f"is no argument of a data loader{did_you_mean(name, {*takes.named, 'split'})}")
+    for name in takes.unknown({known: value for known, value in cfg.items() if known not in _LOADER_KEYS}):
+        yield Fault(
+            f"{key}.{name}", f"is no argument of a data loader{did_you_mean(name, {*takes.named, *_LOADER_KEYS})}"
+        )
     if not isinstance(cfg.get("split"), bool | None):
         yield Fault(f"{key}.split", "must be True, False or None")
     if cfg.get("dataset") is None:
@@ -221,6 +226,14 @@ def _compile(key: str, cfg: object) -> Iterator[Fault]:
     yield from _keys(Arguments.of(torch.compile).named.keys() - {"model"}, key, cfg)
 
 
+def _evaluator(key: str, cfg: object) -> Iterator[Fault]:
+    if isinstance(cfg, Mapping) and "metrics" in cfg:
+        yield from _one_or_more(_METRIC, f"{key}.metrics", cfg["metrics"])
+        yield from _EVALUATOR.faults(key, {name: value for name, value in cfg.items() if name != "metrics"})
+    else:
+        yield from _one_or_more(_METRIC, key, cfg)
+
+
 def _log_level(key: str, level: object) -> Iterator[Fault]:
     names = logging.getLevelNamesMapping()
     if isinstance(level, str) and level not in names:
@@ -238,11 +251,14 @@ SECTIONS: Mapping[str, Section] = {
     "test_cfg": partial(_eval_cfg, "TestLoop"),
     "optim_wrapper": _optim_wrapper,
     "param_scheduler": _param_scheduler,
-    "val_evaluator": partial(_one_or_more, _METRIC),
-    "test_evaluator": partial(_one_or_more, _METRIC),
+    "val_evaluator": _evaluator,
+    "test_evaluator": _evaluator,
     "default_hooks": _default_hooks,
     "custom_hooks": _custom_hooks,
     "strategy": _strategy,
+    "model_wrapper_cfg": Kind(
+        MODEL_WRAPPERS, default="MMDistributedDataParallel", supplied=frozenset({"module"})
+    ).faults,
     "env_cfg": partial(_keys, ENV_KEYS),
     "randomness": partial(_keys, RANDOMNESS_KEYS),
     "auto_scale_lr": partial(_keys, ("enable", "base_batch_size")),

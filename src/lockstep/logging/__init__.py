@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from lockstep.logging.console import open_console, run_logging
+from lockstep.logging.loggers import MMLogger, print_log
 from lockstep.logging.meters import HistoryBuffer, MessageHub
 from lockstep.logging.sinks import JsonLinesSink
 
 __all__ = [
     "HistoryBuffer",
     "JsonLinesSink",
+    "MMLogger",
     "MessageHub",
     "open_console",
+    "print_log",
     "run_logging",
 ]

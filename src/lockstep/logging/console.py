@@ -31,7 +31,7 @@ def run_logging(
         file_level: the same for the file.
     """
     logger = logging.getLogger("lockstep")
-    handlers = [_ConsoleHandler(console), _file_handler(file)]
+    handlers = [_ConsoleHandler(console), file_handler(file)]
     for handler, handler_level in zip(handlers, (level, file_level), strict=True):
         handler.setLevel(handler_level)
         logger.addHandler(handler)
@@ -64,7 +64,8 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
-def _file_handler(file: Path) -> logging.Handler:
+def file_handler(file: Path) -> logging.Handler:
+    """Return a handler that writes to a file, which is made at the first message."""
     handler = logging.FileHandler(file, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     return handler

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +36,27 @@ class HistoryBuffer:
         """Return the last value."""
         self._must_have_values()
         return float(self._values[-1])
+
+    @property
+    def data(self) -> tuple[list[float], list[int]]:
+        """The values that are remembered, the latest last, and how much each counts, which is 1."""
+        values = [float(value) for value in self._values]
+        return values, [1] * len(values)
+
+    def min(self, window_size: int | None = None) -> float:
+        """Return the least of the last `window_size` values, or of all that are remembered."""
+        return min(float(value) for value in self._last(window_size))
+
+    def max(self, window_size: int | None = None) -> float:
+        """Return the greatest of the last `window_size` values, or of all that are remembered."""
+        return max(float(value) for value in self._last(window_size))
+
+    def statistics(self, method_name: str, *args: Any, **kwargs: Any) -> float:
+        """Return `current`, `mean`, `min` or `max`, with its arguments."""
+        if method_name not in ("current", "mean", "min", "max"):
+            raise KeyError(f"`method_name` must be current, mean, min or max, but is {method_name!r}")
+        value: float = getattr(self, method_name)(*args, **kwargs)
+        return value
 
     def mean(self, window_size: int | None = None) -> float:
         """Return the mean of the last `window_size` values, or of all that are remembered."""
@@ -72,11 +93,35 @@ class MessageHub:
     """Where the parts of one run leave values for each other, by name.
 
     Scalars have a history; infos are the latest of anything.
+
+    Args:
+        name: what it is called.
     """
 
-    def __init__(self) -> None:
+    _current: ClassVar[MessageHub | None] = None
+    _named: ClassVar[dict[str, MessageHub]] = {}
+
+    def __init__(self, name: str = "lockstep") -> None:
+        self.name = name
         self._scalars: dict[str, HistoryBuffer] = {}
         self._infos: dict[str, Any] = {}
+        self._sources: dict[str, Callable[[], Any]] = {}
+
+    @classmethod
+    def get_current_instance(cls) -> MessageHub:
+        """Return the hub of the run that goes on, or of the last one; where there was none, a new one."""
+        if cls._current is None:
+            cls._current = cls()
+        return cls._current
+
+    @classmethod
+    def get_instance(cls, name: str) -> MessageHub:
+        """Return the hub of that name that this method has made, or a new one."""
+        return cls._named.setdefault(name, cls(name))
+
+    def make_current(self) -> None:
+        """Let `get_current_instance` return this hub from now on."""
+        MessageHub._current = self
 
     @property
     def log_scalars(self) -> Mapping[str, HistoryBuffer]:
@@ -88,17 +133,24 @@ class MessageHub:
         """All infos by name."""
         return self._infos
 
-    def update_scalar(self, key: str, value: Scalar) -> None:
-        """Add a value to the history of `key`."""
+    def update_scalar(self, key: str, value: Scalar, count: int = 1, resumed: bool = True) -> None:
+        """Add a value to the history of `key`.
+
+        Args:
+            key: its name.
+            value: a number or a tensor of one element.
+            count: MMEngine's; does nothing, because each value counts once.
+            resumed: MMEngine's; does nothing, because a run that goes on begins its histories anew.
+        """
         buffer = self._scalars.get(key)
         if buffer is None:
             buffer = self._scalars[key] = HistoryBuffer()
         buffer.update(value)
 
-    def update_scalars(self, log_dict: Mapping[str, Scalar]) -> None:
-        """Add one value to each of several histories."""
+    def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
+        """Add one value to each of several histories; a value may be a dict that has it under `value`."""
         for key, value in log_dict.items():
-            self.update_scalar(key, value)
+            self.update_scalar(key, value["value"] if isinstance(value, Mapping) else value)
 
     def get_scalar(self, key: str) -> HistoryBuffer:
         """Return the history of `key`.
@@ -110,10 +162,24 @@ class MessageHub:
             raise KeyError(f"no scalar is called {key!r}; there are {sorted(self._scalars)}")
         return self._scalars[key]
 
-    def update_info(self, key: str, value: Any) -> None:
-        """Set the info `key`."""
+    def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
+        """Set the info `key`; `resumed` is MMEngine's and does nothing."""
         self._infos[key] = value
+
+    def update_info_dict(self, info_dict: Mapping[str, Any], resumed: bool = True) -> None:
+        """Set several infos."""
+        self._infos.update(info_dict)
+
+    def provide_info(self, key: str, source: Callable[[], Any]) -> None:
+        """Let `get_info` ask `source` for the info `key`, where nobody has set it."""
+        self._sources[key] = source
 
     def get_info(self, key: str, default: Any = None) -> Any:
         """Return the info `key`, or `default`."""
+        if key not in self._infos and key in self._sources:
+            return self._sources[key]()
         return self._infos.get(key, default)
+
+    def pop_info(self, key: str, default: Any = None) -> Any:
+        """Return the info `key`, or `default`, and forget it."""
+        return self._infos.pop(key, default)

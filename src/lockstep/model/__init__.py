@@ -15,6 +15,7 @@ from lockstep.model.averaged import (
     StochasticWeightAverage,
 )
 from lockstep.model.base import BaseModel
+from lockstep.model.base_module import BaseModule
 from lockstep.model.comm_hooks import COMM_HOOKS
 from lockstep.model.compiling import compile_in_place, uncompiled
 from lockstep.model.ddp import MMDistributedDataParallel
@@ -41,6 +42,7 @@ __all__ = [
     "BaseAveragedModel",
     "BaseDataPreprocessor",
     "BaseModel",
+    "BaseModule",
     "ExponentialMovingAverage",
     "ImgDataPreprocessor",
     "MMDistributedDataParallel",

@@ -53,7 +53,7 @@ class BaseAveragedModel(nn.Module, ABC):
         if is_in_pieces(model):
             raise ConfigError(
                 "the model must have its weights in memory to be averaged, but ColossalAI's tensor parallelism or "
-                "DeepSpeed's ZeRO stage 3 keeps them in pieces. Use stage=2, or strategy 'fsdp'"
+                "pipeline, or DeepSpeed's ZeRO stage 3, keeps them in pieces. Use stage=2, or strategy 'fsdp'"
             )
         copy = ShardedCopy(model) if is_sharded(model) else deepcopy(model)
         self.module = copy.requires_grad_(False)

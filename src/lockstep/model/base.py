@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.model import steps
+from lockstep.model.base_module import BaseModule
 from lockstep.model.preprocessor import BaseDataPreprocessor
 from lockstep.registry import MODELS
 
 
-class BaseModel(nn.Module):
+class BaseModel(BaseModule):
     """A module whose one `forward` serves training, validation and plain use.
 
     A subclass writes `forward`, whose arguments before `mode` are what the data loader yields,
@@ -26,6 +27,7 @@ class BaseModel(nn.Module):
     Args:
         data_preprocessor: module, or config of one, through which each batch goes on its way to `forward`; by default
             one that moves it to the model's device.
+        init_cfg: as for `BaseModule`.
 
     Example:
         >>> class Net(BaseModel):
@@ -39,8 +41,8 @@ class BaseModel(nn.Module):
         ...         return (scores, labels) if mode == "predict" else scores
     """
 
-    def __init__(self, data_preprocessor: nn.Module | Mapping[str, Any] | None = None) -> None:
-        super().__init__()
+    def __init__(self, data_preprocessor: nn.Module | Mapping[str, Any] | None = None, init_cfg: None = None) -> None:
+        super().__init__(init_cfg)
         if data_preprocessor is None:
             data_preprocessor = BaseDataPreprocessor()
         elif isinstance(data_preprocessor, Mapping):
@@ -65,6 +67,10 @@ class BaseModel(nn.Module):
     def test_step(self, data: Any) -> Any:
         """Return what the model predicts for one batch of the test data."""
         return steps.predict_step(self, data)
+
+    def _run_forward(self, data: Any, mode: steps.Mode) -> Any:
+        """Call the model on a preprocessed batch, unpacked as `forward` expects it."""
+        return steps.call_forward(self, self, data, mode)
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Add up what `forward(mode="loss")` returned; see `lockstep.model.parse_losses`."""

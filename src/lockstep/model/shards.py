@@ -32,9 +32,10 @@ def full_numel(parameter: Tensor) -> int:
 def is_in_pieces(model: nn.Module) -> bool:
     """Return whether an engine holds parameters in pieces that only it can put together.
 
-    DeepSpeed does at ZeRO stage 3, ColossalAI in tensor parallelism.
+    DeepSpeed does at ZeRO stage 3, ColossalAI in tensor parallelism and in pipelines.
     """
-    return any(hasattr(parameter, "ds_numel") or hasattr(parameter, "dist_layout") for parameter in model.parameters())
+    marks = ("ds_numel", "dist_layout", "pipeline_stage")
+    return any(hasattr(parameter, mark) for parameter in model.parameters() for mark in marks)
 
 
 class ShardedCopy(nn.Module):

@@ -15,7 +15,8 @@ def is_model_wrapper(model: nn.Module) -> bool:
 
     True of torch's `DistributedDataParallel` and `DataParallel`, and of every class in `MODEL_WRAPPERS`.
     """
-    return _wraps(type(model), len(MODEL_WRAPPERS))
+    kind: type = type(model)
+    return _wraps(kind, len(MODEL_WRAPPERS))
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -28,6 +29,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 @cache  # every step asks; the number of wrappers tells whether another has been registered since
-def _wraps(kind: type[nn.Module], _registered: int) -> bool:
+def _wraps(kind: type, _registered: int) -> bool:
     known = tuple(entry for entry in MODEL_WRAPPERS.module_dict.values() if isinstance(entry, type))
     return issubclass(kind, (DistributedDataParallel, nn.DataParallel, *known))

@@ -33,8 +33,11 @@ from lockstep.optim.schedules import (
 from lockstep.optim.torch_schedules import TorchScheduler
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.optim.wrapper_dict import OptimWrapperDict
+from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 
 __all__ = [
+    "OPTIMIZERS",
+    "OPTIM_WRAPPER_CONSTRUCTORS",
     "AmpOptimWrapper",
     "ConstantLR",
     "ConstantMomentum",

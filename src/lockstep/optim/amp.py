@@ -119,7 +119,9 @@ class AmpOptimWrapper(OptimWrapper):
             return
         self._scaler.unscale_(self.optimizer)
         if self._clip_type is not None:
+            former = self._grad_norm
             self._clip_grad()
+            self._grad_norm = _norm_of_updates(self._grad_norm, former)
         self._scaler.step(self.optimizer, **kwargs)
         self._scaler.update()
 
@@ -146,6 +148,16 @@ class AmpOptimWrapper(OptimWrapper):
         """Restore what `state_dict` returned."""
         super().load_state_dict({name: value for name, value in state_dict.items() if name != _STATE})
         self.load_extra_state(state_dict)
+
+
+def _norm_of_updates(norm: Tensor | None, former: Tensor | None) -> Tensor | None:
+    """Return the norm, or, of gradients that are not finite, whose update is skipped, that of the former update.
+
+    Before any update it is 0. Nothing is read from the device.
+    """
+    if norm is None:
+        return None
+    return torch.where(norm.isfinite(), norm, torch.zeros_like(norm) if former is None else former)
 
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -91,13 +91,20 @@ class DefaultOptimWrapperConstructor:
         wrapper: OptimWrapper = OPTIM_WRAPPERS.build(cfg, type="OptimWrapper")
         return wrapper
 
-    def add_params(self, params: list[dict[str, Any]], module: nn.Module) -> None:
+    def add_params(
+        self, params: list[dict[str, Any]], module: nn.Module, prefix: str = "", is_dcn_module: bool | None = None
+    ) -> None:
         """Add the parameter groups of a module to `params`; a subclass may make other groups.
 
         Args:
             params: groups for the optimizer, each with the key `params` and the options that are its own.
             module: the user's own module.
+            prefix: MMEngine's, for calling itself on submodules, like the next; must be empty, because a call goes
+                through the whole module.
+            is_dcn_module: means nothing here.
         """
+        if prefix:
+            raise ConfigError(f"`prefix` must be empty, but is {prefix!r}: one call goes through the whole module")
         sites = param_sites(module)
         paramwise = Paramwise(self.paramwise_cfg, self._base, _option_names(self.optimizer_cfg))
         paramwise.check_keys(site.name for site in sites)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, repr=False)
@@ -28,6 +31,8 @@ class ParamScheduler(ABC):
         end: the count from which on it no longer changes anything; None for never.
         param_name: what is changed: `"lr"`, `"momentum"` (Adam's first beta counts as one), or another number that the
             groups have, such as `"weight_decay"`.
+        last_step: MMEngine's; only -1 is taken, since a run goes on by the state of its schedules.
+        verbose: MMEngine's; the values are in every record of a run, so that nothing is printed.
     """
 
     # Arguments that are lengths of time, which a conversion from epochs to batches multiplies, and the one among them
@@ -40,6 +45,8 @@ class ParamScheduler(ABC):
     begin: int = field(default=0, kw_only=True)
     end: int | None = field(default=None, kw_only=True)
     param_name: str = field(default="lr", kw_only=True)
+    last_step: int = field(default=-1, kw_only=True)
+    verbose: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         # An optim wrapper will do; one of several optimizers would not say whose number is meant.
@@ -49,6 +56,13 @@ class ParamScheduler(ABC):
                 f"`optimizer` must be an optimizer or the optim wrapper of one, but is {self.optimizer!r} of type "
                 f"{type(self.optimizer).__name__}"
             )
+        if self.last_step != -1:
+            raise ConfigError(
+                f"{self.title}: `last_step` must be -1, but is {self.last_step}. To go on where a run was, give the "
+                "Runner resume=True, or call load_state_dict()"
+            )
+        if self.verbose:
+            _logger.warning("%s: `verbose` does nothing: the values are in every record of a run", self.title)
         self.end = None if self.end is None or math.isinf(self.end) else self.end
         if self.begin < 0 or (self.end is not None and self.end <= self.begin):
             raise ConfigError(

@@ -39,6 +39,8 @@ class TorchScheduler(ParamScheduler):
         by_epoch: count epochs, else batches.
         begin: the count at which the schedule starts.
         end: the count from which on it no longer changes anything; None for never.
+        last_step: as for `ParamScheduler`, like `verbose`.
+        verbose: as for `ParamScheduler`.
         **kwargs: arguments of `schedule`, in the unit that is counted. A length that is missing is the window's.
     """
 
@@ -50,6 +52,8 @@ class TorchScheduler(ParamScheduler):
         by_epoch: bool = True,
         begin: int = 0,
         end: int | None = None,
+        last_step: int = -1,
+        verbose: bool = False,
         **kwargs: Any,
     ) -> None:
         if issubclass(schedule, ReduceLROnPlateau):
@@ -64,7 +68,7 @@ class TorchScheduler(ParamScheduler):
         self._schedule = schedule
         self._kwargs = kwargs
         self._inner: LRScheduler | None = None
-        super().__init__(optimizer, by_epoch=by_epoch, begin=begin, end=end)
+        super().__init__(optimizer, by_epoch=by_epoch, begin=begin, end=end, last_step=last_step, verbose=verbose)
 
     def advance(self, t: int) -> None:
         """Let torch's schedule set the learning rates."""

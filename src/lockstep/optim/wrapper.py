@@ -164,7 +164,7 @@ class OptimWrapper:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Norm of the gradients at the last update, before clipping; None without `max_norm`."""
+        """Norm of the gradients at the last update that was made, before clipping; None without `max_norm`."""
         return self._grad_norm
 
     @property

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from lockstep.registry.building import BuildError
 from lockstep.registry.registry import Library, Registry
+from lockstep.registry.scopes import in_default_scope, init_default_scope
 from lockstep.registry.standard import (
     DATA_SAMPLERS,
     DATASETS,
+    EVALUATOR,
+    FUNCTIONS,
     HOOKS,
     LOOPS,
     METRICS,
@@ -30,12 +33,17 @@ from lockstep.registry.standard import (
     PARAM_SCHEDULERS,
     RUNNERS,
     STRATEGIES,
+    TASK_UTILS,
+    TRANSFORMS,
+    VISBACKENDS,
     VISUALIZERS,
 )
 
 __all__ = [
     "DATASETS",
     "DATA_SAMPLERS",
+    "EVALUATOR",
+    "FUNCTIONS",
     "HOOKS",
     "LOOPS",
     "METRICS",
@@ -47,8 +55,13 @@ __all__ = [
     "PARAM_SCHEDULERS",
     "RUNNERS",
     "STRATEGIES",
+    "TASK_UTILS",
+    "TRANSFORMS",
+    "VISBACKENDS",
     "VISUALIZERS",
     "BuildError",
     "Library",
     "Registry",
+    "in_default_scope",
+    "init_default_scope",
 ]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 from lockstep.errors import RegistryError
 from lockstep.registry.building import construct
 from lockstep.registry.nearest import did_you_mean, nearest
+from lockstep.registry.scopes import default_scope
 
 Entry = Callable[..., Any]
 EntryT = TypeVar("EntryT", bound=Entry)
@@ -44,8 +45,9 @@ class Library:
 class Registry:
     """A table of classes and functions by name, from which configs are built.
 
-    A name is looked for in the registry itself, then in its parent, and so on up. ``"scope.Name"`` addresses one
-    registry of the family, ``"package.module.Name"`` anything that can be imported.
+    A name is looked for in the registry itself, then in its parent, and so on up; before that in the relative whose
+    scope is the default one, if there is one (see `init_default_scope`). ``"scope.Name"`` addresses one registry of the
+    family, ``"package.module.Name"`` anything that can be imported.
 
     Args:
         name: what the entries are, in the singular (``"model"``); errors use it.
@@ -53,6 +55,8 @@ class Registry:
         parent: the registry to go on looking in.
         locations: modules that register entries when they are imported; imported at the first name that is not found.
         libraries: foreign modules whose classes count as entries, after everything registered.
+        build_func: what `build` calls instead of the constructor, with the config, this registry as `registry`, and the
+            default arguments; by default that of the parent.
 
     Raises:
         RegistryError: the parent already has a child of that scope.
@@ -74,6 +78,7 @@ class Registry:
         *,
         locations: Iterable[str] = (),
         libraries: Iterable[Library] = (),
+        build_func: Entry | None = None,
     ) -> None:
         if scope is None:
             scope = str(sys._getframe(1).f_globals["__name__"]).partition(".")[0]
@@ -84,6 +89,7 @@ class Registry:
         self._parent = parent
         self._locations = tuple(locations)
         self._libraries = tuple(libraries)
+        self._build_func: Entry | None = build_func or (None if parent is None else parent._build_func)
         self._entries: dict[str, Entry] = {}
         self._children: dict[str, Registry] = {}
         if parent is not None:
@@ -214,7 +220,9 @@ class Registry:
             raise TypeError(f"`key` must be a str, but is {key!r} of {type(key).__name__}")
         scope, dot, name = key.partition(".")
         if not dot:
-            return self._ascend(key)
+            first = default_scope()
+            there = None if first in (None, self._scope) else self._in_scope(str(first), key)
+            return self._ascend(key) if there is None else there
         if (found := self._in_scope(scope, name)) is not None:
             return found
         imported = _import_entry(key)  # may import the package that makes the scope
@@ -261,6 +269,8 @@ class Registry:
                 f"`cfg` must be a dict with the key `type` to build a {self._name}, but is "
                 f"{cfg!r} of {type(cfg).__name__}; an object that exists needs no building"
             )
+        if self._build_func is not None:
+            return self._build_func(cfg, registry=self, **default_args)
         arguments = {**default_args, **cfg}
         if "type" not in arguments:
             raise RegistryError(

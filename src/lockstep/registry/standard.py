@@ -9,7 +9,16 @@ register themselves. Naming them lets ``HOOKS.get("CheckpointHook")`` work in a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lockstep.registry.registry import Library, Registry
+
+
+def build_runner(cfg: Mapping[str, Any], registry: Registry) -> Any:
+    """Return the runner that a whole config describes, whose `runner_type` may name another class."""
+    return registry[cfg.get("runner_type", "Runner")].from_cfg(cfg)  # type: ignore[attr-defined]
+
 
 SCOPE = "lockstep"
 
@@ -34,8 +43,15 @@ DATA_SAMPLERS = Registry(
     libraries=[Library("torch.utils.data", base="Sampler")],
 )
 METRICS = Registry("metric", scope=SCOPE, locations=["lockstep.evaluator"])
+EVALUATOR = Registry("evaluator", scope=SCOPE, locations=["lockstep.evaluator"])
 HOOKS = Registry("hook", scope=SCOPE, locations=["lockstep.hooks"])
 LOOPS = Registry("loop", scope=SCOPE, locations=["lockstep.runner"])
 STRATEGIES = Registry("strategy", scope=SCOPE, locations=["lockstep.strategy"])
 VISUALIZERS = Registry("visualizer", scope=SCOPE, locations=["lockstep.visualization"])
-RUNNERS = Registry("runner", scope=SCOPE, locations=["lockstep.runner"])
+# MMEngine's name for the registry of visualizers' backends, which are visualizers here.
+VISBACKENDS = VISUALIZERS
+RUNNERS = Registry("runner", scope=SCOPE, locations=["lockstep.runner"], build_func=build_runner)
+# For functions and classes of a user's own: what collates samples, what transforms them, and whatever else.
+FUNCTIONS = Registry("function", scope=SCOPE, locations=["lockstep.dataset"])
+TRANSFORMS = Registry("transform", scope=SCOPE, locations=["lockstep.dataset"])
+TASK_UTILS = Registry("task utility", scope=SCOPE)

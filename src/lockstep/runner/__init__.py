@@ -5,6 +5,8 @@ from __future__ import annotations
 from lockstep.runner.eval_loops import TestLoop, ValLoop
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from lockstep.runner.runner import FlexibleRunner, Runner
+from lockstep.runner.seeds import set_random_seed
+from lockstep.runner.weights import load_checkpoint
 
 __all__ = [
     "EpochBasedTrainLoop",
@@ -13,4 +15,6 @@ __all__ = [
     "Runner",
     "TestLoop",
     "ValLoop",
+    "load_checkpoint",
+    "set_random_seed",
 ]

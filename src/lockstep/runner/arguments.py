@@ -24,6 +24,7 @@ _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "default_hooks": _MAPPING_OR_NONE,
     "custom_hooks": ((list, tuple, type(None)), "a list of hooks or None"),
     "load_from": ((str, Path, type(None)), "a path or None"),
+    "default_scope": ((str, type(None)), "the scope of a registry or None"),
     "compile": ((bool, Mapping), "a bool or a dict for torch.compile"),
 }
 
@@ -58,6 +59,8 @@ class Arguments:
     visualizer: Any
     experiment_name: str | None
     data_preprocessor: Any
+    default_scope: str | None
+    log_processor: Any
     cfg: Any
 
     def __post_init__(self) -> None:

@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.hooks import Hook
-from lockstep.model import compile_in_place, uncompiled, unwrap_model
+from lockstep.model import (
+    BaseModule,
+    compile_in_place,
+    convert_sync_batchnorm,
+    is_model_wrapper,
+    revert_sync_batchnorm,
+    uncompiled,
+    unwrap_model,
+)
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
-from lockstep.registry import HOOKS, LOOPS, MODELS
+from lockstep.registry import EVALUATOR, HOOKS, LOOPS, MODELS
 from lockstep.runner.eval_loops import EvalLoop
-from lockstep.runner.loops import TrainLoop
+from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
 from lockstep.strategy import Strategy
 
 if TYPE_CHECKING:
     from lockstep.runner.runner import Runner
 
+_logger = logging.getLogger(__name__)
+
 DEFAULT_TRAIN_CFG: Mapping[str, Any] = {"by_epoch": True, "max_epochs": 3, "val_interval": 1}
 DEFAULT_OPTIM_WRAPPER: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "lr": 1e-3}}
+
+
+def strategy_of(strategy: Any, cfg: Any) -> Any:
+    """Return the strategy that is given, or the one that MMEngine's keys of the config ask for.
+
+    `model_wrapper_cfg` is the config of a wrapper, `find_unused_parameters` an argument of the usual one.
+    """
+    keys = cfg if isinstance(cfg, Mapping) else {}
+    wrapper = dict(keys.get("model_wrapper_cfg") or {})
+    if not wrapper and keys.get("find_unused_parameters") is not None:
+        wrapper["find_unused_parameters"] = keys["find_unused_parameters"]
+    if not wrapper:
+        return strategy
+    if strategy is not None:
+        _logger.warning("`model_wrapper_cfg` and `find_unused_parameters` do nothing beside `strategy`, which decides")
+        return strategy
+    kind = wrapper.get("type")
+    if (kind if isinstance(kind, str) else getattr(kind, "__name__", None)) == "MMFullyShardedDataParallel":
+        return {"type": "fsdp", "model_wrapper": wrapper}
+    return {"type": "ddp", "model_wrapper": wrapper} if get_world_size() > 1 else None
 
 
 def build_model(
@@ -29,21 +61,41 @@ def build_model(
     data_preprocessor: nn.Module | Mapping[str, Any] | None,
     strategy: Strategy,
     compile_: bool | Mapping[str, Any],
+    sync_bn: str | None = None,
 ) -> nn.Module:
     """Return the model, those parts of it compiled in place that `strategy` names, where that is asked for.
 
-    It gets the preprocessor, unless its own config names one.
+    It gets the preprocessor, unless its own config names one. On several ranks its BatchNorms are converted where
+    `sync_bn` is the name of an implementation; on one, those that are converted already are reverted.
     """
     has_own = isinstance(model, Mapping) and model.get("data_preprocessor") is not None
     built = MODELS.build(model) if isinstance(model, Mapping) else model
     if not isinstance(built, nn.Module):
         raise TypeError(f"`model` must build a torch.nn.Module, but built {built!r}")
-    built = uncompiled(built)
+    built = _with_norms(uncompiled(built), sync_bn)
     if data_preprocessor is not None and not has_own:
         unwrap_model(built).data_preprocessor = _build_preprocessor(data_preprocessor)
     if compile_ is not False:
         compile_in_place(built, strategy.compiled_parts(built), compile_ if isinstance(compile_, Mapping) else {})
     return built
+
+
+def init_weights(model: nn.Module) -> None:
+    """Let a `BaseModule` that is to be trained initialise its weights, unless they are still to be made."""
+    core = unwrap_model(model)
+    if isinstance(core, BaseModule) and not any(parameter.is_meta for parameter in core.parameters()):
+        core.init_weights()
+
+
+def _with_norms(model: nn.Module, sync_bn: str | None) -> nn.Module:
+    if is_model_wrapper(model):
+        return model
+    if get_world_size() > 1:
+        return model if sync_bn is None else convert_sync_batchnorm(model, sync_bn)
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        _logger.info("on one rank every SyncBatchNorm becomes a BatchNorm")
+        return revert_sync_batchnorm(model)
+    return model
 
 
 def _build_preprocessor(cfg: nn.Module | Mapping[str, Any]) -> nn.Module:
@@ -69,7 +121,32 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], runner: Runner) -> Trai
     loop = LOOPS.build(arguments, runner=runner, dataloader=runner.train_dataloader)
     if not isinstance(loop, TrainLoop):
         raise TypeError(f"`train_cfg` must build a TrainLoop, but built {loop!r}")
+    _refuse_own_steps(loop)
+    _warn_of_sync_norms(runner, loop)
     return loop
+
+
+def _refuse_own_steps(loop: TrainLoop | EvalLoop) -> None:
+    """Refuse methods by which MMEngine's loops are changed, and which nobody would call here."""
+    names = [name for name in ("run_epoch", "run_iter") if hasattr(loop, name)]
+    if names and type(loop).run in (EpochBasedTrainLoop.run, IterBasedTrainLoop.run, EvalLoop.run):
+        raise ConfigError(
+            f"{type(loop).__name__} must not rely on {' and '.join(names)}, which `run` does not call. What is done "
+            "there belongs to `train_step` or `val_step` of the model, or to a hook; or override `run`"
+        )
+
+
+def _warn_of_sync_norms(runner: Runner, loop: TrainLoop) -> None:
+    """Say that stand-ins are normalised over as well, where there will or may be some."""
+    lengths, core = loop.passes.lengths, unwrap_model(runner.model)
+    names = [name for name, module in core.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if names and runner.world_size > 1 and (lengths is None or min(lengths) < max(lengths)):
+        _logger.warning(
+            "%d SyncBatchNorms (%s, ...) normalise over the samples of all ranks, and over the repeated batch of one "
+            "that %s: at the end of a pass their statistics are biased. Give the ranks equally many batches, by a "
+            "sampler with round_up=True or by drop_last=True, or let BatchNorm normalise on each rank",
+            len(names), names[0], "may run out before the others" if lengths is None else "runs out before the others",
+        )  # fmt: skip
 
 
 def build_schedulers(cfg: Any, runner: Runner) -> list[ParamScheduler]:
@@ -106,11 +183,14 @@ def build_eval_loop(
     kind = {"val": "ValLoop", "test": "TestLoop"}[mode]
     parts = {"runner": runner, "dataloader": dataloader, "evaluator": evaluator}
     loop: EvalLoop = LOOPS.build(cfg or {}, type=kind, **parts)
+    _refuse_own_steps(loop)
     return loop
 
 
 def build_evaluator(evaluator: Any) -> Evaluator:
-    """Return an evaluator of the metrics that are given."""
+    """Return an evaluator of the metrics that are given, or of those in the config of an `Evaluator`."""
+    if isinstance(evaluator, Mapping) and "metrics" in evaluator:
+        evaluator = EVALUATOR.build(evaluator, type="Evaluator")
     return evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
 
 
@@ -143,7 +223,7 @@ def build_hooks(
 
 def default_hook_cfgs(loop: Any) -> dict[str, Any]:
     """Return the configs of the hooks that every run has."""
-    checkpoint: dict[str, Any] = {"type": "CheckpointHook"}
+    checkpoint: dict[str, Any] = {"type": "CheckpointHook", "interval": 1}
     if isinstance(loop, TrainLoop) and loop.max_epochs is None:
         checkpoint |= {"by_epoch": False, "interval": loop.val_interval}
     return {
@@ -159,11 +239,12 @@ def default_hook_cfgs(loop: Any) -> dict[str, Any]:
 
 
 def scale_lr(cfg: Mapping[str, Any], runner: Runner) -> None:
-    """Multiply all learning rates by the global batch size over `base_batch_size`."""
-    if not cfg.get("enable", True):
-        return
+    """Multiply all learning rates by the global batch size over `base_batch_size`, where that is enabled."""
     if "base_batch_size" not in cfg:
         raise ConfigError(f"`auto_scale_lr` must have the key 'base_batch_size', but has {sorted(cfg)}")
+    if not cfg.get("enable", False):
+        runner.logger.info("learning rates stay as they are; `auto_scale_lr` needs enable=True to scale them")
+        return
     batch_size = getattr(runner.train_dataloader, "batch_size", None)
     if batch_size is None:
         raise ConfigError("`auto_scale_lr` needs a train_dataloader with a batch_size, but it has none")
@@ -174,6 +255,14 @@ def scale_lr(cfg: Mapping[str, Any], runner: Runner) -> None:
         "learning rates are multiplied by %g: a global batch of %d where %d was meant",
         factor, batch_size * runner.share.size, cfg["base_batch_size"],
     )  # fmt: skip
+
+
+def with_priority(hook: Hook | Mapping[str, Any], priority: str | int) -> Hook | Mapping[str, Any]:
+    """Return a hook, or its config, with another priority."""
+    if isinstance(hook, Mapping):
+        return {**hook, "priority": priority}
+    hook.priority = priority
+    return hook
 
 
 def _build_hook(item: Any) -> Hook:

@@ -20,18 +20,20 @@ from lockstep.evaluator import Evaluator
 from lockstep.hooks import Hook, HookList
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging
 from lockstep.optim import OptimWrapper, ParamScheduler
-from lockstep.registry import RUNNERS
+from lockstep.registry import RUNNERS, in_default_scope
 from lockstep.runner import build, recording, saving, start, summary
 from lockstep.runner.arguments import Arguments
+from lockstep.runner.checkpoints import RunCheckpoints
 from lockstep.runner.eval_loops import EvalLoop
 from lockstep.runner.loops import TrainLoop
 from lockstep.runner.seeds import set_randomness
+from lockstep.runner.weights import Weights, load_weights
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.visualization import Visualizers, build_visualizers
 
 
 @RUNNERS.register_module()
-class Runner:
+class Runner(RunCheckpoints):
     """Trains, validates and tests a model.
 
     Making one only looks at the arguments. `train()`, `val()` and `test()` join the ranks, build what they need in the
@@ -57,18 +59,22 @@ class Runner:
         strategy: name, config or object; by default `ddp` on several ranks, else `single`.
         launcher: who started the ranks: `"pytorch"`, `"slurm"`, `"mpi"`, `"none"`; by default the environment tells. A
             group that exists already is used.
-        env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`.
+        env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`, `mp_cfg`, `resource_limit`.
         load_from: a checkpoint, or a file of weights.
         resume: go on from `load_from`, or from the last checkpoint in the work_dir if there is one.
         randomness: `seed`, `deterministic`, `diff_rank_seed`.
         compile: compile the model, under FSDP each of its repeated blocks; a dict has arguments for `torch.compile`.
-        auto_scale_lr: `base_batch_size`, the global batch that the learning rate is meant for.
+        auto_scale_lr: with `enable=True`, multiply learning rates by the global batch over `base_batch_size`, for
+            which they are meant.
         log_level: from which level on messages are shown.
         visualizer: an object with `add_scalars(scalars, step)`, its config, or a list of those; by default
             TensorBoard where it is installed.
         experiment_name: put before the time in the name of the run's folder.
         data_preprocessor: what batches go through on their way to the model, where the model's config names none.
-        cfg: the config that the arguments come from; saved with the run.
+        default_scope: the registries in which names are looked for first, before lockstep's own.
+        log_processor: MMEngine's; does nothing, because records hold the means of everything.
+        cfg: the config that the arguments come from; saved with the run. Its keys `model_wrapper_cfg`,
+            `find_unused_parameters` and `sync_bn` say how ranks share the model, where there is no `strategy`.
 
     Example::
 
@@ -123,6 +129,8 @@ class Runner:
         visualizer: Any = None,
         experiment_name: str | None = None,
         data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
+        default_scope: str | None = None,
+        log_processor: Any = None,
         cfg: Any = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}  # all of the arguments
@@ -134,7 +142,9 @@ class Runner:
         self.param_schedulers: list[ParamScheduler] = []
         self.val_loop: EvalLoop | None = None
         self.last_evaluation: EvalLoop | None = None
+        self.test_loop: EvalLoop | None = None
         self._custom_hooks = list(custom_hooks or ())
+        self._load_from = None if load_from is None else Weights(Path(load_from))
         self._resume_from: Path | None = None
 
     @classmethod
@@ -194,52 +204,20 @@ class Runner:
             self._lay_out_model(training=False)
             self.test_dataloader = self._dataloader("test")
             self.test_evaluator = build.build_evaluator(self.given.test_evaluator)
-            loop = build.build_eval_loop("test", self.given.test_cfg, self, self.test_dataloader, self.test_evaluator)
-            return self._evaluate(loop)
+            self.test_loop = build.build_eval_loop(
+                "test", self.given.test_cfg, self, self.test_dataloader, self.test_evaluator
+            )
+            return self._evaluate(self.test_loop)
 
-    @property
-    def epoch(self) -> int:
-        """Complete epochs."""
-        return self.train_loop.epoch if "train_loop" in vars(self) else 0
-
-    @property
-    def iter(self) -> int:
-        """Complete iterations."""
-        return self.train_loop.iter if "train_loop" in vars(self) else 0
-
-    @property
-    def max_epochs(self) -> int | None:
-        """Length of the training; None in a loop by iterations."""
-        return self.train_loop.max_epochs if "train_loop" in vars(self) else None
-
-    @property
-    def max_iters(self) -> int:
-        """Length of the training in iterations."""
-        return self.train_loop.max_iters if "train_loop" in vars(self) else 0
-
-    @property
-    def distributed(self) -> bool:
-        """Whether there are several ranks."""
-        return self.world_size > 1
-
-    def register_hook(self, hook: Hook | Mapping[str, Any]) -> None:
-        """Add a hook, before anything has run."""
+    def register_hook(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
+        """Add a hook, before anything has run, with a `priority` that may be another than its own."""
         if "hooks" in vars(self):
             raise RuntimeError("hooks must be registered before train(), val() or test()")
-        self._custom_hooks.append(hook)
+        self._custom_hooks.append(hook if priority is None else build.with_priority(hook, priority))
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call every hook at a point; see `lockstep.hooks.Hook`."""
         self.hooks.call(fn_name, self, **kwargs)
-
-    def save_checkpoint(self, name: str, *, epoch: int, iteration: int, is_last: bool = True) -> Path:
-        """Save everything that resuming needs under `name` in the run's folder.
-
-        `epoch` and `iteration` are what is complete; `is_last` makes it the one to resume from.
-
-        **Collective**: every rank.
-        """
-        return saving.save_run(self, name, epoch=epoch, iteration=iteration, is_last=is_last)
 
     @contextmanager
     def _running(self, what: str) -> Iterator[None]:
@@ -247,12 +225,16 @@ class Runner:
         if "run_dir" not in vars(self):
             self._begin()
         own_log = "log.txt" if self.rank == 0 else f"log_rank{self.rank}.txt"
-        with run_logging(
-            self.console,
-            self.run_dir / own_log,
-            level=self.given.log_level,
-            # The other ranks write only what rank 0 may not have seen.
-            file_level="DEBUG" if self.rank == 0 else "WARNING",
+        self.tell_hub(self.message_hub)
+        with (
+            in_default_scope(self.given.default_scope),
+            run_logging(
+                self.console,
+                self.run_dir / own_log,
+                level=self.given.log_level,
+                # The other ranks write only what rank 0 may not have seen.
+                file_level="DEBUG" if self.rank == 0 else "WARNING",
+            ),
         ):
             self.logger.info(
                 "%s, seed %d, folder %s",
@@ -278,7 +260,8 @@ class Runner:
         self.rank, self.world_size = get_dist_info()
         self.run_dir = start.make_run_dir(self.work_dir, given.experiment_name)
         if given.resume:
-            self._resume_from = saving.find_resumption(self._load_from(), self.work_dir)
+            named = None if self._load_from is None else self._load_from.path
+            self._resume_from = saving.find_resumption(named, self.work_dir)
         self.seed = set_randomness(saving.randomness_of(given.randomness, self._resume_from))
         self.console = open_console(speaks=self.rank == 0)
         self.records = JsonLinesSink(self.run_dir / "metrics.jsonl")
@@ -288,8 +271,11 @@ class Runner:
     def _lay_out_model(self, *, training: bool) -> None:
         given = self.given
         if "strategy" not in vars(self):
-            self.strategy = build_strategy(given.strategy)
-            self.model = build.build_model(given.model, given.data_preprocessor, self.strategy, given.compile)
+            self.strategy = build_strategy(build.strategy_of(given.strategy, self.cfg))
+            sync_bn = self.cfg.get("sync_bn") if isinstance(self.cfg, Mapping) else None
+            self.model = build.build_model(given.model, given.data_preprocessor, self.strategy, given.compile, sync_bn)
+            if training:
+                build.init_weights(self.model)
         elif not training:
             return
         optim = None
@@ -321,8 +307,10 @@ class Runner:
 
     def _make_hooks(self) -> None:
         # Built on every rank, so that what is wrong with it is told by all; used on one.
-        visualizers = build_visualizers(self.given.visualizer)
-        self.visualizer = visualizers if self.rank == 0 else Visualizers()
+        self.visualizer = build_visualizers(self.given.visualizer)
+        self.visualizer.make_current()
+        if self.rank != 0:
+            self.visualizer.parts.clear()
         self.hooks = HookList(
             build.build_hooks(
                 self.given.default_hooks,
@@ -333,11 +321,10 @@ class Runner:
         )
 
     def _restore(self, *, training: bool) -> None:
-        load_from = self._load_from()
         if training and self._resume_from is not None:
             saving.resume_run(self, self._resume_from)
-        elif load_from is not None:
-            saving.load_weights(self.strategy, load_from)
+        elif self._load_from is not None:
+            load_weights(self.strategy, self._load_from, training=training)
 
     def _evaluate(self, loop: EvalLoop) -> dict[str, Any]:
         if "hooks" not in vars(self):
@@ -356,9 +343,6 @@ class Runner:
         except Exception as error:
             error.add_note(f"while building `{mode}_dataloader`")
             raise
-
-    def _load_from(self) -> Path | None:
-        return None if self.given.load_from is None else Path(self.given.load_from)
 
     def _or_default(self, name: str, default: Mapping[str, Any]) -> Any:
         given = getattr(self.given, name)

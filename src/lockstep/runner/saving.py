@@ -5,23 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lockstep.checkpoint import (
     find_last_checkpoint,
-    is_checkpoint,
     load_state,
     point_to_checkpoint,
     read_meta,
-    read_weights_file,
     save_state,
 )
 from lockstep.dist import broadcast_object, main_process_first
 from lockstep.errors import ConfigError
 from lockstep.runner.rank_state import rank_state, restart_random_state, restore_rank_state
-from lockstep.strategy import Strategy
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
@@ -48,12 +45,56 @@ def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Path | None
     return {**(randomness or {}), "seed": read_meta(resume_from)["seed"]}
 
 
-def save_run(runner: Runner, name: str, *, epoch: int, iteration: int, is_last: bool) -> Path:
+class Progress(NamedTuple):
+    """How far a training is.
+
+    Attributes:
+        epoch: complete epochs.
+        iteration: complete iterations.
+    """
+
+    epoch: int
+    iteration: int
+
+
+def place_of(runner: Runner, by_epoch: bool, known: Mapping[str, Any]) -> Progress:
+    """Return how far a run is, at the end of an epoch or, without `by_epoch`, of an iteration.
+
+    What is `known` of its `epoch` and `iter` counts; None is not known.
+    """
+    epoch, iteration = runner.epoch, runner.iter
+    if not by_epoch:
+        iteration += 1
+    elif iteration == (epoch + 1) * (runner.train_loop.epoch_length or -1):
+        epoch += 1  # which the loop counts when its hooks have been called
+    given = known.get("epoch"), known.get("iter")
+    return Progress(epoch if given[0] is None else given[0], iteration if given[1] is None else given[1])
+
+
+def save_run(
+    runner: Runner,
+    directory: Path,
+    place: Progress,
+    *,
+    is_last: bool,
+    with_optimizer: bool = True,
+    notes: Mapping[str, Any] | None = None,
+) -> Path:
     """Save everything that resuming needs; the work_dir points to it if it `is_last`.
+
+    Args:
+        runner: whose state it is.
+        directory: the checkpoint's path.
+        place: how far the training is.
+        is_last: whether it is the one to resume from.
+        with_optimizer: save the optimizer's state, too.
+        notes: further facts, in JSON values.
 
     **Collective**: every rank.
     """
+    epoch, iteration = place
     meta: dict[str, Any] = {
+        **(notes or {}),
         "format": _FORMAT,
         "lockstep": __version__,
         "torch": torch.__version__,
@@ -64,19 +105,17 @@ def save_run(runner: Runner, name: str, *, epoch: int, iteration: int, is_last: 
         "data_shares": runner.share.size,
         "rank_states": runner.world_size,
         "seed": runner.seed,
+        "has_optimizer": with_optimizer,
         "optim_wrapper": runner.optim_wrapper.extra_state(),
         "param_schedulers": [scheduler.state_dict() for scheduler in runner.param_schedulers],
     }
-    checkpoint: dict[str, Any] = {
-        "model": runner.strategy.model_state(),
-        "optimizer": runner.strategy.optim_state(),
-        "meta": meta,
-    }
+    checkpoint: dict[str, Any] = {"model": runner.strategy.model_state(), "meta": meta}
+    if with_optimizer:
+        checkpoint["optimizer"] = runner.strategy.optim_state()
     runner.call_hook("before_save_checkpoint", checkpoint=checkpoint)
     meta = checkpoint.pop("meta")
     # A tuple, so that it stays one item whatever is in it.
     checkpoint["ranks"] = {str(runner.rank): (rank_state(runner),)}
-    directory = runner.run_dir / name
     save_state(directory, checkpoint, meta)
     if is_last:
         with main_process_first():  # whoever returns from here finds it
@@ -93,7 +132,11 @@ def resume_run(runner: Runner, directory: Path) -> None:
     """
     strategy, loop = runner.strategy, runner.train_loop
     meta = read_meta(directory)
-    wanted = {"model": strategy.model_state(), "optimizer": strategy.optim_state(), "meta": meta}
+    wanted: dict[str, Any] = {"model": strategy.model_state(), "meta": meta}
+    if meta.get("has_optimizer", True):
+        wanted["optimizer"] = strategy.optim_state()
+    else:
+        _logger.warning("%s was saved without the optimizer's state, which begins anew", directory)
     runner.call_hook("before_load_checkpoint", checkpoint=wanted)
     del wanted["meta"]
     # Ranks that compute together now must not go on with what each of them had for itself.
@@ -104,7 +147,7 @@ def resume_run(runner: Runner, directory: Path) -> None:
     _check_schedulers(runner, meta, directory)
     for scheduler, saved in zip(runner.param_schedulers, meta["param_schedulers"], strict=True):
         scheduler.load_state_dict(saved)
-    strategy.load_state(state["model"], state["optimizer"])
+    strategy.load_state(state["model"], state.get("optimizer"))
     runner.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     loop.epoch, loop.iter = meta["epoch"], meta["iter"]
     if loop.max_epochs is not None:
@@ -124,20 +167,6 @@ def resume_run(runner: Runner, directory: Path) -> None:
         restart_random_state(runner, saved_by=meta["world_size"])
     runner.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
     _logger.info("resumed from %s: epoch %d, iter %d", directory, loop.epoch, loop.iter)
-
-
-def load_weights(strategy: Strategy, path: Path) -> None:
-    """Load a model's weights from a checkpoint, or from a file of weights.
-
-    **Collective**: every rank.
-    """
-    if is_checkpoint(path):
-        strategy.load_state(load_state(path, {"model": strategy.model_state()})["model"])
-    elif path.is_file():
-        strategy.load_state(read_weights_file(path))
-    else:
-        raise ConfigError(f"`load_from` must be a checkpoint or a file of weights, but is {path}")
-    _logger.info("loaded the weights of %s", path)
 
 
 def _batches_into_epoch(runner: Runner, epoch: int, iteration: int) -> int:

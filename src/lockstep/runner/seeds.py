@@ -40,6 +40,16 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
     return seed
 
 
+def set_random_seed(seed: int | None = None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:
+    """Do what a Runner does with its `randomness`, in a script that has none; see `set_randomness`.
+
+    Example:
+        >>> set_random_seed(3)
+        3
+    """
+    return set_randomness({"seed": seed, "deterministic": deterministic, "diff_rank_seed": diff_rank_seed})
+
+
 def seed_all(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +20,8 @@ from lockstep.dist import (
 )
 from lockstep.errors import ConfigError
 
-ENV_KEYS = ("dist_cfg", "cudnn_benchmark", "mp_cfg")
+ENV_KEYS = ("dist_cfg", "cudnn_benchmark", "mp_cfg", "resource_limit")
+_logger = logging.getLogger(__name__)
 
 
 def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
@@ -27,8 +29,9 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
 
     Args:
         launcher: who started the ranks; None asks the environment.
-        env_cfg: `dist_cfg` with arguments of `init_dist`; `cudnn_benchmark`; `mp_cfg`, in which only `mp_start_method`
-            means something.
+        env_cfg: `dist_cfg` with arguments of `init_dist`, in which the backend nccl, as configs for GPUs have it, gives
+            way to the usual one where there is no GPU; `cudnn_benchmark`; `mp_cfg`, in which only `mp_start_method`
+            means something; `resource_limit`, the number of files that may be open at once.
     """
     options = dict(env_cfg or {})
     if unknown := sorted(options.keys() - set(ENV_KEYS)):
@@ -37,11 +40,30 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     start_method = (options.get("mp_cfg") or {}).get("mp_start_method")
     if start_method is not None:
         torch.multiprocessing.set_start_method(start_method, force=True)
+    if options.get("resource_limit") is not None:
+        _allow_files(int(options["resource_limit"]))
     if is_distributed():
         return
     launcher = launcher or infer_launcher()
-    if launcher != "none":
-        init_dist(launcher, **(options.get("dist_cfg") or {}))
+    if launcher == "none":
+        return
+    arguments = dict(options.get("dist_cfg") or {})
+    lacks_gpu = arguments.get("backend") == "nccl" and not torch.cuda.is_available()
+    if lacks_gpu:
+        del arguments["backend"]
+    init_dist(launcher, **arguments)
+    if lacks_gpu and is_main_process():
+        _logger.warning("`env_cfg.dist_cfg.backend` is nccl, which needs a GPU, and there is none: the ranks use gloo")
+
+
+def _allow_files(count: int) -> None:
+    """Raise the number of files that this process may open, as far as it may do so."""
+    import resource  # which Windows has not
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def make_run_dir(work_dir: Path, experiment_name: str | None) -> Path:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def describe_model(model: nn.Module, strategy: Strategy) -> str:
     """Return one line on the model and how it is laid out."""
     core = unwrap_model(model)
-    count = sum(full_numel(parameter) for parameter in core.parameters())
+    # A stage of a pipeline has only some of them.
+    count = getattr(model, "full_numel", None) or sum(full_numel(parameter) for parameter in core.parameters())
     return f"{type(core).__name__}, {count:,} parameters, {type(strategy).__name__}"
 
 

@@ -10,10 +10,12 @@ from lockstep.visualization.build import build_visualizers
 from lockstep.visualization.csv_files import CsvVisualizer
 from lockstep.visualization.local import LocalVisualizer
 from lockstep.visualization.mlflow import MLflowVisualizer
-from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, Visualizer
+from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, ShowsScalars
 from lockstep.visualization.several import Visualizers
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 from lockstep.visualization.wandb import WandbVisualizer
+
+Visualizer = Visualizers  # MMEngine's name
 
 __all__ = [
     "Closes",
@@ -23,6 +25,7 @@ __all__ = [
     "Opens",
     "ShowsConfig",
     "ShowsImages",
+    "ShowsScalars",
     "TensorBoardVisualizer",
     "Visualizer",
     "Visualizers",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from lockstep.registry import VISUALIZERS
 from lockstep.visualization.several import Visualizers
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 
@@ -20,6 +22,8 @@ def build_visualizers(given: Any) -> Visualizers:
     """
     if given is None:
         return Visualizers([TensorBoardVisualizer()] if TensorBoardVisualizer.installed() else [])
+    if isinstance(given, Mapping):
+        given = VISUALIZERS.build(given)
     if isinstance(given, Visualizers):
         return given
     return Visualizers(given if isinstance(given, list | tuple) else [given])

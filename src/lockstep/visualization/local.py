@@ -14,13 +14,25 @@ from lockstep.visualization.png import as_picture, png_bytes
 class LocalVisualizer:
     """Writes scalars to `scalars.jsonl`, with their step, and pictures to `images/NAME_STEP.png`.
 
-    What a Runner records is in its `metrics.jsonl` in any case; here is also what hooks show by themselves.
+    What a Runner records is in its `metrics.jsonl` in any case, and its config in `config.py`; here is also what hooks
+    show by themselves.
 
     Args:
         save_dir: where to, by default the run's folder.
+        img_save_dir: folder of the pictures in it.
+        scalar_save_file: name of the file of scalars in it.
+        config_save_file: MMEngine's; does nothing, because a run writes its config.
     """
 
-    def __init__(self, save_dir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        img_save_dir: str = "images",
+        scalar_save_file: str = "scalars.jsonl",
+        config_save_file: str = "config.py",
+    ) -> None:
+        self._img_save_dir = img_save_dir
+        self._scalar_save_file = scalar_save_file
         self._save_dir = None if save_dir is None else Path(save_dir)
         self._scalars: JsonLinesSink | None = None
 
@@ -33,12 +45,12 @@ class LocalVisualizer:
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Write a line."""
         if self._scalars is None:
-            self._scalars = JsonLinesSink(self._folder() / "scalars.jsonl")
+            self._scalars = JsonLinesSink(self._folder() / self._scalar_save_file)
         self._scalars.write({"step": step, **scalar_dict})
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Write a PNG file; a slash in the name makes a folder."""
-        path = self._folder() / "images" / f"{name}_{step}.png"
+        path = self._folder() / self._img_save_dir / f"{name}_{step}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png_bytes(as_picture(image)))
 

@@ -9,8 +9,8 @@ from lockstep.config import Config
 
 
 @runtime_checkable
-class Visualizer(Protocol):
-    """Something that shows scalars while a run goes on. The other protocols here are abilities it may have as well."""
+class ShowsScalars(Protocol):
+    """What every visualizer can do. The other protocols here are abilities that it may have as well."""
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Show values that belong to one step."""

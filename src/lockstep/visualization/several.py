@@ -5,32 +5,61 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.config import Config
+from lockstep.errors import ConfigError
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, Visualizer
+from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, ShowsScalars
 
 
 @VISUALIZERS.register_module(name=["Visualizers", "Visualizer"])
 class Visualizers:
     """Hands everything on to each of several visualizers that is able to show it.
 
+    `Visualizer` is another name for it.
+
     Args:
         vis_backends: visualizers, or their configs.
         save_dir: the folder that they are opened in, by default that of the run.
         name: what it is called.
+        image: MMEngine's, like the others; must be None, because drawing on pictures is left to other libraries.
+        fig_save_cfg: how MMEngine draws; does nothing.
+        fig_show_cfg: the same.
     """
 
+    _current: ClassVar[Visualizers | None] = None
+
     def __init__(
-        self, vis_backends: Iterable[Any] = (), save_dir: str | Path | None = None, name: str = "visualizer"
+        self,
+        vis_backends: Iterable[Any] | None = (),
+        save_dir: str | Path | None = None,
+        name: str = "visualizer",
+        *,
+        image: None = None,
+        fig_save_cfg: Mapping[str, Any] | None = None,
+        fig_show_cfg: Mapping[str, Any] | None = None,
     ) -> None:
+        if image is not None:
+            raise ConfigError(
+                "`image` must be None: lockstep's visualizer shows pictures and does not draw on them. Draw with "
+                "another library, and call add_image(name, picture, step)"
+            )
         self.name = name
-        self.parts: list[Visualizer] = [_build(part) for part in vis_backends or ()]
+        self.parts: list[ShowsScalars] = [_build(part) for part in vis_backends or ()]
         self._save_dir = None if save_dir is None else Path(save_dir)
 
     def __len__(self) -> int:
         return len(self.parts)
+
+    @classmethod
+    def get_current_instance(cls) -> Visualizers:
+        """Return that of the run that goes on, or of the last one; where there was none, one that shows nothing."""
+        return Visualizers() if cls._current is None else cls._current
+
+    def make_current(self) -> None:
+        """Let `get_current_instance` return this one from now on."""
+        Visualizers._current = self
 
     def open(self, run_dir: Path) -> None:
         """Open those that want it."""
@@ -69,8 +98,8 @@ class Visualizers:
                     closing.callback(part.close)
 
 
-def _build(part: Any) -> Visualizer:
+def _build(part: Any) -> ShowsScalars:
     built = VISUALIZERS.build(part) if isinstance(part, Mapping) else part
-    if not isinstance(built, Visualizer):
+    if not isinstance(built, ShowsScalars):
         raise TypeError(f"`visualizer` must have a method add_scalars, but is {built!r}")
     return built

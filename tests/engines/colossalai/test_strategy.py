@@ -283,7 +283,6 @@ def test_a_model_of_huggingfaces_is_split_by_colossalais_own_policy():
         ({"plugin": "ddp", "precision": "bf16"}, r"`precision` must be left out with plugin='ddp'.*AmpOptimWrapper"),
         ({"stage": 3}, r"`stage` must be 1 or 2, but is 3.*strategy='fsdp'"),
         ({"max_norm": 1.0}, r"`max_norm` must be given to the optim wrapper.*clip_grad=dict\(max_norm"),
-        ({"plugin": "hybrid", "pp_size": 2}, r"`pp_size` must be 1.*but is 2"),
         ({"plugin": "hybrid", "zero_stage": 1}, r"`zero_stage` must be 0 in fp32.*plugin='lowlevel_zero'"),
         ({"plugin": "hybrid", "enable_sequence_parallelism": True}, "`enable_sequence_parallelism` must be False"),
         ({"plugin": "hybrid", "tensor_parallel": 2, "tp_size": 4}, "must have a degree, the same as `tp_size`"),

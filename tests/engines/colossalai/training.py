@@ -28,9 +28,13 @@ def config_of(kind: str, **options: Any) -> dict[str, Any] | str:
     return {"type": "ColossalAIStrategy", **PLUGINS[kind], **options} if kind in PLUGINS else kind
 
 
+def kept(strategy: Strategy) -> Strategy:
+    _kept.append(strategy)
+    return strategy
+
+
 def strategy_of(kind: str, **options: Any) -> Strategy:
-    _kept.append(build_strategy(config_of(kind, **options)))
-    return _kept[-1]
+    return kept(build_strategy(config_of(kind, **options)))
 
 
 def train(kind: str, counts: int = 1, clip: bool = False, **options: Any) -> tuple[list[float], list[float]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.dist import all_gather
 from lockstep.dist.engines import load_engine
@@ -37,9 +38,12 @@ def require_engine() -> None:
             "docs/strategies.md has the recipe to install it, or use the strategy 'ddp' or 'fsdp'"
         ) from error
     logging.getLogger("colossalai").setLevel(logging.WARNING)
-    # Its ZeRO calls them at every step by these names, which torch has given up since (2.13).
-    names = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
-    warnings.filterwarnings("ignore", names, FutureWarning)
+    # Its ZeRO and its pipelines use them at every step, which torch has given up since (2.13).
+    for name in (r"torch\.distributed\.(all_gather_into|reduce_scatter)_tensor", r"isinstance\(treespec, LeafSpec\)"):
+        warnings.filterwarnings("ignore", f"`{name}` is deprecated", FutureWarning)
+    # Its pipelines ask for it by this name, which only Huawei's torch has.
+    if not hasattr(torch.distributed, "is_hccl_available"):
+        torch.distributed.is_hccl_available = lambda: False  # type: ignore[attr-defined]
     if type(accelerator.get_accelerator()) is accelerator.CpuAccelerator:
         accelerator.set_accelerator(_cpu_accelerator()())
 
@@ -87,6 +91,24 @@ def has_policy(model: nn.Module) -> bool:
     return True
 
 
+def take_micro_batches(plugin: Any) -> None:
+    """Let the plugin's schedule take a list of micro-batches, which may be of any number and of unequal sizes."""
+    plugin.scheduler = _micro_batch_schedule()(
+        plugin.stage_manager, num_microbatches=1, fp8_communication=plugin.scheduler.fp8_communication
+    )
+
+
+def run_pipeline(booster: Any, model: Any, micro_batches: list[Any], criterion: Any, optimizer: Any) -> None:
+    """Let micro-batches run through the stages, and back where an optimizer is given."""
+    booster.execute_pipeline(iter([micro_batches]), model, criterion, optimizer, return_loss=False)
+
+
+def shared_parameters(model: Any) -> list[Tensor]:
+    """Return this stage's parameters whose gradients are added to those of other stages."""
+    stage = model.stage_manager.stage
+    return [by_stage[stage] for by_stage in model.shared_params if stage in by_stage]
+
+
 def gradients_of(engine: Any, model: nn.Module) -> Iterator[Tensor]:
     """Yield the gradients that the next step will use, as far as this rank holds them."""
     if hasattr(engine, "get_working_grads_by_group_id"):  # ZeRO has taken them off the parameters
@@ -113,6 +135,13 @@ def check_splits(model: nn.Module) -> None:
                 "gradient ColossalAI 0.5.0 counts too little in the norm, and which it puts together on CUDA alone. "
                 "Use strategy='fsdp' with tensor_parallel"
             )
+
+
+def predict_whole_vocabulary(model: nn.Module) -> None:
+    """Let the last layer of a model of HuggingFace gather what its ranks predict, each for a part of the words."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if hasattr(head, "gather_output"):
+        head.gather_output = True
 
 
 def is_split(param: Tensor) -> bool:
@@ -197,6 +226,36 @@ def _cpu_accelerator() -> Any:
             torch.manual_seed(seed)
 
     return HostAccelerator
+
+
+@cache
+def _micro_batch_schedule() -> Any:
+    from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
+
+    class MicroBatchSchedule(OneForwardOneBackwardSchedule):  # type: ignore[misc]
+        """One forward, one backward, over micro-batches that are cut already.
+
+        **Source**: `OneForwardOneBackwardSchedule` (0.5.0), which cuts each batch itself: into equal parts, as many for
+        every batch, at least one per stage, and so refuses the last, shorter batch of an epoch. It also takes the
+        shapes of the first batch for those of all others.
+        """
+
+        def load_batch(self, data_iter: Iterator[list[Any]], device: torch.device | None = None) -> None:
+            self.batch = next(data_iter)
+            self.num_microbatches = len(self.batch)
+            self.microbatch_offset = 0
+            shapes = {
+                tuple(leaf.shape for leaf in tree_leaves(part) if isinstance(leaf, Tensor)) for part in self.batch
+            }
+            self.enable_metadata_cache = len(shapes) == 1
+            self.send_tensor_metadata = self.send_grad_metadata = True
+            self.tensor_metadata_recv = self.grad_metadata_recv = None
+
+        def load_micro_batch(self) -> Any:
+            self.microbatch_offset += 1
+            return self.batch[self.microbatch_offset - 1]
+
+    return MicroBatchSchedule
 
 
 @cache

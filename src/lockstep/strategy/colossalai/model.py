@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.model import steps
 from lockstep.registry import MODEL_WRAPPERS
+from lockstep.strategy.colossalai.pipeline import Pipeline
 
 
 @MODEL_WRAPPERS.register_module(name=["ColossalAIModelWrapper", "CollosalAIModelWrapper"])
@@ -21,6 +22,7 @@ class ColossalAIModelWrapper(nn.Module):
         model: the user's own module inside it.
         booster: ColossalAI's booster. It owns the groups that the model talks over, and so must live as long.
         no_sync: makes the context in which gradients are not averaged; None where the plugin has none.
+        pipeline: its stages, where it is in stages.
     """
 
     def __init__(
@@ -29,38 +31,65 @@ class ColossalAIModelWrapper(nn.Module):
         model: nn.Module,
         booster: Any = None,
         no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__()
         self.boosted = model_wrapper
         self._inner = (model,)  # in a tuple, lest its parameters be listed twice
         self._booster = booster
         self._no_sync = no_sync
+        self._pipeline = pipeline
 
     @property
     def module(self) -> nn.Module:
         """The user's own module."""
         return self._inner[0]
 
+    @property
+    def is_stage(self) -> bool:
+        """Whether this rank has only some of the layers, and other ranks have others."""
+        return self._pipeline is not None
+
+    @property
+    def full_numel(self) -> int | None:
+        """Number of elements of the parameters of all stages; None where each rank has every layer."""
+        return None if self._pipeline is None else self._pipeline.full_numel
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
+        """Call the model.
+
+        Raises:
+            RuntimeError: it is in stages, of which none can be called by itself; call `train_step` or `val_step`.
+        """
+        if self._pipeline is not None:
+            raise RuntimeError(
+                "a model with `pp_size` above 1 must be used by its `train_step`, `val_step` and `test_step`, because "
+                "this rank has only some of its layers, but was called"
+            )
         return self.boosted(*args, **kwargs)
 
-    def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         """Train on this rank's part of the batch, and return this rank's values to log.
 
-        **Collective**: every rank, unless inside `no_sync`.
+        **Collective**: every rank, unless inside `no_sync`; with `pp_size` above 1 always every rank of the replica.
         """
+        if self._pipeline is not None:
+            return self._pipeline.train(self, data, optim_wrapper)
         return steps.train_step(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch.
 
-        **Collective**: every rank that shares the replica, with `tp_size` above 1.
+        **Collective**: every rank that shares the replica, with `tp_size` or `pp_size` above 1.
         """
+        if self._pipeline is not None:
+            return self._pipeline.predict(data)
         return steps.own_step(self.module, "val_step", data)
 
     def test_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch, as `val_step` does."""
+        if self._pipeline is not None:
+            return self._pipeline.predict(data)
         return steps.own_step(self.module, "test_step", data)
 
     def no_sync(self) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
@@ -36,6 +36,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
         super().__init__(optimizer, accumulative_counts, clip_grad)
         self._engine: Any = None
         self._engine_clips = False
+        self._in_pipeline = False
         self._gradients: Callable[[], Iterator[Tensor]] = lambda: iter(())
 
     @classmethod
@@ -79,22 +80,52 @@ class ColossalAIOptimWrapper(OptimWrapper):
             raise ConfigError(f"`clip_grad['max_norm']` must be above 0, but is {max_norm}")
         return max_norm
 
-    def attach(self, engine: Any, gradients: Callable[[], Iterator[Tensor]], *, clips: bool) -> None:
+    def attach(
+        self, engine: Any, gradients: Callable[[], Iterator[Tensor]], *, clips: bool, in_pipeline: bool = False
+    ) -> None:
         """Take over ColossalAI's optimizer.
 
         Args:
             engine: the optimizer, made around this one's.
             gradients: yields those that its next step will use.
             clips: whether it clips by itself.
+            in_pipeline: whether forward and backward passes are one, so that there is no loss to begin from.
         """
         self._engine = engine
+        self._in_pipeline = in_pipeline
         self._gradients = gradients
         self._engine_clips = clips and self._clip_type is not None
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a scaled loss, and count the batch."""
+        """Add the gradients of a scaled loss, and count the batch.
+
+        Raises:
+            RuntimeError: the model is in stages, of which none has a loss to begin from; call `train_step`.
+        """
+        if self._in_pipeline:
+            raise RuntimeError(
+                "a model with `pp_size` above 1 must be trained by its `train_step`, because forward and backward "
+                "passes of its stages are one, but `update_params` or `backward` was called"
+            )
         self._attached().backward(loss, **kwargs)
         self._inner_count += 1
+
+    def update_by(self, model: nn.Module, run: Callable[[float], None]) -> None:
+        """Do as `update_params` does where forward and backward passes are one.
+
+        Args:
+            model: the wrapper, for its `no_sync`.
+            run: makes both, and adds the gradients of the loss times its argument.
+        """
+        factor = float(self.scale_loss(torch.ones((), dtype=torch.float64)))
+        with self.optim_context(model):
+            run(factor)
+        self._no_sync = None
+        self._inner_count += 1
+        if self.should_update():
+            self._even_out()
+            self.step()
+            self.zero_grad()
 
     def step(self, **kwargs: Any) -> None:
         """Clip the gradients, then let the optimizer update the parameters."""

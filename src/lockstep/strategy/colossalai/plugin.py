@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.registry.nearest import did_you_mean
+from lockstep.strategy.colossalai.micro_batches import Cutting
 
 _CLASSES: Mapping[str, str] = {
     "ddp": "TorchDDPPlugin",
@@ -23,7 +25,15 @@ _CLASSES: Mapping[str, str] = {
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ddp": {"broadcast_buffers": False},
     "lowlevel_zero": {"stage": 1, "precision": "fp32"},
-    "hybrid": {"tp_size": 1, "pp_size": 1, "zero_stage": 0, "precision": "fp32", "broadcast_buffers": False},
+    "hybrid": {
+        "tp_size": 1,
+        "pp_size": 1,
+        "zero_stage": 0,
+        "precision": "fp32",
+        "broadcast_buffers": False,
+        # True lets a model of HuggingFace predict each rank's part of the vocabulary.
+        "parallel_output": False,
+    },
 }
 _REFUSED: Mapping[str, str] = {
     "gemini": (
@@ -81,6 +91,17 @@ class PluginChoice:
         return int(self.options.get("tp_size", 1))
 
     @property
+    def pp_size(self) -> int:
+        """Number of stages of each replica."""
+        return int(self.options.get("pp_size", 1))
+
+    @property
+    def cutting(self) -> Cutting:
+        """Into how many micro-batches a batch is cut."""
+        number, size = self.options.get("num_microbatches"), self.options.get("microbatch_size")
+        return Cutting(2 * self.pp_size if size is None and number is None else number, size)
+
+    @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
         return torch.bfloat16 if self.options.get("precision") == "bf16" else torch.float32
@@ -93,6 +114,8 @@ class PluginChoice:
     def with_run(self, max_norm: float | None) -> dict[str, Any]:
         """Return the options, completed by what is known when training begins."""
         options = dict(self.options)
+        if self.pp_size > 1:  # it wants one of the two, and does not get to use it
+            options |= {"num_microbatches": 1, "microbatch_size": None}
         if self.clips:
             options["max_norm"] = max_norm or 0.0
             if get_device() == "cpu":
@@ -106,19 +129,26 @@ class PluginChoice:
             ConfigError: the model, the optimizer or the number of ranks does not fit.
         """
         name = type(optimizer).__name__
-        if (self.zero_stage or self.tp_size > 1) and name in _WHOLE_PARAMETERS:
+        if (self.zero_stage or self.tp_size * self.pp_size > 1) and name in _WHOLE_PARAMETERS:
             raise ConfigError(
                 f"`optimizer` must update each number by itself, because {self.kind!r} shows it shards, but is {name}. "
                 "Use AdamW or SGD, or plugin='ddp'"
             )
-        if get_world_size() % self.tp_size:
+        if get_world_size() % (self.tp_size * self.pp_size):
+            times = f" times `pp_size`, which is {self.pp_size}," if self.pp_size > 1 else ""
             raise ConfigError(
-                f"`tp_size` must divide the number of ranks, but is {self.tp_size}, and there are {get_world_size()}"
+                f"`tp_size`{times} must divide the number of ranks, but is {self.tp_size}, and there are "
+                f"{get_world_size()}"
+            )
+        if self.pp_size > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+            raise ConfigError(
+                "the model must have no BatchNorm with `pp_size` above 1, because it would normalise within each "
+                "micro-batch, but has one. Use GroupNorm or LayerNorm, or strategy='fsdp'"
             )
         replaced = self.kind == "ddp" or (self.kind == "hybrid" and not self.zero_stage)
         if get_device() == "cpu" and replaced:
             for path, module in model.named_modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                if isinstance(module, _BatchNorm):
                     raise ConfigError(
                         f"the model must have no BatchNorm on the CPU, because {self.kind!r} makes SyncBatchNorm of "
                         f"it, which runs on accelerators alone, but {path!r} is one. Use plugin='lowlevel_zero', or "
@@ -156,11 +186,10 @@ class PluginChoice:
             self._check_hybrid(precision)
 
     def _check_hybrid(self, precision: str) -> None:
-        if self.options["pp_size"] != 1:
-            raise ConfigError(
-                f"`pp_size` must be 1, because a training step here is one call of the model, but is "
-                f"{self.options['pp_size']}. Use tp_size, or strategy='fsdp'"
-            )
+        if not isinstance(self.options["pp_size"], int) or self.pp_size < 1:
+            raise ConfigError(f"`pp_size` must be an int of at least 1, but is {self.options['pp_size']!r}")
+        if self.pp_size > 1:
+            self._check_pipeline()
         if self.zero_stage and precision == "fp32":
             raise ConfigError(
                 f"`zero_stage` must be 0 in fp32, but is {self.zero_stage}: ColossalAI's 'hybrid' shards its "
@@ -171,6 +200,30 @@ class PluginChoice:
                 "`enable_sequence_parallelism` must be False, because ranks would share samples, which the data "
                 "loader deals out. Use tp_size"
             )
+
+    def _check_pipeline(self) -> None:
+        options = self.options
+        style = options.get("pp_style", "1f1b")
+        if style != "1f1b" or options.get("num_model_chunks", 1) != 1:
+            raise ConfigError(
+                f"`pp_style` must be '1f1b' and `num_model_chunks` 1, but are {style!r} and "
+                f"{options.get('num_model_chunks', 1)}: of the other schedules a rank has several pieces of the model, "
+                "which are not put together again for a checkpoint. Leave both out"
+            )
+        if self.zero_stage == 2:
+            raise ConfigError(
+                "`zero_stage` must be 0 or 1 with `pp_size` above 1, but is 2: gradients of many micro-batches add up "
+                "before they are sent, and can't be shards meanwhile. Use zero_stage=1"
+            )
+        if options.get("num_microbatches") is not None and options.get("microbatch_size") is not None:
+            raise ConfigError(
+                "`num_microbatches` must not come with `microbatch_size`, but is "
+                f"{options['num_microbatches']} beside {options['microbatch_size']}. Leave one out"
+            )
+        for name in ("num_microbatches", "microbatch_size"):
+            value = options.get(name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
 
 
 def name_and_options(plugin: Any) -> tuple[str, dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lockstep.dist import all_gather
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.colossalai.engine import gather_like, is_split, split_like
+from lockstep.strategy.colossalai.stages import owned_state
 from lockstep.strategy.layout import own_rows
 
 
@@ -65,41 +67,28 @@ class StateTranslator:
             ConfigError: it is that of another model.
         """
         present = self._own_state()
-        missing, surplus = sorted(present.keys() - state.keys()), sorted(state.keys() - present.keys())
+        names = self._state_names(present)
+        missing, surplus = sorted(names - state.keys()), sorted(state.keys() - names)
         if missing or surplus:
             raise ConfigError(f"the model's state must fit the model, but lacks {missing} and has {surplus} besides")
         rest: dict[str, Any] = {}
-        for name, own in present.items():
-            value = _full(state[name])
-            if not isinstance(own, Tensor):
+        for name in sorted(names):  # the same order on every rank
+            value, own = _full(state[name]), present.get(name)
+            if isinstance(own, Tensor):
+                self._load_tensor(name, own, value)
+            elif name in present:
                 rest[name] = value
-                continue
-            part = split_like(value, own, self._tp_group) if is_split(own) else value
-            if part.shape != own.shape:
-                raise ConfigError(f"`{name}` has not the shape that is to be loaded, {tuple(value.shape)}")
-            own.copy_(part)
-            if id(own) in self._masters:
-                self._masters[id(own)].copy_(self._share(own, value))
         self._core.load_state_dict(rest, strict=False)
 
     def optim_state(self) -> OptimState:
         """Return the optimizer's state by parameter name. **Collective**: every rank."""
-        named = self._trained()
-        names = {trained: name for name, (_, trained) in named.items()}
-        with _begun(self._optimizer):
+        with begun(self._optimizer):
             state = {
-                name: {
-                    key: self._kept(param, value) if _is_like(value, trained) else value
-                    for key, value in self._optimizer.state[trained].items()
-                }
-                for name, (param, trained) in named.items()
+                name: self._entry(param, trained)
+                for name, (param, trained) in self._trained().items()
                 if trained in self._optimizer.state
             }
-        groups = [
-            {**group, "params": [names[trained] for trained in group["params"]]}
-            for group in self._optimizer.param_groups
-        ]
-        return {"state": state, "param_groups": groups}
+        return {"state": state, "param_groups": self._groups()}
 
     def load_optim(self, state: OptimState) -> None:
         """Take over a state by parameter name. **Collective**: every rank, if there are DTensors in it.
@@ -109,29 +98,24 @@ class StateTranslator:
         """
         named = self._trained()
         names = {trained: name for name, (_, trained) in named.items()}
-        order = [names[trained] for group in self._optimizer.param_groups for trained in group["params"]]
+        order = [[names[trained] for trained in group["params"]] for group in self._optimizer.param_groups]
+        indices = {name: index for index, name in enumerate(chain(*order))}
         packed: dict[int, dict[str, Any]] = {}
-        with _begun(self._optimizer):
-            for index, name in enumerate(order):
-                param, trained = named[name]
-                own = self._optimizer.state.get(trained, {})
-                saved = state["state"].get(name, {})
-                if saved.keys() != own.keys():
-                    raise ConfigError(
-                        f"the optimizer's state of {name!r} must have {sorted(own)}, but has {sorted(saved)}. Resume "
-                        "with the optimizer that saved it"
-                    )
-                if saved:
-                    packed[index] = {
-                        key: self._share(param, _full(value)).clone() if _is_like(own[key], trained) else value
+        with begun(self._optimizer):
+            own = {name: self._optimizer.state.get(named[name][1], {}) for name in indices}
+            self._refuse(_misfit(own, state))
+            for name in self._names_to_load(indices):
+                saved = {key: _full(value) for key, value in state["state"].get(name, {}).items()}
+                if saved and name in own:
+                    param, trained = named[name]
+                    packed[indices[name]] = {
+                        key: self._share(param, value).clone() if _is_like(own[name][key], trained) else value
                         for key, value in saved.items()
                     }
-        indices = {name: index for index, name in enumerate(order)}
         groups = [
-            {**_group_of([names[trained] for trained in group["params"]], state["param_groups"]),
-             "params": [indices[names[trained]] for trained in group["params"]]}
-            for group in self._optimizer.param_groups
-        ]  # fmt: skip
+            {**_group_of(group["params"], state["param_groups"]), "params": [indices[name] for name in own_names]}
+            for group, own_names in zip(self._groups(), order, strict=True)
+        ]
         self._optimizer.load_state_dict({"state": packed, "param_groups": groups})
 
     def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -142,15 +126,45 @@ class StateTranslator:
 
     def _own_state(self) -> dict[str, Any]:
         """Return what the model's state consists of, as it is held here, by name."""
-        if not any(is_split(param) for param in self._core.parameters()):
-            return self._core.state_dict(keep_vars=True)
-        # Parallel layers would gather their parameters in state_dict, all at once.
-        state: dict[str, Any] = {}
-        for path, module in self._core.named_modules(remove_duplicate=False):
-            buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
-            owned = {**module._parameters, **buffers}
-            state |= {f"{path}.{name}".lstrip("."): value for name, value in owned.items() if value is not None}
-        return state
+        if any(is_split(param) for param in self._core.parameters()):
+            return owned_state(self._core)
+        return self._core.state_dict(keep_vars=True)
+
+    def _state_names(self, present: Mapping[str, Any]) -> set[str]:
+        """Return the names in the model's state, of which those `present` are held here."""
+        return set(present)
+
+    def _names_to_load(self, own: Iterable[str]) -> Iterable[str]:
+        """Return the names of the parameters whose state is to be loaded, of which `own` are trained here."""
+        return own
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups, with the names of their parameters."""
+        names = {trained: name for name, (_, trained) in self._trained().items()}
+        groups = self._optimizer.param_groups
+        return [{**group, "params": [names[trained] for trained in group["params"]]} for group in groups]
+
+    def _refuse(self, complaint: str | None) -> None:
+        """Raise a complaint about what is to be loaded, if there is one."""
+        if complaint is not None:
+            raise ConfigError(complaint)
+
+    def _load_tensor(self, name: str, own: Tensor, value: Tensor) -> None:
+        part = split_like(value, own, self._tp_group) if is_split(own) else value
+        if part.shape != own.shape:
+            raise ConfigError(f"`{name}` has not the shape that is to be loaded, {tuple(value.shape)}")
+        own.copy_(part)
+        if id(own) in self._masters:
+            self._masters[id(own)].copy_(self._share(own, value))
+
+    def _entry(self, param: Tensor, trained: Tensor) -> dict[str, Any]:
+        """Return the optimizer's state of a parameter."""
+        state = self._optimizer.state[trained]
+        return {key: self._kept(param, value) if _is_like(value, trained) else value for key, value in state.items()}
+
+    def _portion(self, whole: Tensor) -> Tensor:
+        """Return what this rank keeps of a tensor that had to be made whole: its rows."""
+        return own_rows(whole)
 
     def _canonical(self, own: Any) -> Any:
         if not isinstance(own, Tensor):
@@ -159,7 +173,7 @@ class StateTranslator:
         if master is not None and master.dtype != own.dtype:
             return self._kept(own, master)
         # ZeRO's shards are of no interest here: what computes is whole.
-        return own_rows(gather_like(own.detach(), own, self._tp_group)) if is_split(own) else own.detach()
+        return self._portion(gather_like(own.detach(), own, self._tp_group)) if is_split(own) else own.detach()
 
     def _kept(self, param: Tensor, tensor: Tensor) -> Tensor:
         """Return a tensor of the form in which `param` is trained, whole; of what had to be gathered the own rows."""
@@ -169,7 +183,7 @@ class StateTranslator:
         if group is not None:
             flat = torch.cat(all_gather(tensor.flatten(), group=group))
             tensor = flat[: param.numel()].view(param.shape)
-        return own_rows(gather_like(tensor, param, self._tp_group))
+        return self._portion(gather_like(tensor, param, self._tp_group))
 
     def _share(self, param: Tensor, full: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor, in the form in which `param` is trained."""
@@ -183,7 +197,7 @@ class StateTranslator:
 
 
 @contextmanager
-def _begun(optimizer: Optimizer) -> Iterator[None]:
+def begun(optimizer: Optimizer) -> Iterator[None]:
     """Give an optimizer that has made no step yet the state that it would begin with, for the while.
 
     It makes a step by nothing: with a learning rate of 0 on gradients of 0.
@@ -218,6 +232,18 @@ def _is_like(value: Any, trained: Tensor) -> bool:
 
 def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _misfit(own: Mapping[str, Mapping[str, Any]], state: OptimState) -> str | None:
+    """Return what is wrong with a saved state for the parameters that have states of their own already."""
+    for name, present in own.items():
+        saved = state["state"].get(name, {})
+        if saved.keys() != present.keys():
+            return (
+                f"the optimizer's state of {name!r} must have {sorted(present)}, but has {sorted(saved)}. Resume "
+                "with the optimizer that saved it"
+            )
+    return None
 
 
 def _group_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,11 @@ from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
 from lockstep.strategy.colossalai import engine
 from lockstep.strategy.colossalai.optim import ColossalAIOptimWrapper
+from lockstep.strategy.colossalai.pipeline import Pipeline, check_model
+from lockstep.strategy.colossalai.pipeline_state import PipelineStateTranslator
 from lockstep.strategy.colossalai.plan import replacements
 from lockstep.strategy.colossalai.plugin import PluginChoice, name_and_options
+from lockstep.strategy.colossalai.stages import Inventory, Stages
 from lockstep.strategy.colossalai.state import StateTranslator
 from lockstep.strategy.layout import laid_out_as
 from lockstep.strategy.random_state import share_random_state
@@ -36,15 +40,17 @@ class ColossalAIStrategy(Strategy):
 
     Args:
         plugin: `"ddp"`, `"lowlevel_zero"` (shards the optimizer, with `stage=2` also the gradients) or `"hybrid"`
-            (`tp_size` ranks share each replica); or a dict with one of these as `type` and its options. MMEngine's
-            default is "gemini", which is refused.
+            (`tp_size` times `pp_size` ranks share each replica: the first of these split each layer, the others have
+            some layers each); or a dict with one of these as `type` and its options. MMEngine's default is "gemini",
+            which is refused.
         mixed_precision: must be None; give `precision="bf16"` to the plugin.
         model_wrapper: config of the wrapper, `ColossalAIModelWrapper` by default.
         tensor_parallel: as for `FSDPStrategy`, with plugin="hybrid": the number of ranks that share a replica, whose
             model says in `_tp_plan` how it is split; or `dict(degree=2, plan={"*.up": "colwise", "*.down": "rowwise"})`
             by patterns of the names of linear layers. With `tp_size` alone ColossalAI's own policy for the model says
             that, or a `custom_policy`, or the model's `_tp_plan`.
-        **kwargs: options of the plugin: `stage`, `precision`, `tp_size` and so on.
+        **kwargs: options of the plugin: `stage`, `precision`, `tp_size`, `pp_size` with `num_microbatches` or
+            `microbatch_size`, and so on.
 
     Raises:
         ConfigError: the plugin, or an option, is one that ColossalAI 0.5.0 gets wrong.
@@ -111,20 +117,21 @@ class ColossalAIStrategy(Strategy):
         options = self._choice.with_run(max_norm) | self._policy(model)
         plugin = engine.make_plugin(self._choice.class_name, options)
         _begin_alike(model)
-        booster, boosted, optimizer = engine.boost(plugin, model, wrapper.optimizer)
+        laid = (self._in_stages if self._choice.pp_size > 1 else self._whole)(plugin, model, wrapper.optimizer)
         engine.check_splits(model)
+        if options.get("custom_policy") is None and not options.get("parallel_output"):
+            engine.predict_whole_vocabulary(model)
         if isinstance(wrapper, ColossalAIOptimWrapper):
-            wrapper.attach(optimizer, partial(engine.gradients_of, optimizer, model), clips=self._choice.clips)
+            gradients = partial(engine.gradients_of, laid.optimizer, model)
+            in_pipeline = "pipeline" in laid.options
+            wrapper.attach(laid.optimizer, gradients, clips=self._choice.clips, in_pipeline=in_pipeline)
         if self._choice.dtype != torch.float32:
             model.register_forward_pre_hook(partial(_cast_inputs, self._choice.dtype), with_kwargs=True)
-        if self._choice.tp_size > 1:
+        if self._choice.tp_size * self._choice.pp_size > 1:
             self._share_samples(plugin)
-        self._translator = StateTranslator(model, optimizer, getattr(plugin, "tp_group", None))
-        no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, optimizer)
+        self._translator = laid.translator
         cfg = {"type": "ColossalAIModelWrapper", **self._wrapper}
-        wrapped: nn.Module = MODEL_WRAPPERS.build(
-            cfg, model_wrapper=boosted, model=model, booster=booster, no_sync=no_sync
-        )
+        wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, model=model, **laid.options)
         self._model = wrapped
         return wrapped, wrapper
 
@@ -164,9 +171,46 @@ class ColossalAIStrategy(Strategy):
         """The share of this rank's replica, where ranks share one."""
         return super().data_share if self._data_share is None else self._data_share
 
+    def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
+        """Return the parts that are compiled each by itself: the whole, in one.
+
+        Raises:
+            ConfigError: the model will be in stages, whose layers get other code when they are laid out.
+        """
+        if self._choice.pp_size > 1:
+            raise ConfigError("`compile` must be left out with `pp_size` above 1, but is given. Use strategy='fsdp'")
+        return super().compiled_parts(model)
+
+    def _whole(self, plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Laid:
+        """Lay out a model of which each rank has all layers."""
+        booster, boosted, laid = engine.boost(plugin, model, optimizer)
+        no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, laid)
+        options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync}
+        return _Laid(laid, StateTranslator(model, laid, getattr(plugin, "tp_group", None)), options)
+
+    def _in_stages(self, plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Laid:
+        """Lay out a model in stages."""
+        inventory = Inventory.of(model, optimizer)
+        engine.take_micro_batches(plugin)
+        with _put_aside(model, "data_preprocessor"):  # no stage has it, but each needs it
+            booster, boosted, laid = engine.boost(plugin, model, optimizer)
+        shared, zero = engine.shared_parameters(boosted), self._choice.zero_stage > 0
+        stages = Stages(inventory, model, plugin.pp_group, plugin.dp_group, shared, zero=zero)
+        pipeline = Pipeline(
+            partial(engine.run_pipeline, booster, boosted), boosted.no_sync, laid, model, stages, self._choice.cutting
+        )
+        options = {
+            "model_wrapper": boosted,
+            "booster": booster,
+            "no_sync": partial(booster.no_sync, boosted, laid),
+            "pipeline": pipeline,
+        }
+        return _Laid(laid, PipelineStateTranslator(model, laid, plugin.tp_group, stages), options)
+
     def _share_samples(self, plugin: Any) -> None:
         """Let the ranks of a replica see the same samples, and draw the same random numbers."""
         self._data_share = (plugin.dp_group.rank(), plugin.dp_group.size())
+        share_random_state(plugin.pp_group)
         share_random_state(plugin.tp_group)
         # The short cut of nn.TransformerEncoderLayer for inference would take a part of the weights for the whole.
         torch.backends.mha.set_fastpath_enabled(False)
@@ -174,7 +218,16 @@ class ColossalAIStrategy(Strategy):
     def _policy(self, model: nn.Module) -> dict[str, Any]:
         """Return the sharding policy, as an option of the plugin."""
         choice = self._choice
-        if choice.kind != "hybrid" or choice.options.get("custom_policy") is not None:
+        has_custom = choice.options.get("custom_policy") is not None
+        if choice.pp_size > 1:
+            if self._splits_by_plan:
+                raise ConfigError(
+                    "`tensor_parallel` must be left out with `pp_size` above 1, because a plan does not say which "
+                    "layers are whose. Use `tp_size`, by which ColossalAI's own policy for the model splits layers, too"
+                )
+            check_model(model, has_policy=engine.has_policy(model), has_custom_policy=has_custom)
+            return {}
+        if choice.kind != "hybrid" or has_custom:
             return {}
         if choice.tp_size == 1:
             return {"custom_policy": engine.replacing_policy({})}
@@ -191,6 +244,25 @@ class ColossalAIStrategy(Strategy):
         if self._translator is None:
             raise RuntimeError("ColossalAIStrategy.prepare() must be called with an optim wrapper first")
         return self._translator
+
+
+class _Laid(NamedTuple):
+    """What the booster made, how its states are read, and what the model's wrapper needs of it."""
+
+    optimizer: Any
+    translator: StateTranslator
+    options: dict[str, Any]
+
+
+@contextmanager
+def _put_aside(model: nn.Module, name: str) -> Iterator[None]:
+    """Take a child from a model for the while."""
+    child = model._modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if child is not None:
+            model.add_module(name, child)
 
 
 def _read_tensor_parallel(tensor_parallel: Any, options: Mapping[str, Any]) -> tuple[int, Mapping[str, Any] | None]:

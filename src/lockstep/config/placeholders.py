@@ -1,0 +1,88 @@
+"""`{{ ... }}` in a config: facts about its file, and values of its bases."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+_BASE = "_base_"
+_PLACEHOLDER = re.compile(r"\{\{\s*(\$?\w[\w.]*)(:[^{}]*?)?\s*\}\}")
+_FACTS: Mapping[str, Callable[[Path], str]] = {
+    "fileDirname": lambda path: path.parent.as_posix(),
+    "fileBasename": lambda path: path.name,
+    "fileBasenameNoExtension": lambda path: path.stem,
+    "fileExtname": lambda path: path.suffix,
+}
+
+
+def filled(value: Any, path: Path, base: Mapping[str, Any] | None = None) -> Any:
+    """Return a value with the placeholders in all of its texts filled in; the value itself is left alone.
+
+    They are `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}` and `{{ fileExtname }}`, and
+    `{{ _base_.a.b }}`, which gives the very value where it is the whole text. Other texts in braces stay.
+
+    Args:
+        value: of a key.
+        path: of the file that it stands in.
+        base: what the file's bases say; None where they are not known yet.
+
+    Raises:
+        ConfigError: the bases have no such key, or an environment variable is asked for.
+
+    Example:
+        >>> filled({"dir": "runs/{{ fileBasenameNoExtension }}", "lr": "{{_base_.lr}}"}, Path("a/net.py"), {"lr": 0.1})
+        {'dir': 'runs/net', 'lr': 0.1}
+    """
+    if isinstance(value, str):
+        whole = _PLACEHOLDER.fullmatch(value)
+        return _meant(whole, path, base) if whole else _PLACEHOLDER.sub(lambda m: str(_meant(m, path, base)), value)
+    if isinstance(value, dict):
+        return {key: filled(item, path, base) for key, item in value.items()}
+    if isinstance(value, list):
+        return [filled(item, path, base) for item in value]
+    if type(value) is tuple:
+        return tuple(filled(item, path, base) for item in value)
+    return value
+
+
+class BaseValues(ast.NodeTransformer):
+    """Reads `{{_base_.a.b}}` in the code of a config, where to Python it is a set of a set, as `_base_.a.b`."""
+
+    def visit_Set(self, node: ast.Set) -> ast.expr:
+        """Return what the braces hold, if they are such a placeholder."""
+        match node:
+            case ast.Set(elts=[ast.Set(elts=[ast.Attribute() as inner])]) if _root(inner) == _BASE:
+                return inner
+        self.generic_visit(node)
+        return node
+
+
+def _meant(match: re.Match[str], path: Path, base: Mapping[str, Any] | None) -> Any:
+    name = match[1]
+    if name.startswith("$"):
+        raise ConfigError(
+            f"{path}: `{match[0]}` must not stand for an environment variable. Read os.environ in a config in Python, "
+            "or give the value on the command line"
+        )
+    if match[2] is None and name in _FACTS:
+        return _FACTS[name](path)
+    first, *keys = name.split(".")
+    if first != _BASE or not keys or base is None:
+        return match[0]
+    found: Any = base
+    for key in keys:
+        if not isinstance(found, Mapping) or key not in found:
+            raise ConfigError(f"{path}: `{match[0]}` must name a key of the bases, but they have no `{key}` there")
+        found = found[key]
+    return found
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None

@@ -1,0 +1,43 @@
+"""`Compose`: transforms of one sample, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lockstep.registry import TRANSFORMS
+
+Transform = Callable[[Any], Any]
+
+
+@TRANSFORMS.register_module()
+class Compose:
+    """Send a sample through transforms, one after the other.
+
+    Args:
+        transforms: functions of a sample, or configs of such in the registry `TRANSFORMS`. One that returns None ends
+            the chain: there is no such sample.
+
+    Example:
+        >>> Compose([lambda sample: sample + 1, lambda sample: sample * 2])(3)
+        8
+    """
+
+    def __init__(self, transforms: Sequence[Transform | Mapping[str, Any]] | None) -> None:
+        self.transforms: list[Transform] = []
+        for item in transforms or ():
+            transform = TRANSFORMS.build(item) if isinstance(item, Mapping) else item
+            if not callable(transform):
+                raise TypeError(f"`transforms` must hold functions and config dicts, but hold {transform!r}")
+            self.transforms.append(transform)
+
+    def __call__(self, data: Any) -> Any:
+        """Return the sample that is sent in, transformed, or None."""
+        for transform in self.transforms:
+            data = transform(data)
+            if data is None:
+                return None
+        return data
+
+    def __repr__(self) -> str:
+        return f"Compose({', '.join(map(repr, self.transforms))})"

@@ -1,0 +1,100 @@
+"""A logger for whoever has no Runner at hand: what a model or a metric says goes where the run's own messages go."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from lockstep.logging.console import file_handler
+
+_ROOT = "lockstep"
+_USERS = f"{_ROOT}.user"
+_FORMAT = "%(levelname)s %(name)s: %(message)s"
+
+
+class MMLogger:
+    """Loggers of the run that goes on, from anywhere.
+
+    What they are told appears on the run's console and in its log file, from the levels on that these have. While no
+    run goes on, it appears on standard error, from INFO on.
+
+    Example:
+        >>> MMLogger.get_current_instance().name
+        'lockstep.user'
+        >>> MMLogger.get_instance("tools").name
+        'lockstep.user.tools'
+    """
+
+    @staticmethod
+    def get_current_instance() -> logging.Logger:
+        """Return the logger of the run."""
+        logger = logging.getLogger(_USERS)
+        if not logger.handlers:
+            logger.setLevel(logging.DEBUG)
+            logger.addHandler(_OutsideOfRuns())
+        return logger
+
+    @classmethod
+    def get_instance(
+        cls, name: str, log_file: str | Path | None = None, log_level: int | str | None = None, **others: Any
+    ) -> logging.Logger:
+        """Return a logger below that of the run.
+
+        Args:
+            name: what it is called.
+            log_file: a file that what it is told is written to as well.
+            log_level: from which level on; None leaves it.
+            **others: MMEngine's further arguments, which do nothing.
+        """
+        logger = cls.get_current_instance().getChild(name)
+        if log_level is not None:
+            logger.setLevel(log_level)
+        if log_file is not None and not logger.handlers:
+            logger.addHandler(file_handler(Path(log_file)))
+        return logger
+
+    @staticmethod
+    def check_instance_created(name: str) -> bool:
+        """Return whether there is a logger of that name."""
+        return f"{_USERS}.{name}" in logging.Logger.manager.loggerDict
+
+
+def print_log(msg: object, logger: logging.Logger | str | None = None, level: int = logging.INFO) -> None:
+    """Print a message, or log it.
+
+    Args:
+        msg: the message.
+        logger: None to print it; `"current"` for the logger of the run, `"silent"` for nobody, another name for that of
+            `MMLogger.get_instance`, or a logger.
+        level: of the message, where it is logged.
+
+    Raises:
+        ValueError: there is no logger of that name.
+    """
+    if logger is None:
+        print(msg)
+    elif isinstance(logger, logging.Logger):
+        logger.log(level, msg)
+    elif logger == "current":
+        MMLogger.get_current_instance().log(level, msg)
+    elif logger != "silent":
+        if not MMLogger.check_instance_created(logger):
+            raise ValueError(
+                f"`logger` must be the name of a logger, but {logger!r} is none. Call MMLogger.get_instance"
+            )
+        MMLogger.get_instance(logger).log(level, msg)
+
+
+class _OutsideOfRuns(logging.Handler):
+    """Shows messages while nobody else does."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(logging.Formatter(_FORMAT))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print to standard error as it is now, unless a run goes on, whose handlers are there."""
+        if not logging.getLogger(_ROOT).handlers:
+            print(self.format(record), file=sys.stderr)

@@ -1,0 +1,148 @@
+"""Weights from elsewhere: a checkpoint's or a file's, as far as they fit the model."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lockstep.checkpoint import is_checkpoint, load_state, read_shapes, read_weights_file
+from lockstep.errors import ConfigError
+from lockstep.model import unwrap_model
+from lockstep.strategy import Strategy
+
+REVISE_KEYS = ((r"^module\.", ""),)
+_MOST_NAMED = 8
+_logger = logging.getLogger(__name__)
+
+
+class Weights(NamedTuple):
+    """Where weights come from.
+
+    Attributes:
+        path: a checkpoint, or a file of weights.
+        strict: refuse weights that are missing, unknown or of another shape; else tell of them. By default only a model
+            that is to be trained further may lack some.
+        revise_keys: patterns in the names of a file's weights, and what is put in their place.
+    """
+
+    path: Path
+    strict: bool | None = None
+    revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS
+
+
+def load_weights(strategy: Strategy, weights: Weights, *, training: bool) -> None:
+    """Load a model's weights.
+
+    Args:
+        strategy: that has prepared the model.
+        weights: where from.
+        training: whether the model is to be trained further, and may begin with weights of its own where others do not
+            fit, such as those of a head for other classes.
+
+    **Collective**: every rank.
+
+    Raises:
+        ConfigError: there are no weights, or not those that the model has.
+    """
+    strict = not training if weights.strict is None else weights.strict
+    own = strategy.model_state()
+    strategy.load_state({**own, **_read_fitting(own, weights, strict=strict)})
+    _logger.info("loaded the weights of %s", weights.path)
+
+
+def load_checkpoint(
+    model: nn.Module,
+    filename: str | Path,
+    map_location: Any = "cpu",
+    strict: bool = False,
+    revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
+) -> None:
+    """Load weights into a model that no Runner has to do with.
+
+    Args:
+        model: wrapped or not, but not sharded.
+        filename: a checkpoint, or a file of weights.
+        map_location: MMEngine's; does nothing, because weights go to where the model is.
+        strict: refuse weights that are missing, unknown or of another shape; else tell of them.
+        revise_keys: patterns in the names of a file's weights, and what is put in their place.
+
+    **Collective**: every rank, of a checkpoint.
+
+    Raises:
+        ConfigError: there are no weights, or none that fit.
+
+    Example:
+        >>> import torch
+        >>> from tempfile import TemporaryDirectory
+        >>> net = nn.Linear(2, 1)
+        >>> with TemporaryDirectory() as folder:
+        ...     shifted = {f"module.{name}": value + 1 for name, value in net.state_dict().items()}
+        ...     torch.save({"state_dict": shifted}, f"{folder}/net.pth")
+        ...     before = net.bias.item()
+        ...     load_checkpoint(net, f"{folder}/net.pth")
+        >>> round(net.bias.item() - before, 6)
+        1.0
+    """
+    core = unwrap_model(model)
+    own = core.state_dict()
+    core.load_state_dict({**own, **_read_fitting(own, Weights(Path(filename), strict, revise_keys), strict=strict)})
+
+
+def _read_fitting(own: Mapping[str, Any], weights: Weights, *, strict: bool) -> dict[str, Any]:
+    """Return the weights that can be loaded in place of a model's own."""
+    path = weights.path
+    state: dict[str, Any] = {}
+    if is_checkpoint(path):
+        shapes = read_shapes(path, "model")
+    elif path.is_file():
+        state = _renamed(read_weights_file(path), weights.revise_keys)
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+    else:
+        raise ConfigError(
+            f"`load_from` must be a checkpoint or a file of weights, but is {path}. What is elsewhere, such as on the "
+            "web, must be downloaded before"
+        )
+    fitting = _fitting(own, shapes, path, strict=strict)
+    if is_checkpoint(path):
+        state = load_state(path, {"model": {name: own[name] for name in fitting}})["model"]
+    return {name: state[name] for name in fitting}
+
+
+def _fitting(own: Mapping[str, Any], shapes: Mapping[str, Any], path: Path, *, strict: bool) -> list[str]:
+    """Return the names of the weights that can be loaded, and tell which can't."""
+    differ = [name for name in own if name in shapes and not _is_alike(own[name], shapes[name])]
+    fitting = [name for name in own if name in shapes and name not in differ]
+    faults = {
+        "which it lacks": [name for name in own if name not in shapes],
+        "which have another shape there": differ,
+        "which the model has not": [name for name in shapes if name not in own],
+    }
+    told = "; ".join(f"{_listed(names)}, {what}" for what, names in faults.items() if names)
+    if told and (strict or not fitting):
+        raise ConfigError(f"{path} does not fit the model: {told}")
+    if told:
+        _logger.warning("%s does not fit the model in all: %s. The other %d are loaded", path, told, len(fitting))
+    return fitting
+
+
+def _is_alike(own: Any, shape: Any) -> bool:
+    return shape is None or not isinstance(own, Tensor) or tuple(own.shape) == tuple(shape)
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _renamed(state: Mapping[str, Tensor], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
+    renamed = {}
+    for name, value in state.items():
+        for pattern, replacement in revise_keys:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = value
+    return renamed

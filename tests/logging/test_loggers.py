@@ -1,0 +1,43 @@
+"""Logging from anywhere, within a run and outside of one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from lockstep.logging import MMLogger, open_console, print_log, run_logging
+
+
+def test_within_a_run_its_handlers_get_everything_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with run_logging(open_console(speaks=True), tmp_path / "log.txt", level="INFO", file_level="DEBUG"):
+        MMLogger.get_current_instance().info("from a model")
+        MMLogger.get_instance("zoo", log_level="DEBUG").debug("from a tool")
+        print_log("printed", logger="current")
+        print_log("a warning", logger="zoo", level=logging.WARNING)
+        print_log("not at all", logger="silent")
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == ["from a model", "printed", "warning: a warning"]
+    assert shown.err == ""
+    written = [line.partition(": ")[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert written == ["from a model", "from a tool", "printed", "a warning"]
+
+
+def test_outside_of_a_run_it_goes_to_standard_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    logger = MMLogger.get_instance("outside", log_file=tmp_path / "own.txt", log_level="WARNING")
+    logger.info("too little")
+    logger.warning("enough")
+    print_log("plain")
+    shown = capfd.readouterr()
+    assert shown.out == "plain\n"
+    assert shown.err == "WARNING lockstep.user.outside: enough\n"
+    assert (tmp_path / "own.txt").read_text().endswith("WARNING lockstep.user.outside: enough\n")
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers.clear()
+
+
+def test_a_logger_that_nobody_made_is_refused():
+    with pytest.raises(ValueError, match="`logger` must be the name of a logger, but 'nobody' is none"):
+        print_log("x", logger="nobody")
