@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from lockstep.device import peak_memory
-from lockstep.errors import ConfigError
+from lockstep.dist.numbers_of_ranks import NumbersOfRanks
+from lockstep.errors import ConfigError, DistError
 from lockstep.hooks.exchange import ExchangeTimer
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
-from lockstep.hooks.numbers_of_ranks import NumbersOfRanks, travels_beside
 from lockstep.hooks.rank_times import RankTimes
 from lockstep.logging import MessageHub
 from lockstep.registry import HOOKS
 
 _PREFIX = "train/"
+_PATIENCE = timedelta(seconds=5)  # with ranks that were alive when a run failed
 _RETURNED = "returned:"  # marks what the model returned, where ranks send their numbers
 
 
@@ -76,7 +79,7 @@ class LoggerHook(Hook):
         log_metric_by_epoch: give metrics the number of their epoch in the visualizer, in a loop by epochs. By default
             they have that of their iteration, so that they stand below the losses that they belong to.
 
-    **Cost**: one all_reduce of 16 bytes per rank and value, per record.
+    **Cost**: per record one message of 520 bytes from each rank to rank 0; without the CPU's gloo one small gather.
 
     Raises:
         ConfigError: records are to be kept elsewhere.
@@ -148,7 +151,7 @@ class LoggerHook(Hook):
         self._samples.append(runner.train_loop.samples)
         if (runner.iter + 1) % self.interval == 0:
             self._begin(runner, runner.iter + 1)
-            if runner.world_size == 1 or not travels_beside():
+            if self._ranks is None or not self._ranks.travels_beside:
                 self._complete()
 
     def after_train_epoch(self, runner: RunnerLike) -> None:
@@ -181,9 +184,9 @@ class LoggerHook(Hook):
         self._record_metrics(runner, "test", metrics or {})
 
     def close(self) -> None:
-        """Write what is left, as far as it has arrived."""
-        if self._ranks is not None and self._ranks.is_there():
-            self._complete()
+        """Write what is left."""
+        with suppress(DistError):  # a run that has failed may have lost the rank that knows the rest
+            self._complete(_PATIENCE)
         if self._rank_times is not None:
             self._rank_times.close()
 
@@ -195,12 +198,12 @@ class LoggerHook(Hook):
         self._begun = _Begun(runner, runner.epoch + 1, iteration, len(samples), rates)
         self._ranks.send(self._share_of(runner.message_hub, samples))
 
-    def _complete(self) -> None:
+    def _complete(self, timeout: timedelta | None = None) -> None:
         """Write the record that has been begun, if there is one."""
         begun, self._begun = self._begun, None
         if begun is None or self._ranks is None:
             return
-        shares = self._ranks.receive()
+        shares = self._ranks.receive(timeout)
         if shares is None:
             return
         runner, count = begun.runner, begun.length

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.dist import Handle, all_gather_object, all_reduce
+from lockstep.dist import Handle, all_gather_object, all_reduce, get_comm_device
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
-from lockstep.hooks.numbers_of_ranks import travels_beside
 from lockstep.registry import HOOKS
 
 
@@ -79,7 +78,8 @@ class NaNCheckHook(Hook):
                 self._seen.append(_Seen(iteration, name, value))
         if iteration % self.interval == 0:
             self._look(runner)
-            if runner.world_size == 1 or not travels_beside():
+            # To read from an accelerator is to wait for it, which is best done where somebody has just done so.
+            if runner.world_size == 1 or get_comm_device().type != "cpu":
                 self._judge(runner)
 
     def after_train_epoch(self, runner: RunnerLike) -> None:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
+from datetime import timedelta
 
-import pytest
-from torch import Tensor, nn
-
-from lockstep.dist import get_rank, get_world_size
-from lockstep.hooks import LoggerHook
-from lockstep.hooks.numbers_of_ranks import NumbersOfRanks
+from lockstep.dist import barrier, get_rank, get_world_size
+from lockstep.dist.numbers_of_ranks import NumbersOfRanks
 from lockstep.testing import ranks
-
-from .runs import make_runner
 
 
 @ranks(1, 2, 3)
@@ -28,6 +21,10 @@ def test_numbers_come_in_the_order_of_ranks_also_when_names_come_and_go():
         lambda rank: {"time": 0.2, "late": 7.0} if rank == world_size - 1 else {"time": 0.2},  # one has a new one
         lambda rank: {"late": float(rank), "time": 0.3},
         lambda rank: {},
+        lambda rank: {f"number {index}": index / 3 + rank for index in range(200)},  # more than fit into a row
+        lambda rank: {f"number {index}": -index / 3 + rank for index in range(200)},
+        lambda rank: {"time": 0.4},
+        lambda rank: {"time": 0.5},
     ]
     for sent in rounds:
         numbers.send(sent(get_rank()))
@@ -47,27 +44,15 @@ def test_a_value_that_is_no_number_stays_in_its_place():
         assert received[1]["time"] == 1.0
 
 
-class Failing(nn.Module):
-    """Fails on every rank in the iteration after the second record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-        self.calls = 0
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 5:
-            raise RuntimeError("out of luck")
-        return (self.layer(x) - y).square().mean()
-
-
-@ranks(1, 2)
-def test_a_run_that_fails_keeps_the_record_that_was_under_way(tmp_path: Path):
-    runner = make_runner(tmp_path, [LoggerHook(interval=2)], kind=Failing, default_hooks={"logger": None})
-    with pytest.raises(RuntimeError, match="out of luck"):
-        runner.train()
-    if get_rank() == 0:
-        lines = (runner.run_dir / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        assert [record["iter"] for record in records if record["mode"] == "train"] == [2, 4]
+@ranks(2)
+def test_nobody_waits_between_sending_and_receiving():
+    numbers = NumbersOfRanks()
+    for round_ in range(3):
+        if get_rank() == 0:
+            numbers.send({"round": float(round_)})
+            barrier()
+        else:
+            barrier()  # rank 0 is here only when it has sent
+            numbers.send({"round": float(round_)})
+        received = numbers.receive(timedelta(seconds=60))
+        assert received == ([{"round": float(round_)}] * 2 if get_rank() == 0 else None)
