@@ -52,8 +52,8 @@ class BaseAveragedModel(nn.Module, ABC):
             raise ValueError(f"`device` must be None for a sharded model, whose shards stay in place, but is {device}")
         if is_in_pieces(model):
             raise ConfigError(
-                "the model must have its weights in memory to be averaged, but ColossalAI's tensor parallelism or "
-                "pipeline, or DeepSpeed's ZeRO stage 3, keeps them in pieces. Use stage=2, or strategy 'fsdp'"
+                "the model must have its weights in memory to be averaged, but DeepSpeed's ZeRO stage 3 keeps them in "
+                "pieces, as do ColossalAI's tensor parallelism and pipelines. Use stage=2, or strategy 'fsdp'"
             )
         copy = ShardedCopy(model) if is_sharded(model) else deepcopy(model)
         self.module = copy.requires_grad_(False)
