@@ -46,7 +46,7 @@ test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environ
 
 .PHONY: test-colossalai
 test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an environment of its own
-	.venv-colossalai/bin/python -m pytest tests/engines/colossalai --min-rank-tests 36 $(PYTEST_ARGS)
+	.venv-colossalai/bin/python -m pytest tests/engines/colossalai --min-rank-tests 48 $(PYTEST_ARGS)
 
 .venv-colossalai/.ready: pyproject.toml constraints.txt requirements/colossalai.txt requirements/colossalai-imports.txt
 	$(PYTHON) -m venv .venv-colossalai
