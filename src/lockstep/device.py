@@ -93,10 +93,7 @@ def peak_memory() -> int:
     """
     if _accelerator() is not None:
         return torch.accelerator.max_memory_allocated()
-    import resource
-    import sys
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return _peak_resident_bytes()
 
 
 def _accelerator() -> torch.device | None:
@@ -112,12 +109,9 @@ def _is_available(name: str) -> bool:
 
 def _process_memory() -> MemoryStats:
     import os
-    import resource
-    import sys
 
     page_bytes = os.sysconf("SC_PAGE_SIZE")
-    # ru_maxrss counts KiB on Linux and bytes on macOS.
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak_bytes = _peak_resident_bytes()
     try:
         with open("/proc/self/statm") as statm:
             allocated_bytes = int(statm.read().split()[1]) * page_bytes
@@ -130,3 +124,11 @@ def _process_memory() -> MemoryStats:
         peak_bytes=max(peak_bytes, allocated_bytes),
         total_bytes=os.sysconf("SC_PHYS_PAGES") * page_bytes,
     )
+
+
+def _peak_resident_bytes() -> int:
+    import resource  # which Windows has not
+    import sys
+
+    # It counts KiB on Linux and bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -243,7 +243,9 @@ def test_a_default_hook_can_be_left_out(tmp_path: Path):
 
 def test_records_stay_in_the_folder_of_the_run():
     LoggerHook(interval_exp_name=100, out_suffix=(".json",), keep_local=False)
-    with pytest.raises(ConfigError, match="`out_dir` must be None, but is 's3://bucket': records are written into"):
+    with pytest.raises(
+        ConfigError, match="`out_dir` must be None, but is 's3://bucket': records are written through the file"
+    ):
         LoggerHook(out_dir="s3://bucket")
 
 

@@ -58,7 +58,7 @@ class Stop(Hook):
             raise KeyboardInterrupt
 
 
-def run(work_dir: Path, stop_after: int | None = None, **changes: Any) -> dict[int, float]:
+def run(work_dir: Path, stop_after: int | None = None, *hooks: Hook, **changes: Any) -> dict[int, float]:
     torch.manual_seed(3)
     losses = Losses()
     arguments = {
@@ -74,7 +74,7 @@ def run(work_dir: Path, stop_after: int | None = None, **changes: Any) -> dict[i
         "randomness": {"seed": 7},
         **changes,
     }
-    custom = [losses] if stop_after is None else [losses, Stop(stop_after)]
+    custom = [losses, *hooks] if stop_after is None else [losses, *hooks, Stop(stop_after)]
     runner = Runner(custom_hooks=custom, **arguments)
     try:
         runner.train()
@@ -109,6 +109,43 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path, case):
     second = run(tmp_path / "work", resume=True, **{**changes, "randomness": None})
     assert min(second) == resumed_at
     assert first | second == whole
+
+
+class Validated(Hook):
+    """Notes after how many iterations a model was validated."""
+
+    def __init__(self) -> None:
+        self.at: list[int] = []
+
+    def before_val(self, runner) -> None:
+        self.at.append(runner.iter)
+
+
+def saving_and_validating(train_cfg: dict[str, int], **every: int) -> dict[str, Any]:
+    checkpoint = {"checkpoint": {"by_epoch": False, **every}}
+    return {"train_cfg": train_cfg, "param_scheduler": None, "default_hooks": checkpoint}
+
+
+EVERY_EPOCH, EVERY_FOUR = {"max_epochs": 3}, {"max_iters": 12, "val_interval": 4}
+MISSED = {
+    "at an epoch's end": (saving_and_validating(EVERY_EPOCH, interval=4), 8, [4], [8, 12]),
+    "inside an epoch": (saving_and_validating(EVERY_EPOCH, interval=3), 6, [4], [8, 12]),
+    "by iterations": (saving_and_validating(EVERY_FOUR, interval=4), 8, [4], [8, 12]),
+    "by iterations, none due": (saving_and_validating(EVERY_FOUR, interval=3), 9, [4, 8], [12]),
+    "saved after it": (saving_and_validating(EVERY_EPOCH, interval=99, save_best="accuracy"), 6, [4], [8, 12]),
+}
+
+
+@pytest.mark.parametrize("case", MISSED)
+def test_a_validation_between_the_checkpoint_and_the_end_is_made_up_for(tmp_path: Path, case):
+    changes, stop_after, first, then = MISSED[case]
+    validating = {"val_dataloader": {"dataset": TensorDataset(X, (Y > 0).flatten().long()), "batch_size": 8}}
+    validating["val_evaluator"] = {"type": "Accuracy"}
+    before, after = Validated(), Validated()
+    run(tmp_path, stop_after, before, **changes, **validating)
+    best = next(tmp_path.glob("*/best_*"), None)
+    run(tmp_path, None, after, resume=True, load_from=best, **changes, **validating)
+    assert (before.at, after.at) == (first, then)
 
 
 @ranks(2)

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 
-_WRAPPER_PREFIX = "module."
-
 
 class _Empty:
     """Stands for an object that is not wanted; takes whatever it is made of, and forgets it."""
@@ -25,11 +23,11 @@ class _Empty:
 
 
 def read_weights_file(path: Path) -> dict[str, Tensor]:
-    """Return the weights in a file by canonical name.
+    """Return the weights in a file by the names that they have there.
 
-    The file holds a state dict, or a dict with one under `state_dict` or `model`. A prefix that a wrapper has left on
-    every name is taken off. Only tensors and plain values are unpickled: objects of any other class, such as those that
-    MMEngine's checkpoints hold beside the weights, become empty ones, and none of their code runs.
+    The file holds a state dict, or a dict with one under `state_dict` or `model`. Only tensors and plain values are
+    unpickled: objects of any other class, such as those that MMEngine's checkpoints hold beside the weights, become
+    empty ones, and none of their code runs.
 
     Raises:
         ConfigError: there are no weights in the file.
@@ -45,8 +43,6 @@ def read_weights_file(path: Path) -> dict[str, Tensor]:
             break
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise ConfigError(f"{path} must hold a state dict, alone or under 'state_dict' or 'model', but does not")
-    if content and all(name.startswith(_WRAPPER_PREFIX) for name in content):
-        return {name.removeprefix(_WRAPPER_PREFIX): value for name, value in content.items()}
     return content
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
-from lockstep.hooks.missed_validation import MissedValidation
 from lockstep.hooks.rules import check_rule, rule_of
+from lockstep.hooks.storage import check_local
 from lockstep.registry import HOOKS
 
 _KEY = "checkpoint_hook"
@@ -70,7 +70,7 @@ class CheckpointHook(Hook):
     ) -> None:
         if max_keep_ckpts == 0 or max_keep_ckpts < -1:
             raise ConfigError(f"`max_keep_ckpts` must be at least 1, or -1 for all, but is {max_keep_ckpts}")
-        _check_backend(file_client_args=file_client_args, backend_args=backend_args)
+        check_local("checkpoints", file_client_args=file_client_args, backend_args=backend_args)
         if filename_tmpl is not None and filename_tmpl.count("{}") != 1:
             raise ConfigError(f"`filename_tmpl` must have one {{}} for the number, but is {filename_tmpl!r}")
         if published_keys is not None:
@@ -90,7 +90,6 @@ class CheckpointHook(Hook):
         self._kept: list[str] = []
         # By metric: the best value, the path of its checkpoint, and its name where it is one of this run's.
         self._best: dict[str, dict[str, Any]] = {}
-        self._missed = MissedValidation()
 
     def after_train_iter(
         self,
@@ -117,18 +116,15 @@ class CheckpointHook(Hook):
             self._save(runner, done, epoch=done, iteration=runner.iter)
 
     def before_train(self, runner: RunnerLike) -> None:
-        """Refuse to wait for epochs in a loop that has none; make up for a validation that the checkpoint lacks."""
+        """Refuse to wait for epochs in a loop that has none."""
         if self.by_epoch and runner.max_epochs is None:
             raise ConfigError(
                 "`by_epoch` of CheckpointHook must be False in a loop by iterations, but is True. "
                 "Use CheckpointHook(by_epoch=False, interval=<iterations>)"
             )
-        if self.save_best is not None:
-            self._missed.make_up(runner)
 
     def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
         """Save again if a metric is better than ever before."""
-        self._missed.saw(runner)
         if self.save_best is None or not metrics or not runner.max_iters:  # a validation without a training
             return
         if self.save_best == "auto":
@@ -140,13 +136,11 @@ class CheckpointHook(Hook):
 
     def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Note the best values so far."""
-        checkpoint["meta"][_KEY] = {"best": self._best, **self._missed.state()}
+        checkpoint["meta"][_KEY] = {"best": self._best}
 
     def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Go on from the best values so far; their checkpoints stay in the former run's folder."""
-        meta = checkpoint["meta"]
-        state = meta.get(_KEY, {})
-        self._missed.restore(runner, state, meta)
+        state = checkpoint["meta"].get(_KEY, {})
         self._best = {}
         for name, best in state.get("best", {}).items():
             self._note_best(runner, name, best["value"], best["path"])
@@ -218,12 +212,3 @@ def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | No
             f"but is {rules}"
         )
     return {"": rules[0]} if len(rules) == 1 else dict(zip(metrics, rules, strict=True))
-
-
-def _check_backend(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None and value != {"backend": "local"}:
-            raise ConfigError(
-                f"`{name}` must be None, but is {value!r}: checkpoints are written through the file system. Mount the "
-                "storage, and give its folder as `out_dir`"
-            )

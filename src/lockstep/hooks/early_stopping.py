@@ -8,7 +8,6 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
-from lockstep.hooks.missed_validation import MissedValidation
 from lockstep.hooks.rules import check_rule, rule_of
 from lockstep.registry import HOOKS
 
@@ -20,8 +19,7 @@ class EarlyStoppingHook(Hook):
     """Stop training when a metric of the validation has not become better for a while.
 
     All ranks have the same metrics, and so stop together. What was best, and for how long, is saved with checkpoints. A
-    run that goes on from one is as patient as if it had never been interrupted: it makes up for the validation that was
-    due after the checkpoint. One that had stopped early stops again.
+    run that goes on from one is as patient as if it had never been interrupted. One that had stopped early stops again.
 
     Args:
         monitor: the name of the metric.
@@ -59,15 +57,9 @@ class EarlyStoppingHook(Hook):
         self.stopping_threshold = stopping_threshold
         self.best: float | None = None
         self.wait_count = 0
-        self._missed = MissedValidation()
-
-    def before_train(self, runner: RunnerLike) -> None:
-        """Make up for a validation whose metrics the checkpoint lacks."""
-        self._missed.make_up(runner)
 
     def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
         """Compare the metric with the best one so far."""
-        self._missed.saw(runner)
         if not runner.max_iters:  # a validation without a training
             return
         if self.monitor not in (metrics or {}):
@@ -83,14 +75,12 @@ class EarlyStoppingHook(Hook):
 
     def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Note how far patience has gone."""
-        checkpoint["meta"][_KEY] = {"best": self.best, "wait_count": self.wait_count, **self._missed.state()}
+        checkpoint["meta"][_KEY] = {"best": self.best, "wait_count": self.wait_count}
 
     def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
         """Go on being patient from there."""
-        meta = checkpoint["meta"]
-        saved = meta.get(_KEY, {"best": None, "wait_count": 0})
+        saved = checkpoint["meta"].get(_KEY, {"best": None, "wait_count": 0})
         self.best, self.wait_count = saved["best"], saved["wait_count"]
-        self._missed.restore(runner, saved, meta)
 
     def _reason_to_stop(self, value: float) -> str | None:
         if self.check_finite and not math.isfinite(value):

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from lockstep.device import peak_memory
 from lockstep.dist.numbers_of_ranks import NumbersOfRanks
-from lockstep.errors import ConfigError, DistError
+from lockstep.errors import DistError
 from lockstep.hooks.exchange import ExchangeTimer
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
 from lockstep.hooks.rank_times import RankTimes
+from lockstep.hooks.storage import check_local
 from lockstep.logging import MessageHub
 from lockstep.registry import HOOKS
 
@@ -101,13 +102,7 @@ class LoggerHook(Hook):
     ) -> None:
         if interval < 1:
             raise ValueError(f"`interval` must be at least 1, but is {interval}")
-        elsewhere = {"out_dir": out_dir, "file_client_args": file_client_args, "backend_args": backend_args}
-        for name, value in elsewhere.items():
-            if value is not None:
-                raise ConfigError(
-                    f"`{name}` must be None, but is {value!r}: records are written into the run's folder. Give the "
-                    "Runner a `work_dir` on the storage where they are to be kept"
-                )
+        check_local("records", out_dir=out_dir, file_client_args=file_client_args, backend_args=backend_args)
         self.interval = interval
         self.ignore_last = ignore_last
         self.log_metric_by_epoch = log_metric_by_epoch
@@ -151,8 +146,6 @@ class LoggerHook(Hook):
         self._samples.append(runner.train_loop.samples)
         if (runner.iter + 1) % self.interval == 0:
             self._begin(runner, runner.iter + 1)
-            if self._ranks is None or not self._ranks.travels_beside:
-                self._complete()
 
     def after_train_epoch(self, runner: RunnerLike) -> None:
         """Record what is left, and the means of the whole epoch."""
@@ -191,12 +184,14 @@ class LoggerHook(Hook):
             self._rank_times.close()
 
     def _begin(self, runner: RunnerLike, iteration: int) -> None:
-        """Send this rank's share of a record."""
+        """Send this rank's share of a record, which is completed at once where nothing can travel meanwhile."""
         assert self._ranks is not None
         samples, self._samples = self._samples, []
         rates = _first_rates(runner) if runner.rank == 0 else {}
         self._begun = _Begun(runner, runner.epoch + 1, iteration, len(samples), rates)
         self._ranks.send(self._share_of(runner.message_hub, samples))
+        if not self._ranks.travels_beside:
+            self._complete()
 
     def _complete(self, timeout: timedelta | None = None) -> None:
         """Write the record that has been begun, if there is one."""

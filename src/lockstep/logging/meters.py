@@ -130,8 +130,8 @@ class MessageHub:
 
     @property
     def runtime_info(self) -> dict[str, Any]:
-        """All infos by name."""
-        return self._infos
+        """All infos by name, as they are now."""
+        return {**{key: source() for key, source in self._sources.items()}, **self._infos}
 
     def update_scalar(self, key: str, value: Scalar, count: int = 1, resumed: bool = True) -> None:
         """Add a value to the history of `key`.

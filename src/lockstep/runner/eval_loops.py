@@ -32,6 +32,10 @@ class EvalLoop:
         evaluator: the metrics.
         fp16: let the model compute in half precision, where autocast knows that to be safe.
         dtype: which: `"float16"`, by default on accelerators, or `"bfloat16"`, on the CPU. Naming one is enough.
+
+    Attributes:
+        metrics: of the last pass.
+        at_iter: how many iterations of training were complete at the last pass; None before the first.
     """
 
     mode: str
@@ -48,6 +52,7 @@ class EvalLoop:
         self.dataloader = dataloader
         self.evaluator = evaluator
         self.metrics: dict[str, Any] = {}
+        self.at_iter: int | None = None
         self._dtype = _half(dtype) if fp16 or dtype is not None else None
         dataset = getattr(dataloader, "dataset", None)
         self._size = len(dataset) if isinstance(dataset, Sized) else None
@@ -64,6 +69,7 @@ class EvalLoop:
         with random_state_kept(), self._precision():
             self._predict()
         self.metrics = self.evaluator.evaluate(self._size)
+        self.at_iter = runner.iter
         runner.last_evaluation = self
         runner.call_hook(f"after_{mode}_epoch", metrics=self.metrics)
         runner.call_hook(f"after_{mode}")

@@ -84,6 +84,15 @@ class TrainLoop(ABC):
         runner.call_hook("after_train_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
 
+    def _make_up_validation(self, done: int, last: int) -> None:
+        """Validate where a checkpoint was saved just before that, as those at regular intervals are.
+
+        So a run that goes on from it has all the metrics of one that was never interrupted.
+        """
+        loop = self.runner.val_loop
+        if done and loop is not None and loop.at_iter != self.iter:
+            self._validate_if_due(done, last)
+
     def _validate_if_due(self, done: int, last: int) -> None:
         loop = self.runner.val_loop
         if loop is None or done < self.val_begin:
@@ -136,6 +145,8 @@ class EpochBasedTrainLoop(TrainLoop):
         """Train until `max_epochs`, validating in between."""
         self._prepare()
         self.runner.call_hook("before_train")
+        if self.iter == self.epoch * self.epoch_length:
+            self._make_up_validation(self.epoch, self.max_epochs)
         while self.epoch < self.max_epochs and not self.stop_training:
             self._run_epoch()
             self._validate_if_due(self.epoch, self.max_epochs)
@@ -185,6 +196,7 @@ class IterBasedTrainLoop(TrainLoop):
         self._prepare()
         turns = self._endless_turns()
         self.runner.call_hook("before_train")
+        self._make_up_validation(self.iter, self.max_iters)
         self.runner.call_hook("before_train_epoch")
         self.runner.model.train()
         while self.iter < self.max_iters and not self.stop_training:

@@ -105,6 +105,7 @@ def save_run(
         "data_shares": runner.share.size,
         "rank_states": runner.world_size,
         "seed": runner.seed,
+        "validated_iter": None if runner.val_loop is None else runner.val_loop.at_iter,
         "has_optimizer": with_optimizer,
         "optim_wrapper": runner.optim_wrapper.extra_state(),
         "param_schedulers": [scheduler.state_dict() for scheduler in runner.param_schedulers],
@@ -150,6 +151,8 @@ def resume_run(runner: Runner, directory: Path) -> None:
     strategy.load_state(state["model"], state.get("optimizer"))
     runner.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     loop.epoch, loop.iter = meta["epoch"], meta["iter"]
+    if runner.val_loop is not None:
+        runner.val_loop.at_iter = meta.get("validated_iter")
     if loop.max_epochs is not None:
         into = meta["batches_into_epoch"]
         shares = meta.get("data_shares", meta["world_size"])

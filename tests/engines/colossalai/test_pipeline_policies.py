@@ -21,7 +21,7 @@ from lockstep.testing import ranks, run_ranks
 
 from ..training import whole
 from .test_pipeline import HYBRID, llama, strategy_of
-from .training import kept
+from .training import kept, policy_base
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True).sin()
@@ -76,17 +76,9 @@ def stage_forward(model: Stack, x: Tensor, y: Tensor, mode: str = "tensor", hidd
 
 def stack_policy(**faults: Any) -> Any:
     require_engine()
-    from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy
+    from colossalai.shardformer.policies.base_policy import ModulePolicyDescription
 
-    class StackPolicy(Policy):
-        def config_sanity_check(self) -> None: ...
-
-        def preprocess(self) -> nn.Module:
-            return self.model
-
-        def postprocess(self) -> nn.Module:
-            return self.model
-
+    class StackPolicy(policy_base()):  # type: ignore[misc]
         def module_policy(self) -> dict[Any, Any]:
             forward = partial(stage_forward, stage=self.pipeline_stage_manager)
             return {type(self.model): ModulePolicyDescription(method_replacement={"forward": forward})}

@@ -28,7 +28,7 @@ from lockstep.strategy import (
 from lockstep.testing import ranks, run_ranks
 
 from ..training import assert_equal, whole
-from .training import PLUGINS, config_of, strategy_of, train
+from .training import PLUGINS, config_of, policy_base, strategy_of, train
 
 X = torch.randn(22, 6, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True).sin()
@@ -213,21 +213,9 @@ def test_without_an_optim_wrapper_the_model_is_only_looked_at():
 
 def fused_policy() -> Any:
     from colossalai.shardformer.layer import FusedLinear1D_Col
-    from colossalai.shardformer.policies.base_policy import (
-        ModulePolicyDescription,
-        Policy,
-        SubModuleReplacementDescription,
-    )
+    from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, SubModuleReplacementDescription
 
-    class FusedPolicy(Policy):
-        def config_sanity_check(self) -> None: ...
-
-        def preprocess(self) -> nn.Module:
-            return self.model
-
-        def postprocess(self) -> nn.Module:
-            return self.model
-
+    class FusedPolicy(policy_base()):  # type: ignore[misc]
         def module_policy(self) -> dict[Any, Any]:
             replaced = [SubModuleReplacementDescription("qkv", FusedLinear1D_Col, {"split_sizes": [8] * 3})]
             return {nn.ModuleDict: ModulePolicyDescription(sub_module_replacement=replaced)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from lockstep.strategy import Strategy, build_strategy
 
 from ..training import PreparedTraining, train_with
@@ -39,6 +41,22 @@ def strategy_of(kind: str, **options: Any) -> Strategy:
 
 def train(kind: str, counts: int = 1, clip: bool = False, **options: Any) -> tuple[list[float], list[float]]:
     return train_with(strategy_of(kind, **options), counts, clip)
+
+
+def policy_base() -> type:
+    """Return a policy's class that changes nothing by itself."""
+    from colossalai.shardformer.policies.base_policy import Policy
+
+    class Unchanged(Policy):
+        def config_sanity_check(self) -> None: ...
+
+        def preprocess(self) -> nn.Module:
+            return self.model
+
+        def postprocess(self) -> nn.Module:
+            return self.model
+
+    return Unchanged
 
 
 class Training(PreparedTraining):

@@ -1,0 +1,19 @@
+"""Where hooks write: through the file system alone."""
+
+from __future__ import annotations
+
+from lockstep.errors import ConfigError
+
+
+def check_local(what: str, **given: object) -> None:
+    """Refuse MMEngine's arguments for storage backends, unless they name none or the local one.
+
+    Raises:
+        ConfigError: one names another.
+    """
+    for name, value in given.items():
+        if value is not None and value != {"backend": "local"}:
+            raise ConfigError(
+                f"`{name}` must be None, but is {value!r}: {what} are written through the file system. Mount the "
+                "storage, and give its folder as the Runner's `work_dir`"
+            )
