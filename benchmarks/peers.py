@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.measure import Row
-from benchmarks.training import STEPS, Classifier, Samples, Training, compare_trainings, loader_of, with_runner
+from benchmarks.training import STEPS, TUNED, Classifier, Samples, Training, compare_trainings, loader_of, with_runner
 from lockstep import dist
 
 
 def rows() -> Iterator[Row]:
     """Compare on several ranks accelerate and Lightning, in one process MMEngine: as a module it needs no launcher."""
     warnings.simplefilter("ignore")
-    several: dict[str, Training] = {"accelerate": _accelerate, "Fabric": _fabric, "Lightning": _lightning}
+    several: dict[str, Training] = {**TUNED, "accelerate": _accelerate, "Fabric": _fabric, "Lightning": _lightning}
     peers = several if dist.get_world_size() > 1 else {"MMEngine": _mmengine}
     yield from compare_trainings({"Runner": with_runner, **peers})
 

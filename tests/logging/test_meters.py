@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.logging import MessageHub
+from lockstep.logging import MessageHub, read_scalars
 
 
 def test_histories_give_what_is_asked_of_them():
@@ -36,3 +36,8 @@ def test_the_current_hub_can_be_had_anywhere():
     assert MessageHub.get_current_instance() is hub
     assert MessageHub.get_instance("mine") is MessageHub.get_instance("mine")
     assert MessageHub.get_instance("mine").name == "mine"
+
+
+def test_numbers_and_tensors_are_read_together():
+    loss = torch.tensor([2.5], requires_grad=True)
+    assert read_scalars([1, loss, torch.tensor(3), 4.5]) == [1.0, 2.5, 3.0, 4.5]

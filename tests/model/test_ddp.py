@@ -73,6 +73,25 @@ def test_two_ranks_train_as_one_process_on_the_whole_batch(kind):
 
 
 @ranks(2)
+def test_gradients_lie_in_the_buffer_that_they_travel_in_with_the_values_that_they_have_elsewhere():
+    def train(**options: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        wrapped = MMDistributedDataParallel(PlainLoss(), **options)
+        optimizer, gradients = torch.optim.SGD(wrapped.parameters(), lr=0.1), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            wrapped(*own_part()).backward()
+            gradients += [parameter.grad.clone() for parameter in wrapped.parameters()]
+            optimizer.step()
+        return gradients, len({parameter.grad.untyped_storage().data_ptr() for parameter in wrapped.parameters()})
+
+    (gradients, buffers), (wanted, tensors) = train(), train(gradient_as_bucket_view=False)
+    assert (buffers, tensors) == (1, 2)
+    for gradient, value in zip(gradients, wanted, strict=True):
+        assert torch.equal(gradient, value)
+
+
+@ranks(2)
 def test_accumulation_sends_gradients_once_per_window():
     torch.manual_seed(0)
     wrapped = MMDistributedDataParallel(Toy())

@@ -182,12 +182,12 @@ def test_a_page_that_cannot_be_written_is_told(tmp_path: Path):
 POINTS = [(1.0, 3.0), (2.0, float("nan")), (3.0, 1.0)]
 
 
-@pytest.mark.parametrize("name", ["accuracy", "top1_accuracy", "coco/bbox_mAP", "mIoU", "F1"])
+@pytest.mark.parametrize("name", ["accuracy", "top1_accuracy", "coco/bbox_mAP", "mIoU", "F1", "PCKAccuracy", "AR@100"])
 def test_greater_may_be_better(name: str):
     assert best(name, POINTS) == (1.0, 3.0)
 
 
-@pytest.mark.parametrize("name", ["val_loss", "frechet_distance", "top1_error", "RMSE", "accuracy_loss"])
+@pytest.mark.parametrize("name", ["val_loss", "frechet_distance", "top1_error", "RMSE", "accuracy_loss", "valLoss"])
 def test_less_may_be_better(name: str):
     assert best(name, POINTS) == (3.0, 1.0)
 

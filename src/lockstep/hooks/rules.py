@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.errors import ConfigError
-
-_GREATER_IS_BETTER = ("acc", "auc", "precision", "recall", "f1", "map", "miou", "dice", "top", "r2", "ar@")
-_LESS_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "wer", "cer", "nll", "fid")
+from lockstep.report.direction import direction_of
 
 
 def check_rule(rule: str | None) -> None:
@@ -27,10 +25,12 @@ def rule_of(metric: str, greater_keys: Sequence[str] | None = None, less_keys: S
     Raises:
         ConfigError: it does not tell.
     """
-    name = metric.rpartition("/")[2].lower()
-    # Names of errors first: "top1_error" is one.
-    if any(part.lower() in name for part in (_LESS_IS_BETTER if less_keys is None else less_keys)):
+    name = metric.rpartition("/")[2]
+    if any(part.lower() in name.lower() for part in less_keys or ()):
         return "less"
-    if any(part.lower() in name for part in (_GREATER_IS_BETTER if greater_keys is None else greater_keys)):
+    if any(part.lower() in name.lower() for part in greater_keys or ()):
         return "greater"
-    raise ConfigError(f"`rule` must be 'greater' or 'less' for the metric {metric!r}, whose name does not tell")
+    rule = direction_of(name)
+    if rule is None or (less_keys if rule == "less" else greater_keys) is not None:
+        raise ConfigError(f"`rule` must be 'greater' or 'less' for the metric {metric!r}, whose name does not tell")
+    return rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.logging.console import open_console, run_logging
 from lockstep.logging.loggers import MMLogger, print_log
-from lockstep.logging.meters import HistoryBuffer, MessageHub
+from lockstep.logging.meters import HistoryBuffer, MessageHub, read_scalars
 from lockstep.logging.sinks import JsonLinesSink
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "MessageHub",
     "open_console",
     "print_log",
+    "read_scalars",
     "run_logging",
 ]

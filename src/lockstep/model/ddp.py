@@ -38,7 +38,9 @@ class MMDistributedDataParallel(DistributedDataParallel):
             `COMM_HOOKS`; a dict with such a `type` and its options; or a function for torch's `register_comm_hook`.
         **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left out, and on the CPU
             is ignored. `broadcast_buffers` says whether each forward pass sends rank 0's buffers to the others; they
-            begin equal in any case.
+            begin equal in any case. `gradient_as_bucket_view` is True by default, other than torch's: gradients lie
+            in the buffers that they travel in, so that they are held once, not twice, and are not copied back. Whoever
+            keeps a gradient from one step to the next keeps a copy, or passes False.
 
     **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
     """
@@ -56,6 +58,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
             kwargs.pop("output_device", None)
         if _BUFFERS_ARGUMENT != "broadcast_buffers" and "broadcast_buffers" in kwargs:
             kwargs[_BUFFERS_ARGUMENT] = kwargs.pop("broadcast_buffers")
+        kwargs.setdefault("gradient_as_bucket_view", True)  # docs/decisions/0010
         super().__init__(module, **kwargs)
         if comm_hook is not None:
             register_comm_hook(self, comm_hook)

@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
+from lockstep.report.direction import direction_of
 from lockstep.report.series import Point
-
-_GREATER_IS_BETTER = (
-    "acc",
-    "auc",
-    "precision",
-    "recall",
-    "f1",
-    "map",
-    "miou",
-    "iou",
-    "dice",
-    "top",
-    "r2",
-    "bleu",
-    "psnr",
-)
-_LESS_IS_BETTER = ("loss", "err", "perplexity", "ppl", "mae", "mse", "rmse", "wer", "cer", "nll", "fid", "distance")
 
 
 def best(name: str, points: Sequence[Point]) -> Point | None:
@@ -33,12 +16,9 @@ def best(name: str, points: Sequence[Point]) -> Point | None:
         >>> best("val_loss", [(10, 3.0), (20, 1.0)]), best("speed", [(10, 3.0)])
         ((20, 1.0), None)
     """
-    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
-    if any(word.startswith(_LESS_IS_BETTER) for word in words):
-        sign = -1
-    elif any(word.startswith(_GREATER_IS_BETTER) for word in words):
-        sign = 1
-    else:
+    direction = direction_of(name)
+    if direction is None:
         return None
+    sign = 1 if direction == "greater" else -1
     finite = [point for point in points if math.isfinite(point[1])]
     return max(finite, key=lambda point: sign * point[1], default=None)

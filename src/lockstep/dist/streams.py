@@ -1,0 +1,157 @@
+"""Streams of bytes between rank 0 and the other ranks of a host, past the backend."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+
+from lockstep.dist.groups import Group
+from lockstep.dist.objects import all_gather_object, broadcast_object
+from lockstep.errors import CollectiveTimeoutError, PeerError
+
+_LENGTH = struct.Struct("<I")
+# torch's, for a backend that does not tell its own.
+_TIMEOUT = timedelta(minutes=30)
+
+
+class Stream:
+    """Messages to and from one other rank, in order.
+
+    A backend wakes threads for each message, its own and the other side's. Here the system keeps a message until
+    somebody asks for it, and nobody is disturbed.
+
+    Args:
+        connection: to the other rank.
+        peer: that rank.
+        here: the group, as seen from this process.
+    """
+
+    def __init__(self, connection: socket.socket, peer: int, here: Group) -> None:
+        self._connection = connection
+        self._peer = peer
+        self._here = here
+        self._timeout = _timeout_of(here)
+
+    def send(self, message: bytes) -> None:
+        """Send a message. One of up to 32 KiB does not wait for the other side, unless many lie there unread.
+
+        Raises:
+            PeerError: the rank has gone.
+        """
+        self._connection.settimeout(self._timeout.total_seconds())
+        try:
+            self._connection.sendall(_LENGTH.pack(len(message)) + message)
+        except TimeoutError as error:
+            raise self._too_late("read what it was sent") from error
+        except OSError as error:
+            raise self._gone(str(error)) from error
+
+    def receive(self, timeout: timedelta | None = None) -> bytes:
+        """Wait for the next message; by default as long as for a collective.
+
+        Raises:
+            PeerError: the rank has gone.
+            CollectiveTimeoutError: the rank has sent nothing in time.
+        """
+        deadline = monotonic() + (self._timeout if timeout is None else timeout).total_seconds()
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+        return self._read(length, deadline)
+
+    def close(self) -> None:
+        """Close the stream. What has been sent still arrives."""
+        self._connection.close()
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        data = b""
+        try:
+            while len(data) < count:
+                # A timeout of 0 would mean not to wait at all, and end in another error.
+                self._connection.settimeout(max(1e-3, deadline - monotonic()))
+                part = self._connection.recv(count - len(data))
+                if not part:
+                    raise self._gone("it closed its stream")
+                data += part
+        except TimeoutError as error:
+            raise self._too_late("sent what it was to send") from error
+        except OSError as error:
+            raise self._gone(str(error)) from error
+        return data
+
+    def _gone(self, cause: str) -> PeerError:
+        return PeerError(
+            f"rank {self._peer} of the group has ended or lost its connection ({self._here.here}). Look for its own "
+            f"error first. The system says: {cause}",
+            rank=self._peer,
+            cause=cause,
+        )
+
+    def _too_late(self, what: str) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(f"rank {self._peer} of the group has not {what} in time ({self._here.here})")
+
+
+def open_streams(here: Group) -> dict[int, Stream] | None:
+    """Connect rank 0 with every other rank, if all are on one host.
+
+    **Collective**: every rank of the group.
+
+    Args:
+        here: the group, as seen from this process.
+
+    Returns:
+        Streams by rank: rank 0 has one to each other rank, each other rank has the one to rank 0. None on every rank
+        where one of them cannot reach rank 0 in this way.
+    """
+    with ExitStack() as stack:
+        listener = _listen(here.size, stack) if here.rank == 0 else None
+        address = broadcast_object(None if listener is None else listener.getsockname(), group=here.pg)
+        connection = None if here.rank == 0 or address is None else _connect(address)
+        # Whoever has connected waits in the listener's queue by now.
+        if not all(all_gather_object(here.rank == 0 or connection is not None, group=here.pg)) or address is None:
+            if connection is not None:
+                connection.close()
+            return None
+        if connection is not None:
+            connection.sendall(_LENGTH.pack(here.rank))
+            return {0: Stream(connection, 0, here)}
+        assert listener is not None
+        streams = {}
+        for _ in range(here.size - 1):
+            accepted, _ = listener.accept()
+            (peer,) = _LENGTH.unpack(accepted.recv(_LENGTH.size, socket.MSG_WAITALL))
+            streams[peer] = Stream(accepted, peer, here)
+        return dict(sorted(streams.items()))
+
+
+def _listen(size: int, stack: ExitStack) -> socket.socket | None:
+    """Return a socket that nobody but this user on this host can reach; None where there is none to be had."""
+    if not hasattr(socket, "AF_UNIX"):
+        return None
+    with suppress(OSError):  # no folder that can be written, or a name that is too long
+        folder = stack.enter_context(TemporaryDirectory(prefix="lockstep-"))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(str(Path(folder) / "ranks"))
+        listener.listen(size)
+        return listener
+    return None
+
+
+def _connect(address: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(address)
+    except OSError:  # rank 0 is on another host
+        connection.close()
+        return None
+    return connection
+
+
+def _timeout_of(here: Group) -> timedelta:
+    """Return how long a collective waits, which torch 2.13 tells in no public way."""
+    backend = None if here.pg is None else here.pg._get_backend(here.comm_device)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else _TIMEOUT
