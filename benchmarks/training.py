@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
+from random import Random
 from statistics import median
 
 import torch
@@ -85,8 +87,9 @@ def compare_trainings(contenders: Mapping[str, Training]) -> Iterator[Row]:
         data = Samples(STEPS * batch * world_size, width)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for number in range(_ROUNDS + 1):
-            for turn in range(len(names)):
-                which = (turn + number) % len(names)
+            # The same on every rank, and each time another, because what one training leaves behind may cost the next.
+            for which in Random(number).sample(range(len(names)), len(names)):
+                gc.collect()
                 spent = trainings[which](data, width, batch)
                 if number:  # the first round warms up
                     seconds[names[which]].append(spent / STEPS)
