@@ -200,7 +200,7 @@ def test_what_counts_may_be_something_else_than_samples(tmp_path: Path):
         net,
         tmp_path,
         train_dataloader=padded,
-        train_cfg={"max_epochs": 2, "batch_size_of": lambda batch: int((~batch[1].isnan()).sum())},
+        train_cfg={"max_epochs": 2, "batch_size_of": lambda batch: (~batch[1].isnan()).sum()},
         optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9}, "clip_grad": {"max_norm": 0.5}},
         visualizer=[],
     ).train()

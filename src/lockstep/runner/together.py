@@ -100,7 +100,7 @@ class Passes:
         amount = None if self._amounts is None else self._amounts[self._rank]
         for index, batch in enumerate(batches, start=done):
             self.taken = index + 1
-            samples = self._count(batch) if amount is None else amount.size_of(index)
+            samples = int(self._count(batch)) if amount is None else amount.size_of(index)
             yield Turn(batch, samples, samples, True)
 
     def state(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Passes:
         """Return the number of samples in each rank's batch; None of those that have run out."""
         if self._amounts is not None:
             return [amount.size_of(index) or None for amount in self._amounts]
-        own = _UNKNOWN if batch is _NONE else self._count(batch)
+        own = _UNKNOWN if batch is _NONE else int(self._count(batch))  # perhaps a tensor
         told = [int(size) for size in all_gather(torch.tensor(own))]
         return [None if size == _UNKNOWN else size for size in told]
 
