@@ -66,7 +66,7 @@ def test_nobody_waits_between_sending_and_receiving():
 
 @ranks(2)
 def test_a_rank_that_has_nothing_to_do_with_the_other_may_be_far_ahead():
-    numbers, count = NumbersOfRanks(), 50
+    numbers, count = NumbersOfRanks(), 20
     received = []
     if get_rank() == 0:
         barrier()
@@ -93,6 +93,20 @@ def test_who_is_missing_is_named():
 
 
 @ranks(2)
+def test_a_stream_ends_for_processes_that_were_forked_meanwhile_too():
+    numbers = NumbersOfRanks()
+    if get_rank() == 1:
+        with numbers._streams[0]._connection.dup():  # as a data loader's process holds it
+            numbers.close()
+            barrier()
+    else:
+        with pytest.raises(PeerError, match="it closed its stream"):
+            numbers.receive(timedelta(seconds=60))
+        barrier()
+    numbers.close()
+
+
+@ranks(2)
 def test_who_is_late_is_named():
     numbers = NumbersOfRanks()
     if get_rank() == 0:
@@ -106,7 +120,7 @@ def test_who_is_late_is_named():
 @ranks(3)
 def test_where_a_rank_is_on_another_host_all_use_the_backend(monkeypatch):
     if get_rank() == 1:
-        monkeypatch.setattr(streams, "_connect", lambda address: None)
+        monkeypatch.setattr(streams, "_connect", lambda address, rank: None)
     numbers = NumbersOfRanks()
     assert not numbers.travels_beside
     numbers.send({"rank": float(get_rank())})

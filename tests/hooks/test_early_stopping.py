@@ -96,6 +96,18 @@ def test_a_run_that_goes_on_is_as_impatient_as_one_that_was_never_interrupted(tm
     assert (hook.best, hook.wait_count) == (9.0, 3)
 
 
+def test_the_best_checkpoint_knows_of_the_validation_that_made_it(tmp_path: Path):
+    values, best = [5.0, 9.0, 6.0, 6.0, 6.0], {"checkpoint": {"save_best": "accuracy"}}
+    hook = EarlyStoppingHook("accuracy", patience=2)
+    make_runner(tmp_path, [hook], Scripted(list(values)), default_hooks=best, **TEN).train()
+    again = EarlyStoppingHook("accuracy", patience=2)
+    from_best = {"resume": True, "load_from": next(tmp_path.glob("*/best_accuracy_epoch_2"))}
+    runner = make_runner(tmp_path / "again", [again], Scripted(values[2:]), default_hooks=best, **from_best, **TEN)
+    runner.train()
+    assert runner.epoch == 4
+    assert (again.best, again.wait_count) == (hook.best, hook.wait_count) == (9.0, 2)
+
+
 def test_a_run_that_has_stopped_stops_again(tmp_path: Path):
     make_runner(tmp_path, [EarlyStoppingHook("accuracy", patience=1)], Scripted([9.0, 1.0]), **TEN).train()
     again = make_runner(tmp_path, [EarlyStoppingHook("accuracy", patience=1)], Scripted([1.0]), resume=True, **TEN)

@@ -1,4 +1,4 @@
-"""A record that is under way when a run fails is not lost."""
+"""Records are there in time, also those under way when a run fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from lockstep.dist import get_rank
-from lockstep.hooks import LoggerHook
+from lockstep.hooks import Hook, LoggerHook, logger
 from lockstep.testing import ranks
 
 from .runs import make_runner
@@ -36,6 +36,63 @@ def test_a_run_that_fails_keeps_the_record_that_was_under_way(tmp_path: Path):
     with pytest.raises(RuntimeError, match="out of luck"):
         runner.train()
     if get_rank() == 0:
-        lines = (runner.run_dir / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        assert [record["iter"] for record in records if record["mode"] == "train"] == [2, 4]
+        assert written(runner.run_dir) == [2, 4]
+
+
+class Reader(Hook):
+    """Notes after each iteration which records are there."""
+
+    priority = "LOWEST"
+
+    def __init__(self) -> None:
+        self.read: list[list[int]] = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        self.read.append(written(runner.run_dir))
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.0, [[], [], [2], [2], [2, 4], [2, 4]]), (60.0, [[]] * 6)],
+    ids=["slow steps", "fast steps"],
+)
+def test_records_wait_for_others_unless_they_are_old(tmp_path: Path, monkeypatch, seconds, expected):
+    monkeypatch.setattr(logger, "_TOGETHER_SECONDS", seconds)
+    reader, without = Reader(), {"logger": None, "checkpoint": None}
+    cfg = {"max_iters": 6}
+    runner = make_runner(tmp_path, [LoggerHook(interval=2), reader], default_hooks=without, train_cfg=cfg)
+    runner.train()
+    if get_rank() == 0:
+        assert reader.read == expected
+        assert written(runner.run_dir) == [2, 4, 6]
+
+
+class FullDisk(Hook):
+    """Fails at the end of training: rank 0 as a visualizer that cannot take the second record, the others as a hook."""
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        if step == 4:
+            raise OSError("no space left")
+
+    def after_train_epoch(self, runner) -> None:
+        if runner.rank != 0:
+            raise OSError("no space left")
+
+
+@ranks(2)
+def test_a_record_that_cannot_be_shown_costs_no_other(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(logger, "_TOGETHER_SECONDS", 60.0)
+    disk, without = FullDisk(), {"logger": None, "checkpoint": None, "nan_check": None}
+    hooks, changes = [LoggerHook(interval=2), disk], {"train_cfg": {"max_iters": 8}, "visualizer": disk}
+    runner = make_runner(tmp_path, hooks, default_hooks=without, **changes)
+    with pytest.raises(OSError, match="no space left"):
+        runner.train()
+    if get_rank() == 0:
+        assert written(runner.run_dir) == [2, 4, 6, 8]
+
+
+def written(run_dir: Path) -> list[int]:
+    path = run_dir / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [record["iter"] for record in records if record["mode"] == "train"]

@@ -182,18 +182,35 @@ def test_a_page_that_cannot_be_written_is_told(tmp_path: Path):
 POINTS = [(1.0, 3.0), (2.0, float("nan")), (3.0, 1.0)]
 
 
-@pytest.mark.parametrize("name", ["accuracy", "top1_accuracy", "coco/bbox_mAP", "mIoU", "F1", "PCKAccuracy", "AR@100"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accuracy",
+        "top1_accuracy",
+        "coco/bbox_mAP",
+        "mIoU",
+        "F1",
+        "PCKAccuracy",
+        "AR@100",
+        "cert_acc",
+        "mAP50",
+        "macrof1",
+    ],
+)
 def test_greater_may_be_better(name: str):
     assert best(name, POINTS) == (1.0, 3.0)
 
 
-@pytest.mark.parametrize("name", ["val_loss", "frechet_distance", "top1_error", "RMSE", "accuracy_loss", "valLoss"])
+@pytest.mark.parametrize(
+    "name", ["val_loss", "frechet_distance", "top1_error", "RMSE", "accuracy_loss", "valLoss", "sMAPE"]
+)
 def test_less_may_be_better(name: str):
     assert best(name, POINTS) == (3.0, 1.0)
 
 
 def test_where_the_name_does_not_tell_nothing_is_best():
     assert best("speed", POINTS) is None
+    assert best("fidelity", POINTS) is None
     assert best("accuracy", POINTS[1:2]) is None
 
 

@@ -121,30 +121,38 @@ class Validated(Hook):
         self.at.append(runner.iter)
 
 
-def saving_and_validating(train_cfg: dict[str, int], **every: int) -> dict[str, Any]:
-    checkpoint = {"checkpoint": {"by_epoch": False, **every}}
-    return {"train_cfg": train_cfg, "param_scheduler": None, "default_hooks": checkpoint}
-
-
-EVERY_EPOCH, EVERY_FOUR = {"max_epochs": 3}, {"max_iters": 12, "val_interval": 4}
+EPOCHS, ITERATIONS = {"max_epochs": 3}, {"max_iters": 12, "val_interval": 4}
+BEST = {"by_epoch": False, "interval": 99, "save_best": "accuracy"}
+# Checkpoints, the iteration after which the run ends, when it was validated, and when the one is that goes on.
 MISSED = {
-    "at an epoch's end": (saving_and_validating(EVERY_EPOCH, interval=4), 8, [4], [8, 12]),
-    "inside an epoch": (saving_and_validating(EVERY_EPOCH, interval=3), 6, [4], [8, 12]),
-    "by iterations": (saving_and_validating(EVERY_FOUR, interval=4), 8, [4], [8, 12]),
-    "by iterations, none due": (saving_and_validating(EVERY_FOUR, interval=3), 9, [4, 8], [12]),
-    "saved after it": (saving_and_validating(EVERY_EPOCH, interval=99, save_best="accuracy"), 6, [4], [8, 12]),
+    "at an epoch's end": (EPOCHS, {}, 9, [4, 8], [8, 12]),
+    "with an epoch's last iteration": (EPOCHS, {"by_epoch": False, "interval": 4}, 9, [4, 8], [8, 12]),
+    "inside an epoch": (EPOCHS, {"by_epoch": False, "interval": 3}, 6, [4], [8, 12]),
+    "after it": (EPOCHS, BEST, 6, [4], [8, 12]),
+    "by iterations": (ITERATIONS, {"by_epoch": False, "interval": 4}, 8, [4], [8, 12]),
+    "by iterations, none due": (ITERATIONS, {"by_epoch": False, "interval": 3}, 9, [4, 8], [12]),
+    "at an epoch's end, shorter epochs": (EPOCHS, {}, 9, [4, 8], [4, 6]),
+    "after it, shorter epochs": (EPOCHS, BEST, 6, [4], [4, 6]),
+    "of a finished run": (EPOCHS, {}, None, [4, 8, 12], [12]),
 }
 
 
 @pytest.mark.parametrize("case", MISSED)
 def test_a_validation_between_the_checkpoint_and_the_end_is_made_up_for(tmp_path: Path, case):
-    changes, stop_after, first, then = MISSED[case]
-    validating = {"val_dataloader": {"dataset": TensorDataset(X, (Y > 0).flatten().long()), "batch_size": 8}}
-    validating["val_evaluator"] = {"type": "Accuracy"}
+    train_cfg, checkpoint, stop_after, first, then = MISSED[case]
+    validating: dict[str, Any] = {
+        "train_cfg": train_cfg,
+        "param_scheduler": None,
+        "default_hooks": {"checkpoint": checkpoint},
+        "val_dataloader": {"dataset": TensorDataset(X, (Y > 0).flatten().long()), "batch_size": 8},
+        "val_evaluator": {"type": "Accuracy"},
+    }
     before, after = Validated(), Validated()
-    run(tmp_path, stop_after, before, **changes, **validating)
+    run(tmp_path, stop_after, before, **validating)
+    if "shorter" in case:
+        validating["train_dataloader"] = {"dataset": TensorDataset(X, Y), "batch_size": 12}
     best = next(tmp_path.glob("*/best_*"), None)
-    run(tmp_path, None, after, resume=True, load_from=best, **changes, **validating)
+    run(tmp_path, None, after, resume=True, load_from=best, **validating)
     assert (before.at, after.at) == (first, then)
 
 

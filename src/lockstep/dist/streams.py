@@ -15,6 +15,8 @@ from lockstep.dist.objects import all_gather_object, broadcast_object
 from lockstep.errors import CollectiveTimeoutError, PeerError
 
 _LENGTH = struct.Struct("<I")
+# What the system is asked to keep of messages that nobody has read yet.
+_KEPT_BYTES = 2**18
 # torch's, for a backend that does not tell its own.
 _TIMEOUT = timedelta(minutes=30)
 
@@ -36,9 +38,10 @@ class Stream:
         self._peer = peer
         self._here = here
         self._timeout = _timeout_of(here)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KEPT_BYTES)
 
     def send(self, message: bytes) -> None:
-        """Send a message. One of up to 32 KiB does not wait for the other side, unless many lie there unread.
+        """Send a message. One of up to 32 KiB does not wait for the other side, unless several lie there unread.
 
         Raises:
             PeerError: the rank has gone.
@@ -64,6 +67,9 @@ class Stream:
 
     def close(self) -> None:
         """Close the stream. What has been sent still arrives."""
+        with suppress(OSError):  # the other side has done so
+            # The processes of a data loader hold the same socket.
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _read(self, count: int, deadline: float) -> bytes:
@@ -106,25 +112,22 @@ def open_streams(here: Group) -> dict[int, Stream] | None:
         Streams by rank: rank 0 has one to each other rank, each other rank has the one to rank 0. None on every rank
         where one of them cannot reach rank 0 in this way.
     """
-    with ExitStack() as stack:
-        listener = _listen(here.size, stack) if here.rank == 0 else None
+    with ExitStack() as setting_up, ExitStack() as opened:
+        listener = _listen(here.size, setting_up) if here.rank == 0 else None
         address = broadcast_object(None if listener is None else listener.getsockname(), group=here.pg)
-        connection = None if here.rank == 0 or address is None else _connect(address)
+        connections: dict[int, socket.socket] = {}
+        own = None if here.rank == 0 or address is None else _connect(address, here.rank)
+        if own is not None:
+            connections[0] = opened.enter_context(own)
         # Whoever has connected waits in the listener's queue by now.
-        if not all(all_gather_object(here.rank == 0 or connection is not None, group=here.pg)) or address is None:
-            if connection is not None:
-                connection.close()
+        if not all(all_gather_object(here.rank == 0 or own is not None, group=here.pg)) or address is None:
             return None
-        if connection is not None:
-            connection.sendall(_LENGTH.pack(here.rank))
-            return {0: Stream(connection, 0, here)}
-        assert listener is not None
-        streams = {}
-        for _ in range(here.size - 1):
-            accepted, _ = listener.accept()
-            (peer,) = _LENGTH.unpack(accepted.recv(_LENGTH.size, socket.MSG_WAITALL))
-            streams[peer] = Stream(accepted, peer, here)
-        return dict(sorted(streams.items()))
+        if listener is not None:
+            for _ in range(here.size - 1):
+                connection, name = listener.accept()
+                connections[int(Path(name).name)] = opened.enter_context(connection)
+        opened.pop_all()
+    return {peer: Stream(connections[peer], peer, here) for peer in sorted(connections)}
 
 
 def _listen(size: int, stack: ExitStack) -> socket.socket | None:
@@ -140,9 +143,10 @@ def _listen(size: int, stack: ExitStack) -> socket.socket | None:
     return None
 
 
-def _connect(address: str) -> socket.socket | None:
+def _connect(address: str, rank: int) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        connection.bind(str(Path(address).with_name(str(rank))))  # by which rank 0 knows who it is
         connection.connect(address)
     except OSError:  # rank 0 is on another host
         connection.close()

@@ -90,6 +90,7 @@ class CheckpointHook(Hook):
         self._kept: list[str] = []
         # By metric: the best value, the path of its checkpoint, and its name where it is one of this run's.
         self._best: dict[str, dict[str, Any]] = {}
+        self._metrics: dict[str, Any] = {}
 
     def after_train_iter(
         self,
@@ -124,7 +125,12 @@ class CheckpointHook(Hook):
             )
 
     def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+        """Keep the metrics until every hook has seen them, so that what is saved knows of this validation."""
+        self._metrics = metrics or {}
+
+    def after_val(self, runner: RunnerLike) -> None:
         """Save again if a metric is better than ever before."""
+        metrics, self._metrics = self._metrics, {}
         if self.save_best is None or not metrics or not runner.max_iters:  # a validation without a training
             return
         if self.save_best == "auto":
@@ -153,8 +159,9 @@ class CheckpointHook(Hook):
             self._remove(runner, self._kept.pop(0))
 
     def _save_if_best(self, runner: RunnerLike, metric: str, value: float) -> None:
+        rule = self.rules.get(metric, self.rules.get("")) or rule_of(metric, self.greater_keys, self.less_keys)
         former = self._best.get(metric)
-        if former is not None and not self._is_better(metric, value, former["value"]):
+        if former is not None and not (value > former["value"] if rule == "greater" else value < former["value"]):
             return
         place = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
         checkpoint = f"best_{metric.replace('/', '_')}_{place}"
@@ -192,10 +199,6 @@ class CheckpointHook(Hook):
         if self.out_dir is None:
             return runner.run_dir
         return Path(self.out_dir) / runner.work_dir.name / runner.run_dir.name
-
-    def _is_better(self, name: str, value: float, former: float) -> bool:
-        rule = self.rules.get(name, self.rules.get("")) or rule_of(name, self.greater_keys, self.less_keys)
-        return value > former if rule == "greater" else value < former
 
 
 def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | None) -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -32,6 +33,7 @@ class _Begun(NamedTuple):
     Attributes:
         iteration: how many were complete, counted with the one that it was made in.
         length: iterations that it speaks of.
+        moment: when it was begun, on `perf_counter`.
     """
 
     runner: RunnerLike
@@ -39,6 +41,7 @@ class _Begun(NamedTuple):
     iteration: int
     length: int
     rates: dict[str, float]
+    moment: float
 
 
 class _EpochSums:
@@ -73,8 +76,9 @@ class LoggerHook(Hook):
     all ranks and over the iterations since the last record, of what the model returns over all samples; the samples per
     second of all ranks together; and the most memory that any rank has held. What each rank spends its time on goes to
     `ranks.jsonl`. Between records values are only put aside: nothing is sent, and an accelerator is not waited for. On
-    one host the ranks' numbers travel while the next iteration computes. Records are written at least every half a
-    second, before each validation, checkpoint and end of an epoch, and when a run fails.
+    one host the ranks' numbers travel while the next iteration computes. A record is written after an iteration as soon
+    as it is half a second old, and in any case before a validation, a checkpoint and the end of an epoch, and when the
+    run fails.
 
     Args:
         interval: number of iterations from one record to the next. The end of an epoch makes one, too.
@@ -115,9 +119,8 @@ class LoggerHook(Hook):
         self._samples: list[int] = []
         self._logged: set[str] = set()
         self._begun: _Begun | None = None
-        # Records that rank 0 has yet to write, the ranks' shares of each, and since when.
-        self._unwritten: list[tuple[_Begun, Sequence[Mapping[str, float]]]] = []
-        self._unwritten_since = 0.0
+        # Records that rank 0 has yet to write, and the ranks' shares of each.
+        self._unwritten: deque[tuple[_Begun, Sequence[Mapping[str, float]]]] = deque()
         self._ranks: NumbersOfRanks | None = None
         self._epoch = _EpochSums()
         self._exchange: ExchangeTimer | None = None
@@ -143,7 +146,7 @@ class LoggerHook(Hook):
     ) -> None:
         """Put the values aside; make a record when it is time."""
         self._receive()
-        if self._unwritten and perf_counter() - self._unwritten_since > _TOGETHER_SECONDS:
+        if self._unwritten and perf_counter() - self._unwritten[0][0].moment > _TOGETHER_SECONDS:
             self._write_all()
         hub = runner.message_hub
         if outputs:
@@ -190,18 +193,20 @@ class LoggerHook(Hook):
         """Write what is left."""
         with suppress(DistError):  # a run that has failed may have lost the rank that knows the rest
             self._receive(_PATIENCE)
-        self._write_all()
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._rank_times is not None:
-            self._rank_times.close()
+        try:
+            self._write_all()
+        finally:
+            if self._ranks is not None:
+                self._ranks.close()
+            if self._rank_times is not None:
+                self._rank_times.close()
 
     def _begin(self, runner: RunnerLike, iteration: int) -> None:
         """Send this rank's share of a record, which is completed at once where nothing can travel meanwhile."""
         assert self._ranks is not None
         samples, self._samples = self._samples, []
         rates = _first_rates(runner) if runner.rank == 0 else {}
-        self._begun = _Begun(runner, runner.epoch + 1, iteration, len(samples), rates)
+        self._begun = _Begun(runner, runner.epoch + 1, iteration, len(samples), rates, perf_counter())
         self._ranks.send(self._share_of(runner.message_hub, samples))
         if not self._ranks.travels_beside:
             self._complete()
@@ -218,14 +223,11 @@ class LoggerHook(Hook):
             return
         shares = self._ranks.receive(timeout)
         if shares is not None:
-            if not self._unwritten:
-                self._unwritten_since = perf_counter()
             self._unwritten.append((begun, shares))
 
     def _write_all(self) -> None:
-        unwritten, self._unwritten = self._unwritten, []
-        for begun, shares in unwritten:
-            self._write_training(begun, shares)
+        while self._unwritten:
+            self._write_training(*self._unwritten.popleft())
 
     def _write_training(self, begun: _Begun, shares: Sequence[Mapping[str, float]]) -> None:
         runner, count = begun.runner, begun.length

@@ -90,16 +90,20 @@ class TrainLoop(ABC):
         So a run that goes on from it has all the metrics of one that was never interrupted.
         """
         loop = self.runner.val_loop
-        if done and loop is not None and loop.at_iter != self.iter:
-            self._validate_if_due(done, last)
+        if done and loop is not None and loop.at_iter != self.iter and self._is_validation_due(done, last):
+            self.runner.logger.info("first the validation that the checkpoint was saved before")
+            loop.run()
 
     def _validate_if_due(self, done: int, last: int) -> None:
         loop = self.runner.val_loop
-        if loop is None or done < self.val_begin:
-            return
-        if done % self._intervals.at(done) == 0 or done == last or self.stop_training:
+        if loop is not None and self._is_validation_due(done, last):
             loop.run()
             self.runner.model.train()
+
+    def _is_validation_due(self, done: int, last: int) -> bool:
+        if done < self.val_begin:
+            return False
+        return done % self._intervals.at(done) == 0 or done == last or self.stop_training
 
 
 @LOOPS.register_module()

@@ -150,11 +150,9 @@ def resume_run(runner: Runner, directory: Path) -> None:
         scheduler.load_state_dict(saved)
     strategy.load_state(state["model"], state.get("optimizer"))
     runner.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
-    loop.epoch, loop.iter = meta["epoch"], meta["iter"]
-    if runner.val_loop is not None:
-        runner.val_loop.at_iter = meta.get("validated_iter")
+    loop.epoch, loop.iter, into = meta["epoch"], meta["iter"], meta["batches_into_epoch"]
+    was_validated = (meta.get("validated_iter") or 0) >= loop.iter - into
     if loop.max_epochs is not None:
-        into = meta["batches_into_epoch"]
         shares = meta.get("data_shares", meta["world_size"])
         if into and shares != runner.share.size:
             _logger.warning(
@@ -164,6 +162,8 @@ def resume_run(runner: Runner, directory: Path) -> None:
             )  # fmt: skip
             into = 0
         loop.iter = loop.epoch * (loop.epoch_length or 0) + into
+    if runner.val_loop is not None and was_validated:
+        runner.val_loop.at_iter = loop.iter - into
     if has_own:
         restore_rank_state(runner, state.pop("ranks")[str(runner.rank)][0])
     else:
