@@ -53,10 +53,12 @@ class BaseModel(BaseModule):
             )
         self.data_preprocessor = data_preprocessor
 
+    @steps.default_step
     def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
         """Train on one batch, and return the values to log.
 
-        Override it to train in another way, for instance with several optimizers.
+        Override it to train in another way, for instance with several optimizers. Every strategy calls it; call the
+        model as `self(...)` in it, and let `optim_wrapper` run the backward passes and updates.
         """
         return steps.train_step(self, data, optim_wrapper)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.dist import get_rank, get_world_size
+from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size, is_main_process
+from lockstep.errors import ConfigError
 from lockstep.model import steps
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
 from lockstep.registry import MODEL_WRAPPERS
@@ -23,17 +27,29 @@ _BUFFERS_ARGUMENT = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
+# The synchronised backward passes, from the first on, before which ranks compare what the loss depends on; and how many
+# steps apart ranks compare their parameters after that, where the module trains itself.
+_FIRST_CHECKED, _CHECK_INTERVAL = 3, 500
+# After so many changes of what is trained, the search for parameters without gradients is cheaper than following.
+_MOST_CHANGES = 4
 
 
 @MODEL_WRAPPERS.register_module()
 class MMDistributedDataParallel(DistributedDataParallel):
     """Train replicas of a module on all ranks, with their gradients averaged.
 
+    A `train_step` that the module defines itself is called. Whatever it calls, the module or parts of it, gradients are
+    averaged in the backward passes that the optim wrapper runs; `find_unused_parameters` is then on by default, so that
+    each of several losses may depend on some of the parameters.
+
+    Parameters may be frozen and unfrozen between steps by `requires_grad_`, on all ranks alike.
+
     Args:
         module: the module, which lies on the device it is to be trained on. It need not be a `BaseModel`.
         detect_anomalous_params: before each backward pass, look for trainable parameters that the loss does not depend
             on, and warn of those that were not named before. Each rank speaks for itself: where the ranks' losses
-            depend on different parameters, so do their warnings. Costs one walk over the autograd graph per step.
+            depend on different parameters, so do their warnings. Costs one walk over the autograd graph per step. What
+            is no bool in this place is taken for `device_ids`, as in torch's class.
         comm_hook: how gradients travel: `"fp16_compress"`, `"bf16_compress"`, `"powerSGD"` or another name in
             `COMM_HOOKS`; a dict with such a `type` and its options; or a function for torch's `register_comm_hook`.
         **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left out, and on the CPU
@@ -43,36 +59,172 @@ class MMDistributedDataParallel(DistributedDataParallel):
             keeps a gradient from one step to the next keeps a copy, or passes False.
 
     **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
+
+    **Raises**: `ConfigError`, on every rank before the backward pass, where trainable parameters get no gradient on
+    some rank and `find_unused_parameters` is off.
+
+    **Cost**: beside the gradients, 8 bytes in each of the first three backward passes.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        detect_anomalous_params: bool = False,
+        detect_anomalous_params: bool | Sequence[int | torch.device] | None = False,
         *,
         comm_hook: HookConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(detect_anomalous_params, bool):
+            if "device_ids" in kwargs:
+                raise TypeError("`device_ids` must be given once, but is given by position and by name")
+            kwargs["device_ids"], detect_anomalous_params = detect_anomalous_params, False
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             kwargs.pop("device_ids", None)
             kwargs.pop("output_device", None)
         if _BUFFERS_ARGUMENT != "broadcast_buffers" and "broadcast_buffers" in kwargs:
             kwargs[_BUFFERS_ARGUMENT] = kwargs.pop("broadcast_buffers")
         kwargs.setdefault("gradient_as_bucket_view", True)  # docs/decisions/0010
-        super().__init__(module, **kwargs)
-        if comm_hook is not None:
-            register_comm_hook(self, comm_hook)
+        trains_itself = steps.defines_step(module, "train_step")
+        if trains_itself and not kwargs.get("static_graph"):
+            kwargs.setdefault("find_unused_parameters", True)
+        self._replicate(module, kwargs, comm_hook)
         self.detect_anomalous_params = detect_anomalous_params
         self._named_anomalous: set[str] = set()
+        self._trains_itself = trains_itself
+        self._expects_gradients = False
+        self._synced_backwards = self._changes = self._steps = 0
+
+    def _replicate(self, module: nn.Module, options: Mapping[str, Any], comm_hook: HookConfig | None) -> None:
+        super().__init__(module, **options)
+        if comm_hook is not None:
+            register_comm_hook(self, comm_hook)
+        self._options, self._comm_hook = options, comm_hook
+        self._parameters_seen = list(module.parameters())
+        self._exchanged = [parameter.requires_grad for parameter in self._parameters_seen]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, and prepare the exchange of gradients in the backward pass to come."""
+        if torch.is_grad_enabled():
+            self._follow_trainability()
+            self._expects_gradients = self.require_backward_grad_sync
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            self._explain(error)
 
     def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
         """Train on this rank's part of the batch, and return this rank's values to log.
 
         **Collective**: every rank of the group, unless inside `no_sync`.
+
+        Raises:
+            RuntimeError: the module's own `train_step` has updated parameters with gradients that were not averaged.
         """
-        if not self.detect_anomalous_params:
+        self._follow_trainability()
+        if not self._trains_itself:
             return steps.train_step(self, data, optim_wrapper)
-        return steps.train_step(self, data, _Inspecting(optim_wrapper, self._report_anomalous))
+        logged = steps.train_step(self, data, optim_wrapper)
+        if self._steps < _FIRST_CHECKED or self._steps % _CHECK_INTERVAL == 0:
+            self._check_alike()
+        self._steps += 1
+        return logged
+
+    @contextmanager
+    def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:
+        """Prepare the backward pass of a loss, whatever was called to get it.
+
+        Args:
+            loss: from which the backward pass begins.
+            syncs: whether gradients are averaged in it.
+        """
+        if self.detect_anomalous_params:
+            self._report_anomalous(loss)
+        if self._trains_itself:
+            # Forward passes of this step, if any, have prepared for backward passes from their own outputs.
+            syncs, self._expects_gradients = syncs or self._expects_gradients, False
+        if syncs and self._synced_backwards < _FIRST_CHECKED:
+            self._synced_backwards += 1
+            self._check_all_reached(loss)
+        try:
+            if syncs and self._trains_itself:
+                self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+            yield
+        except RuntimeError as error:
+            self._explain(error)
+
+    def _follow_trainability(self) -> None:
+        """Begin to exchange the gradients of parameters that have been unfrozen, and cease to for frozen ones."""
+        trainable = [parameter.requires_grad for parameter in self._parameters_seen]
+        if trainable == self._exchanged or not any(trainable):
+            return
+        unfrozen = [now and not before for now, before in zip(trainable, self._exchanged, strict=True)]
+        if self.find_unused_parameters and not any(unfrozen):
+            return  # the search finds out that they get no gradient
+        self._changes += 1
+        if self._changes > _MOST_CHANGES:  # as in a step that freezes parts in turn
+            self._options = {**self._options, "find_unused_parameters": True}
+        if is_main_process(self.process_group):
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            for what, chosen in (("unfrozen", unfrozen), ("frozen", _without(self._exchanged, trainable))):
+                if some := [names[self._parameters_seen[index]] for index, is_it in enumerate(chosen) if is_it]:
+                    _logger.info("%d parameters are %s: %s", len(some), what, ", ".join(some))
+        kept = {name: value for name, value in vars(self).items() if name == "training" or name.endswith("_hooks")}
+        # With that search, what is frozen for a while may stay in the exchange.
+        thawed = _without(self._exchanged, trainable) if self._options.get("find_unused_parameters") else []
+        frozen = [parameter for parameter, is_it in zip(self._parameters_seen, thawed, strict=False) if is_it]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            self._replicate(self.module, self._options, self._comm_hook)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        vars(self).update(kept)
+        self._synced_backwards = 0
+
+    def _check_all_reached(self, loss: Tensor) -> None:
+        """Refuse a loss without which some gradients would be waited for in vain."""
+        if self.find_unused_parameters or self.static_graph or get_world_size(self.process_group) == 1:
+            return
+        unreached = self._unreached(loss)
+        counts = all_gather(torch.tensor(len(unreached)), group=self.process_group)
+        if any(counts):
+            by_rank = all_gather_object(unreached, group=self.process_group)
+            rank = next(rank for rank, names in enumerate(by_rank) if names)
+            raise ConfigError(_unused(by_rank[rank], rank, len(by_rank)))
+
+    def _unreached(self, loss: Tensor) -> list[str]:
+        reached, ignored = leaves_of(loss), self.parameters_to_ignore
+        return [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and parameter not in reached and name not in ignored
+        ]
+
+    def _explain(self, error: RuntimeError) -> NoReturn:
+        """Say which parameters torch means by their indices."""
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is None or "finished reduction" not in str(error):
+            raise error
+        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        unused = [names[int(index)] for index in found.group(1).split()]
+        rank, size = get_rank(self.process_group), get_world_size(self.process_group)
+        raise ConfigError(_unused(unused, rank, size)) from error
+
+    def _check_alike(self) -> None:
+        """Compare the trained parameters of all ranks, which only averaged gradients keep alike."""
+        named = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        sums = torch.stack([_checksum(parameter) for _, parameter in named])
+        first, *others = all_gather(sums, group=self.process_group)
+        for rank, other in enumerate(others, start=1):
+            if not torch.equal(first, other):
+                name = named[int((first != other).nonzero()[0])][0]
+                raise RuntimeError(
+                    f"`{name}` must be the same on all ranks, but differs between rank 0 and rank {rank} of "
+                    f"{len(others) + 1} after {type(self.module).__name__}.train_step, which has updated it with "
+                    "gradients that were not averaged over ranks. Let the optim wrapper run the backward pass: "
+                    "optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and optim_wrapper.step()"
+                )
 
     def val_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch. Nothing is sent."""
@@ -83,12 +235,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
         return steps.own_step(self.module, "test_step", data)
 
     def _report_anomalous(self, loss: Tensor) -> None:
-        reached = leaves_of(loss)
-        names = [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and parameter not in reached and name not in self._named_anomalous
-        ]
+        names = [name for name in self._unreached(loss) if name not in self._named_anomalous]
         if names:
             self._named_anomalous.update(names)
             _logger.warning(
@@ -98,17 +245,21 @@ class MMDistributedDataParallel(DistributedDataParallel):
             )  # fmt: skip
 
 
-class _Inspecting:
-    """An optim wrapper that shows each loss to somebody before it is used."""
+def _unused(names: Sequence[str], rank: int, world_size: int) -> str:
+    return (
+        f"the loss must depend on every trainable parameter, but not on {len(names)} of them on rank {rank} of "
+        f"{world_size}: {', '.join(names)}. Freeze them with requires_grad_(False), or let DDP search for them in "
+        "every step: strategy=dict(type='ddp', find_unused_parameters=True)"
+    )
 
-    def __init__(self, optim_wrapper: steps.UpdatesParams, look: Callable[[Tensor], None]) -> None:
-        self._optim_wrapper = optim_wrapper
-        self._look = look
-        self.optim_context = optim_wrapper.optim_context
 
-    def update_params(self, loss: Tensor) -> None:
-        self._look(loss)
-        self._optim_wrapper.update_params(loss)
+def _without(before: Sequence[bool], now: Sequence[bool]) -> list[bool]:
+    return [was and not is_now for was, is_now in zip(before, now, strict=True)]
+
+
+def _checksum(parameter: Tensor) -> Tensor:
+    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    return values.double().sum().nan_to_num(nan=0.0)
 
 
 def leaves_of(loss: Tensor) -> set[Tensor]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.dist import all_reduce
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
 from lockstep.optim.sample_weights import SampleWeights
 from lockstep.registry import OPTIM_WRAPPERS
@@ -29,6 +32,9 @@ class OptimWrapper:
     ```
 
     Subclasses for mixed precision override `optim_context`, `backward` and `step`.
+
+    An optimizer that evaluates the loss itself, such as `LBFGS`, is given a closure; see `update_by_closure`. It is
+    recognised by the parameter `closure` of its `step`, which has no default, or by an attribute `needs_closure`.
 
     Args:
         optimizer: the optimizer, built on the parameters as they are trained.
@@ -52,6 +58,12 @@ class OptimWrapper:
             raise ValueError(f"`accumulative_counts` must be an int of at least 1, but is {accumulative_counts!r}")
         self.optimizer = optimizer
         self._accumulative_counts = accumulative_counts
+        self.needs_closure = _needs_closure(optimizer)
+        if self.needs_closure and accumulative_counts > 1:
+            raise ValueError(
+                f"`accumulative_counts` must be 1 for {type(optimizer).__name__}, which evaluates each batch as often "
+                f"as it likes, but is {accumulative_counts}. Use larger batches"
+            )
         self._clip_type, self._clip_kwargs = _checked_clipping(clip_grad)
         self._grad_norm: Tensor | None = None
         self._inner_count = 0
@@ -59,6 +71,7 @@ class OptimWrapper:
         self._max_counts: int | None = None
         self._remainder_counts = 0
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
+        self._driver: Any = None  # the wrapper whose train_step runs
         self._sample_weights = SampleWeights()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
@@ -99,13 +112,25 @@ class OptimWrapper:
         """
         self._sample_weights.announce(own, mean)
 
+    @contextmanager
+    def driven_by(self, model: nn.Module) -> Iterator[None]:
+        """Let a model's wrapper see each loss before its backward pass, in its `backward_context(loss, syncs=...)`.
+
+        There a wrapper prepares the exchange of gradients that this loss leads to, whatever has been called to get it.
+        """
+        former, self._driver = self._driver, model
+        try:
+            yield
+        finally:
+            self._driver = former
+
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context for the forward pass: `no_sync` where no update will follow.
 
         `update_params` runs the backward pass that follows in `no_sync`, too: DDP looks at it in the forward pass,
         FSDP in the backward pass.
         """
-        self._no_sync = None if self.should_sync() else getattr(model, "no_sync", None)
+        self._no_sync = None if self.should_sync() else getattr(self._driver or model, "no_sync", None)
         return _NO_CONTEXT if self._no_sync is None else self._no_sync()
 
     def update_params(
@@ -121,6 +146,11 @@ class OptimWrapper:
             step_kwargs: passed on to the optimizer's `step`.
             zero_kwargs: passed on to the optimizer's `zero_grad`.
         """
+        if self.needs_closure:
+            raise TypeError(
+                f"{type(self.optimizer).__name__} evaluates the loss itself, but `update_params` was given one. Call "
+                "optim_wrapper.update_by_closure(evaluate), where evaluate() returns the loss of the batch"
+            )
         no_sync, self._no_sync = self._no_sync, None
         scaled = self.scale_loss(loss)
         with _NO_CONTEXT if no_sync is None else no_sync():
@@ -129,6 +159,34 @@ class OptimWrapper:
             self._even_out()
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
+
+    def update_by_closure(self, evaluate: Callable[[], Tensor]) -> None:
+        """Let an optimizer that evaluates the loss itself make an update.
+
+        Each evaluation runs `evaluate`, a backward pass, and clipping. The optimizer is told the mean of the loss over
+        all ranks, so that it decides alike on each of them.
+
+        Args:
+            evaluate: makes the forward pass of one batch, and returns the scalar to minimise.
+
+        **Collective**: every rank of the default group. **Cost**: 4 bytes per evaluation, beside the gradients.
+        """
+        count = self._inner_count
+
+        def closure() -> Tensor:
+            self.zero_grad()
+            self._inner_count = count  # a batch counts once, however often it is evaluated
+            with torch.enable_grad():
+                loss = self.scale_loss(evaluate())
+                self.backward(loss)
+            if self._clip_type is not None:
+                self._clip_grad()
+            mean = loss.detach().clone()
+            all_reduce(mean, "mean")
+            return mean
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+        self.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide by the number of batches in the present window; see also `count_samples`."""
@@ -141,7 +199,8 @@ class OptimWrapper:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch."""
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        with _NO_CONTEXT if self._driver is None else self._driver.backward_context(loss, syncs=self.should_sync()):
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:
@@ -241,6 +300,14 @@ class OptimWrapper:
             self._grad_norm = clip_by_norm(params, **self._clip_kwargs)
         else:
             clip_by_value(params, **self._clip_kwargs)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    declared = getattr(optimizer, "needs_closure", None)
+    if declared is not None:
+        return bool(declared)
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _checked_clipping(

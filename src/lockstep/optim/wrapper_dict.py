@@ -39,6 +39,7 @@ class OptimWrapperDict(OptimWrapper):
         if not optim_wrappers:
             raise ValueError("`optim_wrappers` must hold at least one wrapper, but is empty")
         self.optim_wrappers = optim_wrappers
+        self.needs_closure = False  # of each by itself
 
     def __getitem__(self, name: str) -> OptimWrapper:
         if name not in self.optim_wrappers:
@@ -75,6 +76,14 @@ class OptimWrapperDict(OptimWrapper):
         """Say to each wrapper how many samples the batch to come has."""
         for wrapper in self.values():
             wrapper.count_samples(own, mean)
+
+    @contextmanager
+    def driven_by(self, model: nn.Module) -> Iterator[None]:
+        """Let a model's wrapper see the losses of all wrappers before their backward passes."""
+        with ExitStack() as stack:
+            for wrapper in self.values():
+                stack.enter_context(wrapper.driven_by(model))
+            yield
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:

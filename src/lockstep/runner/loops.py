@@ -80,7 +80,7 @@ class TrainLoop(ABC):
         runner.call_hook("before_train_iter", batch_idx=batch_idx, data_batch=data_batch)
         # A stand-in changes nothing: no gradient, no running statistics.
         with nullcontext() if turn.is_own else buffers_kept(runner.model):
-            outputs = self._step(data_batch, optim_wrapper=runner.optim_wrapper)
+            outputs = self._step(data_batch, runner.optim_wrapper)
         runner.call_hook("after_train_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
 
