@@ -219,7 +219,9 @@ def test_updates_with_gradients_of_one_rank_are_refused():
     torch.manual_seed(0)
     model = NeverExchanged()
     wrapped = MMDistributedDataParallel(model)
-    with pytest.raises(RuntimeError, match=r"`body\.weight` must be the same on all ranks, .*optim_wrapper\.update_params"):
+    with pytest.raises(
+        RuntimeError, match=r"`body\.weight` must be the same on all ranks, .*optim_wrapper\.update_params"
+    ):
         wrapped.train_step(own_part(batches()[0]), optim_for(model))
 
 

@@ -115,7 +115,7 @@ def test_equal_options_share_a_group_in_the_order_of_the_model():
     groups = build_optim_wrapper(model, cfg).param_groups
     names = {id(param): name for name, param in model.named_parameters()}
     assert [[names[id(param)] for param in group["params"]] for group in groups] == [
-        ["scale", "depthwise.weight", "depthwise.bias", "dcn.weight", "dcn.conv_offset.weight",
+        ["scale", "conv.weight", "depthwise.weight", "depthwise.bias", "dcn.weight", "dcn.conv_offset.weight",
          "dcn.conv_offset.bias"],
         ["conv.bias", "bn.weight", "bn.bias", "rms.weight", "dcn.bias"],
     ]  # fmt: skip

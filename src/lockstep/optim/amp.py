@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal
@@ -111,6 +111,19 @@ class AmpOptimWrapper(OptimWrapper):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of the loss, multiplied by the scale, and count the batch."""
         super().backward(loss if self._scaler is None else self._scaler.scale(loss), **kwargs)
+
+    def update_by_closure(self, evaluate: Callable[[], Tensor]) -> None:
+        """Let an optimizer that evaluates the loss itself make an update, in bfloat16.
+
+        Raises:
+            TypeError: losses are scaled, as in float16.
+        """
+        if self._scaler is not None:
+            raise TypeError(
+                f"{type(self.optimizer).__name__} evaluates the loss itself, which a loss scale would falsify. Use "
+                "dtype='bfloat16', which needs none"
+            )
+        super().update_by_closure(evaluate)
 
     def step(self, **kwargs: Any) -> None:
         """Unscale the gradients, clip them, and let the optimizer update the parameters, if they are finite."""

@@ -15,7 +15,7 @@ from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 
 def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mapping[str, Any]) -> OptimWrapper:
-    """Return the optim wrapper that `cfg` describes, over the trainable parameters of `model`.
+    """Return the optim wrapper that `cfg` describes, over the parameters of `model`.
 
     Args:
         model: the model as it is trained: on its device, and wrapped.

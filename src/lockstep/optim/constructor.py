@@ -21,7 +21,9 @@ from lockstep.registry.signatures import Arguments
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class DefaultOptimWrapperConstructor:
-    """Builds an optimizer over the trainable parameters of a model, and its wrapper.
+    """Builds an optimizer over the parameters of a model, and its wrapper.
+
+    Frozen parameters belong to the optimizer, too, so that they are trained from the moment on that they are unfrozen.
 
     Parameters with the same options share a group, so that there are as few groups as options; they come in the order
     of the model. A subclass may fill the groups in another way by overriding `add_params`.
@@ -111,8 +113,8 @@ class DefaultOptimWrapperConstructor:
         bypass = bool(self.paramwise_cfg.get("bypass_duplicate"))
         chosen: dict[int, tuple[ParamSite, Options]] = {}
         for site in sites:
-            if not site.parameter.requires_grad:
-                continue
+            if not (site.parameter.is_floating_point() or site.parameter.is_complex()):
+                continue  # it can't be trained, now or later
             options = paramwise.options(site)
             first, earlier = chosen.setdefault(id(site.parameter), (site, options))
             if options != earlier and not bypass:
@@ -132,7 +134,7 @@ class DefaultOptimWrapperConstructor:
         groups: list[dict[str, Any]] = []
         self.add_params(groups, unwrap_model(model))
         params = [param for group in groups for param in group["params"]]
-        if not params:
+        if not any(param.requires_grad for param in params):
             raise ConfigError(
                 f"the model must have parameters that require a gradient, but {type(model).__name__} "
                 "has none. Unfreeze some, or call val() or test() instead of train()"

@@ -221,6 +221,11 @@ class OptimWrapper:
         """Return whether the batch whose backward pass is over ends a window."""
         return self._ends_window(self._inner_count)
 
+    def left_out(self, model: nn.Module) -> list[str]:
+        """Return the names of the parameters of `model` that require a gradient and are in none of its groups."""
+        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        return [name for name, own in model.named_parameters() if own.requires_grad and own not in held]
+
     @property
     def grad_norm(self) -> Tensor | None:
         """Norm of the gradients at the last update that was made, before clipping; None without `max_norm`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lockstep.dataset import set_epoch
 from lockstep.errors import ConfigError
-from lockstep.model import train_step
+from lockstep.model import train_step, unwrap_model
 from lockstep.registry import LOOPS
 from lockstep.runner.eval_loops import step_of
 from lockstep.runner.together import Passes, Turn, buffers_kept
@@ -63,6 +63,7 @@ class TrainLoop(ABC):
         self.iter = 0
         self.samples = 0
         self.stop_training = False
+        self._left_out: set[str] = set()
 
     @abstractmethod
     def run(self) -> None:
@@ -72,6 +73,21 @@ class TrainLoop(ABC):
         runner = self.runner
         runner.optim_wrapper.initialize_count_status(runner.model, self.iter, self.max_iters)
         self._step = step_of(runner.model, "train_step", train_step)
+
+    def _begin_training(self) -> None:
+        """Switch the model to training, and name what requires a gradient but will not be updated."""
+        runner = self.runner
+        runner.model.train()
+        names = [
+            name for name in runner.optim_wrapper.left_out(unwrap_model(runner.model)) if name not in self._left_out
+        ]
+        if names:
+            self._left_out.update(names)
+            runner.logger.warning(
+                "%d parameters require a gradient, but the optimizer has not been given them and never updates them: "
+                "%s. Give it all parameters, or freeze these with requires_grad_(False)",
+                len(names), ", ".join(names),
+            )  # fmt: skip
 
     def _run_iter(self, batch_idx: int, turn: Turn) -> None:
         runner, data_batch = self.runner, turn.batch
@@ -98,7 +114,7 @@ class TrainLoop(ABC):
         loop = self.runner.val_loop
         if loop is not None and self._is_validation_due(done, last):
             loop.run()
-            self.runner.model.train()
+            self._begin_training()
 
     def _is_validation_due(self, done: int, last: int) -> bool:
         if done < self.val_begin:
@@ -158,7 +174,7 @@ class EpochBasedTrainLoop(TrainLoop):
 
     def _run_epoch(self) -> None:
         self.runner.call_hook("before_train_epoch")
-        self.runner.model.train()
+        self._begin_training()
         done = self.iter - self.epoch * self.epoch_length
         for batch_idx, turn in enumerate(self.passes.turns(done), start=done):
             self._run_iter(batch_idx, turn)
@@ -202,7 +218,7 @@ class IterBasedTrainLoop(TrainLoop):
         self.runner.call_hook("before_train")
         self._make_up_validation(self.iter, self.max_iters)
         self.runner.call_hook("before_train_epoch")
-        self.runner.model.train()
+        self._begin_training()
         while self.iter < self.max_iters and not self.stop_training:
             self._run_iter(self.iter, next(turns))
             self._validate_if_due(self.iter, self.max_iters)

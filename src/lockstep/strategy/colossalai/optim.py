@@ -140,6 +140,10 @@ class ColossalAIOptimWrapper(OptimWrapper):
         """Clear the gradients."""
         self._attached().zero_grad(**kwargs)
 
+    def left_out(self, model: nn.Module) -> list[str]:
+        """Return no names: the engine holds other tensors than the model's, and refuses what it does not train."""
+        return []
+
     def _even_out(self) -> None:
         factor = self._sample_weights.correction()
         if factor != 1:

@@ -129,6 +129,10 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """Clear the gradients. The engine does it by itself after an update."""
         self.engine.optimizer.zero_grad(**kwargs)
 
+    def left_out(self, model: nn.Module) -> list[str]:
+        """Return no names: the engine holds other tensors than the model's, and refuses what it does not train."""
+        return []
+
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in canonical form. **Collective**: every rank."""
         return self._attached_state().optim_state()
