@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +16,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -86,44 +90,137 @@ def test_a_loader_that_knows_no_ranks_is_dealt_out_anew(evaluation):
     assert seen(ordered)[:5] == list(range(11))[get_rank() :: 2][:5]
 
 
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Give the list of what is logged inside, each with its level."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(f"{record.levelname}: {record.getMessage()}")
+    logger = logging.getLogger("lockstep.dataset")
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel("NOTSET")
+
+
+class Prefetcher:
+    """Wraps a loader, as those do that copy batches to a device ahead."""
+
+    def __init__(self, loader: DataLoader[int]) -> None:
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.sampler = loader.sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+class EagerLoader(DataLoader[int]):
+    """Starts its workers before the training, as loaders do that live on from epoch to epoch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iterator = super().__iter__()
+
+
+class ShardedStream(Endless):
+    def __iter__(self):
+        return iter(range(get_rank(), 6, 2))
+
+
+def distributed() -> DataLoader[int]:
+    return DataLoader(Counting(), sampler=DistributedSampler(Counting()))
+
+
 LEFT_ALONE = {
-    "distributed": lambda: DataLoader(Counting(), sampler=DistributedSampler(Counting())),
-    "weighted": lambda: DataLoader(Counting(), sampler=WeightedRandomSampler([1.0] * 11, 5)),
-    "replacement": lambda: DataLoader(Counting(), sampler=RandomSampler(Counting(), replacement=True)),
-    "batch sampler": lambda: DataLoader(Counting(), batch_sampler=[[0, 1], [2]]),
-    "iterable": lambda: DataLoader(Endless()),
-    "no loader": lambda: [torch.ones(2)],
+    "distributed": (distributed, "INFO: DataLoader of Counting is left as it is: it knows of ranks"),
+    "wrapped distributed": (lambda: Prefetcher(distributed()), "INFO: Prefetcher of Counting.* knows of ranks"),
+    "sharded stream": (lambda: DataLoader(ShardedStream()), "INFO: DataLoader of ShardedStream.* knows of ranks"),
+    "stream": (
+        lambda: DataLoader(Endless()),
+        r"WARNING: DataLoader of Endless .* each of the 2 ranks .* all batches .* config dict\(dataset=\.\.\., batch",
+    ),
+    "wrapped": (
+        lambda: Prefetcher(DataLoader(Counting())),
+        r"WARNING: Prefetcher of Counting .* the same on all unless it shards by itself\. Give a DataLoader of map-st",
+    ),
+    "equal batches": (lambda: [torch.ones(2)], r"WARNING: list is left as it is: each of the 2 ranks .* `rank`"),
+    "own batches": (lambda: [torch.ones(2) * get_rank()], "INFO: list is left as it is: it holds other data on each"),
+    "own data": (
+        lambda: DataLoader(TensorDataset(torch.arange(8)[get_rank() :: 2])),
+        "WARNING: .* the first and last rows of the TensorDataset differ between ranks, as if each rank had data of",
+    ),
+    "own indices": (
+        lambda: DataLoader(Counting(), sampler=SubsetRandomSampler(range(get_rank(), 11, 2))),
+        "WARNING: .* SubsetRandomSampler.indices differ between ranks",
+    ),
+    "another split": (
+        lambda: DataLoader(Subset(Counting(), range(get_rank(), 5 + get_rank())), shuffle=True),
+        "WARNING: .* the indices of the Subset differ between ranks.* a random split without a seed",
+    ),
+    "eager": (lambda: EagerLoader(Counting()), "WARNING: .* has begun to read before the training"),
 }
 
 
 @ranks(2)
 @pytest.mark.parametrize("kind", LEFT_ALONE)
-def test_a_loader_whose_order_is_its_authors_is_left_alone_and_this_is_said(kind):
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("lockstep.dataset.loader")
-    logger.addHandler(handler)
-    logger.setLevel("INFO")
-    try:
-        given = LEFT_ALONE[kind]()
+def test_what_is_left_as_it_is_is_told_and_warned_of_where_all_ranks_see_the_same(kind):
+    make, says = LEFT_ALONE[kind]
+    with logged() as messages:
+        given = make()
         assert build_dataloader(given, seed=0) is given
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel("NOTSET")
-    assert "left as it is" in messages[0]
+    (message,) = messages
+    assert re.match(says, message), message
 
 
-def test_on_one_process_any_loader_is_left_alone():
-    given = DataLoader(Counting(), shuffle=True)
-    assert build_dataloader(given, seed=0) is given
+@ranks(2)
+def test_what_is_dealt_out_is_told():
+    with logged() as messages:
+        build_dataloader(DataLoader(Counting(), sampler=WeightedRandomSampler([1.0] * 11, 5)), seed=0)
+    (message,) = messages
+    assert message.startswith("INFO: DataLoader of Counting: its 5 samples are dealt out to 2 ranks, in an order of s")
+    assert "ShardedSampler in place of WeightedRandomSampler; if it shards by itself, an attribute `rank` s" in message
+
+
+class Subclass(DataLoader[int]):
+    """Takes other arguments than its base class, as those of graph libraries do."""
+
+    def __init__(self, data: Dataset[int], follow: list[str]) -> None:
+        self.follow = follow
+        super().__init__(data, batch_size=3, shuffle=True, num_workers=1, persistent_workers=True, collate_fn=list)
+
+
+@ranks(1, 2)
+def test_a_subclass_of_a_loader_is_dealt_out_on_several_ranks():
+    given = Subclass(Counting(), ["x"])
+    list(given)
+    loader = build_dataloader(given, seed=0)
+    if get_world_size() == 1:
+        assert loader is given
+        return
+    assert (type(loader), loader.follow, loader.num_workers) == (Subclass, ["x"], 1)
+    first, second = all_gather_object([list(loader), list(loader)])
+    assert [len(batch) for batch in first[0]] == [3, 3]
+    assert {i for batch in first[0] + second[0] for i in batch} == set(range(11))
+    assert first[0] == first[1]
+    list(given)  # which is as it was
+
+
+def test_on_one_process_an_order_is_drawn_by_seed_and_epoch_too():
+    loader = build_dataloader(DataLoader(Counting(), shuffle=True), seed=0)
+    assert seen(loader) == seen(build_dataloader({"dataset": Counting()}, seed=0))
+    given = DataLoader(Counting())
+    assert build_dataloader(given, seed=0, evaluation=True) is given
 
 
 @ranks(2)
 def test_samplers_of_a_config():
     data = Counting()
     torchs = build_dataloader({"dataset": data, "sampler": {"type": "SequentialSampler"}}, seed=0)
-    assert isinstance(torchs.sampler, SequentialSampler)
+    assert seen(torchs) == [0, 2, 4, 6, 8, 10] if get_rank() == 0 else [1, 3, 5, 7, 9, 0]
     default = build_dataloader(
         {"dataset": data, "sampler": {"type": "DefaultSampler", "shuffle": False}}, seed=0, evaluation=True
     )
@@ -133,7 +230,7 @@ def test_samplers_of_a_config():
     )
     assert sum(map(len, everybody_saw(padded))) == 12
     own = build_dataloader({"dataset": data, "sampler": [1, 2]}, seed=0)
-    assert seen(own) == [1, 2]
+    assert seen(own) == [1 + get_rank()]
     batches = build_dataloader(
         {"dataset": data, "batch_size": 2, "batch_sampler": {"type": BatchSampler, "drop_last": True}}, seed=0
     )

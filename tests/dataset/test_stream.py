@@ -192,7 +192,7 @@ def test_lengths():
         ({"dataset": Plain(), "shuffle": True}, "an order of its own"),
         ({"dataset": Plain(), "sampler": {"type": "DefaultSampler"}}, "an order of its own"),
         ({"dataset": Plain(), "split": "no"}, "`split` must be True, False or None"),
-        ({"dataset": [1, 2], "split": True}, "`split` is for iterable data sets, but list is none"),
+        ({"dataset": [1, 2], "split": "no"}, "`split` must be True, False or None"),
     ],
 )
 def test_wrong_configs_are_refused(cfg, says):

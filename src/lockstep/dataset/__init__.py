@@ -9,7 +9,9 @@ from lockstep.dataset.compose import Compose
 from lockstep.dataset.endless import InfiniteSampler
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
 from lockstep.dataset.position import length_of, position_of, restore_position, set_epoch, skip_batches
+from lockstep.dataset.rank_aware import is_rank_aware
 from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.sharded import ShardedSampler
 from lockstep.dataset.share import DataShare, agree_on_share
 
 __all__ = [
@@ -18,11 +20,13 @@ __all__ = [
     "DataShare",
     "DefaultSampler",
     "InfiniteSampler",
+    "ShardedSampler",
     "agree_on_share",
     "amount_of",
     "batch_size_of",
     "build_dataloader",
     "default_collate",
+    "is_rank_aware",
     "length_of",
     "position_of",
     "pseudo_collate",

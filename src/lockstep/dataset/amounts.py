@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from lockstep.dataset.endless import InfiniteSampler
 from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.sharded import ShardedSampler
 
 ENDLESS = 2**62
 """More samples than anybody will see."""
@@ -31,6 +32,9 @@ _RELIABLE = (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    list,
+    tuple,
+    range,
 )
 
 
@@ -71,7 +75,8 @@ def amount_of(loader: Any) -> Amount | None:
     sampler, batch_size = loader.batch_sampler.sampler, loader.batch_sampler.batch_size
     if type(sampler) is InfiniteSampler:
         return Amount(ENDLESS, batch_size, False)
-    if type(sampler) not in _RELIABLE or not isinstance(sampler, Sized):
+    drawn_from = sampler.sampler if type(sampler) is ShardedSampler else sampler
+    if type(drawn_from) not in _RELIABLE or not isinstance(sampler, Sized):
         return None
     return Amount(len(sampler), batch_size, loader.batch_sampler.drop_last)
 

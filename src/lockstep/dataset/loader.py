@@ -5,38 +5,24 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    Subset,
-    default_collate,
-    default_convert,
-)
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, default_collate, default_convert
 
 from lockstep.dataset.endless import InfiniteSampler
+from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
 from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.sharded import ShardedSampler
+from lockstep.dataset.sharded_loader import check_share, shard_loader, shard_sampler
 from lockstep.dataset.stream import StreamShare, check_split
 from lockstep.dataset.stream_loader import StreamLoader
 from lockstep.dataset.worker_seeds import WorkerSeeds
-from lockstep.dist import get_dist_info
+from lockstep.dist import get_dist_info, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from lockstep.registry.signatures import Arguments
 
 _logger = logging.getLogger(__name__)
-
-# What a DataLoader was given, and what is handed on when its sampler is replaced.
-_KEPT = (
-    "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
-    "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
-    "persistent_workers", "pin_memory_device", "in_order",
-)  # fmt: skip
 
 
 def build_dataloader(
@@ -48,23 +34,41 @@ def build_dataloader(
 ) -> DataLoader[Any]:
     """Return a data loader that yields this rank's share of the data.
 
-    A `DataLoader` is taken as it is on one process. On several, one that goes through its data set in order or at
-    random would show every rank everything: its sampler is replaced by a `DefaultSampler`, which is logged. Loaders
-    with any other sampler, batch sampler or an iterable data set are left alone, as their author knows better.
+    Whatever order a sampler draws, all ranks draw the same, as a function of `seed` and the epoch alone, and rank r of
+    n gets the items at positions r, r + n, r + 2n ... of it:
+
+    * Torch's `RandomSampler` and `SequentialSampler`, when they go through all samples once, become a `DefaultSampler`.
+    * Any other sampler, of torch or of a user's own, is drawn from by a `ShardedSampler`. In training samples from the
+      beginning are repeated until every rank has equally many; in evaluation each is seen once.
+    * A batch sampler is drawn from in the same way; what is dealt out are its batches, none of which is repeated.
+    * A sampler that knows of ranks (see `is_rank_aware`) shards by itself, and is left as it is, such as torch's
+      `DistributedSampler`. One that does so in a way that can't be seen says so by an attribute `rank`, or by
+      `split=False` in the config.
+
+    This holds on one process, too, so that a training can go on inside an epoch, and sees the same global batches on
+    any number of ranks. Left as they are there: loaders in the data set's own order in evaluation, and subclasses of
+    `DataLoader`.
+
+    What can't be sharded is left as it is, with a warning where every rank would see the same: an iterable of batches
+    that isn't a `DataLoader`, and a `DataLoader` of an `IterableDataset`, which as a config is split.
 
     Args:
         loader: a `DataLoader` or any iterable of batches, or a config dict with the keys `dataset` (an object or a
             config), `batch_size` (per rank), optionally `sampler` (an object, a config, or replaced by `shuffle`),
-            `collate_fn` (a function, or one in the registry `FUNCTIONS`, such as `default_collate` and
-            `pseudo_collate`, by name or config), `num_batch_per_epoch` (to see only so many batches, for a trial), and
-            further arguments of `torch.utils.data.DataLoader`. An `IterableDataset` is split over ranks and workers
-            (see `StreamShare`), unless `split=False` says that it deals itself out.
+            `batch_sampler` (an object or a config), `collate_fn` (a function, or one in the registry `FUNCTIONS`, such
+            as `default_collate` and `pseudo_collate`, by name or config), `num_batch_per_epoch` (to see only so many
+            batches, for a trial), and further arguments of `torch.utils.data.DataLoader`. An `IterableDataset` is split
+            over ranks and workers (see `StreamShare`). `split=False` says that the data set, or the sampler, deals
+            itself out already; `split=True` that it does not, though it may look so.
         seed: of the order of samples, the same on every rank.
         evaluation: by default keep the order, and show each sample exactly once.
         share: which of how many shares of the data is this rank's; by default its rank, of the world size.
 
+    **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes, to see that all hold the same data.
+
     Raises:
-        ConfigError: the config has no data set, something in it does not fit, or a sampler deals out other shares.
+        ConfigError: the config has no data set, something in it does not fit, the ranks hold other data, or a sampler
+            deals out other shares.
     """
     share = share or get_dist_info()
     if isinstance(loader, Mapping):
@@ -74,26 +78,7 @@ def build_dataloader(
             "a data loader must be a torch DataLoader, an iterable of batches or a config dict, "
             f"but is {loader!r} of type {type(loader).__name__}"
         )
-    _, shares = share
-    if get_dist_info()[1] == 1:
-        return loader
-    shuffle = _replaceable_order(loader)
-    if shuffle is None:
-        _check_share(getattr(loader, "sampler", None), share)
-        _logger.info(
-            "%s is left as it is: each of the %d ranks takes from it what its own sampler says",
-            _describe(loader), shares,
-        )  # fmt: skip
-        return loader
-    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-    sampler = DefaultSampler(loader.dataset, shuffle, seed, round_up=not evaluation, share=share)  # type: ignore[arg-type]
-    _logger.info(
-        "%s: its %d samples are dealt out to %d ranks, %s to each in batches of %s "
-        "(DefaultSampler in place of %s; a sampler of your own would be left alone)",
-        _describe(loader), len(loader.dataset), shares, len(sampler), loader.batch_size,  # type: ignore[arg-type]
-        type(loader.sampler).__name__,
-    )  # fmt: skip
-    return DataLoader(loader.dataset, sampler=sampler, **kept)
+    return shard_loader(loader, seed, evaluation, share)  # type: ignore[no-any-return]
 
 
 def pseudo_collate(batch: list[Any]) -> Any:
@@ -133,15 +118,18 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, share: tup
     arguments.setdefault("generator", WorkerSeeds(seed, share[0]))
     if isinstance(dataset, IterableDataset):
         return _stream_loader(dataset, arguments, share)
-    if "split" in arguments:
-        raise ConfigError(f"`split` is for iterable data sets, but {type(dataset).__name__} is none")
+    if "shuffle" in arguments and arguments.get("sampler") is not None:
+        raise ConfigError("a data loader's config has both 'sampler' and 'shuffle'; leave out one")
+    order = _Order(dataset, seed, evaluation, share, _split(arguments))
     batch_sampler = arguments.get("batch_sampler")
-    if batch_sampler is None or isinstance(batch_sampler, Mapping):
-        arguments["sampler"] = _sampler(arguments, dataset, seed, evaluation, share)
+    if batch_sampler is not None:
+        arguments["batch_sampler"] = order.batch_sampler(batch_sampler, arguments)
+    else:
+        sampler = arguments.get("sampler")
+        if sampler is None:
+            sampler = {"shuffle": arguments.get("shuffle", not evaluation)}
+        arguments["sampler"] = order.sampler(sampler, arguments.get("batch_size", 1))
     arguments.pop("shuffle", None)
-    if isinstance(batch_sampler, Mapping):
-        inner = {"sampler": arguments.pop("sampler"), "batch_size": arguments.pop("batch_size", 1)}
-        arguments["batch_sampler"] = DATA_SAMPLERS.build(batch_sampler, **inner)
     try:
         return DataLoader(dataset, **arguments)
     except TypeError as error:
@@ -160,9 +148,7 @@ def _first_samples(dataset: Any, count: int) -> Any:
 
 
 def _stream_loader(dataset: Any, arguments: dict[str, Any], share: tuple[int, int]) -> StreamLoader:
-    split = arguments.pop("split", None)
-    if split is not None and not isinstance(split, bool):
-        raise ConfigError(f"`split` must be True, False or None, but is {split!r}")
+    split = _split(arguments)
     if arguments.pop("shuffle", None) or any(arguments.get(key) is not None for key in ("sampler", "batch_sampler")):
         raise ConfigError(
             f"an iterable data set has an order of its own, which no sampler can change; but beside "
@@ -179,43 +165,93 @@ def _stream_loader(dataset: Any, arguments: dict[str, Any], share: tuple[int, in
         raise ConfigError(f"a data loader's config does not fit: {error}") from error
 
 
-def _sampler(
-    arguments: dict[str, Any], dataset: Any, seed: int, evaluation: bool, share: tuple[int, int]
-) -> Sampler[int]:
-    sampler = arguments.pop("sampler", None)
-    if sampler is not None and "shuffle" in arguments:
-        raise ConfigError("a data loader's config has both 'sampler' and 'shuffle'; leave out one")
-    if sampler is None:
-        sampler = {"shuffle": arguments.get("shuffle", not evaluation)}
-    if not isinstance(sampler, Mapping):
-        _check_share(sampler, share)
-        return sampler  # type: ignore[no-any-return]
-    kind = sampler.get("type", DefaultSampler)
-    if isinstance(kind, str):
-        kind = DATA_SAMPLERS[kind]
-    if "share" in Arguments.of(kind).named:
-        sampler = {"share": share, **sampler}
-    if kind is InfiniteSampler:
-        sampler = {"seed": seed, **sampler}
-    if not issubclass(kind, DefaultSampler):
-        key = "data_source" if kind.__module__.startswith("torch.utils.data") else "dataset"
-        built: Sampler[int] = DATA_SAMPLERS.build({**sampler, "type": kind, key: dataset})
-        _check_share(built, share)
-        return built
-    cfg = {"seed": seed, "shuffle": not evaluation, "round_up": not evaluation, **sampler}
-    return DATA_SAMPLERS.build({**cfg, "type": kind, "dataset": dataset})  # type: ignore[no-any-return]
+class _Order(NamedTuple):
+    """What the samplers of a config are built with."""
+
+    dataset: Any
+    seed: int
+    evaluation: bool
+    share: tuple[int, int]
+    split: bool | None
+
+    def sampler(self, sampler: Any, batch_size: int | None) -> Any:
+        """Return a sampler of this rank's samples from an object or a config."""
+        if isinstance(sampler, Mapping):
+            sampler = self._built(sampler)
+        round_up = not self.evaluation and batch_size is not None
+        return self._sharded(sampler, round_up=round_up, batch_size=batch_size or 1)
+
+    def batch_sampler(self, batch_sampler: Any, arguments: dict[str, Any]) -> Any:
+        """Return a sampler of this rank's batches from an object or a config; those arguments that it takes go away."""
+        if not isinstance(batch_sampler, Mapping):
+            return self._sharded(batch_sampler, round_up=False)
+        kind = _kind_of(batch_sampler)
+        takes = Arguments.of(kind).named
+        batch_size = arguments.pop("batch_size", 1)
+        if "sampler" not in takes or isinstance(batch_sampler.get("sampler"), Sampler):
+            offered = {"batch_size": batch_size} if "batch_size" in takes else {}
+            return self._sharded(self._built({**offered, **batch_sampler}), round_up=False)
+        # It makes its batches of this rank's samples.
+        given = arguments.pop("sampler", None)
+        given = batch_sampler.get("sampler", {"shuffle": self._shuffle(arguments)} if given is None else given)
+        sampler = self.sampler(given, batch_size)
+        return DATA_SAMPLERS.build({"batch_size": batch_size, **batch_sampler, "type": kind, "sampler": sampler})
+
+    def _built(self, cfg: Mapping[str, Any]) -> Any:
+        kind = _kind_of(cfg)
+        is_ours = issubclass(kind, DefaultSampler | InfiniteSampler)
+        rank, size = share = (0, 1) if is_ours and self.split is False else self.share
+        offered: dict[str, Any] = {
+            "dataset": self.dataset,
+            "data_source": self.dataset,
+            "seed": self.seed,
+            "share": share,
+            "num_replicas": size,
+            "world_size": size,
+            "rank": rank,
+        }
+        if issubclass(kind, DefaultSampler):
+            offered |= {"shuffle": not self.evaluation, "round_up": not self.evaluation}
+        takes = Arguments.of(kind)
+        taken = {name: value for name, value in offered.items() if name in takes.named}
+        if takes.takes_others and "data_source" not in taken:
+            taken["dataset"] = self.dataset
+        return DATA_SAMPLERS.build({**taken, **cfg, "type": kind})
+
+    def _sharded(self, sampler: Any, *, round_up: bool, batch_size: int = 1) -> Any:
+        if self.split is False:
+            return sampler
+        if isinstance(sampler, DefaultSampler | InfiniteSampler | ShardedSampler):
+            self._check_alike(None)
+        elif self.split is True or not is_rank_aware(sampler):
+            self._check_alike(sampler)
+            return shard_sampler(sampler, self.seed, self.share, round_up=round_up, batch_size=batch_size)
+        check_share(sampler, self.share)
+        return sampler
+
+    def _check_alike(self, sampler: Any) -> None:
+        differing = differing_parts(self.dataset, sampler) if get_world_size() > 1 else []
+        if differing:
+            raise ConfigError(
+                f"`dataset` and `sampler` must be the same on all ranks, to which they are dealt out, but "
+                f"{' and '.join(differing)} differ (rank {get_rank()} of {get_world_size()}). Make them alike, as by "
+                "the seed of a random split, or say `split=False`, if each rank has data of its own"
+            )
+
+    def _shuffle(self, arguments: Mapping[str, Any]) -> bool:
+        return bool(arguments.get("shuffle", not self.evaluation))
 
 
-def _check_share(sampler: Any, share: tuple[int, int]) -> None:
-    """Refuse a sampler that deals out to all ranks where some of them must see the same samples."""
-    size = getattr(sampler, "num_replicas", getattr(sampler, "world_size", None))
-    dealt = getattr(sampler, "rank", None), size
-    if share != get_dist_info() and size is not None and dealt != share:
-        raise ConfigError(
-            f"`sampler` must deal out {share[1]} shares, and this rank be given number {share[0]}, because the "
-            f"strategy lets several ranks compute on the same samples; but {type(sampler).__name__} deals out {size}, "
-            f"and gives it number {dealt[0]}. Leave the sampler out, or give it the strategy's `data_share`"
-        )
+def _kind_of(cfg: Mapping[str, Any]) -> Any:
+    kind = cfg.get("type", DefaultSampler)
+    return DATA_SAMPLERS[kind] if isinstance(kind, str) else kind
+
+
+def _split(arguments: dict[str, Any]) -> bool | None:
+    split = arguments.pop("split", None)
+    if split is not None and not isinstance(split, bool):
+        raise ConfigError(f"`split` must be True, False or None, but is {split!r}")
+    return split
 
 
 def _collate_fn(collate_fn: Any, in_batches: bool = True) -> Callable[[Any], Any]:
@@ -234,23 +270,3 @@ def _collate_fn(collate_fn: Any, in_batches: bool = True) -> Callable[[Any], Any
             raise ConfigError(f"`collate_fn` must be a function or the name of one {FUNCTIONS.suggest(collate_fn)}")
         return found
     return collate_fn  # type: ignore[no-any-return]
-
-
-def _replaceable_order(loader: Any) -> bool | None:
-    """Return whether `loader` shuffles, or None where its order is its author's own."""
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-        return None
-    if type(loader.batch_sampler) is not BatchSampler:
-        return None
-    sampler = loader.sampler
-    if type(sampler) is SequentialSampler:
-        return False
-    if type(sampler) is RandomSampler and not sampler.replacement:
-        return True if sampler.num_samples == len(loader.dataset) else None  # type: ignore[arg-type]
-    return None
-
-
-def _describe(loader: Any) -> str:
-    dataset = getattr(loader, "dataset", None)
-    name = type(loader).__name__
-    return name if dataset is None else f"{name} of {type(dataset).__name__}"

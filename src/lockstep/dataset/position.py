@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from torch.utils.data import BatchSampler, DataLoader
+
 from lockstep.dataset.endless import InfiniteSampler
 from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.sharded import ShardedSampler
 from lockstep.dataset.stream_loader import StreamLoader
 from lockstep.dataset.worker_seeds import WorkerSeeds
 
@@ -44,11 +47,16 @@ def skip_batches(loader: Any, count: int) -> bool:
     Returns:
         Whether it was; else whoever iterates has to walk past them.
     """
-    sampler = getattr(loader, "sampler", None)
-    batch_size = getattr(loader, "batch_size", None)
-    if not isinstance(sampler, DefaultSampler | InfiniteSampler) or batch_size is None:
+    if not isinstance(loader, DataLoader):
         return False
-    sampler.skip(count * batch_size)
+    batches, sampler, items = loader.batch_sampler, loader.sampler, count
+    if type(batches) is BatchSampler:
+        sampler, items = batches.sampler, count * batches.batch_size
+    elif batches is not None:
+        sampler = batches
+    if not isinstance(sampler, DefaultSampler | InfiniteSampler | ShardedSampler):
+        return False
+    sampler.skip(items)
     return True
 
 

@@ -1,0 +1,154 @@
+"""Whether a sampler or a loader shards the data by itself, as far as that can be seen without drawing from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sized
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
+
+from lockstep.dist import all_gather_object
+
+_ATTRIBUTES = ("rank", "world_size", "num_replicas", "share", "process_index", "num_processes")
+_ASKING = frozenset({"get_rank", "get_dist_info", "process_index"})
+
+
+def is_rank_aware(sampler: Any) -> bool:
+    """Return whether a sampler, batch sampler or loader knows of ranks, so that it gives each of them its own part.
+
+    It does if it, or a sampler or loader that it holds, has one of the attributes `rank`, `world_size`, `num_replicas`,
+    `share`, `process_index` and `num_processes`, with or without a leading underscore, or if a method of its class asks
+    for the rank by name (`get_rank`, `get_dist_info`). Nothing is drawn from it.
+
+    Example:
+        >>> from torch.utils.data import DistributedSampler, RandomSampler
+        >>> is_rank_aware(DistributedSampler(range(4), 2, 0)), is_rank_aware(RandomSampler(range(4)))
+        (True, False)
+    """
+    return any(
+        any(hasattr(part, name) or hasattr(part, f"_{name}") for name in _ATTRIBUTES) or _asks_for_rank(part)
+        for part in parts_of(sampler)
+    )
+
+
+def parts_of(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler or loader, and those samplers and loaders that it holds, each once."""
+    seen: set[int] = set()
+    stack = [sampler]
+    while stack:
+        part = stack.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        stack.extend(value for name, value in _attributes(part).items() if _is_inner(name, value))
+
+
+def differing_parts(dataset: Any, sampler: Any) -> list[str]:
+    """Return what differs between the ranks in a data set and its sampler, in words. No sample is read.
+
+    Compared are lengths, the indices that samplers and `Subset` hold, the weights of a `WeightedRandomSampler`, other
+    plain values in samplers, and the first and last rows of a `TensorDataset` and of a list.
+
+    **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes.
+    """
+    own = {**_of_data(dataset), **_of_sampler(sampler)}
+    told = all_gather_object(own)
+    names = dict.fromkeys(name for parts in told for name in parts)
+    return [name for name in names if any(parts.get(name) != own.get(name) for parts in told)]
+
+
+def _is_inner(name: str, value: Any) -> bool:
+    if isinstance(value, Sampler | DataLoader):
+        return True
+    is_named_so = name.endswith(("sampler", "loader")) and name != "_parent_loader"
+    return is_named_so and not isinstance(value, type | str) and hasattr(value, "__iter__")
+
+
+def _attributes(part: Any) -> Mapping[str, Any]:
+    return getattr(part, "__dict__", {})
+
+
+def _asks_for_rank(part: Any) -> bool:
+    functions = [
+        getattr(value, "fget", value)
+        for kind in type(part).__mro__
+        if not kind.__module__.startswith(("torch.", "builtins"))
+        for value in vars(kind).values()
+    ]
+    codes = [getattr(function, "__code__", None) for function in functions]
+    codes.append(getattr(part, "gi_code", None))  # of a generator
+    return any(_ASKING.intersection(_names_in(code)) for code in codes if code is not None)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _of_data(dataset: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if isinstance(dataset, Sized):
+        found["the length of the data set"] = str(len(dataset))
+    if isinstance(dataset, Subset):
+        found["the indices of the Subset"] = _digest(dataset.indices)
+        found.update(_of_data(dataset.dataset))
+    elif isinstance(dataset, TensorDataset) and len(dataset):
+        rows = [tensor[index] for tensor in dataset.tensors for index in (0, -1)]
+        found["the first and last rows of the TensorDataset"] = _digest(rows)
+    elif isinstance(dataset, list | tuple) and dataset and _is_plain(ends := [dataset[0], dataset[-1]]):
+        found["the first and last items"] = _digest(ends)
+    return found
+
+
+def _of_sampler(sampler: Any) -> dict[str, str]:
+    if isinstance(sampler, list | tuple | range):
+        return {"the sampler": _digest(sampler)}
+    return {
+        f"{type(part).__name__}.{name}": _digest(value)
+        for part in parts_of(sampler)
+        for name, value in _attributes(part).items()
+        if name not in ("data_source", "dataset") and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return not value or _is_plain(value[0])
+    return isinstance(value, int | float | range | Tensor) or _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array_interface__") and hasattr(value, "tobytes")
+
+
+def _digest(value: Any) -> str:
+    """Return a few characters that are the same for equal values in every process."""
+    found = hashlib.sha1(usedforsecurity=False)
+    _add(found, value)
+    return found.hexdigest()[:16]
+
+
+def _add(found: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        found.update(repr((value.dtype, tuple(value.shape))).encode())
+        if value.layout is torch.strided:
+            found.update(bytes(value.detach().cpu().flatten().view(torch.uint8).tolist()))
+    elif _is_array(value):
+        found.update(repr((value.dtype.str, value.shape)).encode())
+        found.update(value.tobytes())
+    elif isinstance(value, Mapping):
+        _add(found, list(value.values()))
+    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        for item in value:
+            _add(found, item)
+    else:
+        found.update(repr(value).encode())

@@ -1,0 +1,179 @@
+"""`ShardedSampler`: what a sampler draws that knows no ranks, dealt out to them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from lockstep.dataset.rank_aware import parts_of
+from lockstep.dist import get_dist_info, sync_random_seed
+from lockstep.errors import ConfigError
+
+
+class ShardedSampler(Sampler[Any]):
+    """Deal out to the ranks what another sampler or batch sampler draws, like cards.
+
+    Every rank draws the whole order, the same on each: for as long as the other sampler draws, the global generators
+    of torch (CPU), Python and numpy are in a state of their own, and they and the generators that the sampler holds are
+    seeded for each pass from `seed` and the epoch. So the global order depends on these alone, and a training can go on
+    inside a pass. Rank r of n takes the items at positions r, r + n, r + 2n ...
+
+    A sampler that draws from anything else, such as the clock or a generator that it makes in `__iter__` without a
+    seed, can't be dealt out so.
+
+    Args:
+        sampler: an iterable of indices, or of lists of them. It may have no end, and no length.
+        seed: of the draws; the same on every rank. By default rank 0 draws one.
+        round_up: repeat items from the beginning of the order until every rank has equally many. Without it each item
+            is seen exactly once, and some ranks have one item less than others.
+        share: which of how many shares is this rank's; by default its rank, of the world size.
+        batch_size: how many items of each rank are drawn at once.
+
+    **Collective**: every rank, if `seed` is None.
+
+    Raises:
+        ConfigError: with `round_up`, the sampler has fewer items than there are ranks.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import get_rank
+        >>> list(ShardedSampler([5, 5, 8], round_up=False)) == ([5, 8], [5])[get_rank()]
+        True
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        seed: int | None = None,
+        round_up: bool = True,
+        share: tuple[int, int] | None = None,
+        batch_size: int = 1,
+    ) -> None:
+        self.rank, self.world_size = get_dist_info() if share is None else share
+        self.sampler = sampler
+        self.seed = sync_random_seed() if seed is None else seed
+        self.round_up = round_up
+        self.batch_size = batch_size
+        self.epoch = 0
+        self._skipped = 0
+        if round_up and isinstance(sampler, Sized) and (items := _length(sampler)) < self.world_size:
+            raise ConfigError(
+                f"`sampler` must have at least one sample for each of the {self.world_size} ranks, but has {items} "
+                f"(rank {self.rank} of {self.world_size}). Use fewer ranks"
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self._skipped = self._skipped, 0
+        return islice(self._own(self.seed + self.epoch), skipped, None)
+
+    def __len__(self) -> int:
+        """Return the number of items that this rank sees in a pass.
+
+        Raises:
+            TypeError: the sampler has no length.
+        """
+        items = len(self.sampler)  # type: ignore[arg-type]
+        if self.round_up:
+            return -(-items // self.world_size)
+        return len(range(self.rank, items, self.world_size))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass, here and in the sampler."""
+        self.epoch = epoch
+        for part in parts_of(self.sampler):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def skip(self, items: int) -> None:
+        """Leave out the first items of this rank in the next pass. They are drawn, but no sample is read."""
+        self._skipped = items
+
+    def _own(self, seed: int) -> Iterator[Any]:
+        first: list[Any] = []
+        for row in self._rows(seed):
+            first = first or row
+            if self.rank < len(row):
+                yield row[self.rank]
+            elif self.round_up:
+                yield first[(self.rank - len(row)) % len(first)]
+
+    def _rows(self, seed: int) -> Iterator[list[Any]]:
+        """Yield one item for each rank after the other; fewer of them at the end."""
+        states: dict[str, Any] = {}
+        with _in_states(states):
+            _seed_generators(self.sampler, seed)
+            items = iter(self.sampler)
+        # No more at once than a batch needs: samplers may draw by what has been trained so far.
+        size = self.batch_size * self.world_size
+        while True:
+            with _in_states(states):
+                drawn = list(islice(items, size))
+            for begin in range(0, len(drawn), self.world_size):
+                yield drawn[begin : begin + self.world_size]
+            if len(drawn) < size:
+                return
+
+
+def _length(sampler: Sized) -> int:
+    try:
+        return len(sampler)
+    except TypeError:  # it has the method, but can't say
+        return sys.maxsize
+
+
+@contextmanager
+def _in_states(states: dict[str, Any]) -> Iterator[None]:
+    """Let the global generators go on from `states`, note there how far they come, and undo it outside."""
+    outside = _global_states()
+    _set_global_states(states)
+    try:
+        yield
+    finally:
+        states.update(_global_states())
+        _set_global_states(outside)
+
+
+def _global_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def _set_global_states(states: dict[str, Any]) -> None:
+    if states:
+        random.setstate(states["python"])
+        torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+def _seed_generators(sampler: Any, seed: int) -> None:
+    """Seed the global generators, and those that a sampler holds."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)  # those of accelerators are not of the sampler's concern
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    for part in parts_of(sampler):
+        for value in getattr(part, "__dict__", {}).values():
+            _seed_generator(value, seed)
+
+
+def _seed_generator(value: Any, seed: int) -> None:
+    if isinstance(value, torch.Generator):
+        value.manual_seed(seed)
+    elif isinstance(value, random.Random):
+        value.seed(seed)
+    elif "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        if isinstance(value, numpy.RandomState):
+            value.seed(seed % 2**32)
+        elif isinstance(value, numpy.Generator):
+            value.bit_generator.state = type(value.bit_generator)(seed).state

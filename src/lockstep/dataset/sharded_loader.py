@@ -1,0 +1,159 @@
+"""A user's own `DataLoader`, sharded over the ranks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sized
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
+from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.sharded import ShardedSampler
+from lockstep.dataset.worker_seeds import WorkerSeeds
+from lockstep.dist import get_dist_info, get_world_size
+from lockstep.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
+
+_HOW_TO_SAY = "if it shards by itself, an attribute `rank` says so"
+
+
+def shard_loader(loader: Any, seed: int, evaluation: bool, share: tuple[int, int]) -> Any:
+    """Return a loader like `loader` that yields this rank's share, or `loader` where it is left as it is.
+
+    What is done, and why, is logged.
+
+    **Collective**: every rank.
+    """
+    sampler = _drawn_from(loader)
+    differing = differing_parts(getattr(loader, "dataset", loader), sampler) if get_world_size() > 1 else []
+    is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if is_rank_aware(loader) or (not is_map_style and is_rank_aware(getattr(loader, "dataset", None))):
+        check_share(sampler, share)
+        _leave(loader, "it knows of ranks, and gives each of them its own part", logging.INFO)
+        return loader
+    if not is_map_style:
+        _warn_of_copies(loader, differing)
+        return loader
+    if differing:
+        _leave(
+            loader,
+            f"{' and '.join(differing)} differ between ranks, as if each rank had data of its own. If that is by "
+            "accident, as after a random split without a seed, all ranks must make them alike",
+            logging.WARNING,
+        )
+        return loader
+    if get_world_size() == 1 and (type(loader) is not DataLoader or (evaluation and _is_sequential(sampler))):
+        return loader
+    if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
+        _leave(loader, "it has begun to read before the training, so that every rank sees all samples", logging.WARNING)
+        return loader
+    return _sharded(loader, seed, evaluation, share)
+
+
+def shard_sampler(
+    sampler: Any, seed: int, share: tuple[int, int], *, round_up: bool, batch_size: int = 1
+) -> DefaultSampler | ShardedSampler:
+    """Return a sampler that deals out to the ranks what `sampler`, which knows no ranks, draws.
+
+    A `DefaultSampler` where torch's go through all samples once; else a `ShardedSampler`.
+    """
+    if _is_sequential(sampler) or _is_permutation(sampler):
+        return DefaultSampler(range(len(sampler)), not _is_sequential(sampler), seed, round_up, share)
+    return ShardedSampler(sampler, seed, round_up, share, batch_size)
+
+
+def check_share(sampler: Any, share: tuple[int, int]) -> None:
+    """Refuse a sampler that deals out to all ranks where some of them must see the same samples."""
+    size = getattr(sampler, "num_replicas", getattr(sampler, "world_size", None))
+    dealt = getattr(sampler, "rank", None), size
+    if share != get_dist_info() and size is not None and dealt != share:
+        raise ConfigError(
+            f"`sampler` must deal out {share[1]} shares, and this rank be given number {share[0]}, because the "
+            f"strategy lets several ranks compute on the same samples; but {type(sampler).__name__} deals out {size}, "
+            f"and gives it number {dealt[0]}. Leave the sampler out, or give it the strategy's `data_share`"
+        )
+
+
+def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, share: tuple[int, int]) -> DataLoader[Any]:
+    batches, sampler = loader.batch_sampler, _drawn_from(loader)
+    in_samples = type(batches) is BatchSampler
+    # Batches are not repeated to give each rank equally many: `Passes` does with unequal numbers of them.
+    batch_size = batches.batch_size if type(batches) is BatchSampler else 1
+    dealt = shard_sampler(sampler, seed, share, round_up=in_samples and not evaluation, batch_size=batch_size)
+    parts: dict[str, Any] = {"_iterator": None}
+    if type(batches) is BatchSampler:
+        parts |= {"sampler": dealt, "batch_sampler": BatchSampler(dealt, batches.batch_size, batches.drop_last)}
+    elif batches is not None:
+        parts["batch_sampler"] = dealt
+    else:
+        parts["sampler"] = dealt
+    if loader.generator is None:
+        parts["generator"] = WorkerSeeds(seed, share[0])
+    # A copy with other samplers: whatever else the loader or its subclass was given is kept.
+    sharded = copy.copy(loader)
+    vars(sharded).update(parts)
+    _logger.info(
+        "%s: %s %s are dealt out to %d ranks, in an order of seed and epoch (%s in place of %s; %s)",
+        _describe(loader), _count(sampler), "samples" if in_samples else "batches", share[1],
+        type(dealt).__name__, type(sampler).__name__, _HOW_TO_SAY,
+    )  # fmt: skip
+    return sharded
+
+
+def _drawn_from(loader: Any) -> Any:
+    """Return what a loader draws from: a sampler of indices, where batches are made of them in the plain way."""
+    batches = getattr(loader, "batch_sampler", None)
+    if type(batches) is BatchSampler:
+        return batches.sampler
+    return getattr(loader, "sampler", None) if batches is None else batches
+
+
+def _is_sequential(sampler: Any) -> bool:
+    return type(sampler) is SequentialSampler
+
+
+def _is_permutation(sampler: Any) -> bool:
+    if type(sampler) is not RandomSampler or sampler.replacement:
+        return False
+    return sampler.num_samples == len(sampler.data_source)
+
+
+def _warn_of_copies(loader: Any, differing: list[str]) -> None:
+    """Say of a loader that can't be sharded that its batches may be the same on all ranks."""
+    if get_world_size() == 1:
+        return
+    if differing:
+        _leave(loader, "it holds other data on each rank", logging.INFO)
+        return
+    advice = "Give a DataLoader of map-style data, or on each rank batches of its own"
+    if isinstance(loader, DataLoader):
+        advice = "The config dict(dataset=..., batch_size=...) splits an iterable data set"
+    _leave(
+        loader,
+        f"each of the {get_world_size()} ranks trains on, or counts, all batches that it yields there, which are the "
+        f"same on all unless it shards by itself. {advice}; {_HOW_TO_SAY}",
+        logging.WARNING,
+    )
+
+
+def _leave(loader: Any, why: str, level: int) -> None:
+    if get_world_size() > 1:
+        _logger.log(level, "%s is left as it is: %s", _describe(loader), why)
+
+
+def _count(sampler: Any) -> str:
+    try:
+        return f"its {len(sampler)}" if isinstance(sampler, Sized) else "its"
+    except TypeError:
+        return "its"
+
+
+def _describe(loader: Any) -> str:
+    dataset = getattr(loader, "dataset", None)
+    name = type(loader).__name__
+    return name if dataset is None else f"{name} of {type(dataset).__name__}"
