@@ -55,6 +55,11 @@ def check_collectives(mode: CheckMode | str = "always") -> None:
     _mode = cast(CheckMode, mode)
 
 
+def check_mode() -> CheckMode:
+    """Return what `check_collectives` has chosen."""
+    return _mode
+
+
 def check_call(name: str, here: Group, *arguments: object) -> None:
     """Compare this call with every rank's, if the mode says so.
 

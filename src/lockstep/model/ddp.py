@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size, is_main_process
 from lockstep.errors import ConfigError
 from lockstep.model import steps
+from lockstep.model.autograd_graph import leaves_of
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
 from lockstep.registry import MODEL_WRAPPERS
 
@@ -260,19 +261,3 @@ def _without(before: Sequence[bool], now: Sequence[bool]) -> list[bool]:
 def _checksum(parameter: Tensor) -> Tensor:
     values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
     return values.double().sum().nan_to_num(nan=0.0)
-
-
-def leaves_of(loss: Tensor) -> set[Tensor]:
-    """Return the leaf tensors that gradients of `loss` flow into."""
-    leaves: set[Tensor] = set()
-    seen: set[Any] = set()
-    open_nodes = [loss.grad_fn]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.add(leaf)
-        open_nodes += [parent for parent, _ in node.next_functions]
-    return leaves

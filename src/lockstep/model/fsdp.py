@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from lockstep.errors import ConfigError
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
 from lockstep.model.fsdp_arguments import Offload, Precision
+from lockstep.model.fsdp_consistency import Consistency
+from lockstep.model.fsdp_dtypes import cut_by_dtype
 from lockstep.model.fsdp_mesh import GroupsLike, Meshes, MeshLike, make_mesh, make_tensor_parallel_mesh
 from lockstep.model.fsdp_policies import choose_units
-from lockstep.model.fsdp_start import InitFunction, Start
+from lockstep.model.fsdp_replicated import ReplicatedParameters
+from lockstep.model.fsdp_start import InitFunction, Start, send_from_first
 from lockstep.model.full_params import full_parameters, reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import Request, read_request
@@ -56,6 +61,9 @@ class MMFullyShardedDataParallel(nn.Module):
         fsdp_auto_wrap_policy: another name of `auto_wrap_policy`.
         device_mesh: the mesh to shard over, one-axis or (replicas, shards); or its shape.
         reshard_after_forward: as for `fully_shard`, in place of `sharding_strategy`.
+        find_unused_parameters: let ranks differ in which parameters of a unit their losses depend on, as the experts
+            of a mixture do: where another rank has a gradient, zeros are contributed. See
+            `lockstep.model.fsdp_consistency`.
         tensor_parallel: the number of ranks that compute each of some modules together, each with a part of their
             weights, as the model's `_tp_plan` says; or `dict(degree=2, plan={"*.attn.q": "colwise", ...})`, see
             `lockstep.model.tensor_parallel_plan.read_plan`. Only groups of that many ranks are sharded over.
@@ -99,6 +107,7 @@ class MMFullyShardedDataParallel(nn.Module):
         fsdp_auto_wrap_policy: Any = None,
         device_mesh: MeshLike | None = None,
         reshard_after_forward: bool | int | None = None,
+        find_unused_parameters: bool = False,
         tensor_parallel: int | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -115,6 +124,7 @@ class MMFullyShardedDataParallel(nn.Module):
         offload = arguments.read_offload(cpu_offload, device.type)
         sharding = arguments.read_sharding(sharding_strategy, reshard_after_forward)
         units = choose_units(module, policy, ignored)
+        units += cut_by_dtype(module, units, ignored)
         request = read_request(tensor_parallel)
         meshes = _make_meshes(
             device.type,
@@ -135,9 +145,12 @@ class MMFullyShardedDataParallel(nn.Module):
             "reshard_after_forward": sharding.reshard_after_forward,
             "offload_policy": offload,
         }
-        _shard(module, units, ignored, precision, start, parallel, options)
+        scalars = _shard(module, units, ignored, precision, start, parallel, options)
+        send_from_first([scalar.detach() for scalar in scalars], whole)
         self.module = module
         self._syncs_gradients = True
+        ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
+        self._consistency = Consistency(module, whole, scalars, find_unused=find_unused_parameters)
         self._is_summoned = False
         if forward_prefetch:
             _prefetch_in_order(module)
@@ -176,6 +189,22 @@ class MMFullyShardedDataParallel(nn.Module):
         """
         with _without_inference_mode():
             return steps.own_step(self.module, "test_step", data)
+
+    @contextmanager
+    def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:
+        """Run a backward pass inside, before which the ranks agree on what it will reach.
+
+        Args:
+            loss: what the pass begins with, scaled.
+            syncs: whether the pass ends a window of accumulation; what is reduced is decided by `no_sync`.
+
+        **Collective**: every rank of the mesh.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if the losses depend on different units or parameters.
+        """
+        self._consistency.before_backward(loss, reduces=self._syncs_gradients)
+        yield
 
     @property
     def data_share(self) -> tuple[int, int] | None:
@@ -298,18 +327,38 @@ def _shard(
     start: Start,
     parallel: TensorParallel | None,
     options: Mapping[str, Any],
-) -> None:
-    """Shard the units and then the rest, each whole for only as long as it takes to fill and shard it."""
+) -> list[nn.Parameter]:
+    """Shard the units and then the rest, each whole for only as long as it takes to fill and shard it.
+
+    Returns:
+        The parameters of dimension 0, which have nothing that could be sharded, and stay whole.
+    """
     _move_preprocessor(module, start.device)
     left_out = {part for each in ignored for part in each.modules()}
     ignored_params = {parameter for each in ignored for parameter in each.parameters()}
+    scalars: list[nn.Parameter] = []
     precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, left_out)
     for unit in reversed(list(module.modules())):
         if unit in precisions:
             start.fill(unit, ignored_params)
             if parallel is not None:
                 parallel.apply(unit)
+            for name, parameter in unit.named_parameters():
+                if parameter.dim() == 0 and parameter not in ignored_params:
+                    _check_scalar(name, parameter)
+                    parameter.data = parameter.data.to(start.device)
+                    scalars.append(parameter)
+                    ignored_params.add(parameter)
             fully_shard(unit, mp_policy=precisions[unit], ignored_params=ignored_params or None, **options)
+    return scalars
+
+
+def _check_scalar(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        raise ConfigError(
+            f"`tensor_parallel` must leave out parameters of dimension 0, but splits the module of `{name}`. "
+            "Give that parameter a dimension, or leave the module out of the plan"
+        )
 
 
 def _move_preprocessor(module: nn.Module, device: torch.device) -> None:

@@ -76,14 +76,14 @@ def choose_units(model: nn.Module, policy: Any, ignored: Collection[nn.Module] =
         return []
     left_out = {model, *(inner for module in ignored for inner in module.modules())}
     chosen = set(_as_policy(model, policy, left_out).choose(model)) - left_out
-    owners = _owners_of_parameters(model)
+    owners = owners_of_parameters(model)
     return [
         module
         for module in reversed(list(model.modules()))
         if module in chosen
         and type(module).forward is not nn.Module.forward
         and next(module.parameters(), None) is not None
-        and _keeps_to_itself(module, owners)
+        and keeps_to_itself(module, owners)
     ]
 
 
@@ -203,7 +203,8 @@ def _numel(modules: list[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def _owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """Return, for each parameter, the modules that own it."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -211,6 +212,7 @@ def _owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module
     return owners
 
 
-def _keeps_to_itself(module: nn.Module, owners: Mapping[nn.Parameter, list[nn.Module]]) -> bool:
+def keeps_to_itself(module: nn.Module, owners: Mapping[nn.Parameter, list[nn.Module]]) -> bool:
+    """Return whether no parameter of `module` is shared with a module outside it."""
     inside = set(module.modules())
     return all(owner in inside for parameter in module.parameters() for owner in owners[parameter])

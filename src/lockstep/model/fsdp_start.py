@@ -76,13 +76,21 @@ class Start:
             if not isinstance(tensor, DTensor) and tensor not in self._sent and tensor not in ignored
         ]
         self._sent.update(unit.buffers())
-        # Along the axis of replicas first, so that the whole first row has it; from there through each row.
-        for axis in range(mesh.ndim):
-            group = mesh.get_group(axis)
-            under_way = [broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
-            for handle in under_way:
-                assert handle is not None  # asked for by async_op
-                handle.wait()
+        send_from_first(tensors, mesh)
+
+
+def send_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:
+    """Overwrite tensors with those of the first rank of a mesh.
+
+    **Collective**: every rank of the mesh.
+    """
+    # Along the axis of replicas first, so that the whole first row has it; from there through each row.
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        under_way = [broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
+        for handle in under_way:
+            assert handle is not None  # asked for by async_op
+            handle.wait()
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,303 @@
+"""Whether all ranks gather the same units of a sharded model, and get gradients for the same parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.dist import all_gather, all_reduce
+from lockstep.dist.guard import check_mode
+from lockstep.errors import CollectiveMismatchError, PeerError
+from lockstep.model.autograd_graph import nodes_of
+
+# Of the passes of each kind, those that are compared: the first, and a share of the others.
+_FIRST, _EVERY = 6, 50
+_END, _FAILED = -1, -2
+
+
+class _Place(NamedTuple):
+    """Where a parameter is found while its unit is gathered."""
+
+    owner: nn.Module
+    name: str
+
+
+class Consistency:
+    """Compares over ranks what FSDP takes for granted.
+
+    Units are gathered, and their gradients reduced, by collectives that carry no names. Ranks that call different
+    units wait for each other forever or, where the units have one shape, exchange each other's gradients; so do ranks
+    whose losses depend on different parameters of a unit. In a forward pass that is compared, each call of a unit and
+    the end are preceded by one and the same small collective, so that ranks which part ways meet there. Before a
+    backward pass that is compared, the ranks agree on which units and parameters it reaches.
+
+    The first six passes are compared, and every fiftieth after; all of them after `check_collectives("always")`.
+    Forward passes with gradients, those without, and backward passes are counted separately.
+
+    Args:
+        module: the module, sharded.
+        mesh: all ranks that must do alike, along one axis or several.
+        replicated: parameters that are not sharded, yet whose gradients are averaged.
+        find_unused: let ranks differ in which parameters of a unit get gradients. Where another rank has one, a rank
+            that has none contributes zeros. Every backward pass is then compared.
+
+    **Cost**: of a forward pass that is compared, one integer from every rank to every rank for each unit; of a backward
+    pass, a walk over its graph, and an all_reduce of two bytes for each unit and parameter.
+    """
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, replicated: Collection[Tensor] = (), *, find_unused: bool = False
+    ) -> None:
+        # From the axis whose neighbours come first, so that what is gathered is in the order of the mesh.
+        self._groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim)) if mesh.size(axis) > 1]
+        self._ranks: list[int] = mesh.mesh.flatten().tolist()
+        self._find_unused = find_unused
+        self._module = module
+        self._units = {unit: name for name, unit in module.named_modules() if _is_unit(unit)}
+        self._unit_names = list(self._units.values())
+        self._places = _places_by_unit(module)
+        self._gathered: dict[Tensor, str] = {}  # of the units that have been called
+        self._found: set[nn.Module] = set()
+        self._replicated = {
+            parameter: name
+            for name, parameter in module.named_parameters()
+            if any(parameter is other for other in replicated)
+        }
+        names = [name for places in self._places.values() for name in places.values()]
+        self._param_names = list(dict.fromkeys([*names, *self._replicated.values()]))
+        self._counts: Counter[object] = Counter()
+        self._open: list[nn.Module] = []
+        self._called: dict[str, None] = {}
+        self._forward_is_due = False
+        self._handled: BaseException | None = None
+        self._window_is_due: bool | None = None
+        self._window: set[str] = set()
+        for unit in self._units:
+            # Before and after FSDP's own hooks; compiled code must leave them out, as it does those.
+            unit.register_forward_pre_hook(_uncompiled(self._before_unit), prepend=True)
+            unit.register_forward_pre_hook(_uncompiled(self._find_gathered))
+            unit.register_forward_hook(_uncompiled(self._after_unit), always_call=True)
+
+    @property
+    def units_not_called(self) -> list[str]:
+        """Names of the units that the present forward pass, or the last one, has not called."""
+        return [name for name in self._unit_names if name not in self._called]
+
+    def before_backward(self, loss: Tensor, *, reduces: bool) -> None:
+        """Compare what a backward pass will reach, and contribute zeros where only other ranks get gradients.
+
+        Args:
+            loss: where the pass will begin.
+            reduces: whether it will end with gradients that are reduced over ranks.
+
+        **Collective**: every rank of the mesh.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if the passes reach different units or, without `find_unused`,
+                different parameters.
+        """
+        if self._window_is_due is None:
+            self._window_is_due = self._find_unused or self._is_due("backward")
+        if self._window_is_due and self._groups:
+            self._compare_graphs(loss, reduces)
+        if reduces:
+            self._window.clear()
+            self._window_is_due = None
+
+    def _compare_graphs(self, loss: Tensor, reduces: bool) -> None:
+        units, params = self._reached_from(loss)
+        self._window |= params
+        reached = [name in units for name in self._unit_names]
+        if reduces:  # a pass that does not only gathers units
+            reached += [name in self._window for name in self._param_names]
+        here = torch.tensor(reached, dtype=torch.uint8)
+        seen = torch.stack([here, 1 - here])  # by some rank as reached, by some rank as not reached
+        for group in self._groups:
+            all_reduce(seen, op="max", group=group)
+        differs = seen.min(0).values.bool().tolist()
+        count = len(self._unit_names)
+        if any(differs[:count]) or (any(differs) and not self._find_unused):
+            self._refuse_graphs(here, differs)
+        missing = {
+            name
+            for name, differ, has in zip(self._param_names, differs[count:], reached[count:], strict=False)
+            if differ and not has
+        }
+        for parameter, name in self._gathered.items():
+            if name in missing:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _reached_from(self, loss: Tensor) -> tuple[set[str], set[str]]:
+        """Return the units and the parameters that gradients of `loss` flow into."""
+        units: set[str] = set()
+        params: set[str] = set()
+        for node in nodes_of(loss):
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                name = self._gathered.get(leaf) or self._replicated.get(leaf)
+                if name is not None:
+                    params.add(name)
+            elif (group := getattr(node, "param_group", None)) is not None:
+                # A unit whose inputs have gradients reduces its own when those are through (FSDP's own node, 2.13).
+                units.update(self._units[unit] for unit in group.modules if unit in self._units)
+        # Where the inputs have none, a unit is gathered if some of its parameters get one. The outermost stays whole.
+        inner = [unit for unit in self._units if unit is not self._module]
+        units.update(self._units[unit] for unit in inner if not params.isdisjoint(self._places[unit].values()))
+        return units, params
+
+    def _before_unit(self, module: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # what is computed again in a backward pass
+            return
+        if module is self._module or not self._open:
+            kind = "with gradients" if torch.is_grad_enabled() else "without gradients"
+            self._open.clear()
+            self._called.clear()
+            self._handled = sys.exception()
+            self._forward_is_due = bool(self._groups) and self._is_due(kind)
+        if self._forward_is_due:
+            self._compare_event(self._unit_names.index(self._units[module]))
+        self._open.append(module)
+        self._called[self._units[module]] = None
+
+    def _find_gathered(self, module: nn.Module, args: Any) -> None:
+        if module in self._found and not self._forward_is_due and not self._find_unused:
+            return
+        self._found.add(module)
+        for (owner, name), full_name in self._places[module].items():
+            parameter = owner._parameters[name]
+            if parameter is not None and parameter.requires_grad:
+                self._gathered[parameter] = full_name
+
+    def _after_unit(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 or module not in self._open:
+            return
+        del self._open[self._open.index(module) :]
+        if not self._open and self._forward_is_due:
+            failed = sys.exception() is not self._handled
+            self._compare_event(_FAILED if failed else _END)
+
+    def _compare_event(self, event: int) -> None:
+        """Meet the other ranks, whatever they are about to do.
+
+        Raises:
+            CollectiveMismatchError: on every rank, if that is not the same.
+            PeerError: on the others, if the forward pass has failed on a rank.
+        """
+        events = torch.tensor([event], dtype=torch.int32)
+        for group in self._groups:
+            events = torch.cat(all_gather(events, group))
+        if (events == event).all() and event != _FAILED:
+            return
+        self._forward_is_due = False
+        if event == _FAILED:  # with an error of its own, which is on its way already
+            return
+        by_rank = dict(zip(self._ranks, events.tolist(), strict=True))
+        failed = [rank for rank, other in by_rank.items() if other == _FAILED]
+        if failed:
+            raise PeerError(
+                f"this rank can't go on, because rank {failed[0]} failed in the forward pass: see its own error",
+                rank=failed[0],
+                cause="an error in the forward pass",
+            )
+        does = {number: _calls(self._unit_names[number]) if number >= 0 else "ends" for number in by_rank.values()}
+        what = " and ".join(f"{text} on {_ranks(by_rank, number)}" for number, text in does.items())
+        last = f" after `{list(self._called)[-1]}`" if len(self._called) > 1 else ""
+        units = [self._unit_names[number] for number in does if number >= 0]
+        raise CollectiveMismatchError(
+            f"all ranks must call the same units of FSDP in the same order, but the forward pass {what}{last}. "
+            + self._remedy(units)
+        )
+
+    def _refuse_graphs(self, here: Tensor, differs: Sequence[bool]) -> NoReturn:
+        """Say which ranks reach what; all ranks know by now that there is a difference."""
+        table = here.unsqueeze(0)
+        for group in self._groups:
+            table = torch.cat(all_gather(table, group))
+        count = len(self._unit_names)
+        names = [*(f"unit `{name}`" for name in self._unit_names), *(f"`{name}`" for name in self._param_names)]
+        of_units = any(differs[:count])
+        chosen = [index for index, differ in enumerate(differs) if differ and (index < count) == of_units]
+        lines = []
+        for index in chosen[:4]:
+            by_rank = dict(zip(self._ranks, table[:, index].tolist(), strict=True))
+            lines.append(f"{names[index]} of {_ranks(by_rank, 1)} alone")
+        more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
+        units = [self._unit_names[index] for index in chosen] if of_units else []
+        raise CollectiveMismatchError(
+            "the losses of all ranks must depend on the same units and parameters under FSDP, but depend on "
+            f"{', '.join(lines)}{more}. "
+            + (self._remedy(units) if units else "Pass find_unused_parameters=True, or use strategy 'ddp' with it")
+        )
+
+    def _remedy(self, units: Sequence[str]) -> str:
+        otherwise = "Use strategy 'ddp' with find_unused_parameters=True"
+        around = _around(self._module, units)
+        if around is None:
+            return f"{otherwise}, or pass auto_wrap_policy=None and find_unused_parameters=True"
+        kind = type(around).__name__.removeprefix("FSDP")
+        return (
+            f"{otherwise}, or make the part around them one unit: auto_wrap_policy=['{kind}'] with "
+            "find_unused_parameters=True"
+        )
+
+    def _is_due(self, kind: str) -> bool:
+        number = self._counts[kind]
+        self._counts[kind] += 1
+        return number < _FIRST or number % _EVERY == 0 or check_mode() == "always"
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _places_by_unit(module: nn.Module) -> dict[nn.Module, dict[_Place, str]]:
+    """Return, for each unit, where its sharded parameters are found, and their names as seen from `module`."""
+    places: dict[nn.Module, dict[_Place, str]] = {}
+    unit_of: dict[str, nn.Module] = {}
+    names: dict[Tensor, str] = {}
+    for name, part in module.named_modules():
+        unit = part if _is_unit(part) else unit_of[name.rpartition(".")[0]]
+        unit_of[name] = unit
+        own = places.setdefault(unit, {})
+        for key, parameter in part.named_parameters(recurse=False):
+            if hasattr(parameter, "device_mesh"):
+                full_name = names.setdefault(parameter, f"{name}.{key}" if name else key)
+                own[_Place(part, key)] = full_name
+    return places
+
+
+def _around(module: nn.Module, units: Sequence[str]) -> nn.Module | None:
+    """Return the innermost part that is called and holds all of these units; None if that is the whole."""
+    paths = [unit.split(".")[:-1] for unit in units]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    while common:
+        part = module.get_submodule(".".join(common))
+        if type(part).forward is not nn.Module.forward and not isinstance(part, nn.ModuleList | nn.ModuleDict):
+            return part
+        common.pop()
+    return None
+
+
+def _calls(unit: str) -> str:
+    return f"calls `{unit}`" if unit else "calls the whole"
+
+
+def _ranks(by_rank: dict[int, int], value: int) -> str:
+    ranks = [str(rank) for rank, other in by_rank.items() if other == value]
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"

@@ -1,0 +1,83 @@
+"""Parameters that FSDP can't shard, those of dimension 0: whole on every rank, their gradients averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.dist import all_reduce
+from lockstep.tree import tree_leaves
+
+
+class ReplicatedParameters:
+    """Averages the gradients of whole parameters at the end of each backward pass.
+
+    A gradient that only some ranks have counts as zero on the others; one that no rank has stays None.
+
+    Args:
+        module: the model that they are in.
+        parameters: the parameters, the same on every rank.
+        mesh: the ranks over which gradients are averaged.
+        is_due: says whether the present backward pass ends with gradients that are averaged.
+
+    **Collective**: every rank of the mesh in each backward pass that is due. **Cost**: an all_reduce of two numbers for
+    each parameter.
+    """
+
+    def __init__(
+        self, module: nn.Module, parameters: list[nn.Parameter], mesh: DeviceMesh, is_due: Callable[[], bool]
+    ) -> None:
+        self.parameters = parameters
+        self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        self._ranks = mesh.size()
+        self._is_due = is_due
+        self._queued_in = -1
+        if not parameters or not self._groups:
+            return
+        # Of a rank whose loss depends on none of them, only the output tells that a backward pass has begun; of a part
+        # that is called without the whole, only they do.
+        module.register_forward_hook(torch.compiler.disable(self._watch_output))  # type: ignore[no-untyped-call]
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._queue)  # type: ignore[no-untyped-call]
+
+    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._queue)  # type: ignore[no-untyped-call]
+
+    def _queue(self, _: Tensor) -> None:
+        # As FSDP itself does: autograd calls it when all gradients are there.
+        backward_pass = torch._C._current_graph_task_id()
+        if self._queued_in != backward_pass:
+            self._queued_in = backward_pass
+            Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if not self._is_due():
+            return
+        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for (dtype, device), alike in by_kind.items():
+            zero = torch.zeros((), dtype=dtype, device=device)
+            gradients = [zero if parameter.grad is None else parameter.grad for parameter in alike]
+            own = [parameter.grad is not None for parameter in alike]
+            precise = torch.promote_types(dtype, torch.float32)
+            counts = torch.tensor(own, dtype=precise, device=device)
+            sums = torch.stack([torch.stack(gradients).to(precise), counts])
+            for group in self._groups:
+                all_reduce(sums, group=group)
+            means = (sums[0] / self._ranks).to(dtype)
+            anywhere = own if all(own) else (sums[1] != 0).tolist()  # which waits for the device
+            for parameter, mean, has_one in zip(alike, means, anywhere, strict=True):
+                if has_one:
+                    parameter.grad = mean.clone()

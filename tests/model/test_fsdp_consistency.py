@@ -1,0 +1,211 @@
+"""Ranks that go different ways through a sharded model are stopped, or give the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.dist import check_collectives, get_rank
+from lockstep.errors import CollectiveMismatchError, PeerError
+from lockstep.model import MMFullyShardedDataParallel, checkpoint_activations
+from lockstep.model.full_params import gather_full
+from lockstep.optim import OptimWrapper
+from lockstep.testing import ranks
+
+from .fsdp_branches import INPUTS, WIDTH, Expert, Experts, Twins, own_inputs, seeded
+
+STEPS, UNUSED = 3, {"auto_wrap_policy": "Mixture", "find_unused_parameters": True}
+
+
+def wrapper_of(model: nn.Module, counts: int = 1) -> OptimWrapper:
+    return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), accumulative_counts=counts)
+
+
+def trained(model: MMFullyShardedDataParallel, data: Any, counts: int = 1) -> dict[str, Tensor]:
+    optim_wrapper = wrapper_of(model, counts)
+    for _ in range(STEPS):
+        for part in data.chunk(counts):
+            model.train_step(part, optim_wrapper)
+            with torch.no_grad():
+                model(part)
+    return {name: gather_full(parameter.detach()) for name, parameter in model.module.named_parameters()}
+
+
+def trained_alone(kind: type[nn.Module] = Experts) -> dict[str, Tensor]:
+    model = seeded(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(INPUTS).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def refused(step: Callable[[], Any], says: str, error: type[Exception] = CollectiveMismatchError) -> None:
+    with pytest.raises(error, match=says):
+        step()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"auto_wrap_policy": "Linear"}, "calls `left` on rank 0 and calls `right` on rank 1"),
+        ({}, r"depend on `left.weight` of rank 0 alone, .*`right.bias` of rank 1 alone. Pass find_unused_parameters"),
+    ],
+    ids=["units", "parameters"],
+)
+def test_ranks_that_use_different_layers_of_one_shape_are_refused(options: dict, says: str):
+    model = MMFullyShardedDataParallel(seeded(Twins), **options)
+    data = {"x": own_inputs(), "left": get_rank() == 0}
+    refused(lambda: model.train_step(data, wrapper_of(model)), says)
+
+
+@ranks(2)
+def test_experts_that_are_units_are_refused_with_the_block_to_name():
+    model = MMFullyShardedDataParallel(seeded(Experts), auto_wrap_policy="Expert", find_unused_parameters=True)
+    says = r"experts\.\d. on rank 0 and calls .*experts\.\d. on rank 1.*auto_wrap_policy=\['Mixture'\]"
+    refused(lambda: model.train_step(own_inputs(), wrapper_of(model)), says)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"forward_prefetch": True}, {"reshard_after_forward": False}, {"cpu_offload": True, "auto_wrap_policy": None}],
+    ids=str,
+)
+@pytest.mark.parametrize("counts", [1, 2])
+def test_ranks_that_hit_different_experts_train_as_one_process(options: dict, counts: int):
+    model = MMFullyShardedDataParallel(seeded(Experts), **{**UNUSED, **options})
+    alone = trained_alone()
+    for name, value in trained(model, own_inputs(), counts).items():
+        assert torch.allclose(value, alone[name], atol=1e-6), name
+
+
+@ranks(4)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_replicas_hit_different_experts_too(recomputed: bool):
+    net = seeded(Experts)
+    if recomputed:
+        checkpoint_activations(net, ["Mixture"])
+    alone = trained_alone()
+    for name, value in trained(MMFullyShardedDataParallel(net, **UNUSED, device_mesh=(2, 2)), own_inputs()).items():
+        assert torch.allclose(value, alone[name], atol=1e-6), name
+
+
+@ranks(4)
+def test_ranks_that_compute_together_hit_different_experts_from_others():
+    tensor = {"degree": 2, "plan": {"first": "colwise_rep"}}
+    model = MMFullyShardedDataParallel(seeded(Experts), **UNUSED, tensor_parallel=tensor)
+    rank, shares = model.data_share
+    alone = trained_alone()
+    for name, value in trained(model, INPUTS[rank::shares]).items():
+        assert torch.allclose(value, alone[name], atol=1e-6), name
+
+
+class Spare(nn.Module):
+    """Two blocks, of which only the first is called, and whose inner layer is called on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = Expert(), Expert()
+        self.head, self.other = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        head = self.head if get_rank() else self.other
+        return head(self.used(x)).mean()
+
+
+@ranks(2)
+def test_a_parameter_without_gradient_on_every_rank_has_none_and_others_get_zeros():
+    model = MMFullyShardedDataParallel(seeded(Spare), auto_wrap_policy="Expert", find_unused_parameters=True)
+    loss = model(own_inputs())
+    with model.backward_context(loss, syncs=True):
+        loss.backward()
+    without = {name for name, parameter in model.module.named_parameters() if parameter.grad is None}
+    assert without == {name for name, _ in Spare().named_parameters() if name.startswith("spare")}
+    assert torch.equal(model.module.head.bias.grad.full_tensor(), torch.tensor([0.5]))
+
+
+class Late(nn.Module):
+    """Calls its blocks in another order on rank 1, or fails there, from its ninth call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Expert() for _ in range(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor, fails: bool) -> Tensor:
+        self.calls += 1
+        is_late = self.calls > 8 and get_rank() == 1
+        if is_late and fails:
+            raise ValueError("no good sample")
+        for block in reversed(self.blocks) if is_late else self.blocks:
+            x = block(x)
+        return x.mean()
+
+
+@ranks(2)
+def test_every_pass_is_compared_if_asked_for():
+    model = MMFullyShardedDataParallel(seeded(Late), auto_wrap_policy="Expert")
+    optim_wrapper = wrapper_of(model)
+    check_collectives("always")
+    try:
+        for _ in range(8):
+            model.train_step({"x": own_inputs(), "fails": False}, optim_wrapper)
+        says = "calls `blocks.0` on rank 0 and calls `blocks.1` on rank 1"
+        refused(lambda: model.train_step({"x": own_inputs(), "fails": False}, optim_wrapper), says)
+    finally:
+        check_collectives("off")
+
+
+@ranks(2)
+def test_a_rank_that_fails_in_a_forward_pass_is_named_by_the_others():
+    model = MMFullyShardedDataParallel(seeded(Late), auto_wrap_policy="Expert")
+    model.module.calls = 8
+    error, says = (
+        (PeerError, "rank 1 failed in the forward pass") if get_rank() == 0 else (ValueError, "no good sample")
+    )
+    refused(lambda: model(own_inputs(), fails=True), says, error)
+
+
+@ranks(2)
+def test_a_part_that_one_rank_alone_differentiates_is_refused():
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.extra = Expert(), Expert()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            main, extra = self.main(x).mean(), self.extra(x).mean()
+            return main + extra if get_rank() else main + extra.detach()
+
+    for unused in (True, False):
+        model = MMFullyShardedDataParallel(Auxiliary(), auto_wrap_policy=Expert, find_unused_parameters=unused)
+        refused(lambda model=model: model.train_step(own_inputs(), wrapper_of(model)), "unit `extra` of rank 1 alone")
+
+
+@ranks(2)
+def test_other_passes_are_let_through():
+    """Units that nobody calls, several forward passes in a step, parts that are called without the whole."""
+
+    class Pair(Spare):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(self.used(x)).mean()
+
+    model = MMFullyShardedDataParallel(Pair(), auto_wrap_policy="Expert")
+    model(own_inputs())
+    loss = model(own_inputs()) + model(own_inputs())
+    with model.backward_context(loss, syncs=True):
+        loss.backward()
+    with torch.no_grad():
+        model.module.used(own_inputs())
+        model.eval()
+        model(own_inputs())
+    assert model.module.used.up.weight.grad is not None
+    assert model.module.spare.up.weight.grad is None
