@@ -1,4 +1,4 @@
-"""A model's own `train_step` under DDP: called, and with the numbers of one process on the whole batch."""
+"""A model's own `train_step` under a wrapper: called, and with the numbers of one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from torch.nn import functional as F  # noqa: N812
 
 from lockstep.dist import get_rank, get_world_size
 from lockstep.errors import ConfigError
-from lockstep.model import BaseModel, MMDistributedDataParallel, MMSeparateDistributedDataParallel, steps, train_step
+from lockstep.model import (
+    BaseModel,
+    MMDistributedDataParallel,
+    MMFullyShardedDataParallel,
+    MMSeparateDistributedDataParallel,
+    steps,
+    train_step,
+)
+from lockstep.model.full_params import gather_full
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.testing import ranks
 
@@ -50,7 +58,8 @@ class CallsForward(Net):
 
 class Penalised(Net):
     def loss_of(self, x, y):
-        return F.mse_loss(self(x), y) + 0.1 * self.head.weight.square().sum()
+        weight = getattr(self.head.weight, "full_tensor", lambda: self.head.weight)()
+        return F.mse_loss(self(x), y) + 0.1 * weight.square().sum()
 
 
 class SeveralForwards(Net):
@@ -162,23 +171,26 @@ def check_alike(wrap, model: Net, counts: int = 1) -> None:
     assert model.steps == alone.steps
     if not isinstance(model, CallsForward):  # which passes hooks by, where there is no wrapper
         assert model.hooked == alone.hooked
+    wrapped.train()
     for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(gather_full(mine.detach()), theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
     assert not {"forward", "_compiled_call_impl"} & vars(model).keys()
 
 
 @ranks(2)
+@pytest.mark.parametrize("wrap", [MMDistributedDataParallel, MMFullyShardedDataParallel])
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_own_step_trains_on_two_ranks_as_in_one_process(kind):
+def test_an_own_step_trains_on_two_ranks_as_in_one_process(kind, wrap):
     torch.manual_seed(0)
-    check_alike(MMDistributedDataParallel, kind())
+    check_alike(wrap, kind())
 
 
 @ranks(2)
+@pytest.mark.parametrize("wrap", [MMDistributedDataParallel, MMFullyShardedDataParallel])
 @pytest.mark.parametrize("kind", [Mixed, Parts])
-def test_gradients_accumulate_in_an_own_step(kind):
+def test_gradients_accumulate_in_an_own_step(kind, wrap):
     torch.manual_seed(0)
-    check_alike(MMDistributedDataParallel, kind(), counts=2)
+    check_alike(wrap, kind(), counts=2)
 
 
 @ranks(2)

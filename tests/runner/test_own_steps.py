@@ -19,7 +19,7 @@ from lockstep.testing import run_ranks
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True).sign()
-STRATEGIES = ["ddp"]
+STRATEGIES = ["ddp", "fsdp"]
 
 
 class Plain(nn.Module):

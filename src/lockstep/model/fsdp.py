@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from lockstep.model.fsdp_arguments import Offload, Precision
 from lockstep.model.fsdp_consistency import Consistency
 from lockstep.model.fsdp_dtypes import cut_by_dtype
 from lockstep.model.fsdp_mesh import GroupsLike, Meshes, MeshLike, make_mesh, make_tensor_parallel_mesh
-from lockstep.model.fsdp_policies import choose_units
+from lockstep.model.fsdp_policies import choose_units, directly_callable_parts
 from lockstep.model.fsdp_replicated import ReplicatedParameters
 from lockstep.model.fsdp_start import InitFunction, Start, send_from_first
 from lockstep.model.full_params import full_parameters, reshard
@@ -37,6 +37,10 @@ class MMFullyShardedDataParallel(nn.Module):
     The arguments are those of torch's `FullyShardedDataParallel`; the work is done by its successor, `fully_shard`.
     What has no meaning to that any more is accepted, with a warning. Parameters become `DTensor`s in place: build the
     optimizer afterwards.
+
+    A `train_step` that the module defines itself is called. Each child of such a module is a unit, so that the step may
+    call it directly. Outside of forward passes parameters are `DTensor`s there: they can be changed in place, and used
+    in a loss as `weight.full_tensor()`.
 
     Args:
         module: the module. It is changed in place and can't be copied or pickled any more; its state dict can.
@@ -124,6 +128,9 @@ class MMFullyShardedDataParallel(nn.Module):
         offload = arguments.read_offload(cpu_offload, device.type)
         sharding = arguments.read_sharding(sharding_strategy, reshard_after_forward)
         units = choose_units(module, policy, ignored)
+        self._trains_itself = steps.defines_step(module, "train_step")
+        if self._trains_itself:
+            units += [part for part in directly_callable_parts(module, ignored) if part not in units]
         units += cut_by_dtype(module, units, ignored)
         request = read_request(tensor_parallel)
         meshes = _make_meshes(
@@ -172,6 +179,12 @@ class MMFullyShardedDataParallel(nn.Module):
 
         **Collective**: every rank of the mesh.
         """
+        if self._trains_itself:
+            assert isinstance(self.module, FSDPModule)
+            # The step may call a part first, which then takes itself for the outermost unit (2.13).
+            self.module._get_fsdp_state()._lazy_init()
+            # It may also change parameters, as that of a teacher: of those that are whole, the change would be lost.
+            self.module.set_reshard_after_forward(True, recurse=False)
         return steps.train_step(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
@@ -196,15 +209,16 @@ class MMFullyShardedDataParallel(nn.Module):
 
         Args:
             loss: what the pass begins with, scaled.
-            syncs: whether the pass ends a window of accumulation; what is reduced is decided by `no_sync`.
+            syncs: whether the pass ends a window of accumulation; else nothing is reduced, as in `no_sync`.
 
         **Collective**: every rank of the mesh.
 
         Raises:
             CollectiveMismatchError: on every rank, if the losses depend on different units or parameters.
         """
-        self._consistency.before_backward(loss, reduces=self._syncs_gradients)
-        yield
+        with nullcontext() if syncs else self.no_sync():
+            self._consistency.before_backward(loss, reduces=self._syncs_gradients)
+            yield
 
     @property
     def data_share(self) -> tuple[int, int] | None:

@@ -87,6 +87,20 @@ def choose_units(model: nn.Module, policy: Any, ignored: Collection[nn.Module] =
     ]
 
 
+def directly_callable_parts(model: nn.Module, ignored: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """Return the children of `model` that its own steps may call, those in containers without a `forward` included."""
+
+    def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if type(child).forward is nn.Module.forward:
+                yield from parts_of(child)
+            else:
+                yield child
+
+    parts = set(parts_of(model))
+    return choose_units(model, lambda module: module in parts, ignored)
+
+
 class _ByClass:
     def __init__(self, kinds: tuple[type[nn.Module], ...]) -> None:
         self._kinds = kinds
