@@ -33,14 +33,6 @@ def set_epoch(loader: Any, epoch: int) -> None:
             return
 
 
-def length_of(loader: Any) -> int | None:
-    """Return the number of batches in one pass, or None where it is not known before."""
-    try:
-        return len(loader)
-    except TypeError:  # a DataLoader has a length only if its data set has one
-        return None
-
-
 def skip_batches(loader: Any, count: int) -> bool:
     """Leave out the first batches of the next pass without reading them, where that is possible.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -15,6 +15,14 @@ from torch.utils.data import Sampler
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dist import get_dist_info, sync_random_seed
 from lockstep.errors import ConfigError
+
+
+def length_of(items: Any) -> int | None:
+    """Return the length of a sampler or a loader, or None where it is not known before."""
+    try:
+        return len(items)
+    except TypeError:  # a DataLoader has a length only if its data set has one
+        return None
 
 
 class ShardedSampler(Sampler[Any]):
@@ -63,7 +71,8 @@ class ShardedSampler(Sampler[Any]):
         self.batch_size = batch_size
         self.epoch = 0
         self._skipped = 0
-        if round_up and isinstance(sampler, Sized) and (items := _length(sampler)) < self.world_size:
+        items = length_of(sampler)
+        if round_up and items is not None and items < self.world_size:
             raise ConfigError(
                 f"`sampler` must have at least one sample for each of the {self.world_size} ranks, but has {items} "
                 f"(rank {self.rank} of {self.world_size}). Use fewer ranks"
@@ -119,13 +128,6 @@ class ShardedSampler(Sampler[Any]):
                 yield drawn[begin : begin + self.world_size]
             if len(drawn) < size:
                 return
-
-
-def _length(sampler: Sized) -> int:
-    try:
-        return len(sampler)
-    except TypeError:  # it has the method, but can't say
-        return sys.maxsize
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sized
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -12,7 +11,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
 from lockstep.dataset.sampler import DefaultSampler
-from lockstep.dataset.sharded import ShardedSampler
+from lockstep.dataset.sharded import ShardedSampler, length_of
 from lockstep.dataset.worker_seeds import WorkerSeeds
 from lockstep.dist import get_dist_info, get_world_size
 from lockstep.errors import ConfigError
@@ -97,11 +96,7 @@ def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, share: tuple[
     # A copy with other samplers: whatever else the loader or its subclass was given is kept.
     sharded = copy.copy(loader)
     vars(sharded).update(parts)
-    _logger.info(
-        "%s: %s %s are dealt out to %d ranks, in an order of seed and epoch (%s in place of %s; %s)",
-        _describe(loader), _count(sampler), "samples" if in_samples else "batches", share[1],
-        type(dealt).__name__, type(sampler).__name__, _HOW_TO_SAY,
-    )  # fmt: skip
+    _tell(loader, sampler, dealt, "samples" if in_samples else "batches", share[1])
     return sharded
 
 
@@ -146,11 +141,18 @@ def _leave(loader: Any, why: str, level: int) -> None:
         _logger.log(level, "%s is left as it is: %s", _describe(loader), why)
 
 
-def _count(sampler: Any) -> str:
-    try:
-        return f"its {len(sampler)}" if isinstance(sampler, Sized) else "its"
-    except TypeError:
-        return "its"
+def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, items: str, shares: int) -> None:
+    """Say what is drawn in which order, and how many of it each rank gets."""
+    kinds = f"{type(dealt).__name__} in place of {type(sampler).__name__}"
+    whole, own = length_of(sampler), length_of(dealt)
+    count = "" if whole is None else f"{whole} "
+    if get_world_size() == 1:
+        _logger.info("%s: its %s%s come in an order of seed and epoch (%s)", _describe(loader), count, items, kinds)
+        return
+    _logger.info(
+        "%s: its %s%s are dealt out to %d ranks%s, in an order of seed and epoch (%s; %s)",
+        _describe(loader), count, items, shares, "" if own is None else f", {own} to each", kinds, _HOW_TO_SAY,
+    )  # fmt: skip
 
 
 def _describe(loader: Any) -> str:
