@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from lockstep.checkpoint import find_last_checkpoint, load_state, read_meta
 from lockstep.dist import all_gather_object
@@ -94,8 +96,9 @@ OPTIONS = {
     "with buffers": {"momentum": 0.1, "update_buffers": True},
     "annealed": {"ema_type": "MomentumAnnealingEMA", "gamma": 2},
     "mean": {"ema_type": "StochasticWeightAverage"},
-    "late": {"begin_epoch": 1, "momentum": 0.3},
+    "late": {"begin_epoch": 2, "momentum": 0.3},
     "later": {"begin_iter": 6, "momentum": 0.3},
+    "initial": {"average_initial": True, "momentum": 0.3},
 }
 
 
@@ -135,14 +138,54 @@ def test_averaged_buffers_are_one_set_for_all_ranks(tmp_path: Path):
         assert equal_on_ranks(running_mean)
 
 
-def test_nothing_is_averaged_before_it_begins(tmp_path: Path):
-    recorder, metric, hook = Recorder(), Predicted(), EMAHook(begin_epoch=1, momentum=0.5)
+@pytest.mark.parametrize("options", [{"begin_epoch": 2}, {"begin_iter": 5}])
+def test_averaging_begins_in_the_epoch_and_with_the_iteration_that_are_named(tmp_path: Path, options):
+    recorder, metric, hook = Recorder(), Predicted(), EMAHook(momentum=0.5, **options)
     make_runner(tmp_path, [recorder, hook], metric).train()
     assert torch.equal(metric.seen[0][0], recorder.weights[4])
     expected = recorder.weights[5]
     for place in (6, 7, 8):
         expected = expected + 0.5 * (recorder.weights[place] - expected)
     assert torch.allclose(metric.seen[1][0], expected, atol=1e-6)
+
+
+class Torchs(Hook):
+    """Averages by torch's own class, from the first iteration's weights or from the initial ones."""
+
+    priority = "HIGH"
+
+    def __init__(self, average: Callable[..., Any], initial: bool, interval: int) -> None:
+        self.multi_avg_fn, self.initial, self.interval = average, initial, interval
+        self.averages: dict[int, Tensor] = {}
+
+    def before_train(self, runner) -> None:
+        model = unwrap_model(runner.model)
+        self.model = AveragedModel(model, multi_avg_fn=self.multi_avg_fn)
+        if self.initial:
+            self.model.update_parameters(model)
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if (runner.iter + self.initial) % self.interval == 0:
+            self.model.update_parameters(unwrap_model(runner.model))
+        self.averages[runner.iter + 1] = self.model.module.linear.weight.clone()
+
+
+KINDS = {
+    "ExponentialMovingAverage": ({"momentum": 0.1}, get_ema_multi_avg_fn(0.9)),
+    "StochasticWeightAverage": ({}, get_swa_multi_avg_fn()),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize(("initial", "interval"), [(False, 1), (True, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_average_is_that_of_torchs_class(tmp_path: Path, kind, initial, interval):
+    options, average = KINDS[kind]
+    torchs, metric = Torchs(average, initial, interval), Predicted()
+    hook = EMAHook(kind, average_initial=initial, interval=interval, **options)
+    make_runner(tmp_path, [torchs, hook], metric).train()
+    for (predicted, _), place in zip(metric.seen, (4, 8), strict=True):
+        assert torch.allclose(predicted, torchs.averages[place], atol=1e-6)
 
 
 def test_a_test_sees_the_average(tmp_path: Path):
@@ -236,6 +279,8 @@ def test_an_average_of_ones_own_is_used_and_nothing_else_is_taken(tmp_path: Path
         make_runner(tmp_path, [EMAHook(ModelHolder)]).train()
     with pytest.raises(ConfigError, match="only one of them above, but are 3 and 1"):
         EMAHook(begin_iter=3, begin_epoch=1)
+    with pytest.raises(ConfigError, match=r"`average_initial` must be False.*begin_iter=3, begin_epoch=0"):
+        EMAHook(average_initial=True, begin_iter=3)
 
 
 class ModelHolder:

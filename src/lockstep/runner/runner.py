@@ -62,7 +62,7 @@ class Runner(RunCheckpoints):
         env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`, `mp_cfg`, `resource_limit`.
         load_from: a checkpoint, or a file of weights.
         resume: go on from `load_from`, or from the last checkpoint in the work_dir if there is one.
-        randomness: `seed`, `deterministic`, `diff_rank_seed`.
+        randomness: `seed`, `deterministic` and `diff_rank_seed`, without which all ranks draw the same dropout masks.
         compile: compile the model, under FSDP each of its repeated blocks; a dict has arguments for `torch.compile`.
         auto_scale_lr: with `enable=True`, multiply learning rates by the global batch over `base_batch_size`, for
             which they are meant.

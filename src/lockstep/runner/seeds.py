@@ -21,8 +21,11 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
 
     Args:
         randomness: `seed`, the same on every rank, by default one that rank 0 draws; `deterministic`, whether only
-            algorithms that repeat exactly may be used; `diff_rank_seed`, whether each rank adds its number, so that
-            dropout and the like differ between ranks.
+            algorithms that repeat exactly may be used; `diff_rank_seed`, whether each rank adds its number to the seed
+            of the global generators. By default it does not, as in MMEngine: the n-th samples of all ranks get the same
+            dropout mask, and, where they are augmented in this process, the same augmentation. The order of samples is
+            a function of `seed` alone, and the workers of a data loader draw by seed, rank and epoch, either way. Ranks
+            that compute on the same samples together (tensor parallelism) draw the same, either way.
 
     **Collective**: every rank, if there is no seed.
     """
