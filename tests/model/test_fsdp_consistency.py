@@ -55,7 +55,7 @@ def refused(step: Callable[[], Any], says: str, error: type[Exception] = Collect
     ("options", "says"),
     [
         ({"auto_wrap_policy": "Linear"}, "calls `left` on rank 0 and calls `right` on rank 1"),
-        ({}, r"depend on `left.weight` of rank 0 alone, .*`right.bias` of rank 1 alone. Pass find_unused_parameters"),
+        ({}, r"depend on `left.weight` on rank 0 alone, .*`right.bias` on rank 1 alone. Pass find_unused_parameters"),
     ],
     ids=["units", "parameters"],
 )
@@ -187,7 +187,7 @@ def test_a_part_that_one_rank_alone_differentiates_is_refused():
 
     for unused in (True, False):
         model = MMFullyShardedDataParallel(Auxiliary(), auto_wrap_policy=Expert, find_unused_parameters=unused)
-        refused(lambda model=model: model.train_step(own_inputs(), wrapper_of(model)), "unit `extra` of rank 1 alone")
+        refused(lambda model=model: model.train_step(own_inputs(), wrapper_of(model)), "unit `extra` on rank 1 alone")
 
 
 @ranks(2)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -49,7 +50,8 @@ class Consistency:
             that has none contributes zeros. Every backward pass is then compared.
 
     **Cost**: of a forward pass that is compared, one integer from every rank to every rank for each unit; of a backward
-    pass, a walk over its graph, and an all_reduce of two bytes for each unit and parameter.
+    pass, a walk over its graph, and one integer again, with `find_unused` also an all_reduce of a byte for each
+    parameter.
     """
 
     def __init__(
@@ -114,22 +116,23 @@ class Consistency:
     def _compare_graphs(self, loss: Tensor, reduces: bool) -> None:
         units, params = self._reached_from(loss)
         self._window |= params
-        reached = [name in units for name in self._unit_names]
-        if reduces:  # a pass that does not only gathers units
-            reached += [name in self._window for name in self._param_names]
-        here = torch.tensor(reached, dtype=torch.uint8)
-        seen = torch.stack([here, 1 - here])  # by some rank as reached, by some rank as not reached
+        alike = {f"unit `{name}`": name in units for name in self._unit_names}
+        if reduces and not self._find_unused:  # a pass that reduces nothing only gathers units
+            alike |= {f"`{name}`": name in self._window for name in self._param_names}
+        digest = zlib.crc32(bytes(alike.values()))
+        if len(set(self._from_all(torch.tensor([digest])).flatten().tolist())) > 1:
+            self._refuse_graphs(alike)
+        if reduces and self._find_unused:
+            self._contribute_zeros()
+
+    def _contribute_zeros(self) -> None:
+        """Let FSDP reduce a gradient on this rank, too, where another rank has one."""
+        anywhere = torch.tensor([name in self._window for name in self._param_names], dtype=torch.uint8)
         for group in self._groups:
-            all_reduce(seen, op="max", group=group)
-        differs = seen.min(0).values.bool().tolist()
-        count = len(self._unit_names)
-        if any(differs[:count]) or (any(differs) and not self._find_unused):
-            self._refuse_graphs(here, differs)
+            all_reduce(anywhere, op="max", group=group)
         missing = {
-            name
-            for name, differ, has in zip(self._param_names, differs[count:], reached[count:], strict=False)
-            if differ and not has
-        }
+            name for name, is_needed in zip(self._param_names, anywhere.tolist(), strict=True) if is_needed
+        } - self._window
         for parameter, name in self._gathered.items():
             if name in missing:
                 parameter.grad = torch.zeros_like(parameter)
@@ -190,9 +193,7 @@ class Consistency:
             CollectiveMismatchError: on every rank, if that is not the same.
             PeerError: on the others, if the forward pass has failed on a rank.
         """
-        events = torch.tensor([event], dtype=torch.int32)
-        for group in self._groups:
-            events = torch.cat(all_gather(events, group))
+        events = self._from_all(torch.tensor([event])).flatten()
         if (events == event).all() and event != _FAILED:
             return
         self._forward_is_due = False
@@ -215,26 +216,31 @@ class Consistency:
             + self._remedy(units)
         )
 
-    def _refuse_graphs(self, here: Tensor, differs: Sequence[bool]) -> NoReturn:
+    def _refuse_graphs(self, reached: Mapping[str, bool]) -> NoReturn:
         """Say which ranks reach what; all ranks know by now that there is a difference."""
-        table = here.unsqueeze(0)
-        for group in self._groups:
-            table = torch.cat(all_gather(table, group))
-        count = len(self._unit_names)
-        names = [*(f"unit `{name}`" for name in self._unit_names), *(f"`{name}`" for name in self._param_names)]
-        of_units = any(differs[:count])
-        chosen = [index for index, differ in enumerate(differs) if differ and (index < count) == of_units]
-        lines = []
-        for index in chosen[:4]:
-            by_rank = dict(zip(self._ranks, table[:, index].tolist(), strict=True))
-            lines.append(f"{names[index]} of {_ranks(by_rank, 1)} alone")
-        more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
-        units = [self._unit_names[index] for index in chosen] if of_units else []
+        table = self._from_all(torch.tensor(list(reached.values())))
+        differing = dict(zip(reached, table.T.tolist(), strict=True))
+        differing = {name: column for name, column in differing.items() if len(set(column)) > 1}
+        units = [name.removeprefix("unit ").strip("`") for name in differing if name.startswith("unit ")]
+        if units:
+            differing = {f"unit `{name}`": differing[f"unit `{name}`"] for name in units}
+        named = [
+            f"{name} on {_ranks(dict(zip(self._ranks, column, strict=True)), True)} alone"
+            for name, column in list(differing.items())[:4]
+        ]
+        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
         raise CollectiveMismatchError(
             "the losses of all ranks must depend on the same units and parameters under FSDP, but depend on "
-            f"{', '.join(lines)}{more}. "
+            f"{', '.join(named)}{more}. "
             + (self._remedy(units) if units else "Pass find_unused_parameters=True, or use strategy 'ddp' with it")
         )
+
+    def _from_all(self, row: Tensor) -> Tensor:
+        """Return every rank's row, in the order of the mesh."""
+        table = row.unsqueeze(0)
+        for group in self._groups:
+            table = torch.cat(all_gather(table, group))
+        return table
 
     def _remedy(self, units: Sequence[str]) -> str:
         otherwise = "Use strategy 'ddp' with find_unused_parameters=True"
