@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -38,6 +40,14 @@ ODD = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float
 LAYOUTS = ("plain", "transposed", "strided", "offset")
 SHAPES = ((), (0,), (1,), (5,), (2, 3), (0, 2), (3, 1, 2))
 LARGE_SHAPES = ((600,), (40, 25))  # more than fits into a slot, whatever the dtype
+
+
+@contextmanager
+def gradients_may_end() -> Iterator[None]:
+    """Let collectives take tensors that require grad without a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* is given a tensor that requires grad", UserWarning)
+        yield
 
 
 def run_on(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:

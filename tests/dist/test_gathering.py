@@ -27,6 +27,7 @@ from .strategies import (
     Sent,
     any_tensors,
     bytes_of,
+    gradients_may_end,
     lay_out,
     run_on,
     same_bytes,
@@ -73,7 +74,8 @@ def places(call: Gathering) -> list[Laid]:
 
 
 def all_gather_each(todo: list[Gathering]) -> list[list[Sent]]:
-    return [[Sent(x) for x in all_gather_one(call)] for call in todo]
+    with gradients_may_end():
+        return [[Sent(x) for x in all_gather_one(call)] for call in todo]
 
 
 def all_gather_one(call: Gathering) -> list[Tensor]:
@@ -108,7 +110,8 @@ def test_all_gather_gives_every_rank_the_tensors_of_all_in_either_form(case: tup
 
 
 def gather_each(todo: list[Gathering]) -> list[list[Sent]]:
-    return [[Sent(x) for x in gather_one(call)] for call in todo]
+    with gradients_may_end():
+        return [[Sent(x) for x in gather_one(call)] for call in todo]
 
 
 def gather_one(call: Gathering) -> list[Tensor]:
@@ -141,7 +144,8 @@ def test_gather_gives_dst_the_tensors_of_all_in_either_form(case: tuple[int, lis
 
 
 def scatter_each(todo: list[Gathering]) -> list[Sent]:
-    return [Sent(scatter_one(call)) for call in todo]
+    with gradients_may_end():
+        return [Sent(scatter_one(call)) for call in todo]
 
 
 def scatter_one(call: Gathering) -> Tensor:

@@ -27,6 +27,7 @@ from .strategies import (
     Drawn,
     Sent,
     drawn,
+    gradients_may_end,
     has_meaning,
     lay_out,
     reductions,
@@ -152,7 +153,8 @@ def reduce_scatter_one(call: ScatterCall) -> Sent | str:
     before = [entry.detach().clone() for entry in entries]
     output = lay_out(torch.zeros_like(before[get_rank()]), call.layout, entries[get_rank()].requires_grad)
     try:
-        finish(reduce_scatter(output.data, entries, call.op, None, call.async_op))
+        with gradients_may_end():
+            finish(reduce_scatter(output.data, entries, call.op, None, call.async_op))
     except ValueError as error:
         if "must be a whole number" not in str(error):
             raise

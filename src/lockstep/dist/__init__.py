@@ -1,5 +1,7 @@
 """Everything that talks between ranks."""
 
+from torch.distributed import ReduceOp
+
 from lockstep.device import get_device
 from lockstep.dist.agreement import local_main_process_first, main_process_first
 from lockstep.dist.devices import cast_data_device, get_comm_device, get_data_device
@@ -48,6 +50,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "Handle",
     "PeerError",
+    "ReduceOp",
     "all_gather",
     "all_gather_object",
     "all_gather_tree",

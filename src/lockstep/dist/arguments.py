@@ -1,13 +1,46 @@
-"""Wrong calls: what every rank can see by itself, before anything is sent."""
+"""Arguments: two names for one, and wrong calls, which every rank can see by itself before anything is sent."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.dist.groups import Group, resolve
+
+
+class _NotGiven:
+    """Stands for an argument that was left out, where None is one that may be given."""
+
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+NOT_GIVEN: Final[Any] = _NotGiven()
+
+_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
+
+
+def either(name: str, value: Any, published: str, other: Any) -> Any:
+    """Return an argument that callers may give by one of two names: lockstep's, or one that is published elsewhere.
+
+    Raises:
+        TypeError: both were given, or neither.
+    """
+    if other is NOT_GIVEN:
+        if value is not NOT_GIVEN:
+            return value
+        function = sys._getframe(1).f_code.co_name
+        raise TypeError(f"{function}() missing 1 required argument: {name!r} (or {published!r})")
+    if value is not NOT_GIVEN:
+        function = sys._getframe(1).f_code.co_name
+        raise TypeError(
+            f"{function}() got both `{name}` and `{published}`, two names of one argument. Give one of them"
+        )
+    return other
 
 
 def group_rank(name: str, rank: int, group: Group) -> int:
@@ -27,14 +60,49 @@ def group_rank(name: str, rank: int, group: Group) -> int:
 
 
 def require_tensor(name: str, data: object) -> None:
-    """Raise TypeError unless `data` is a dense tensor."""
+    """Raise TypeError unless `data` is a plain tensor: dense, with values of its own in memory."""
+    if (
+        type(data) in _PLAIN_TYPES
+        and data.layout is torch.strided  # type: ignore[attr-defined]  # the line above says that it is a tensor
+        and not (data.is_meta or data.is_nested or data.is_quantized)  # type: ignore[attr-defined]
+    ):
+        return
+    refusal = _refusal_of(data)
+    if refusal is not None:
+        raise TypeError(f"`{name}` must be {refusal[0]} ({resolve().here}). {refusal[1]}")
+
+
+def _refusal_of(data: object) -> tuple[str, str] | None:
+    """Return what an argument must be and is, and what to do; None for a subclass that holds values as any tensor."""
+    kind = type(data).__name__
     if not isinstance(data, Tensor):
-        raise TypeError(
-            f"`{name}` must be a tensor, but is {type(data).__name__} ({resolve().here}). "
-            "Nested data go through all_reduce_tree, all_gather_tree, broadcast_tree"
+        return f"a tensor, but is {kind}", "Nested data go through all_reduce_tree, all_gather_tree, broadcast_tree"
+    if hasattr(data, "full_tensor") and hasattr(data, "to_local"):
+        return (
+            f"a plain tensor, but is a {kind}, of which every rank holds a part",
+            "Hand in the whole, full_tensor(), or this rank's part, to_local()",
         )
+    if data.is_nested:
+        return "a plain tensor, but is nested", "Hand in its parts, unbind(), or to_padded_tensor(0.0)"
     if data.layout is not torch.strided:
-        raise TypeError(f"`{name}` must be dense, but is {data.layout}. Use data.to_dense()")
+        return f"dense, but is {data.layout}", "Use to_dense()"
+    if data.is_meta:
+        return "a tensor with values, but is on the meta device", "Make them first, e.g. with module.to_empty(device)"
+    if data.is_quantized:
+        return f"a plain tensor, but is quantized, {data.dtype}", "Hand in dequantize() or int_repr()"
+    if hasattr(type(data), "__tensor_flatten__"):
+        return f"a plain tensor, but is {kind}, which only wraps others", "Hand in what it wraps"
+    return None
+
+
+def require_memory(name: str, data: Tensor) -> None:
+    """Raise ValueError where elements share memory, as after ``expand``, so that no result can be written there."""
+    if not data.is_contiguous() and torch._debug_has_internal_overlap(data) == 1:
+        raise ValueError(
+            f"`{name}` must have memory for each of its elements, as a result is written there, but is an expanded "
+            f"view, {tuple(data.shape)} with strides {data.stride()} ({resolve().here}). Hand in {name}.contiguous() "
+            f"or {name}.clone()"
+        )
 
 
 def require_list(name: str, tensors: Sequence[Tensor], here: Group) -> None:

@@ -41,7 +41,9 @@ class _Plan(NamedTuple):
     bundles: tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
 
 
-def reduce_leaves(items: list[tuple[str, Any]], op: str, here: Group, dtype: torch.dtype | None = None) -> list[Tensor]:
+def reduce_leaves(
+    items: list[tuple[str, Any]], op: object, here: Group, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Return every leaf's reduction, in `dtype` or its own, on its device; some are views of one tensor.
 
     **Collective**: every rank, with the same structure; the order of the leaves is free.
@@ -142,8 +144,7 @@ def _mismatch(lines: list[str], here: Group) -> CollectiveMismatchError:
 def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(leaf, Tensor):
         leaf = _tensor_of(path or "data", leaf)
-    if leaf.layout is not torch.strided:
-        require_tensor(path or "data", leaf)  # refuses it
+    require_tensor(path or "data", leaf)
     tensor: Tensor = leaf if dtype is None else leaf.detach().to(dtype)
     return tensor
 

@@ -6,15 +6,25 @@ already; larger ones follow in a second message of exactly their size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, cast, overload
+from collections.abc import Sequence
+from typing import Any, Literal, cast, overload
 
+import torch
 from torch import Tensor
 
-from lockstep.dist.arguments import group_rank, require_list, require_tensor
+from lockstep.dist.arguments import NOT_GIVEN, either, group_rank, require_list, require_memory, require_tensor
 from lockstep.dist.devices import as_bytes, copy_back, to_comm
+from lockstep.dist.gradients import (
+    ENDS_HERE,
+    LinearMap,
+    agree_on_gradients,
+    require_blocking,
+    require_fillable,
+    synced,
+    warn_of_lost_gradients,
+)
 from lockstep.dist.groups import Group, GroupLike, resolve
-from lockstep.dist.guard import check_call
+from lockstep.dist.guard import check_call, watch
 from lockstep.dist.handles import Handle
 from lockstep.dist.landing import are_like, hand_out, landing_for, require_like_what_arrived
 from lockstep.dist.packets import (
@@ -29,27 +39,53 @@ from lockstep.dist.packets import (
     take_all,
     take_new,
 )
+from lockstep.dist.reducing import scatter_sums
 from lockstep.dist.segments import broadcast_each, receive_from, send_to
 from lockstep.dist.slots import Slots, collect, room_for, swap
 
 
 @overload
-def all_gather(data: Tensor, group: GroupLike = ..., /) -> list[Tensor]: ...
+def all_gather(data: Tensor, group: GroupLike = ..., /, *, sync_grads: bool = ...) -> list[Tensor]: ...
 @overload
-def all_gather(data: Tensor, *, group: GroupLike) -> list[Tensor]: ...
+def all_gather(data: Tensor, *, group: GroupLike, sync_grads: bool = ...) -> list[Tensor]: ...
 @overload
 def all_gather(
-    data: Sequence[Tensor], tensor: Tensor, group: GroupLike = ..., async_op: Literal[False] = ...
+    data: Sequence[Tensor] = ...,
+    tensor: Tensor = ...,
+    group: GroupLike = ...,
+    async_op: Literal[False] = ...,
+    *,
+    sync_grads: Literal[False] = ...,
+    tensor_list: Sequence[Tensor] = ...,
 ) -> None: ...
 @overload
 def all_gather(
-    data: Sequence[Tensor], tensor: Tensor, group: GroupLike = ..., *, async_op: Literal[True]
+    data: Sequence[Tensor] = ...,
+    tensor: Tensor = ...,
+    group: GroupLike = ...,
+    *,
+    async_op: Literal[True],
+    sync_grads: Literal[False] = ...,
+    tensor_list: Sequence[Tensor] = ...,
 ) -> Handle: ...
+@overload
 def all_gather(
-    data: Tensor | Sequence[Tensor],
+    data: Sequence[Tensor] = ...,
+    tensor: Tensor = ...,
+    group: GroupLike = ...,
+    async_op: Literal[False] = ...,
+    *,
+    sync_grads: Literal[True],
+    tensor_list: Sequence[Tensor] = ...,
+) -> list[Tensor]: ...
+def all_gather(
+    data: Tensor | Sequence[Tensor] = NOT_GIVEN,
     tensor: Tensor | GroupLike = None,
     group: GroupLike = None,
     async_op: bool = False,
+    *,
+    sync_grads: bool = False,
+    tensor_list: Sequence[Tensor] = NOT_GIVEN,
 ) -> list[Tensor] | Handle | None:
     """Give every rank every rank's tensor, as ``all_gather(data) -> list`` or ``all_gather(tensor_list, tensor)``.
 
@@ -58,16 +94,26 @@ def all_gather(
         tensor: this rank's tensor, in the filling form; in the other form the second place is the group's.
         group: where; None is the default group.
         async_op: in the filling form, return a handle while larger tensors are still on their way.
+        sync_grads: let gradients flow back to every rank through the tensors that are returned, or through those that
+            are filled, which are then returned, too. Every rank has to run backward through them then.
+        tensor_list: `data` of the filling form, by its published name.
 
     **Collective**: every rank of the group; ranks may mix the two forms. **Shapes**: free on every rank, as is the
     dtype; in the filling form ``tensor_list[i]`` is as rank i's tensor.
 
     **Returns**: the tensors in rank order, each with memory of its own, on the device of `data`; or None, or a handle.
 
-    **Raises**: ValueError on a rank whose list does not fit what comes, PeerError on the others, before any tensor that
-    does not fit into a slot is sent.
+    **Gradients**: without `sync_grads` no gradient flows, of which a warning tells once for each calling line. With it,
+    the gradient of `data` is the sum, over the ranks, of the gradients of what they received: that of the sum of all
+    ranks' losses. Where DDP or FSDP average the gradients of the parameters, they come out as those of the mean of all
+    ranks' losses: those of one process that has the whole batch, in the second example.
+
+    **Raises**: ValueError on a rank whose list does not fit what comes, TypeError on one that hands in something else
+    than tensors, PeerError on the others, before any tensor that does not fit into a slot is sent. With `sync_grads`
+    CollectiveMismatchError on every rank where dtypes differ.
 
     **Cost**: a slot of 512 bytes from each rank, and the bytes of those tensors that don't fit in it; never padded.
+    With `sync_grads` one more slot, and in backward the bytes of the gradients of all that was received.
 
     **Example (2 ranks)**::
 
@@ -79,37 +125,66 @@ def all_gather(
         >>> filled[1].tolist()
         [1.0, 1.0]
 
+    **Example (2 ranks)**: a contrastive loss, as in CLIP, over the features of all ranks::
+
+        >>> from lockstep.dist import all_reduce
+        >>> images, texts = torch.tensor([[0.2], [-0.5]]), torch.tensor([[0.3], [0.9]])  # a batch of two pairs
+        >>> def loss_of(weight, image, text):  # of the whole batch
+        ...     logits = (image * weight) @ (text * weight).T
+        ...     pairs = torch.arange(len(image))
+        ...     return torch.nn.functional.cross_entropy(logits, pairs)
+        >>> weight = torch.tensor(2.0, requires_grad=True)
+        >>> own = slice(get_rank(), get_rank() + 1)  # one pair for each rank
+        >>> image = torch.cat(all_gather(images[own] * weight, sync_grads=True))
+        >>> text = torch.cat(all_gather(texts[own] * weight, sync_grads=True))
+        >>> loss_of(1.0, image, text).backward()
+        >>> gradient = weight.grad.clone()
+        >>> all_reduce(gradient, "mean")  # which DDP does
+        >>> whole = torch.tensor(2.0, requires_grad=True)
+        >>> loss_of(whole, images, texts).backward()  # on one process
+        >>> torch.allclose(gradient, whole.grad)
+        True
+
     **Source**: `torch.distributed.all_gather` (2.13), which on gloo aborts the process where shapes differ.
     """
+    data = either("data", data, "tensor_list", tensor_list)
     if isinstance(data, Tensor):
         if async_op:
             raise TypeError("`async_op` needs the form all_gather(tensor_list, tensor)")
-        return _all_gather(data, resolve(_group_argument(tensor, group)))
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            "`data` must be a tensor, or a list to fill with a tensor in second place, but they are "
-            f"{type(data).__name__} and {type(tensor).__name__}"
-        )
-    here = resolve(group)
+        here = resolve(_group_argument(tensor, group))
+        if sync_grads:
+            return _all_gather_with_grads(data, here)
+        if data.requires_grad:
+            warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
+        return _all_gather(data, here)
+    here = resolve(group if isinstance(tensor, Tensor) else _group_argument(tensor, group))
+    if sync_grads:
+        return _all_gather_into_with_grads(data, tensor, here, async_op)
+    if isinstance(tensor, Tensor) and tensor.requires_grad:
+        warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
     return _settled(_all_gather_into(data, tensor, here), async_op, here)
 
 
 @overload
-def gather(data: Tensor, dst: int = ..., group: GroupLike = ...) -> list[Tensor]: ...
+def gather(data: Tensor = ..., dst: int = ..., group: GroupLike = ..., *, tensor: Tensor = ...) -> list[Tensor]: ...
 @overload
 def gather(
-    data: Tensor,
-    gather_list: Sequence[Tensor] | None,
+    data: Tensor = ...,
+    gather_list: Sequence[Tensor] | None = ...,
     dst: int = ...,
     group: GroupLike = ...,
     async_op: bool = ...,
+    *,
+    tensor: Tensor = ...,
 ) -> list[Tensor] | Handle | None: ...
 def gather(  # type: ignore[misc]  # the overloads share their places, not their names
-    data: Tensor,
+    data: Tensor = NOT_GIVEN,
     gather_list: Sequence[Tensor] | int | None = None,
     dst: int | GroupLike = 0,
     group: GroupLike = None,
     async_op: bool = False,
+    *,
+    tensor: Tensor = NOT_GIVEN,
 ) -> list[Tensor] | Handle | None:
     """Give rank `dst` every rank's tensor, as ``gather(data, dst) -> list`` or ``gather(tensor, gather_list, dst)``.
 
@@ -119,6 +194,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         dst: rank within the group.
         group: where; None is the default group.
         async_op: in the filling form, return a handle.
+        tensor: `data` by its other published name.
 
     **Collective**: every rank of the group. **Shapes**: free on every rank, as is the dtype.
 
@@ -143,11 +219,13 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     if not isinstance(dst, int):
         raise TypeError(f"`dst` must be an int, but is {dst!r}")
     here = resolve(group)
-    require_tensor("data", data)
-    group_rank("dst", dst, here)
+    data = either("data", data, "tensor", tensor)
+    with watch("gather", here):
+        group_rank("dst", dst, here)
     check_call("gather", here, dst)
-    wire = to_comm(data, here)
-    packet, slots = _collect(wire, dst, here)
+    wire, packet, slots = _collect(data, dst, here)
+    if data.requires_grad:
+        warn_of_lost_gradients("gather", ENDS_HERE)
     if here.rank != dst:
         sent = None if packet.comes_along else send_to([as_bytes(wire)], dst, here)
         handle = _settled(sent, async_op, here)
@@ -170,10 +248,8 @@ def _settled(handle: Handle | None, async_op: bool, here: Group) -> Handle | Non
 
 
 def _all_gather(data: Tensor, here: Group) -> list[Tensor]:
-    require_tensor("data", data)
     check_call("all_gather", here)
-    wire = to_comm(data, here)
-    packet, slots = _swap(lambda: packet_of(wire), wire, here)
+    wire, packet, slots = _swap("data", data, NOT_GIVEN, here)
     outputs = take_new(slots, packet)
     if outputs is None:
         packets = _agreed(slots, packet, here)
@@ -182,17 +258,10 @@ def _all_gather(data: Tensor, here: Group) -> list[Tensor]:
     return _on_device_of(data, outputs)
 
 
-def _all_gather_into(tensor_list: Sequence[Tensor], data: Tensor, here: Group) -> Handle | None:
+def _all_gather_into(tensor_list: Sequence[Tensor], data: object, here: Group) -> Handle | None:
     """Start gathering; return what to wait for, if anything."""
-    require_tensor("tensor", data)
     check_call("all_gather", here)
-    wire = to_comm(data, here)
-
-    def say() -> Packet:
-        require_list("tensor_list", tensor_list, here)
-        return packet_of(wire, tensor_list)
-
-    packet, slots = _swap(say, wire, here)
+    wire, packet, slots = _swap("tensor", data, tensor_list, here)
     if take_all(slots, packet, tensor_list):
         return None
     packets = _agreed(slots, packet, here, tensor_list)
@@ -201,15 +270,65 @@ def _all_gather_into(tensor_list: Sequence[Tensor], data: Tensor, here: Group) -
     return Handle([exchange], here, lambda: hand_out(landing, tensor_list))
 
 
+def _all_gather_with_grads(data: Any, here: Group, tensor_list: Sequence[Tensor] = NOT_GIVEN) -> list[Tensor]:
+    def check() -> tuple[str, Sequence[Tensor]]:
+        if tensor_list is NOT_GIVEN:
+            require_tensor("data", data)
+        else:
+            _require_filling(data, tensor_list, here)
+            require_fillable("tensor_list", tensor_list, here)
+        return f"all_gather({data.dtype})", [data]
+
+    def gather_all(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if tensor_list is NOT_GIVEN:
+            return _all_gather(inputs[0], here)
+        parts = [torch.empty(x.shape, dtype=x.dtype, device=data.device) for x in tensor_list]
+        _settled(_all_gather_into(parts, inputs[0], here), False, here)
+        return parts
+
+    def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [scatter_sums(gradients, here)]
+
+    wanted = agree_on_gradients(here, check)
+    return list(synced(LinearMap(gather_all, sum_up, here), [data], wanted))
+
+
+def _all_gather_into_with_grads(
+    tensor_list: Sequence[Tensor], data: object, here: Group, async_op: bool
+) -> list[Tensor]:
+    require_blocking(async_op, here)
+    gathered = _all_gather_with_grads(data, here, tensor_list)
+    for output, part in zip(tensor_list, gathered, strict=True):
+        output.copy_(part)
+    return list(tensor_list)
+
+
+def _require_filling(data: object, tensor_list: Sequence[Tensor], here: Group) -> None:
+    if not isinstance(data, Tensor):
+        raise TypeError(
+            "`data` must be a tensor, or a list to fill with a tensor in second place, but they are "
+            f"{type(tensor_list).__name__} and {type(data).__name__} ({here.here})"
+        )
+    require_tensor("tensor", data)
+    require_list("tensor_list", tensor_list, here)
+    for rank, output in enumerate(tensor_list):
+        require_memory(f"tensor_list[{rank}]", output)
+
+
 def _on_device_of(data: Tensor, outputs: list[Tensor]) -> list[Tensor]:
     return outputs if data.is_cpu and outputs[0].is_cpu else [output.to(data.device) for output in outputs]
 
 
-def _swap(say: Callable[[], Packet], wire: Tensor, here: Group) -> tuple[Packet, Slots]:
-    """Give every rank every rank's slot; return this rank's packet and all slots."""
+def _swap(name: str, data: Any, outputs: Sequence[Tensor], here: Group) -> tuple[Tensor, Packet, Slots]:
+    """Give every rank every rank's slot; return what travels, this rank's packet and all slots."""
     room = room_for(SLOT_BYTES, here)
     try:
-        packet = say()
+        if outputs is NOT_GIVEN:
+            require_tensor(name, data)
+        else:
+            _require_filling(data, outputs, here)
+        wire = to_comm(data, here)
+        packet = packet_of(wire, None if outputs is NOT_GIVEN else outputs)
     except (TypeError, ValueError) as error:
         # Only this rank can see it, so it has to tell the others, who wait.
         room.one.memory[:] = pack_failure(error)
@@ -217,7 +336,7 @@ def _swap(say: Callable[[], Packet], wire: Tensor, here: Group) -> tuple[Packet,
         raise
     packet.write(room.one, 0, wire)
     swap(room, here)
-    return packet, room.each
+    return wire, packet, room.each
 
 
 def _agreed(slots: Slots, own: Packet, here: Group, outputs: Sequence[Tensor] | None = None) -> list[Packet]:
@@ -241,20 +360,43 @@ def _exchange(wire: Tensor, packets: Sequence[Packet], landing: Sequence[Tensor]
     return broadcast_each(mine, targets, here)
 
 
-def _collect(wire: Tensor, dst: int, here: Group) -> tuple[Packet, Slots]:
-    """Give rank `dst` every rank's slot; return this rank's packet and, there, all slots."""
-    packet = packet_of(wire)
+def _collect(data: Any, dst: int, here: Group) -> tuple[Tensor, Packet, Slots]:
+    """Give rank `dst` every rank's slot; return what travels, this rank's packet and, there, all slots."""
     room = room_for(SLOT_BYTES, here)
+    try:
+        require_tensor("data", data)
+        wire = to_comm(data, here)
+        packet = packet_of(wire)
+    except (TypeError, ValueError) as error:
+        room.one.memory[:] = pack_failure(error)
+        collect(room, dst, here)
+        if here.rank == dst:
+            _receive_in_vain(read_packets(room.each), room.each, here)
+        raise
     packet.write(room.one, 0, wire)
     collect(room, dst, here)
-    return packet, room.each
+    return wire, packet, room.each
+
+
+def _all_there(slots: Slots, own: Packet, here: Group) -> list[Packet]:
+    """Return what every rank says, on `dst`; where one can't take part, raise when all is received that is sent."""
+    packets = read_packets(slots, own)
+    if any(packet.failure is not None for packet in packets):
+        _receive_in_vain(packets, slots, here)
+        require_no_failure([packet.failure for packet in packets], here)
+    return packets
+
+
+def _receive_in_vain(packets: Sequence[Packet], slots: Slots, here: Group) -> None:
+    landing = [packet.tensor(slots, rank, here.comm_device) for rank, packet in enumerate(packets)]
+    _receive(packets, landing, landing[here.rank], here).wait()
 
 
 def _gather(wire: Tensor, own: Packet, slots: Slots, here: Group) -> list[Tensor]:
     """Return every rank's tensor, on `dst`."""
     parts = take_new(slots, own)
     if parts is None:
-        packets = read_packets(slots, own)
+        packets = _all_there(slots, own, here)
         parts = [packet.tensor(slots, rank, here.comm_device) for rank, packet in enumerate(packets)]
         _receive(packets, parts, wire, here).wait()
     return parts
@@ -267,7 +409,7 @@ def _gather_into(outputs: Sequence[Tensor], wire: Tensor, own: Packet, slots: Sl
     """
     if take_all(slots, own, outputs):
         return None
-    packets = read_packets(slots, own)
+    packets = _all_there(slots, own, here)
     fitting = are_like(outputs, packets)
     landing = [
         landing_for(outputs[rank], packet, slots, rank, here)
@@ -281,6 +423,8 @@ def _gather_into(outputs: Sequence[Tensor], wire: Tensor, own: Packet, slots: Sl
             require_list("gather_list", outputs, here)
             for rank, (output, landed) in enumerate(zip(outputs, landing, strict=True)):
                 require_like_what_arrived(f"gather_list[{rank}]", output, landed, here)
+        for rank, output in enumerate(outputs):
+            require_memory(f"gather_list[{rank}]", output)
         hand_out(landing, outputs)
 
     return Handle([_receive(packets, landing, wire, here)], here, finish)

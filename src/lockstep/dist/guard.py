@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count
-from typing import Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -20,6 +22,7 @@ _MODES = ("off", "sample", "always")
 _SLOT_BYTES = 256
 _SAMPLE_FIRST, _SAMPLE_EVERY = 20, 100
 _LENGTH = struct.Struct("<H")
+_UNWATCHED: Final = nullcontext()
 
 _mode: CheckMode = "off"
 _calls: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
@@ -65,10 +68,32 @@ def check_call(name: str, here: Group, *arguments: object) -> None:
 
     **Raises**: CollectiveMismatchError, on every rank.
     """
-    if _mode == "off" or here.pg is None or not _is_due(here.pg):
+    if _mode != "off":
+        _compare(f"{name}({', '.join(map(_described, arguments))})", here)
+
+
+def watch(name: str, here: Group) -> AbstractContextManager[None]:
+    """Return a context for the checks of a call's arguments, before `check_call`.
+
+    Where they refuse the call on this rank, the others learn it by their `check_call`, if the mode says so.
+    """
+    return _UNWATCHED if _mode == "off" else _telling_refusals(name, here)
+
+
+@contextmanager
+def _telling_refusals(name: str, here: Group) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        with suppress(CollectiveMismatchError):  # this rank has an error of its own
+            _compare(f"{name}, refused: {type(error).__name__}: {error}", here)
+        raise
+
+
+def _compare(call: str, here: Group) -> None:
+    if here.pg is None or not _is_due(here.pg):
         return
-    call = f"{name}({', '.join(map(_described, arguments))})"
-    text = call.encode()[: _SLOT_BYTES - _LENGTH.size]
+    text = call.encode(errors="replace")[: _SLOT_BYTES - _LENGTH.size]
     slot = bytearray(_SLOT_BYTES)
     _LENGTH.pack_into(slot, 0, len(text))
     slot[_LENGTH.size : _LENGTH.size + len(text)] = text

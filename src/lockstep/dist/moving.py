@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions
 
-from lockstep.dist.arguments import group_rank, require_list, require_tensor
+from lockstep.dist.arguments import NOT_GIVEN, either, group_rank, require_list, require_memory, require_tensor
 from lockstep.dist.devices import as_bytes, copy_back, is_bare, to_comm, to_wire
+from lockstep.dist.gradients import (
+    ENDS_HERE,
+    STAYS_LOCAL,
+    Apply,
+    LinearMap,
+    agree_on_gradients,
+    require_blocking,
+    require_fillable,
+    synced,
+    warn_of_lost_gradients,
+)
 from lockstep.dist.groups import Group, GroupLike, resolve
-from lockstep.dist.guard import check_call
+from lockstep.dist.guard import check_call, watch
 from lockstep.dist.handles import Handle, settled
 from lockstep.dist.segments import talk
 
@@ -22,14 +34,23 @@ _MOVABLE = frozenset(
 )  # fmt: skip
 
 
-def broadcast(data: Tensor, src: int = 0, group: GroupLike = None, async_op: bool = False) -> Handle | None:
+def broadcast(
+    data: Tensor = NOT_GIVEN,
+    src: int = 0,
+    group: GroupLike = None,
+    async_op: bool = False,
+    *,
+    tensor: Tensor = NOT_GIVEN,
+) -> Handle | None:
     """Copy rank `src`'s `data` into every other rank's, in place.
 
     Args:
-        data: contiguous or not, of any dtype, on any device.
+        data: contiguous or not, of any dtype, on any device. A leaf that requires grad, such as a parameter, gets its
+            new values as it would under ``torch.no_grad()``.
         src: rank within the group.
         group: where; None is the default group.
         async_op: return at once, with a handle to wait for.
+        tensor: `data` by its other published name.
 
     **Collective**: every rank of the group. **Shapes**: the same on every rank, any.
 
@@ -44,8 +65,13 @@ def broadcast(data: Tensor, src: int = 0, group: GroupLike = None, async_op: boo
         [0, 1]
     """
     here = resolve(group)
-    require_tensor("data", data)
-    group_rank("src", src, here)
+    data = either("data", data, "tensor", tensor)
+    with watch("broadcast", here):
+        require_tensor("data", data)
+        require_memory("data", data)
+        group_rank("src", src, here)
+    if data.requires_grad and not data.is_leaf:
+        warn_of_lost_gradients("broadcast", STAYS_LOCAL)
     check_call("broadcast", here, data, src)
     if here.pg is None or data.numel() == 0:
         return Handle((), here) if async_op else None
@@ -58,12 +84,32 @@ def broadcast(data: Tensor, src: int = 0, group: GroupLike = None, async_op: boo
     return settled(handle, async_op)
 
 
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: GroupLike = ...,
+    async_op: bool = ...,
+    *,
+    sync_grads: Literal[False] = ...,
+) -> Handle | None: ...
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: GroupLike = ...,
+    async_op: Literal[False] = ...,
+    *,
+    sync_grads: Literal[True],
+) -> list[Tensor]: ...
 def all_to_all(
     output_tensor_list: Sequence[Tensor],
     input_tensor_list: Sequence[Tensor],
     group: GroupLike = None,
     async_op: bool = False,
-) -> Handle | None:
+    *,
+    sync_grads: bool = False,
+) -> Handle | list[Tensor] | None:
     """Send the i-th input to rank i, and fill the i-th output with what rank i sent here.
 
     Args:
@@ -71,11 +117,17 @@ def all_to_all(
         input_tensor_list: one tensor for each rank.
         group: where; None is the default group.
         async_op: return at once, with a handle to wait for.
+        sync_grads: fill the outputs within the graph, so that gradients flow back to the ranks they came from, and
+            return them. Every rank has to run backward through them then.
 
     **Collective**: every rank of the group. **Shapes**: rank a's ``input_tensor_list[b]`` has as many elements as rank
     b's ``output_tensor_list[a]``; otherwise sizes are free. One dtype throughout.
 
-    **Cost**: the bytes of all inputs sent per rank.
+    **Gradients**: as for `all_reduce`: rank a's ``input_tensor_list[b]`` gets the gradient of rank b's
+    ``output_tensor_list[a]``.
+
+    **Cost**: the bytes of all inputs sent per rank. With `sync_grads` a slot of 512 bytes from each rank to each
+    before, and the same bytes again in backward.
 
     **Example (2 ranks)**::
 
@@ -86,23 +138,64 @@ def all_to_all(
         True
     """
     here = resolve(group)
-    require_list("output_tensor_list", output_tensor_list, here)
-    require_list("input_tensor_list", input_tensor_list, here)
-    dtypes = {x.dtype for x in (*output_tensor_list, *input_tensor_list)}
+    if sync_grads:
+        return _all_to_all_with_grads(output_tensor_list, input_tensor_list, here, async_op)
+    with watch("all_to_all", here):
+        _require_exchange(output_tensor_list, input_tensor_list, here)
+    if any(x.requires_grad for x in input_tensor_list):
+        warn_of_lost_gradients("all_to_all", ENDS_HERE, has_sync_grads=True)
+    return settled(_exchange(output_tensor_list, input_tensor_list, here), async_op)
+
+
+def _require_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here: Group) -> None:
+    require_list("output_tensor_list", outputs, here)
+    require_list("input_tensor_list", inputs, here)
+    dtypes = {x.dtype for x in (*outputs, *inputs)}
     if len(dtypes) != 1:
         raise ValueError(f"`all_to_all` must have one dtype, but has {sorted(map(str, dtypes))} ({here.here})")
-    own_in, own_out = input_tensor_list[here.rank], output_tensor_list[here.rank]
+    own_in, own_out = inputs[here.rank], outputs[here.rank]
     if own_in.numel() != own_out.numel():
         raise ValueError(
             f"`output_tensor_list[{here.rank}]` must have the {own_in.numel()} elements this rank sends itself, "
             f"but has {own_out.numel()} ({here.here})"
         )
+    for rank, output in enumerate(outputs):
+        require_memory(f"output_tensor_list[{rank}]", output)
+
+
+def _all_to_all_with_grads(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], here: Group, async_op: bool
+) -> list[Tensor]:
+    def check() -> tuple[str, Sequence[Tensor]]:
+        require_blocking(async_op, here)
+        _require_exchange(outputs, inputs, here)
+        require_fillable("output_tensor_list", outputs, here)
+        return f"all_to_all({inputs[0].dtype})", inputs
+
+    def exchange_into(like: Sequence[Tensor]) -> Apply:
+        places = [(x.shape, x.dtype, x.device) for x in like]
+
+        def apply(sent: Sequence[Tensor]) -> Sequence[Tensor]:
+            received = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in places]
+            _exchange(received, sent, here).wait()
+            return received
+
+        return apply
+
+    wanted = agree_on_gradients(here, check)
+    exchange = LinearMap(exchange_into(outputs), exchange_into(inputs), here)
+    for output, received in zip(outputs, synced(exchange, inputs, wanted), strict=True):
+        output.copy_(received)
+    return list(outputs)
+
+
+def _exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here: Group) -> Handle:
+    own_in = inputs[here.rank]
     check_call("all_to_all", here, own_in.dtype)
     if here.pg is None:
-        copy_back(own_out, own_in)
-        return Handle((), here) if async_op else None
-    exchange = _exchange_in_pairs if here.in_pairs else _exchange_at_once
-    return settled(exchange(output_tensor_list, input_tensor_list, here), async_op)
+        copy_back(outputs[here.rank], own_in)
+        return Handle((), here)
+    return (_exchange_in_pairs if here.in_pairs else _exchange_at_once)(outputs, inputs, here)
 
 
 def _exchange_in_pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], here: Group) -> Handle:

@@ -10,17 +10,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.dist.arguments import group_rank, require_tensor
+from lockstep.dist.arguments import NOT_GIVEN, either, group_rank, require_memory, require_tensor
 from lockstep.dist.bundles import is_of_numpy, join, part, reduce_leaves
+from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
 from lockstep.dist.groups import GroupLike, resolve
-from lockstep.dist.guard import check_call
+from lockstep.dist.guard import check_call, watch
 from lockstep.dist.parcels import spread_object, swap_objects
 from lockstep.dist.reducing import all_reduce
 from lockstep.dist.reductions import op_name, reduction
-from lockstep.tree import tree_items, tree_unflatten
+from lockstep.tree import tree_items, tree_leaves, tree_unflatten
 
 T = TypeVar("T")
 D = TypeVar("D", bound=MutableMapping[Any, Any])
@@ -29,7 +30,14 @@ _ALONE_MIN_BYTES = 2**20
 _MIB = 2**20
 
 
-def all_reduce_dict(data: D, op: str = "sum", group: GroupLike = None, to_float: bool = False) -> D:
+def all_reduce_dict(
+    data: D = NOT_GIVEN,
+    op: str | ReduceOp.RedOpType = "sum",
+    group: GroupLike = None,
+    to_float: bool = False,
+    *,
+    py_dict: D = NOT_GIVEN,
+) -> D:
     """Reduce every value of a dict over all ranks, in place, and return the dict.
 
     Args:
@@ -39,6 +47,7 @@ def all_reduce_dict(data: D, op: str = "sum", group: GroupLike = None, to_float:
         group: where; None is the default group.
         to_float: reduce everything in float32, so that one collective does for all and means need not be whole; the
             entries become tensors of float32 then.
+        py_dict: `data` by its other published name.
 
     **Collective**: every rank of the group, with the same keys, shapes and dtypes.
 
@@ -55,9 +64,12 @@ def all_reduce_dict(data: D, op: str = "sum", group: GroupLike = None, to_float:
         >>> all_reduce_dict(losses)
         {'loss': tensor(3.), 'samples': 16}
     """
+    data = either("data", data, "py_dict", py_dict)
     if not isinstance(data, MutableMapping):
         raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
     values = [(repr(key), value) for key, value in data.items()]
+    if any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for _, x in values):
+        warn_of_lost_gradients("all_reduce_dict", STAYS_LOCAL)
     reduced = reduce_leaves(values, op, resolve(group), torch.float32 if to_float else None)
     with torch.no_grad():
         for (key, value), result in zip(list(data.items()), reduced, strict=True):
@@ -68,7 +80,7 @@ def all_reduce_dict(data: D, op: str = "sum", group: GroupLike = None, to_float:
     return data
 
 
-def all_reduce_tree(data: T, op: str = "sum", group: GroupLike = None) -> T:
+def all_reduce_tree(data: T, op: str | ReduceOp.RedOpType = "sum", group: GroupLike = None) -> T:
     """Return a tree with every leaf reduced over all ranks; `data` stays as it is.
 
     Args:
@@ -85,6 +97,7 @@ def all_reduce_tree(data: T, op: str = "sum", group: GroupLike = None) -> T:
         {'hits': [1, 4]}
     """
     items = list(tree_items(data))
+    _warn_where_gradients_end("all_reduce_tree", [leaf for _, leaf in items])
     reduced = reduce_leaves(items, op, resolve(group))
     leaves = [_as_leaf(result, leaf) for result, (_, leaf) in zip(reduced, items, strict=True)]
     return tree_unflatten(data, leaves)  # type: ignore[no-any-return]
@@ -103,6 +116,7 @@ def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
     """
     here = resolve(group)
     check_call("all_gather_tree", here)
+    _warn_where_gradients_end("all_gather_tree", tree_leaves(data))
     return swap_objects(data, here)
 
 
@@ -120,6 +134,8 @@ def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
     here = resolve(group)
     group_rank("src", src, here)
     check_call("broadcast_tree", here, src)
+    if here.rank == src:
+        _warn_where_gradients_end("broadcast_tree", tree_leaves(data))
     received: T = spread_object(data, src, here)
     return received
 
@@ -128,7 +144,7 @@ def all_reduce_params(
     params: Iterable[Tensor],
     coalesce: bool = True,
     bucket_size_mb: float = -1,
-    op: str = "sum",
+    op: str | ReduceOp.RedOpType = "sum",
     group: GroupLike = None,
 ) -> None:
     """Reduce many tensors over all ranks, in place.
@@ -157,10 +173,14 @@ def all_reduce_params(
     """
     here = resolve(group)
     tensors = [params] if isinstance(params, Tensor) else list(params)
-    name = op_name(op)
-    for index, tensor in enumerate(tensors):
-        require_tensor(f"params[{index}]", tensor)
-        reduction(name, tensor.dtype)
+    with watch("all_reduce_params", here):
+        name = op_name(op)
+        for index, tensor in enumerate(tensors):
+            require_tensor(f"params[{index}]", tensor)
+            require_memory(f"params[{index}]", tensor)
+            reduction(name, tensor.dtype)
+    if any(x.requires_grad and not x.is_leaf for x in tensors):
+        warn_of_lost_gradients("all_reduce_params", STAYS_LOCAL)
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)
     alone_from = min(_ALONE_MIN_BYTES, limit_bytes) if coalesce else 0
     handles = [all_reduce(x, name, here.pg, async_op=True) for x in tensors if x.nbytes >= alone_from]
@@ -209,6 +229,11 @@ def sync_random_seed(
     if isinstance(agreed, bool) or not isinstance(agreed, Integral) or not 0 <= int(agreed) < 2**63:
         raise ValueError(f"`seed` must be an int from 0 to 2**63 - 1, but is {agreed!r} on rank 0 ({here.here})")
     return int(agreed)
+
+
+def _warn_where_gradients_end(name: str, leaves: Iterable[Any]) -> None:
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        warn_of_lost_gradients(name, ENDS_HERE)
 
 
 def _as_leaf(reduced: Tensor, leaf: Any) -> Any:

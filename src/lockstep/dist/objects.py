@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final, TypeVar, overload
+from typing import Any, TypeVar, overload
 
+import torch
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.dist.arguments import group_rank
+from lockstep.dist.arguments import NOT_GIVEN, either, group_rank
 from lockstep.dist.groups import Group, GroupLike, resolve
 from lockstep.dist.guard import check_call
 from lockstep.dist.parcels import collect_objects, deal_objects, spread_object, swap_objects
@@ -16,27 +17,28 @@ from lockstep.dist.parcels import collect_objects, deal_objects, spread_object, 
 T = TypeVar("T")
 
 
-class _Missing:
-    """Stands for an argument that was not given, where None is one that may be."""
-
-
-_MISSING: Final = _Missing()
-
-
 @overload
-def all_gather_object(data: T, group: GroupLike = ..., /) -> list[T]: ...  # type: ignore[overload-overlap]
+def all_gather_object(data: T, group: GroupLike = ..., /) -> list[T]: ...
 @overload
 def all_gather_object(data: T, *, group: GroupLike) -> list[T]: ...
 @overload
-def all_gather_object(data: list[Any], obj: object, group: GroupLike = ...) -> None: ...
-def all_gather_object(data: Any, obj: Any = _MISSING, group: GroupLike = None) -> list[Any] | None:
+def all_gather_object(*, obj: T, group: GroupLike = ...) -> list[T]: ...
+@overload
+def all_gather_object(
+    data: list[Any] = ..., obj: object = ..., group: GroupLike = ..., *, object_list: list[Any] = ...
+) -> None: ...
+def all_gather_object(
+    data: Any = NOT_GIVEN, obj: Any = NOT_GIVEN, group: GroupLike = None, *, object_list: list[Any] = NOT_GIVEN
+) -> list[Any] | None:
     """Give every rank every rank's object, as ``all_gather_object(obj) -> list``, or filling a list in the first place.
 
     Args:
         data: this rank's object; or the list to fill, with one place for each rank.
         obj: this rank's object, in the filling form. A group in this place is the group of the other form; so is None,
-            unless `data` is a list of as many Nones as there are ranks, two or more, which waits to be filled.
+            unless `data` is a list of as many Nones as there are ranks, two or more, which waits to be filled. By
+            itself it is `data` by its other published name.
         group: where; None is the default group.
+        object_list: `data` of the filling form, by its published name.
 
     **Collective**: every rank of the group; ranks may mix the two forms.
 
@@ -62,8 +64,12 @@ def all_gather_object(data: Any, obj: Any = _MISSING, group: GroupLike = None) -
 
     **Source**: PEP 574 (pickle protocol 5).
     """
-    if isinstance(obj, _Missing) or _is_group(obj) or (obj is None and group is None and not _is_waiting(data)):
-        here = resolve(group if isinstance(obj, _Missing) else obj)
+    if object_list is NOT_GIVEN and data is NOT_GIVEN:
+        data, obj = either("data", data, "obj", obj), NOT_GIVEN
+    is_filling = object_list is not NOT_GIVEN and obj is not NOT_GIVEN
+    data = either("data", data, "object_list", object_list)
+    if not is_filling and _is_short(data, obj, group):
+        here = resolve(group if obj is NOT_GIVEN else obj)
         check_call("all_gather_object", here)
         return swap_objects(data, here)
     here = resolve(group)
@@ -73,13 +79,23 @@ def all_gather_object(data: Any, obj: Any = _MISSING, group: GroupLike = None) -
 
 
 @overload
-def gather_object(data: T, dst: int = ..., group: GroupLike = ...) -> list[T] | None: ...
+def gather_object(data: T = ..., dst: int = ..., group: GroupLike = ..., *, obj: T = ...) -> list[T] | None: ...
 @overload
 def gather_object(
-    data: T, object_gather_list: list[Any] | None, dst: int = ..., group: GroupLike = ...
+    data: T = ...,
+    object_gather_list: list[Any] | None = ...,
+    dst: int = ...,
+    group: GroupLike = ...,
+    *,
+    obj: T = ...,
 ) -> list[T] | None: ...
 def gather_object(  # type: ignore[misc]  # the overloads share places, not names
-    data: Any, object_gather_list: Any = None, dst: Any = 0, group: GroupLike = None
+    data: Any = NOT_GIVEN,
+    object_gather_list: Any = None,
+    dst: Any = 0,
+    group: GroupLike = None,
+    *,
+    obj: Any = NOT_GIVEN,
 ) -> list[Any] | None:
     """Give rank `dst` every rank's object, as ``gather_object(obj, dst) -> list`` or filling a list in second place.
 
@@ -88,6 +104,7 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
         object_gather_list: on `dst`, the list to fill, with one place for each rank; elsewhere None.
         dst: rank within the group.
         group: where; None is the default group.
+        obj: `data` by its other published name.
 
     **Collective**: every rank of the group.
 
@@ -106,6 +123,7 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
     if isinstance(object_gather_list, int):
         group = group if isinstance(dst, int) and dst == 0 else dst  # the short form has its group in third place
         object_gather_list, dst = None, object_gather_list
+    data = either("data", data, "obj", obj)
     here = resolve(group)
     group_rank("dst", dst, here)
     check_call("gather_object", here, dst)
@@ -141,8 +159,22 @@ def broadcast_object(obj: T, src: int = 0, group: GroupLike = None) -> T:
     return received
 
 
-def broadcast_object_list(data: list[Any], src: int = 0, group: GroupLike = None) -> None:
+def broadcast_object_list(
+    data: list[Any] = NOT_GIVEN,
+    src: int = 0,
+    group: GroupLike = None,
+    device: str | torch.device | None = None,
+    *,
+    object_list: list[Any] = NOT_GIVEN,
+) -> None:
     """Replace the entries of every rank's list by those of rank `src`'s, in place.
+
+    Args:
+        data: the list.
+        src: rank within the group.
+        group: where; None is the default group.
+        device: taken for the sake of older callers; the group knows where it talks.
+        object_list: `data` by its other published name.
 
     **Collective**: every rank of the group, with lists of one length.
 
@@ -158,6 +190,7 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: GroupLike = None
         ['a', {'b': 1}]
     """
     here = resolve(group)
+    data = either("data", data, "object_list", object_list)
     if not isinstance(data, list):
         raise TypeError(f"`data` must be a list, but is {type(data).__name__} ({here.here})")
     group_rank("src", src, here)
@@ -201,6 +234,11 @@ def scatter_object_list(
     check_call("scatter_object_list", here, src)
     check = partial(_require_places, "scatter_object_input_list", scatter_object_input_list, here)
     scatter_object_output_list[0] = deal_objects(scatter_object_input_list or (), src, here, check)
+
+
+def _is_short(data: object, obj: object, group: GroupLike) -> bool:
+    """Return whether a call has the form ``all_gather_object(obj, group)``."""
+    return obj is NOT_GIVEN or _is_group(obj) or (obj is None and group is None and not _is_waiting(data))
 
 
 def _is_group(obj: object) -> bool:

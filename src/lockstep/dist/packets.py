@@ -113,7 +113,7 @@ def read_packet(slots: Slots, index: int, likely: Packet | None = None) -> Packe
     return _packet(_DTYPES[code], shape, expectation)
 
 
-def read_packets(slots: Slots, likely: Packet) -> list[Packet]:
+def read_packets(slots: Slots, likely: Packet | None = None) -> list[Packet]:
     """Return what every slot says."""
     return [read_packet(slots, index, likely) for index in range(len(slots.views))]
 

@@ -11,6 +11,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from lockstep.dist import world
+from lockstep.dist.arguments import NOT_GIVEN, either
 from lockstep.dist.groups import GroupLike, resolve
 from lockstep.errors import DistError
 
@@ -103,8 +104,12 @@ def get_local_group() -> ProcessGroup | None:
 @overload
 def init_local_group(group_size: int, /) -> None: ...
 @overload
+def init_local_group(*, group_size: int) -> None: ...
+@overload
 def init_local_group(node_rank: int, num_gpus_per_node: int) -> None: ...
-def init_local_group(node_rank: int, num_gpus_per_node: int | None = None) -> None:
+def init_local_group(
+    node_rank: int = NOT_GIVEN, num_gpus_per_node: int | None = None, *, group_size: int = NOT_GIVEN
+) -> None:
     """Make one group for each run of consecutive ranks, normally those of a node.
 
     Call it as ``init_local_group(node_rank, num_gpus_per_node)`` or ``init_local_group(group_size)``. The local queries
@@ -121,7 +126,12 @@ def init_local_group(node_rank: int, num_gpus_per_node: int | None = None) -> No
         (0, 1)
     """
     group = resolve()
-    size = node_rank if num_gpus_per_node is None else num_gpus_per_node
+    if num_gpus_per_node is None:
+        size = either("node_rank", node_rank, "group_size", group_size)
+    elif group_size is NOT_GIVEN:
+        node_rank, size = either("node_rank", node_rank, "group_size", group_size), num_gpus_per_node
+    else:
+        raise TypeError("init_local_group() takes `node_rank` and `num_gpus_per_node`, or `group_size` alone")
     if size < 1 or group.size % size:
         raise ValueError(
             f"the size of a local group must divide the world size, {group.size}, but is {size} ({group.here})"

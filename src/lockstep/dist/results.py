@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.dist.agreement import together
+from lockstep.dist.arguments import NOT_GIVEN, either
 from lockstep.dist.groups import Group, resolve
 from lockstep.dist.guard import check_call
 from lockstep.dist.packets import require_no_failure
@@ -20,11 +21,13 @@ _ABSENT: Final = object()
 
 
 def collect_results(
-    results: Sequence[Any],
-    size: int,
+    results: Sequence[Any] = NOT_GIVEN,
+    size: int = NOT_GIVEN,
     device: str = "cpu",
     tmpdir: str | Path | None = None,
     indices: Sequence[int] | None = None,
+    *,
+    result_part: Sequence[Any] = NOT_GIVEN,
 ) -> list[Any] | None:
     """Return all ranks' results in the order of the data set on rank 0, None elsewhere.
 
@@ -36,6 +39,7 @@ def collect_results(
         tmpdir: a folder that all ranks share, to go over the disk with bounded memory. It is rank 0's path that counts,
             relative to rank 0's working directory; what is written there is removed at the end. None stays in memory.
         indices: for each result, which sample of the data set it belongs to.
+        result_part: `results` by its other published name.
 
     Without `indices` the parts are taken to be interleaved as samplers deal them (rank 0's first, rank 1's first,
     ...), and what exceeds `size`, padding, is cut off. With `indices` results are ordered by index, and of padding
@@ -58,6 +62,7 @@ def collect_results(
         >>> collect_results(part, size=3) == (["a", "b", "c"] if get_rank() == 0 else None)
         True
     """
+    results = either("results", results, "result_part", result_part)
     here = resolve()
     _check_arguments(size, device)
     check_call("collect_results", here, size)
@@ -71,7 +76,13 @@ def collect_results(
     return _agreed(parts, size, here)
 
 
-def collect_results_cpu(results: Sequence[Any], size: int, tmpdir: str | Path | None = None) -> list[Any] | None:
+def collect_results_cpu(
+    results: Sequence[Any] = NOT_GIVEN,
+    size: int = NOT_GIVEN,
+    tmpdir: str | Path | None = None,
+    *,
+    result_part: Sequence[Any] = NOT_GIVEN,
+) -> list[Any] | None:
     """Return all ranks' results on rank 0: `collect_results` by the name that older callers know.
 
     **Collective**: every rank of the default group.
@@ -82,10 +93,12 @@ def collect_results_cpu(results: Sequence[Any], size: int, tmpdir: str | Path | 
         >>> collect_results_cpu([get_rank()], size=2) == ([0, 1] if get_rank() == 0 else None)
         True
     """
-    return collect_results(results, size, "cpu", tmpdir)
+    return collect_results(either("results", results, "result_part", result_part), size, "cpu", tmpdir)
 
 
-def collect_results_gpu(results: Sequence[Any], size: int) -> list[Any] | None:
+def collect_results_gpu(
+    results: Sequence[Any] = NOT_GIVEN, size: int = NOT_GIVEN, *, result_part: Sequence[Any] = NOT_GIVEN
+) -> list[Any] | None:
     """Return all ranks' results on rank 0: `collect_results` by the name that older callers know.
 
     **Collective**: every rank of the default group.
@@ -96,10 +109,12 @@ def collect_results_gpu(results: Sequence[Any], size: int) -> list[Any] | None:
         >>> collect_results_gpu([get_rank()], size=2) == ([0, 1] if get_rank() == 0 else None)
         True
     """
-    return collect_results(results, size, "gpu")
+    return collect_results(either("results", results, "result_part", result_part), size, "gpu")
 
 
 def _check_arguments(size: int, device: str) -> None:
+    if size is NOT_GIVEN:
+        raise TypeError("collect_results() missing 1 required argument: 'size'")
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise ValueError(f"`size` must be the number of samples, an int >= 0, but is {size!r}")
     if device not in ("cpu", "gpu"):

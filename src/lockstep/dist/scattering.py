@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lockstep.dist.arguments import group_rank, require_list, require_tensor
+from lockstep.dist.arguments import group_rank, require_list, require_memory, require_tensor
 from lockstep.dist.devices import as_bytes, copy_back, to_comm
+from lockstep.dist.gradients import ENDS_HERE, warn_of_lost_gradients
 from lockstep.dist.groups import Group, GroupLike, resolve
-from lockstep.dist.guard import check_call
+from lockstep.dist.guard import check_call, watch
 from lockstep.dist.handles import Handle, wait_all
 from lockstep.dist.landing import are_like, landing_for, require_like_what_arrived
 from lockstep.dist.packets import SLOT_BYTES, pack_failure, packet_of, read_packet, require_no_failure, take_all
@@ -50,13 +51,16 @@ def scatter(
         True
     """
     here = resolve(group)
-    require_tensor("tensor", tensor)
-    group_rank("src", src, here)
+    with watch("scatter", here):
+        group_rank("src", src, here)
     check_call("scatter", here, src)
     if here.rank == src:
         _deal(tensor, scatter_list, here)
     else:
         _receive_dealt(tensor, src, here)
+    sent = scatter_list if here.rank == src and scatter_list is not None else ()
+    if (tensor.requires_grad and not tensor.is_leaf) or any(x.requires_grad for x in sent):
+        warn_of_lost_gradients("scatter", ENDS_HERE)
     return Handle((), here) if async_op else None
 
 
@@ -67,6 +71,7 @@ def _deal(tensor: Tensor, scatter_list: Sequence[Tensor] | None, here: Group) ->
         if scatter_list is None:
             raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({here.here})")
         require_list("scatter_list", scatter_list, here)
+        _require_target(tensor)
         wires = [to_comm(entry, here) for entry in scatter_list]
         packets = [packet_of(wire) for wire in wires]
     except (TypeError, ValueError) as error:
@@ -91,24 +96,36 @@ def _deal(tensor: Tensor, scatter_list: Sequence[Tensor] | None, here: Group) ->
         copy_back(tensor, own)
 
 
+def _require_target(tensor: Tensor) -> None:
+    require_tensor("tensor", tensor)
+    require_memory("tensor", tensor)
+
+
 def _are_apart(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
 def _receive_dealt(tensor: Tensor, src: int, here: Group) -> None:
     """Receive this rank's tensor, into `tensor` where it fits there."""
+    refusal: TypeError | ValueError | None = None
+    try:
+        _require_target(tensor)
+    except (TypeError, ValueError) as error:
+        refusal = error  # to be raised when all is received that is sent
     room = room_for(SLOT_BYTES, here)
     deal(room, src, here)
-    if take_all(room.one, packet_of(tensor), [tensor]):
+    if refusal is None and take_all(room.one, packet_of(tensor), [tensor]):
         return
     packet = read_packet(room.one, 0)
     require_no_failure([packet.failure], here, ranks=[src])
-    if are_like([tensor], [packet]):
+    if refusal is None and are_like([tensor], [packet]):
         received = landing_for(tensor, packet, room.one, 0, here)
     else:
         received = packet.tensor(room.one, 0, here.comm_device)
     if not packet.comes_along:
         receive_from([as_bytes(received)], src, here).wait()
+    if refusal is not None:
+        raise refusal
     if received is not tensor:
         require_like_what_arrived("tensor", tensor, received, here)
         copy_back(tensor, received)

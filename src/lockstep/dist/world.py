@@ -46,7 +46,7 @@ _generation = 0  # how many groups this process has joined; tells the meeting po
 
 
 def init_dist(
-    launcher: Launcher | str,
+    launcher: Launcher | str | None = None,
     backend: str | None = None,
     init_backend: str = "torch",
     *,
@@ -62,7 +62,8 @@ def init_dist(
 
     Args:
         launcher: who started the ranks: ``"pytorch"`` (torchrun, lockstep launch), ``"slurm"``, ``"mpi"`` (OpenMPI,
-            MPICH, Intel MPI, PMIx) or ``"none"`` (this process is a group of one).
+            MPICH, Intel MPI, PMIx) or ``"none"`` (this process is a group of one). None asks the environment, as
+            `infer_launcher` does.
         backend: any backend of torch.distributed, or a map such as ``"cpu:gloo,cuda:nccl"``. None takes that map where
             CUDA and NCCL are at hand, else gloo.
         init_backend: ``"torch"``, or the engine that adopts the group: ``"deepspeed"``, ``"colossalai"``.
@@ -97,7 +98,7 @@ def init_dist(
     if init_backend not in _INIT_BACKENDS:
         raise ValueError(f"`init_backend` must be one of {', '.join(_INIT_BACKENDS)}, but is {init_backend!r}")
     destroy_dist()  # what a group that somebody ended by torch's own function has left set up
-    topology = read_topology(os.environ, launcher)
+    topology = read_topology(os.environ, infer_launcher() if launcher is None else launcher)
     backend = _checked_backend(backend)
     duration = _checked_timeout(timeout)
     _check_port(port)

@@ -1,0 +1,204 @@
+"""Gradients over ranks: collectives that autograd sees through, and a warning where it would see nothing.
+
+The four collectives that take `sync_grads` are linear maps of the tensors of all ranks, whose transposes take gradients
+back: all_reduce is its own, all_gather and reduce_scatter are each other's, and in that of all_to_all the ranks change
+places.
+
+Convention: gradients are those of the *sum of all ranks' losses*. DistributedDataParallel and FSDP divide by the number
+of ranks when they average the gradients of the parameters, which gives the gradient of the *mean of all ranks' losses*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lockstep.dist.groups import Group
+from lockstep.dist.packets import SLOT_BYTES, failure_in, pack_failure, require_no_failure
+from lockstep.dist.reductions import reduction
+from lockstep.dist.slots import swap_slots
+from lockstep.errors import CollectiveMismatchError, DistError
+
+Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OWN_ROOM = os.path.dirname(__file__) + os.sep
+
+# status as in every slot, what a rank wants, digest of the call; as much of the call as there is room for follows
+_HEAD = struct.Struct("<2q16s")
+_NO_GRADIENT, _GRADIENT, _GRAD_MODE_OFF = 0, 1, 2
+
+# What becomes of a gradient without `sync_grads`.
+STAYS_LOCAL = "its gradient stays that of this rank's own value, not of what replaces it"
+ENDS_HERE = "its gradient ends here, as what comes out has no graph"
+
+_warned: set[tuple[str, int]] = set()
+
+
+class LinearMap(NamedTuple):
+    """A collective and its transpose.
+
+    Attributes:
+        apply: this rank's inputs -> its outputs, which are new tensors; never sees a graph.
+        transpose: the gradients of the outputs -> those of the inputs, likewise.
+        here: the group.
+    """
+
+    apply: Apply
+    transpose: Apply
+    here: Group
+
+    def transposed(self) -> LinearMap:
+        """Return the map that takes gradients back."""
+        return LinearMap(self.transpose, self.apply, self.here)
+
+
+class _Mapped(Function):
+    """One use of a `LinearMap` in a graph.
+
+    All outputs require grad on every rank, whatever the inputs do, as every rank has to take part in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, linear: LinearMap, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.linear = linear
+        return tuple(linear.apply([x.detach() for x in inputs]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        here: Group = ctx.linear.here
+        if here.reference is not None and here.pg is None:
+            raise DistError(
+                f"backward through a collective needs its group, which is gone ({here.here}). Call destroy_dist() later"
+            )
+        return None, None, *_applied(ctx.linear.transposed(), gradients)
+
+
+def synced(linear: LinearMap, inputs: Sequence[Tensor], wanted: bool) -> tuple[Tensor, ...]:
+    """Return the outputs of a map, within the graph where gradients are `wanted`. **Collective**: every rank."""
+    if wanted:
+        return _applied(linear, inputs)
+    with torch.no_grad():
+        return tuple(linear.apply([x.detach() for x in inputs]))
+
+
+def _applied(linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
+    outputs: tuple[Tensor, ...] = _Mapped.apply(anchor, linear, *inputs)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def agree_on_gradients(here: Group, check: Callable[[], tuple[str, Sequence[Tensor]]]) -> bool:
+    """Return whether any rank's inputs require grad, so that every rank has to take part in the backward.
+
+    Args:
+        here: the group.
+        check: returns the call as text, which must be the same on every rank, and this rank's inputs; raises where
+            this rank's arguments are wrong, which is told to the others.
+
+    **Collective**: every rank. **Raises**: PeerError where another rank's arguments are wrong; CollectiveMismatchError
+    on every rank where the calls differ, or only some are under ``torch.no_grad()``.
+    """
+    try:
+        call, inputs = check()
+        wants = _wish(inputs)
+    except (TypeError, ValueError) as error:
+        swap_slots(pack_failure(error), here)
+        raise
+    text = call.encode()
+    head = _HEAD.pack(0, wants, hashlib.blake2b(text, digest_size=16).digest())
+    slots = swap_slots((head + text)[:SLOT_BYTES].ljust(SLOT_BYTES, b"\0"), here)
+    require_no_failure([failure_in(slot) for slot in slots], here)
+    said = [_HEAD.unpack_from(slot) for slot in slots]
+    wishes = [wish for _, wish, _ in said]
+    is_wanted = _GRADIENT in wishes
+    if len({digest for _, _, digest in said}) > 1 or (is_wanted and _GRAD_MODE_OFF in wishes):
+        raise _mismatch([bytes(slot[_HEAD.size :]).rstrip(b"\0").decode(errors="replace") for slot in slots], wishes)
+    return is_wanted
+
+
+def describe(tensors: Sequence[Tensor]) -> str:
+    """Return dtypes and shapes as text."""
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors)
+
+
+def require_linear(op: str, here: Group) -> None:
+    """Raise ValueError unless gradients can flow through a reduction."""
+    if op not in ("sum", "mean"):
+        raise ValueError(
+            f"`op` must be sum or mean with sync_grads, but is {op!r} ({here.here}). Leave sync_grads out, and hand in "
+            "a detached tensor"
+        )
+
+
+def require_blocking(async_op: bool, here: Group) -> None:
+    """Raise TypeError where a handle is asked for beside gradients."""
+    if async_op:
+        raise TypeError(f"`async_op` must be False with sync_grads, but is {async_op!r} ({here.here})")
+
+
+def require_fillable(name: str, outputs: Sequence[Tensor], here: Group) -> None:
+    """Raise ValueError where an output is a leaf that requires grad, which autograd lets nobody fill."""
+    if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in outputs):
+        raise ValueError(
+            f"`{name}` must not require grad with sync_grads, as it gets the graph of what fills it, but does "
+            f"({here.here}). Hand in torch.empty_like({name})"
+        )
+
+
+def warn_of_lost_gradients(name: str, outcome: str, *, has_sync_grads: bool = False) -> None:
+    """Warn that a tensor requires grad and a collective ends or bends its gradient, once for each calling line.
+
+    Not under ``torch.no_grad()``, and not where lockstep itself calls.
+
+    Args:
+        name: the collective.
+        outcome: what becomes of the gradient.
+        has_sync_grads: whether it takes that.
+    """
+    if not torch.is_grad_enabled():
+        return
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_ROOM):
+        frame = frame.f_back
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    if file.startswith(_PACKAGE) or (file, line) in _warned:
+        return
+    _warned.add((file, line))
+    remedy = "Pass sync_grads=True" if has_sync_grads else "Use all_gather or all_reduce with sync_grads=True"
+    warnings.warn_explicit(
+        f"{name} at {file}:{line} is given a tensor that requires grad, but {outcome}. {remedy} to let gradients flow "
+        "back over the ranks, or hand in .detach() to say that none shall",
+        UserWarning,
+        file,
+        line,
+    )
+
+
+def _wish(inputs: Sequence[Tensor]) -> int:
+    if not torch.is_grad_enabled():
+        return _GRAD_MODE_OFF
+    if not any(x.requires_grad for x in inputs):
+        return _NO_GRADIENT
+    for x in inputs:
+        reduction("sum", x.dtype)  # gradients have to be added up on their way back
+    return _GRADIENT
+
+
+def _mismatch(calls: Sequence[str], wishes: Sequence[int]) -> CollectiveMismatchError:
+    words = {_NO_GRADIENT: "", _GRADIENT: ", which requires grad", _GRAD_MODE_OFF: ", under no_grad"}
+    table = "\n".join(
+        f"  rank {rank}: {call}{words[wish]}" for rank, (call, wish) in enumerate(zip(calls, wishes, strict=True))
+    )
+    return CollectiveMismatchError(
+        f"with sync_grads all ranks must make the same call, all of them under no_grad or none, but call\n{table}"
+    )
