@@ -7,6 +7,9 @@ epoch_3/
 └── meta.json          how far the training was
 ```
 
+Under `model` are the tensors of the model by their canonical names, under `optimizer` the optimizer's canonical state:
+`optimizer.state.<parameter>.<key>` for the parameters that had a state, and `optimizer.param_groups.<index>.<option>`.
+
 It is written under a temporary name beside its own and renamed when it is complete, so that a process killed at any
 moment leaves either a whole checkpoint or none, and never spoils an old one.
 """
@@ -21,15 +24,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lockstep.dist import is_distributed, is_main_process, main_process_first
 from lockstep.errors import ConfigError
 
 META_FILE = "meta.json"
+OPTIMIZER = "optimizer"
 _INDEX_FILE = ".metadata"
+_DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
+_REMEDY = "Resume with the model that was saved, or load what fits of the weights, by `load_from` with resume=False"
 
 
 def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
@@ -59,25 +67,35 @@ def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any
             _publish(draft, directory)
 
 
-def load_state(directory: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a checkpoint into tensors that are there already.
+def load_state(
+    directory: Path, state: Mapping[str, Any], optim_layout: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint into tensors that are there already; the optimizer's state into new ones.
+
+    What a checkpoint has of an optimizer depends on which parameters had been updated. So what is given under
+    `optimizer` only says that it is wanted: it is returned as it was saved, in CPU memory, whatever was given.
 
     Args:
         directory: a checkpoint, written by any number of ranks.
         state: what is to be read, with the keys, shapes and devices that it is to have. Its tensors are filled in
             place.
+        optim_layout: tensors by parameter name that say how entries of the optimizer's state are to be sharded which
+            have the parameter's shape; those under `model` in `state` by default. All others are whole.
 
     Returns:
-        `state` with plain values replaced, too.
+        `state` with plain values replaced, too, and with the optimizer's state.
 
     **Collective**: every rank.
 
     Raises:
-        ConfigError: the directory is not a checkpoint, or does not hold what `state` asks for.
+        ConfigError: the directory is not a checkpoint, is damaged, or does not hold what `state` asks for.
     """
-    _require_checkpoint(directory)
+    index = _read_index(directory)
+    _check_files(directory, index)
     wanted = dict(state)
-    with _failures_as(ConfigError, f"the checkpoint {directory} does not fit"):
+    if OPTIMIZER in wanted:
+        wanted[OPTIMIZER] = _empty_optim_state(index, wanted.get("model", {}) if optim_layout is None else optim_layout)
+    with _failures_as(ConfigError, f"the checkpoint {directory} does not fit", _REMEDY):
         dcp.load(wanted, checkpoint_id=directory, no_dist=not is_distributed())
     return wanted
 
@@ -89,7 +107,11 @@ def read_meta(directory: Path) -> dict[str, Any]:
         ConfigError: the directory is not a checkpoint.
     """
     _require_checkpoint(directory)
-    meta: dict[str, Any] = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
+    path = directory / META_FILE
+    try:
+        meta: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} must hold JSON, but can't be read: {error}. {_DAMAGED}") from error
     return meta
 
 
@@ -99,8 +121,7 @@ def read_shapes(directory: Path, part: str) -> dict[str, tuple[int, ...] | None]
     Raises:
         ConfigError: the directory is not a checkpoint.
     """
-    _require_checkpoint(directory)
-    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    stored = _read_index(directory).state_dict_metadata
     prefix = f"{part}."
     return {
         name.removeprefix(prefix): tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
@@ -122,6 +143,62 @@ def _require_checkpoint(directory: Path) -> None:
         )
 
 
+def _read_index(directory: Path) -> Metadata:
+    _require_checkpoint(directory)
+    try:
+        return dcp.FileSystemReader(directory).read_metadata()
+    except Exception as error:  # whatever unpickling raises
+        raise ConfigError(f"{directory / _INDEX_FILE} can't be read: {error!r}. {_DAMAGED}") from error
+
+
+def _check_files(directory: Path, index: Metadata) -> None:
+    """Refuse a checkpoint of which files are missing or cut short; torch would not say which."""
+    sizes: dict[str, int] = {}
+    for stored in (index.storage_data or {}).values():
+        end = stored.offset + stored.length
+        sizes[stored.relative_path] = max(end, sizes.get(stored.relative_path, 0))
+    for name, size in sorted(sizes.items()):
+        path = directory / name
+        present = path.stat().st_size if path.is_file() else None
+        if present is None or present < size:
+            found = "is not there" if present is None else f"has {present}"
+            raise ConfigError(f"{path} must have {size} bytes, but {found}. {_DAMAGED}")
+
+
+def _empty_optim_state(index: Metadata, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with the entries that a checkpoint has, to be filled."""
+    state: dict[str, Any] = {"state": {}, "param_groups": []}
+    for key, path in index.planner_data.items():
+        if path[0] != OPTIMIZER:
+            continue
+        stored = index.state_dict_metadata[key]
+        value = None
+        if isinstance(stored, TensorStorageMetadata):
+            like = layout.get(path[2]) if path[1] == "state" else None
+            if not isinstance(like, Tensor) or like.shape != stored.size:
+                like = torch.empty(stored.size, device="meta")
+            value = torch.empty_like(
+                like, dtype=stored.properties.dtype, device="cpu", memory_format=torch.contiguous_format
+            )
+        _put(state, path[1:], value)
+    return state
+
+
+def _put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Put a value into nested dicts and lists, which grow as is necessary."""
+    part, *rest = path
+    if isinstance(tree, list):
+        tree.extend([None] * (int(part) + 1 - len(tree)))
+        present = tree[int(part)]
+    else:
+        present = tree.get(part)
+    if rest:
+        below = present if present is not None else [] if isinstance(rest[0], int) else {}
+        _put(below, tuple(rest), value)
+        value = below
+    tree[part] = value
+
+
 def _publish(draft: Path, directory: Path) -> None:
     if not directory.exists():
         draft.rename(directory)
@@ -134,7 +211,7 @@ def _publish(draft: Path, directory: Path) -> None:
 
 
 @contextmanager
-def _failures_as(kind: type[Exception], what: str) -> Iterator[None]:
+def _failures_as(kind: type[Exception], what: str, remedy: str = "") -> Iterator[None]:
     """Turn torch's CheckpointException, which is not an Exception, into a readable one."""
     try:
         with warnings.catch_warnings():
@@ -143,4 +220,4 @@ def _failures_as(kind: type[Exception], what: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         causes = [f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()]
-        raise kind(f"{what}: {'; '.join(causes)}") from error
+        raise kind(f"{what}: {'; '.join(causes)}{remedy and '. '}{remedy}") from error

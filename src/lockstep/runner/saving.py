@@ -18,7 +18,9 @@ from lockstep.checkpoint import (
 )
 from lockstep.dist import broadcast_object, main_process_first
 from lockstep.errors import ConfigError
+from lockstep.optim.param_sites import param_sites
 from lockstep.runner.rank_state import rank_state, restart_random_state, restore_rank_state
+from lockstep.strategy.optim_state import listed
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
@@ -144,11 +146,14 @@ def resume_run(runner: Runner, directory: Path) -> None:
     has_own = (meta.get("rank_states"), meta.get("data_shares")) == (runner.world_size, runner.share.size)
     if has_own:
         wanted["ranks"] = {str(runner.rank): ()}
-    state = load_state(directory, wanted)
+    layout = strategy.optim_layout() if "optimizer" in wanted else {}
+    state = load_state(directory, wanted, layout)
     _check_schedulers(runner, meta, directory)
     for scheduler, saved in zip(runner.param_schedulers, meta["param_schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     strategy.load_state(state["model"], state.get("optimizer"))
+    if "optimizer" in state:
+        _tell_of_new_parameters(runner, wanted["optimizer"]["param_groups"], state["optimizer"], directory)
     runner.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     loop.epoch, loop.iter, into = meta["epoch"], meta["iter"], meta["batches_into_epoch"]
     was_validated = (meta.get("validated_iter") or 0) >= loop.iter - into
@@ -176,6 +181,17 @@ def _batches_into_epoch(runner: Runner, epoch: int, iteration: int) -> int:
     if runner.max_epochs is None:
         return 0
     return iteration - epoch * (runner.train_loop.epoch_length or 0)
+
+
+def _tell_of_new_parameters(
+    runner: Runner, groups: list[Mapping[str, Any]], saved: Mapping[str, Any], directory: Path
+) -> None:
+    """Say which parameters of the optimizer's `groups` begin without a state, while others go on with theirs."""
+    known = saved["state"] or {name for group in saved["param_groups"] for name in group["params"]}
+    frozen = {site.name for site in param_sites(runner.model) if not site.parameter.requires_grad}
+    new = [name for group in groups for name in group["params"] if name not in known and name not in frozen]
+    if new:
+        _logger.info("%s has no state of the optimizer for %s, which begins without", directory, listed(new))
 
 
 def _check_schedulers(runner: Runner, meta: dict[str, Any], directory: Path) -> None:

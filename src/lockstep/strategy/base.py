@@ -61,6 +61,9 @@ class Strategy(ABC):
     def optim_state(self) -> OptimState:
         """Return the optimizer's state in canonical form, of a model prepared with one.
 
+        `{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}`. A parameter that has no state
+        yet has no entry. Nothing is changed by it, whenever it is called.
+
         **Collective**: every rank.
         """
 
@@ -70,6 +73,13 @@ class Strategy(ABC):
 
         **Collective**: every rank.
         """
+
+    def optim_layout(self) -> Mapping[str, Any]:
+        """Return tensors by parameter name that are laid out as the optimizer's state is to be read; as the model's.
+
+        **Collective**: every rank.
+        """
+        return self.model_state()
 
     def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
         """Return the parts of a model, not prepared yet, that are compiled each by itself: the whole, in one."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -13,18 +14,24 @@ from lockstep.dist import get_rank, get_world_size
 from lockstep.model.full_params import gather_full, shard_like
 
 
-def laid_out_as(state: Mapping[str, Any], like: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
+def laid_out_as(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Return a nested state with its tensors laid out as those of `like` under the same keys.
-
-    Args:
-        state: the tensors that are wanted.
-        like: the layout that is wanted.
-        copy: copy also the tensors that need no conversion, unless they are those of `like`.
 
     **Collective**: every rank, where a tensor is sharded otherwise than it is wanted. **Cost**: an all-gather of each
     such tensor; one at a time is whole.
     """
-    return {key: _converted(value, like.get(key), copy) for key, value in state.items()}
+    return {key: _converted(value, like.get(key)) for key, value in state.items()}
+
+
+def laid_out_like(value: Tensor, like: Tensor | None) -> Tensor:
+    """Return a tensor laid out as another one, or whole; the tensor itself where it is already.
+
+    **Collective**: every rank, where it is sharded otherwise. **Cost**: an all-gather in that case.
+    """
+    if _layout(value) == _layout(like):
+        return value
+    full = gather_full(value)
+    return full if like is None else shard_like(full, like)
 
 
 def own_rows(full: Tensor) -> Tensor:
@@ -37,20 +44,33 @@ def own_rows(full: Tensor) -> Tensor:
         return full.detach().to("cpu", copy=True)
     rows = full.detach().chunk(ranks)
     own = rows[get_rank()] if get_rank() < len(rows) else full[:0]
-    mesh = init_device_mesh("cpu", (ranks,))
-    local = own.detach().to("cpu", copy=True)
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+    return _of_rows(own.detach().to("cpu", copy=True), full.shape, full.stride())
 
 
-def _converted(value: Any, like: Any, copy: bool) -> Any:
+def layout_of_rows(shape: Sequence[int]) -> Tensor:
+    """Return a tensor that is laid out as one of `own_rows`, but takes no memory; its values mean nothing."""
+    ranks = get_world_size()
+    nothing = torch.zeros(())
+    if ranks == 1 or not shape:
+        return nothing.expand(*shape)
+    most = -(-shape[0] // ranks)
+    rows = max(0, min(most, shape[0] - most * get_rank()))
+    full = torch.empty(*shape, device="meta")
+    return _of_rows(nothing.expand(rows, *shape[1:]), full.shape, full.stride())
+
+
+def _of_rows(own: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    mesh = init_device_mesh("cpu", (get_world_size(),))
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _converted(value: Any, like: Any) -> Any:
     if isinstance(value, Mapping) and isinstance(like, Mapping):
-        return laid_out_as(value, like, copy=copy)
+        return laid_out_as(value, like)
     if not isinstance(value, Tensor) or not isinstance(like, Tensor):
         return value
-    if _layout(value) == _layout(like):
-        return value.clone() if copy and value is not like else value
-    return shard_like(gather_full(value), like)
+    return laid_out_like(value, like)
 
 
-def _layout(tensor: Tensor) -> Any:
+def _layout(tensor: Tensor | None) -> Any:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None

@@ -13,6 +13,7 @@ from lockstep.model import is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper, build_optim_wrapper
 from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
 from lockstep.strategy.layout import laid_out_as
+from lockstep.strategy.optim_state import read_state, write_state
 
 
 class NativeStrategy(Strategy):
@@ -52,22 +53,27 @@ class NativeStrategy(Strategy):
         return state
 
     def optim_state(self) -> OptimState:
-        """Return `{"state": {parameter name: ...}, "param_groups": [...]}`; the tensors are the optimizer's own."""
-        state: OptimState = canonical.get_optimizer_state_dict(self.core(), self._prepared_optim().optimizers)
-        return state
+        """Return `{"state": {parameter name: ...}, "param_groups": [...]}`; the tensors are the optimizer's own.
+
+        It is what the optimizer holds, and stays as it was: a parameter that has had no update has no entry.
+        """
+        return read_state(self.core(), self._prepared_optim().optimizers)
 
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
-        """Take over states by canonical names; every name must be there.
+        """Take over states by canonical names.
 
-        A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every rank.
+        Every name of the model's state must be there. A parameter without an entry in the optimizer's state has none
+        afterwards, and begins as in a new optimizer; entries of frozen parameters that the optimizer does not hold are
+        passed over. A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every
+        rank.
+
+        Raises:
+            ConfigError: on every rank, if the optimizer's state is that of other parameters or another optimizer.
         """
         if model_state is not None:
             canonical.set_model_state_dict(self.core(), laid_out_as(model_state, self.model_state()))
         if optim_state is not None:
-            optimizers = self._prepared_optim().optimizers
-            # torch's optimizers keep the tensors that they are given.
-            laid_out = laid_out_as(optim_state, self.optim_state(), copy=True)
-            canonical.set_optimizer_state_dict(self.core(), optimizers, laid_out)
+            write_state(self.core(), self._prepared_optim().optimizers, optim_state)
 
     def core(self) -> nn.Module:
         """Return the user's own module, whose names for parameters are the canonical ones."""

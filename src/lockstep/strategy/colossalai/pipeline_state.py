@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.colossalai.stages import Stages, owned_state
-from lockstep.strategy.colossalai.state import StateTranslator, begun
-from lockstep.strategy.layout import own_rows
+from lockstep.strategy.colossalai.state import StateTranslator
+from lockstep.strategy.layout import layout_of_rows, own_rows
+from lockstep.strategy.optim_state import find_strangers, options_of
 
 
 class PipelineStateTranslator(StateTranslator):
@@ -55,15 +56,21 @@ class PipelineStateTranslator(StateTranslator):
         super().load_model(state)
 
     def optim_state(self) -> OptimState:
-        """Return the optimizer's state by parameter name. **Collective**: every rank."""
+        """Return the optimizer's state by parameter name. **Collective**: every rank.
+
+        A parameter that has had no update has no entry.
+        """
         named = self._trained()
         state = {}
-        with begun(self._optimizer):
-            for name in self._names_to_load(named):
-                entry = self._stages.spread(name, partial(self._entry, *named.get(name, ())))
-                if entry:
-                    state[name] = {key: _own_part(value) for key, value in entry.items()}
+        for name in self._names_to_load(named):
+            entry = self._stages.spread(name, partial(self._entry, *named.get(name, ())))
+            if entry:
+                state[name] = {key: _own_part(value) for key, value in entry.items()}
         return {"state": state, "param_groups": self._groups()}
+
+    def optim_layout(self) -> ModelState:
+        """Return tensors by name laid out as the optimizer's state is to be read."""
+        return {name: layout_of_rows(shape) for name, shape in self._stages.inventory.shapes.items()}
 
     def _own_state(self) -> dict[str, Any]:
         return owned_state(self._core)
@@ -77,7 +84,12 @@ class PipelineStateTranslator(StateTranslator):
 
     def _groups(self) -> list[dict[str, Any]]:
         groups = zip(self._optimizer.param_groups, self._stages.inventory.groups, strict=True)
-        return [{**group, "params": list(names)} for group, names in groups]
+        return [{**options_of(group), "params": list(names)} for group, names in groups]
+
+    def _find_strangers(self, state: OptimState) -> str | None:
+        # Of the parameters on other stages those will complain.
+        own = {self._stages.first_name(name): param for name, param in self._core.named_parameters()}
+        return find_strangers(own, self._stages.inventory.groups, state, self._stages.inventory.parameters)
 
     def _refuse(self, complaint: str | None) -> None:
         self._stages.agree(complaint)
@@ -86,7 +98,7 @@ class PipelineStateTranslator(StateTranslator):
         return {self._stages.first_name(name): pair for name, pair in super()._trained().items()}
 
     def _entry(self, param: Tensor, trained: Tensor) -> dict[str, Any]:
-        return super()._entry(param, trained) if trained in self._optimizer.state else {}
+        return super()._entry(param, trained) if self._optimizer.state.get(trained) else {}
 
     def _portion(self, whole: Tensor) -> Tensor:
         return whole  # until every stage has it

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,7 +16,17 @@ from lockstep.errors import ConfigError
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.colossalai.engine import gather_like, is_split, split_like
 from lockstep.strategy.colossalai.stages import owned_state
-from lockstep.strategy.layout import own_rows
+from lockstep.strategy.layout import layout_of_rows, own_rows
+from lockstep.strategy.optim_state import (
+    find_misfit,
+    find_strangers,
+    first_state,
+    match_groups,
+    merge_options,
+    options_of,
+    refuse,
+    write_entries,
+)
 
 
 class StateTranslator:
@@ -81,42 +90,55 @@ class StateTranslator:
         self._core.load_state_dict(rest, strict=False)
 
     def optim_state(self) -> OptimState:
-        """Return the optimizer's state by parameter name. **Collective**: every rank."""
-        with begun(self._optimizer):
-            state = {
-                name: self._entry(param, trained)
-                for name, (param, trained) in self._trained().items()
-                if trained in self._optimizer.state
-            }
+        """Return the optimizer's state by parameter name. **Collective**: every rank.
+
+        A parameter that has had no update has no entry.
+        """
+        state = {
+            name: self._entry(param, trained)
+            for name, (param, trained) in self._trained().items()
+            if self._optimizer.state.get(trained)
+        }
         return {"state": state, "param_groups": self._groups()}
+
+    def optim_layout(self) -> ModelState:
+        """Return tensors by name laid out as the optimizer's state is to be read. **Collective**: every rank."""
+        own = dict(self._core.named_parameters())
+        gathered = {name for name, param in own.items() if param in self._zero_groups or is_split(param)}
+        return {
+            name: layout_of_rows(value.shape) if name in gathered else value
+            for name, value in self.model_state().items()
+        }
 
     def load_optim(self, state: OptimState) -> None:
         """Take over a state by parameter name. **Collective**: every rank, if there are DTensors in it.
 
+        A parameter without an entry has no state afterwards, and begins as in a new optimizer; entries of frozen
+        parameters that the optimizer does not hold are passed over.
+
         Raises:
-            ConfigError: it is that of other parameters.
+            ConfigError: it is that of other parameters or another optimizer.
         """
         named = self._trained()
         names = {trained: name for name, (_, trained) in named.items()}
+        groups = self._groups()
+        saved = match_groups([group["params"] for group in groups], state["param_groups"])
+        options = [merge_options(group, own) for group, own in zip(groups, saved, strict=True)]
         order = [[names[trained] for trained in group["params"]] for group in self._optimizer.param_groups]
+        parameters = {name: param for name, (param, _) in named.items()}
+        complaint = self._find_strangers(state)
+        for own_names, group_options in zip(order, options, strict=True):
+            entries = {name: state["state"].get(name) for name in own_names}
+            complaint = complaint or find_misfit(self._optimizer, group_options, parameters, entries)
+        self._refuse(complaint)
         indices = {name: index for index, name in enumerate(chain(*order))}
         packed: dict[int, dict[str, Any]] = {}
-        with begun(self._optimizer):
-            own = {name: self._optimizer.state.get(named[name][1], {}) for name in indices}
-            self._refuse(_misfit(own, state))
-            for name in self._names_to_load(indices):
-                saved = {key: _full(value) for key, value in state["state"].get(name, {}).items()}
-                if saved and name in own:
-                    param, trained = named[name]
-                    packed[indices[name]] = {
-                        key: self._share(param, value).clone() if _is_like(own[name][key], trained) else value
-                        for key, value in saved.items()
-                    }
-        groups = [
-            {**_group_of(group["params"], state["param_groups"]), "params": [indices[name] for name in own_names]}
-            for group, own_names in zip(self._groups(), order, strict=True)
-        ]
-        self._optimizer.load_state_dict({"state": packed, "param_groups": groups})
+        of_numbers = self._keys_of_numbers(options)
+        for name in self._names_to_load(indices):
+            entry = {key: _full(value) for key, value in state["state"].get(name, {}).items()}
+            if entry and name in indices:
+                packed[indices[name]] = self._own_entry(parameters[name], entry, of_numbers)
+        write_entries(self._optimizer, packed, options)
 
     def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return, by name, what computes and what is trained."""
@@ -142,12 +164,40 @@ class StateTranslator:
         """Return the optimizer's groups, with the names of their parameters."""
         names = {trained: name for name, (_, trained) in self._trained().items()}
         groups = self._optimizer.param_groups
-        return [{**group, "params": [names[trained] for trained in group["params"]]} for group in groups]
+        return [{**options_of(group), "params": [names[trained] for trained in group["params"]]} for group in groups]
+
+    def _find_strangers(self, state: OptimState) -> str | None:
+        """Return what is wrong with a state that has entries for parameters which the optimizer does not update."""
+        return find_strangers(dict(self._core.named_parameters()), [group["params"] for group in self._groups()], state)
+
+    def _keys_of_numbers(self, options: Sequence[Mapping[str, Any]]) -> set[str] | None:
+        """Return the keys of what each number of a parameter has of its own in the state, where that is known."""
+        first = first_state(self._optimizer, options[0], 1)
+        return None if first is None else {key for key, value in first.items() if _dims(value) == 1}
+
+    def _own_entry(self, param: Tensor, entry: Mapping[str, Any], of_numbers: set[str] | None) -> dict[str, Any]:
+        """Return this rank's part of a parameter's state."""
+        own: dict[str, Any] = {}
+        for key, value in entry.items():
+            has_form = _dims(value) == param.dim() and self._is_form(param, value)
+            if has_form and param.dim() == 0:  # as counters and the like have
+                has_form = key != "step" if of_numbers is None else key in of_numbers
+            if has_form:
+                own[key] = self._share(param, value).clone()
+            elif key == "step" and type(self._optimizer).__module__.startswith("colossalai."):
+                own[key] = int(value)  # of which torch's optimizers make a tensor
+            else:
+                own[key] = value.clone() if isinstance(value, Tensor) else value
+        return own
+
+    def _is_form(self, param: Tensor, value: Tensor) -> bool:
+        if not is_split(param):
+            return value.shape == param.shape
+        return split_like(value.to("meta"), param, self._tp_group).shape == param.shape
 
     def _refuse(self, complaint: str | None) -> None:
         """Raise a complaint about what is to be loaded, if there is one."""
-        if complaint is not None:
-            raise ConfigError(complaint)
+        refuse(complaint)
 
     def _load_tensor(self, name: str, own: Tensor, value: Tensor) -> None:
         part = split_like(value, own, self._tp_group) if is_split(own) else value
@@ -196,36 +246,6 @@ class StateTranslator:
         return share
 
 
-@contextmanager
-def begun(optimizer: Optimizer) -> Iterator[None]:
-    """Give an optimizer that has made no step yet the state that it would begin with, for the while.
-
-    It makes a step by nothing: with a learning rate of 0 on gradients of 0.
-    """
-    if optimizer.state:
-        yield
-        return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    gradients = [param.grad for param in params]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    try:
-        optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for state in optimizer.state.values():
-            if "step" in state:
-                state["step"] *= 0
-        yield
-    finally:
-        optimizer.state.clear()
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
-
-
 def _is_like(value: Any, trained: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == trained.shape
 
@@ -234,23 +254,5 @@ def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _misfit(own: Mapping[str, Mapping[str, Any]], state: OptimState) -> str | None:
-    """Return what is wrong with a saved state for the parameters that have states of their own already."""
-    for name, present in own.items():
-        saved = state["state"].get(name, {})
-        if saved.keys() != present.keys():
-            return (
-                f"the optimizer's state of {name!r} must have {sorted(present)}, but has {sorted(saved)}. Resume "
-                "with the optimizer that saved it"
-            )
-    return None
-
-
-def _group_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    for group in groups:
-        if set(names) <= set(group["params"]):
-            return group
-    raise ConfigError(
-        f"the optimizer's state must have one group with {', '.join(names[:3])}{', ...' if names[3:] else ''}, but has "
-        "none. Resume with the groups of parameters that were saved"
-    )
+def _dims(value: Any) -> int | None:
+    return value.dim() if isinstance(value, Tensor) else None

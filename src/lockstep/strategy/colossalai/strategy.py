@@ -152,6 +152,10 @@ class ColossalAIStrategy(Strategy):
         """
         return self._prepared_translator().optim_state()
 
+    def optim_layout(self) -> ModelState:
+        """Return tensors by parameter name that are laid out as the optimizer's state is to be read."""
+        return self._prepared_translator().optim_layout()
+
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
         """Take over states by canonical names; every name must be there.
 

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as canonical
 from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
 from lockstep.dist.engines import load_engine
 from lockstep.errors import ConfigError
 from lockstep.model.full_params import gather_full
-from lockstep.strategy.layout import laid_out_as, own_rows
+from lockstep.strategy.base import OptimState
+from lockstep.strategy.layout import layout_of_rows, own_rows
+from lockstep.strategy.optim_state import (
+    find_misfit,
+    find_strangers,
+    first_state,
+    match_groups,
+    merge_options,
+    named_parameters,
+    options_of,
+    read_state,
+    refuse,
+    write_state,
+)
 
 
 class EngineState:
@@ -53,23 +65,33 @@ class EngineState:
             state[name] = whole[id(value)]
         return state
 
-    def optim_state(self) -> dict[str, Any]:
-        """Return the optimizer's state by canonical names."""
+    def optim_state(self) -> OptimState:
+        """Return the optimizer's state by canonical names; before the first update there are no entries.
+
+        From stage 1 on a group of parameters has one state, of which those have a part, too, that never had a gradient:
+        zeros, and the group's number of steps.
+        """
         if self._stage == 0:
-            state: dict[str, Any] = canonical.get_optimizer_state_dict(self._core, self._optimizer)
-            return state
-        self._make_optimizer_states()
+            return read_state(self._core, [self._optimizer])
+        self._refuse_swapped()
         parameters = dict(self._core.named_parameters())
         entries: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         for index, names in enumerate(self._groups):
             tensors, scalars = self._entries_of_group(index)
+            if tensors and self._stage < 3:
+                self._link(index)
             for name in names:
                 get = self._doors.safe_get_full_optimizer_state
-                entries[name] = {key: own_rows(get(parameters[name], key)) for key in tensors} | _copied(scalars)
-            options = {key: value for key, value in self._optimizer.param_groups[index].items() if key != "params"}
-            groups.append({**options, "params": list(names)})
+                entry = {key: own_rows(get(parameters[name], key)) for key in tensors} | _copied(scalars)
+                if entry:
+                    entries[name] = entry
+            groups.append({**options_of(self._optimizer.param_groups[index]), "params": list(names)})
         return {"state": entries, "param_groups": groups}
+
+    def optim_layout(self) -> dict[str, Any]:
+        """Return tensors by parameter name that are laid out as the optimizer's state is to be read: by rows."""
+        return {name: layout_of_rows(_shape(parameter)) for name, parameter in self._core.named_parameters()}
 
     @torch.no_grad()
     def load_model(self, state: Mapping[str, Any]) -> None:
@@ -87,24 +109,41 @@ class EngineState:
         self._core.load_state_dict(rest, strict=False)
 
     @torch.no_grad()
-    def load_optim(self, state: Mapping[str, Any]) -> None:
-        """Take over an optimizer's state; every name must be there."""
+    def load_optim(self, state: OptimState) -> None:
+        """Take over an optimizer's state.
+
+        From stage 1 on parameters without an entry get the state that a first gradient of zero would leave, and the
+        number of steps of the others in their group; a group without any begins as in a new optimizer.
+
+        Raises:
+            ConfigError: on every rank, before anything is changed, if the state is that of other parameters or another
+                optimizer, or what all parameters of a group share differs between them.
+        """
         if self._stage == 0:
-            laid_out = laid_out_as(state, self.optim_state(), copy=True)
-            canonical.set_optimizer_state_dict(self._core, self._optimizer, laid_out)
+            write_state(self._core, [self._optimizer], state)
             return
-        self._make_optimizer_states()
-        parameters = dict(self._core.named_parameters())
+        self._refuse_swapped()
         entries: Mapping[str, Any] = state["state"]
-        _check_names("the optimizer's state", entries, [name for names in self._groups for name in names])
-        for index, names in enumerate(self._groups):
-            tensors, scalars = self._entries_of_group(index)
-            for name in names:
-                for key in tensors:
-                    self._write_moment(parameters[name], _whole(entries[name][key]), key)
-            agreed = {key: _agreed(key, {name: entries[name][key] for name in names}) for key in scalars}
-            self._write_scalars(index, agreed)
-            self._take_options(index, names, state["param_groups"])
+        refuse(find_strangers(named_parameters(self._core), self._groups, state))
+        saved = [
+            _GroupState.of(self._optimizer, merge_options(group, options), names, self._parameters(names), entries)
+            for group, options, names in zip(
+                self._optimizer.param_groups,
+                match_groups(self._groups, state["param_groups"]),
+                self._groups,
+                strict=True,
+            )
+        ]
+        for index, group in enumerate(saved):
+            own = self._optimizer.param_groups[index]
+            own.update({key: value for key, value in group.options.items() if key in own})
+            self._begin(index, group)
+            for name, parameter in self._parameters(self._groups[index]).items():
+                for key, fill in group.fills.items():
+                    if entries.get(name):
+                        self._write_moment(parameter, _whole(entries[name][key]), key)
+                    else:
+                        self._write_moment(parameter, torch.full(_shape(parameter), fill), key)
 
     @property
     def _optimizer(self) -> Any:
@@ -130,7 +169,7 @@ class EngineState:
         return value.detach()
 
     def _write_parameter(self, name: str, parameter: nn.Parameter, value: Tensor) -> None:
-        shape = getattr(parameter, "ds_shape", parameter.shape)
+        shape = _shape(parameter)
         if value.shape != shape:
             raise ConfigError(f"`{name}` must have shape {tuple(shape)}, but has {tuple(value.shape)}")
         with load_engine("deepspeed").zero.GatheredParameters(parameter, modifier_rank=0):
@@ -159,7 +198,7 @@ class EngineState:
     def _entries_of_group(self, index: int) -> tuple[list[str], dict[str, Any]]:
         """Return the keys of what each parameter has of its own in the state, and what all of a group share."""
         flat = self._flats(index)[0]
-        held: Mapping[str, Any] = self._optimizer.state[flat]
+        held: Mapping[str, Any] = self._optimizer.state.get(flat, {})
         tensors = [key for key, value in held.items() if isinstance(value, Tensor) and value.shape == flat.shape]
         # torch's optimizers count steps in a tensor, some of DeepSpeed's in an int.
         return tensors, {
@@ -168,65 +207,87 @@ class EngineState:
             if key not in tensors
         }
 
-    def _write_scalars(self, index: int, values: Mapping[str, Any]) -> None:
+    def _begin(self, index: int, group: _GroupState) -> None:
+        """Make the state of a group anew, its tensors still to be filled; or none where none was saved."""
         for flat in self._flats(index):
-            held = self._optimizer.state[flat]
-            for key, value in values.items():
-                if isinstance(held[key], Tensor):
-                    held[key].copy_(torch.as_tensor(value))
-                else:
-                    held[key] = type(held[key])(value)
+            self._optimizer.state.pop(flat, None)
+            if group.fills or group.scalars:
+                on_device = group.options.get("fused") or group.options.get("capturable")
+                scalars = _copied(group.scalars, flat.device if on_device else torch.device("cpu"))
+                self._optimizer.state[flat] = {**scalars, **{key: torch.zeros_like(flat) for key in group.fills}}
+        if group.fills and self._stage < 3:
+            self._link(index)
 
-    def _take_options(self, index: int, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
-        saved = next((group for group in groups if set(group["params"]) == set(names)), None)
-        if saved is None:
-            raise ConfigError(
-                f"the optimizer must have the parameter groups of the state that is loaded, but group {index} with "
-                f"{names[0]!r} and {len(names) - 1} others is not among its {len(groups)}"
-            )
-        group = self._optimizer.param_groups[index]
-        group.update({key: value for key, value in saved.items() if key != "params" and key in group})
+    def _link(self, index: int) -> None:
+        """Let DeepSpeed find each parameter's part of a state that it has not linked itself, or not lately."""
+        parameters = list(self._parameters(self._groups[index]).values())
+        (flat,) = self._flats(index)
+        self._doors.lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
 
-    def _make_optimizer_states(self) -> None:
-        """Let an optimizer that has not stepped yet make its state: all zeros, and no steps."""
-        optimizer = self._optimizer
-        if optimizer.state:
-            return
+    def _parameters(self, names: Sequence[str]) -> dict[str, nn.Parameter]:
+        parameters = dict(self._core.named_parameters())
+        return {name: parameters[name] for name in names}
+
+    def _refuse_swapped(self) -> None:
         if getattr(self._engine.optimizer, "swap_optimizer", False):
             raise ConfigError("the state of an optimizer that is offloaded to 'nvme' can't be saved. Offload to 'cpu'")
-        flats = [self._flats(index) for index in range(len(self._groups))]
-        kept = [(group["params"], group["lr"]) for group in optimizer.param_groups]
-        gradients = [(flat, flat.grad) for own in flats for flat in own]
-        for group, own in zip(optimizer.param_groups, flats, strict=True):
-            group["params"], group["lr"] = own, 0.0
-        for flat, _ in gradients:
-            flat.grad = torch.zeros_like(flat)
-        optimizer.step()
-        for group, (params, lr) in zip(optimizer.param_groups, kept, strict=True):
-            group["params"], group["lr"] = params, lr
-        for flat, gradient in gradients:
-            flat.grad = gradient
-            if "step" in optimizer.state[flat]:
-                optimizer.state[flat]["step"] *= 0
-        if self._stage < 3:
-            self._link(flats)
-
-    def _link(self, flats: Sequence[Sequence[Tensor]]) -> None:
-        """Let DeepSpeed find each parameter's part of a state that it has not made itself."""
-        parameters = dict(self._core.named_parameters())
-        for names, (flat,) in zip(self._groups, flats, strict=True):
-            self._doors.lazy_init_hp_params_optimizer_state(
-                [parameters[name] for name in names], flat, self._optimizer.state
-            )
 
 
-def _copied(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Return scalars for one parameter alone: a checkpoint is read into the tensors of a state."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+class _GroupState(NamedTuple):
+    """What is to become the state of a group, of whose parameters ZeRO makes flat tensors.
+
+    Attributes:
+        options: the group's.
+        fills: by the key of what each number of a parameter has of its own: what a parameter without an entry gets.
+        scalars: what all parameters share.
+    """
+
+    options: dict[str, Any]
+    fills: dict[str, float]
+    scalars: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Any,
+        options: dict[str, Any],
+        names: Sequence[str],
+        parameters: Mapping[str, nn.Parameter],
+        state: Mapping[str, Any],
+    ) -> _GroupState:
+        """Return it from the entries of the parameters that have one.
+
+        Raises:
+            ConfigError: they are those of another optimizer, or what is shared differs.
+        """
+        entries = {name: state[name] for name in names if state.get(name)}
+        refuse(find_misfit(optimizer, options, parameters, entries))
+        if not entries:
+            return cls(options, {}, {})
+        name, entry = next(iter(entries.items()))
+        shape = _shape(parameters[name])
+        own = [key for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape]
+        agreed = {key: _agreed(key, {name: entries[name][key] for name in entries}) for key in entry if key not in own}
+        if "step" in agreed:
+            # torch's optimizers count steps in a tensor, DeepSpeed's in an int.
+            is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.")
+            agreed["step"] = int(agreed["step"]) if is_deepspeeds else torch.as_tensor(float(agreed["step"]))
+        first = first_state(optimizer, options, 1) or {}
+        return cls(options, {key: float(first[key]) if key in first else 0.0 for key in own}, agreed)
+
+
+def _copied(scalars: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """Return scalars for one parameter alone."""
+    return {key: value.to(device, copy=True) if isinstance(value, Tensor) else value for key, value in scalars.items()}
 
 
 def _whole(value: Any) -> Any:
     return gather_full(value) if isinstance(value, DTensor) else value
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """Return the shape of the whole parameter."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:

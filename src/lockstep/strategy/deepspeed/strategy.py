@@ -154,10 +154,14 @@ class DeepSpeedStrategy(Strategy):
         """Return the optimizer's state by canonical names; see `EngineState` for who holds what, and the cost."""
         return self._prepared(with_optimizer=True).optim_state()
 
-    def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
-        """Take over states by canonical names; every name must be there.
+    def optim_layout(self) -> ModelState:
+        """Return tensors by parameter name that are laid out as the optimizer's state is to be read."""
+        return self._prepared(with_optimizer=True).optim_layout()
 
-        A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every rank.
+    def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
+        """Take over states by canonical names, as `NativeStrategy.load_state` does.
+
+        Of what ZeRO makes of parameters without a state see `EngineState.load_optim`. A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every rank.
         """
         if model_state is not None:
             self._prepared().load_model(model_state)

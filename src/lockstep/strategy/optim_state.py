@@ -1,0 +1,294 @@
+"""The canonical state of torch's optimizers: reading it, and writing one that another run or strategy has saved.
+
+Reading looks and does nothing else: an optimizer that has not stepped has no state, and a parameter that never had a
+gradient has none either. Writing gives a state to the parameters that were saved with one, and takes it from the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Adagrad, Optimizer, SparseAdam
+
+from lockstep.errors import ConfigError
+from lockstep.optim.param_sites import param_sites
+from lockstep.strategy.base import OptimState
+from lockstep.strategy.layout import laid_out_like
+from lockstep.tree import tree_map
+
+# What every state has of optimizers for which a step of `first_state` tells nothing.
+_ALWAYS: Mapping[type, set[str]] = {LBFGS: {"func_evals", "n_iter"}, SparseAdam: {"step", "exp_avg", "exp_avg_sq"}}
+# Options that say how an update is computed, not what.
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+_MOST_NAMED = 5
+
+
+def read_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimState:
+    """Return `{"state": {parameter name: ...}, "param_groups": [...]}`; the tensors are the optimizers' own.
+
+    A parameter that is tied has its first name. One without a state has no entry.
+
+    Raises:
+        ConfigError: an optimizer updates what has no name in `core`.
+    """
+    names = {parameter: name for name, parameter in named_parameters(core).items()}
+    entries: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        own = _names_by_group(optimizer, names)
+        by_index = [name for group in own for name in group]
+        packed = optimizer.state_dict()
+        for index, entry in packed["state"].items():
+            if not isinstance(index, int):
+                raise ConfigError(
+                    f"`optimizer` must keep its state by parameter, but {type(optimizer).__name__} also keeps "
+                    f"{index!r}, which has no name in a checkpoint. Keep it in a parameter's state, or in a group"
+                )
+            if entry:
+                entries[by_index[index]] = dict(entry)
+        groups += [{**options_of(group), "params": own[index]} for index, group in enumerate(packed["param_groups"])]
+    return {"state": entries, "param_groups": groups}
+
+
+def write_state(core: nn.Module, optimizers: Iterable[Optimizer], state: OptimState) -> None:
+    """Let optimizers take over a state; their parameters without an entry in it have none afterwards.
+
+    A tensor may be sharded in any way or whole, in which case every rank has it; the optimizers get copies.
+
+    **Collective**: every rank, where a tensor is sharded otherwise than its parameter.
+
+    Raises:
+        ConfigError: on every rank, before anything is changed, if the state is another optimizer's or another model's.
+    """
+    optimizers = list(optimizers)
+    parameters = named_parameters(core)
+    names = {parameter: name for name, parameter in parameters.items()}
+    own = [group for optimizer in optimizers for group in _names_by_group(optimizer, names)]
+    refuse(find_strangers(parameters, own, state))
+    saved = iter(match_groups(own, state["param_groups"]))
+    options = [[merge_options(group, next(saved)) for group in optimizer.param_groups] for optimizer in optimizers]
+    entries: list[dict[int, str]] = []
+    for optimizer, merged in zip(optimizers, options, strict=True):
+        by_group = _names_by_group(optimizer, names)
+        for group, group_options in zip(by_group, merged, strict=True):
+            found = {name: state["state"].get(name) for name in group}
+            refuse(find_misfit(optimizer, group_options, parameters, found))
+        every = enumerate(name for group in by_group for name in group)
+        entries.append({index: name for index, name in every if state["state"].get(name)})
+    for optimizer, merged, by_index in zip(optimizers, options, entries, strict=True):
+        written = {index: _like(state["state"][name], parameters[name]) for index, name in by_index.items()}
+        write_entries(optimizer, written, merged)
+
+
+def write_entries(
+    optimizer: Optimizer, entries: Mapping[int, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]
+) -> None:
+    """Let an optimizer take over a state by the index of the parameter, and the options of its groups.
+
+    Parameters without an entry have what they have in a new optimizer.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = iter(range(len(parameters)))
+    groups = [
+        {**group_options, "params": [next(indices) for _ in group["params"]]}
+        for group, group_options in zip(optimizer.param_groups, options, strict=True)
+    ]
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(entries), "param_groups": groups})
+    for index, entry in entries.items():
+        # torch rounds all numbers to the parameter's dtype, which leaves little of NAdam's product of momenta in
+        # bfloat16. Source: `Optimizer._process_value_according_to_param_policy` (2.13).
+        held = optimizer.state[parameters[index]]
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.shape != parameters[index].shape and held[key].dtype != value.dtype:
+                held[key] = value.to(held[key].device)
+    if isinstance(optimizer, Adagrad):  # whose state is there from the beginning
+        indices = iter(range(len(parameters)))
+        for group in optimizer.param_groups:
+            new = [parameter for parameter in group["params"] if next(indices) not in entries]
+            if new:
+                optimizer.state.update(Adagrad([{**options_of(group), "params": new}]).state)
+
+
+def named_parameters(core: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by canonical name; of one that is tied, the first."""
+    first: dict[nn.Parameter, str] = {}
+    for site in param_sites(core):
+        first.setdefault(site.parameter, site.name)
+    return {name: parameter for parameter, name in first.items()}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group holds beside its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's options as they were saved, but its own of how updates are computed and where tensors are."""
+    own = options_of(group)
+    merged = {**own, **saved, **{key: own[key] for key in _IMPLEMENTATION if key in own}}
+    for key, value in own.items():
+        if isinstance(value, Tensor) and isinstance(merged[key], Tensor):
+            merged[key] = merged[key].to(value.device)
+    return merged
+
+
+def match_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each group of parameter names the options with which it was saved; none of one that is all new.
+
+    Parameters may have come or gone since, as some do that are frozen or no longer are.
+
+    Raises:
+        ConfigError: two groups have become one, or one has become two, so that options were not those of a group.
+    """
+    owner = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    taken: dict[int, str] = {}
+    matched: list[dict[str, Any]] = []
+    for position, names in enumerate(own):
+        by_saved = {owner[name]: name for name in reversed(names) if name in owner}
+        if not names and position < len(saved) and not saved[position]["params"]:
+            by_saved[position] = ""
+        clash = list(by_saved.values()) if len(by_saved) > 1 else [taken[i] for i in by_saved if i in taken]
+        if clash:
+            others = [*clash, *by_saved.values()][:2]
+            became = "one group" if len(by_saved) > 1 else "two groups"
+            raise ConfigError(
+                f"the optimizer must have the parameter groups of the state that is loaded, which has {len(saved)}, "
+                f"but {listed(sorted(others))} are in {became} here and are not there. Resume with the groups that "
+                "were saved"
+            )
+        taken |= by_saved
+        matched.append(options_of(saved[next(iter(by_saved))]) if by_saved else {})
+    return matched
+
+
+def find_strangers(
+    parameters: Mapping[str, nn.Parameter], own: Iterable[Iterable[str]], state: OptimState, known: Iterable[str] = ()
+) -> str | None:
+    """Return what is wrong with a state that holds entries for parameters which the optimizer does not update.
+
+    Those of parameters that are frozen now are all right; nobody needs them.
+
+    Args:
+        parameters: of the model, by name.
+        own: the names in each group of the optimizer.
+        state: what is to be loaded.
+        known: names of further parameters of the model, of which others take care.
+    """
+    held = {name for names in own for name in names}
+    others = [name for name in state["state"] if name not in held]
+    unknown = [name for name in others if name not in parameters and name not in set(known)]
+    if unknown:
+        return (
+            f"the optimizer's state must be that of this model, but has {listed(unknown)}, which the model has not. "
+            "Resume with the model that was saved, or load its weights alone, by `load_from` with resume=False"
+        )
+    trained = [name for name in others if name in parameters and parameters[name].requires_grad]
+    if trained:
+        return (
+            f"the optimizer must update the parameters that the state which is loaded was saved with, but does not "
+            f"update {listed(trained)}. Give them to the optimizer, or freeze them (requires_grad=False)"
+        )
+    return None
+
+
+def find_misfit(
+    optimizer: Optimizer,
+    options: Mapping[str, Any],
+    parameters: Mapping[str, Tensor],
+    entries: Mapping[str, Mapping[str, Any] | None],
+) -> str | None:
+    """Return what is wrong with entries which another kind of optimizer has saved.
+
+    Args:
+        optimizer: the one that is to take them over.
+        options: of their group, as they will be.
+        parameters: tensors of as many dims as the parameters.
+        entries: by parameter name; None where there is none.
+    """
+    kind = type(optimizer)
+    # Where a new state can't be had, those of other parameters tell.
+    present = next((held for held in optimizer.state.values() if held), None)
+    tried: dict[int, dict[str, Any] | None] = {}
+    for name, entry in entries.items():
+        if not entry:
+            continue
+        dim = parameters[name].dim()
+        if dim not in tried:
+            tried[dim] = first_state(optimizer, options, dim)
+        wanted = tried[dim]
+        if wanted is not None:
+            fits = wanted.keys() == entry.keys()
+        else:
+            wanted = dict.fromkeys(_ALWAYS[kind]) if kind in _ALWAYS else present
+            fits = wanted is None or bool(wanted.keys() & entry.keys())
+        if not fits:
+            return (
+                f"the optimizer's state of {name!r} must have {sorted(wanted or ())}, as {kind.__name__} keeps it, but "
+                f"has {sorted(entry)}. Resume with the optimizer that saved it, or load the weights alone, by "
+                "`load_from` with resume=False"
+            )
+    return None
+
+
+def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> dict[str, Any] | None:
+    """Return what one of torch's optimizers keeps for a parameter with that many dims, after a gradient of zero.
+
+    Another optimizer of its class makes a step for a parameter of its own with a single element. None of one whose
+    state can't be had like this.
+    """
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or kind in _ALWAYS:
+        return None
+    parameter = nn.Parameter(torch.zeros([1] * dim))
+    parameter.grad = torch.zeros_like(parameter)
+    what = {key: value for key, value in options.items() if key not in _IMPLEMENTATION}
+    twin = kind([{**what, "lr": float(what["lr"]), "params": [parameter]}])  # type: ignore[call-arg]
+    twin.step()
+    return dict(twin.state[parameter])
+
+
+def refuse(complaint: str | None) -> None:
+    """Raise a complaint, if there is one."""
+    if complaint is not None:
+        raise ConfigError(complaint)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as they are written in a message, the first few of many."""
+    more = len(names) - _MOST_NAMED
+    return ", ".join(map(repr, names[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _names_by_group(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
+    for group in optimizer.param_groups:
+        shapes = [tuple(parameter.shape) for parameter in group["params"] if parameter not in names]
+        if shapes:
+            raise ConfigError(
+                f"`optimizer` must update parameters of the model, but {type(optimizer).__name__} updates {len(shapes)}"
+                f" others, one of shape {shapes[0]}, whose state has no name in a checkpoint. Put them into the model"
+            )
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _like(entry: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """Return copies of a parameter's state, the tensors of its shape laid out as it is."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        fits = value.shape == parameter.shape and value.dim() > 0
+        laid_out = laid_out_like(value, parameter if fits else None)
+        if fits:
+            laid_out = laid_out.to(parameter.device)
+        return laid_out.clone() if _memory(laid_out) == _memory(value) else laid_out
+
+    return {key: tree_map(convert, value) for key, value in entry.items()}
+
+
+def _memory(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
