@@ -127,7 +127,7 @@ def test_what_deepspeed_can_not_do_here_is_refused_before_training():
     refuse("`optimizer` must be given once", config={"optimizer": own})
     refuse("`accumulative_counts` .* 4 and 2", optim=optim_config(4), gradient_accumulation_steps=2)
     refuse("they are 1 and 2", optim=optim_config(1), gradient_accumulation_steps=2)
-    refuse("made for trainable parameters of the model", optim=torch.optim.SGD(seeded().parameters()))
+    refuse("made for parameters of the model", optim=torch.optim.SGD(seeded().parameters()))
     refuse("DeepSpeed refuses what it is given: ", zero_optimization={"stage": 1, "no_such_key": 1})
     muon = {"type": "Muon"}
     refuse("`optimizer.type` must not be 'muon'", optim={"type": "DeepSpeedOptimWrapper"}, optimizer=muon)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lockstep.model import steps
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.strategy.colossalai.pipeline import Pipeline
+from lockstep.strategy.own_steps import OwnStep, WholeParams
+from lockstep.strategy.trainable import TrainableParams
 
 
 @MODEL_WRAPPERS.register_module(name=["ColossalAIModelWrapper", "CollosalAIModelWrapper"])
@@ -23,6 +25,8 @@ class ColossalAIModelWrapper(nn.Module):
         booster: ColossalAI's booster. It owns the groups that the model talks over, and so must live as long.
         no_sync: makes the context in which gradients are not averaged; None where the plugin has none.
         pipeline: its stages, where it is in stages.
+        guard: refuses that a `train_step` of the model's own takes parts of parameters for the whole; see `OwnStep`.
+        may_go_round: whether such a step may go back past the optim wrapper.
     """
 
     def __init__(
@@ -32,6 +36,9 @@ class ColossalAIModelWrapper(nn.Module):
         booster: Any = None,
         no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
         pipeline: Pipeline | None = None,
+        guard: WholeParams | None = None,
+        *,
+        may_go_round: bool = False,
     ) -> None:
         super().__init__()
         self.boosted = model_wrapper
@@ -39,6 +46,10 @@ class ColossalAIModelWrapper(nn.Module):
         self._booster = booster
         self._no_sync = no_sync
         self._pipeline = pipeline
+        self._trainable = TrainableParams(model, "ColossalAI")
+        self._own_step: OwnStep | None = None
+        if pipeline is None and steps.defines_step(model, "train_step"):
+            self._own_step = OwnStep(self, model, model_wrapper, guard, may_go_round=may_go_round)
 
     @property
     def module(self) -> nn.Module:
@@ -66,16 +77,24 @@ class ColossalAIModelWrapper(nn.Module):
                 "a model with `pp_size` above 1 must be used by its `train_step`, `val_step` and `test_step`, because "
                 "this rank has only some of its layers, but was called"
             )
-        return self.boosted(*args, **kwargs)
+        with nullcontext() if self._own_step is None else self._own_step.forward():
+            return self.boosted(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         """Train on this rank's part of the batch, and return this rank's values to log.
 
         **Collective**: every rank, unless inside `no_sync`; with `pp_size` above 1 always every rank of the replica.
+
+        Raises:
+            RuntimeError: the model's own `train_step` goes round the optim wrapper.
+            ConfigError: under tensor parallelism, it computes with split parameters outside the model's `forward`; or
+                parameters have been frozen or unfrozen since the model was prepared.
         """
+        self._trainable.check()
         if self._pipeline is not None:
             return self._pipeline.train(self, data, optim_wrapper)
-        return steps.train_step(self, data, optim_wrapper)
+        with nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper):
+            return steps.train_step(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch.

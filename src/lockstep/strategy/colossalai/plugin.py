@@ -16,6 +16,7 @@ from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.registry.nearest import did_you_mean
 from lockstep.strategy.colossalai.micro_batches import Cutting
+from lockstep.strategy.trainable import check_kinds
 
 _CLASSES: Mapping[str, str] = {
     "ddp": "TorchDDPPlugin",
@@ -134,6 +135,9 @@ class PluginChoice:
                 f"`optimizer` must update each number by itself, because {self.kind!r} shows it shards, but is {name}. "
                 "Use AdamW or SGD, or plugin='ddp'"
             )
+        if self.clips:
+            halves = {torch.bfloat16, torch.float16} if self.dtype != torch.float32 else set()
+            check_kinds(model, {torch.float32} | halves, f"ColossalAI's {self.kind!r}")
         if get_world_size() % (self.tp_size * self.pp_size):
             times = f" times `pp_size`, which is {self.pp_size}," if self.pp_size > 1 else ""
             raise ConfigError(

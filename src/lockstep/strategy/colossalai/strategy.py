@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from lockstep.device import get_device
 from lockstep.dist import broadcast, init_dist, is_distributed
 from lockstep.errors import ConfigError
-from lockstep.model import is_model_wrapper
+from lockstep.model import is_model_wrapper, steps
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
@@ -28,7 +28,9 @@ from lockstep.strategy.colossalai.plugin import PluginChoice, name_and_options
 from lockstep.strategy.colossalai.stages import Inventory, Stages
 from lockstep.strategy.colossalai.state import StateTranslator
 from lockstep.strategy.layout import laid_out_as
+from lockstep.strategy.own_steps import WholeParams, called_from, cast_parts
 from lockstep.strategy.random_state import share_random_state
+from lockstep.strategy.trainable import leave_out_frozen
 
 
 @STRATEGIES.register_module(name=["ColossalAIStrategy", "colossalai"])
@@ -111,6 +113,8 @@ class ColossalAIStrategy(Strategy):
         if self._choice.clips or isinstance(wrapper, OptimWrapperDict):  # else it may be any, as under DDPStrategy
             wrapper = ColossalAIOptimWrapper.of(wrapper)
         self._choice.check_run(model, wrapper.optimizer)
+        if self._choice.zero_stage:
+            leave_out_frozen(wrapper.optimizer)
         max_norm = None
         if self._choice.clips and isinstance(wrapper, ColossalAIOptimWrapper):
             max_norm = wrapper.max_norm_for_engine()
@@ -127,6 +131,8 @@ class ColossalAIStrategy(Strategy):
             wrapper.attach(laid.optimizer, gradients, clips=self._choice.clips, in_pipeline=in_pipeline)
         if self._choice.dtype != torch.float32:
             model.register_forward_pre_hook(partial(_cast_inputs, self._choice.dtype), with_kwargs=True)
+            if steps.defines_step(model, "train_step"):
+                cast_parts(model, self._choice.dtype)
         if self._choice.tp_size * self._choice.pp_size > 1:
             self._share_samples(plugin)
         self._translator = laid.translator
@@ -190,6 +196,9 @@ class ColossalAIStrategy(Strategy):
         booster, boosted, laid = engine.boost(plugin, model, optimizer)
         no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, laid)
         options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync}
+        options |= {"may_go_round": self._choice.kind == "ddp"}
+        if self._choice.tp_size > 1:
+            options["guard"] = WholeParams(model, _problem_of_parts)
         return _Laid(laid, StateTranslator(model, laid, getattr(plugin, "tp_group", None)), options)
 
     def _in_stages(self, plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Laid:
@@ -287,6 +296,16 @@ def _begin_alike(model: nn.Module) -> None:
     for tensor in model.state_dict().values():
         if isinstance(tensor, Tensor):
             broadcast(tensor)
+
+
+def _problem_of_parts(param: Tensor, _: str) -> str | None:
+    """Return why a parameter can't be used outside of the model's forward pass."""
+    if not engine.is_split(param) or called_from("torch.optim."):
+        return None
+    return (
+        "with `tp_size` above 1 this rank has a part of it, and what layers return are parts, too. "
+        "Use plugin='lowlevel_zero', or strategy 'fsdp'"
+    )
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -19,6 +19,8 @@ from lockstep.dist.engines import adopt_group, load_engine, undisturbed
 from lockstep.errors import ConfigError
 from lockstep.model import steps
 from lockstep.registry import MODEL_WRAPPERS
+from lockstep.strategy.own_steps import OwnStep, WholeParams, called_from, cast_parts
+from lockstep.strategy.trainable import TrainableParams
 from lockstep.tree import tree_map
 
 
@@ -104,18 +106,34 @@ class MMDeepSpeedEngineWrapper(nn.Module):
         # The engine is a module, too, and would put every parameter under two names.
         self.__dict__["model"] = model
         self.module = model.module
-        cast_inputs(self.module, model.get_data_types()[0], inputs_to_half)
+        dtype = model.get_data_types()[0]
+        cast_inputs(self.module, dtype, inputs_to_half)
+        self._trainable = TrainableParams(self.module, "DeepSpeed")
+        self._own_step: OwnStep | None = None
+        if steps.defines_step(self.module, "train_step"):
+            guard = WholeParams(self.module, _problem_of_shares) if self.forward_is_collective else None
+            self._own_step = OwnStep(self, self.module, model, guard, always=True)
+            if dtype != torch.float32:
+                cast_parts(self.module, dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model through the engine, whose backward pass belongs to it."""
-        return self.model(*args, **kwargs)
+        with nullcontext() if self._own_step is None else self._own_step.forward():
+            return self.model(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
         """Train on this rank's part of the batch, and return this rank's values to log.
 
         **Collective**: every rank.
+
+        Raises:
+            RuntimeError: the model's own `train_step` goes round the optim wrapper.
+            ConfigError: at stage 3, it computes with parameters, or changes some, outside the model's `forward`; or
+                parameters have been frozen or unfrozen since the model was prepared.
         """
-        return steps.train_step(self, data, optim_wrapper)
+        self._trainable.check()
+        with nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper):
+            return steps.train_step(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
         """Return what the model predicts for this rank's batch.
@@ -141,9 +159,27 @@ class MMDeepSpeedEngineWrapper(nn.Module):
         return stage == 3
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if not self.model.torch_autocast_enabled():
-            return nullcontext()
-        return torch.autocast(get_device(), dtype=self.model.torch_autocast_dtype())
+        return autocast_of(self.model)
+
+
+def autocast_of(engine: Any) -> AbstractContextManager[Any]:
+    """Return the context in which an engine computes: autocast, where its config asks for that."""
+    if not engine.torch_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(get_device(), dtype=engine.torch_autocast_dtype())
+
+
+def _problem_of_shares(parameter: Any, function: str) -> str | None:
+    """Return why a parameter at stage 3 can't be used in a function of torch's, called by the model's own step."""
+    if not hasattr(parameter, "ds_numel") or called_from("deepspeed."):
+        return None
+    changes = function == "data" or (function.endswith("_") and not function.endswith("__"))
+    if parameter.numel() != parameter.ds_numel or (changes and parameter.ds_persist):
+        return (
+            "at ZeRO stage 3 each rank has its share of it between forward passes, from which it is made anew. "
+            "Use stage=2, or strategy 'fsdp'"
+        )
+    return None
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype, which: Iterable[int | str] | None) -> None:

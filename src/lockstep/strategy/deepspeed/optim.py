@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
+from lockstep.strategy.deepspeed.engine import autocast_of
 
 if TYPE_CHECKING:
     from lockstep.strategy.deepspeed.state import EngineState
@@ -63,6 +64,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         super().__init__(optimizer, accumulative_counts, clip_grad)
         self._engine: Any = None
         self._state: EngineState | None = None
+        self._went_back = False
 
     def attach(self, engine: Any, state: EngineState) -> None:
         """Hand over the engine that this wrapper is to drive, and the view of its state."""
@@ -85,8 +87,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                 schedule.step()
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: autocast and synchronisation are the engine's."""
-        return nullcontext()
+        """Return the autocast of the engine's config; when ranks synchronise is told to the engine later."""
+        return autocast_of(self.engine)
 
     def update_params(
         self,
@@ -113,9 +115,20 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self.engine.set_gradient_accumulation_boundary(self.should_sync())
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._inner_count += 1
+        self._went_back = True
 
     def step(self, **kwargs: Any) -> None:
-        """Let the engine update the parameters if a window ends here, and clear the gradients."""
+        """Let the engine update the parameters if a window ends here, and clear the gradients.
+
+        Raises:
+            RuntimeError: there was no backward pass of this wrapper's since the last call.
+        """
+        if not self._went_back:
+            raise RuntimeError(
+                "`step` must follow `update_params` or `backward` of the optim wrapper, but neither was called: under "
+                "DeepSpeed gradients of a `loss.backward()` are lost. Call optim_wrapper.backward(loss)"
+            )
+        self._went_back = False
         ends = self.should_update()
         wants_norm = ends and self._clip_type is not None
         by_engine = self.engine.zero_optimization_stage() > 0

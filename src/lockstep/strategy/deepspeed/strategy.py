@@ -28,6 +28,7 @@ from lockstep.strategy.deepspeed.engine import (
 )
 from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
 from lockstep.strategy.deepspeed.state import EngineState
+from lockstep.strategy.trainable import check_kinds, leave_out_frozen
 
 _UNTESTED = "zero_allow_untested_optimizer"
 Section = Mapping[str, Any] | bool | None
@@ -131,6 +132,8 @@ class DeepSpeedStrategy(Strategy):
         if optim_wrapper is None:
             return self._prepare_evaluation(model), None
         asked = read_optim(model, optim_wrapper, has_own="optimizer" in self._config)
+        halves = {torch.bfloat16, torch.float16} if config_rules.model_dtype(self._config) != torch.float32 else set()
+        check_kinds(model, {torch.float32} | halves, "DeepSpeed")
         config = config_rules.complete_config(
             self._config, counts=asked.counts, clip_grad=asked.clip_grad, world_size=get_world_size()
         )
@@ -217,14 +220,18 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _names_by_group(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
-    """Return the names of the parameters in each group of the optimizer, before ZeRO replaces them by flat ones."""
-    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Return the names of the parameters in each group of the optimizer, before ZeRO replaces them by flat ones.
+
+    Frozen parameters are taken from the optimizer, and groups that have no others.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
     if optimizer is None:  # DeepSpeed's own, over all
-        return [list(names.values())]
-    groups = [group["params"] for group in optimizer.param_groups if group["params"]]
+        return [[name for parameter, name in names.items() if parameter.requires_grad]]
+    leave_out_frozen(optimizer)
+    groups = [group["params"] for group in optimizer.param_groups]
     if any(parameter not in names for group in groups for parameter in group) or optimizer.state:
         raise ConfigError(
-            f"`optimizer` must be new and made for trainable parameters of the model, but {type(optimizer).__name__} "
+            f"`optimizer` must be new and made for parameters of the model, but {type(optimizer).__name__} "
             "has others or a state already. Give its config instead, as in dict(type='AdamW', lr=1e-3)"
         )
     return [[names[parameter] for parameter in group] for group in groups]

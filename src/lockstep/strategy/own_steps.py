@@ -1,0 +1,203 @@
+"""A `train_step` of the model's own under an engine: what the engine has to be shown, and what the step must leave."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lockstep.dist import get_dist_info
+from lockstep.errors import ConfigError
+
+_CALL = "_compiled_call_impl"  # what `nn.Module.__call__` looks for before anything else
+# What is the same of a part and of the whole, or says nothing of its values.
+_HARMLESS = frozenset(
+    {"device", "dtype", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "is_cuda", "is_sparse", "names"}
+    | {"shape", "size", "dim", "ndim", "numel", "is_floating_point"}
+)  # fmt: skip
+
+
+class OwnStep:
+    """What goes on beside a `train_step` that the model defines itself.
+
+    Engines see a backward pass coming by the outputs of the model's forward pass. A step may call parts of the model
+    instead; so each loss passes through the engine on its way to the backward pass, as if the model had returned it.
+
+    Args:
+        wrapper: the model as it is trained.
+        core: the user's own module inside it.
+        boosted: calls the module by way of the engine.
+        guard: refuses what would see a part of a parameter for the whole; None where every rank has all of them.
+        always: show each loss to the engine, also where it has seen a forward pass since the last backward pass.
+        may_go_round: whether a `loss.backward()` past the optim wrapper does what it should.
+    """
+
+    def __init__(
+        self,
+        wrapper: nn.Module,
+        core: nn.Module,
+        boosted: Callable[[], Any],
+        guard: WholeParams | None = None,
+        *,
+        always: bool = False,
+        may_go_round: bool = False,
+    ) -> None:
+        self._wrapper = (wrapper,)  # in a tuple, as is the module: this is no part of either
+        self._core = (core,)
+        self._boosted = boosted
+        self._guard = guard
+        self._always = always
+        self._may_go_round = may_go_round
+        self._is_shown = False
+
+    @contextmanager
+    def running(self, optim_wrapper: Any) -> Iterator[None]:
+        """Watch one step.
+
+        Raises:
+            RuntimeError: at its end, if the optim wrapper has made no backward pass.
+        """
+        before, self._is_shown = optim_wrapper.inner_count, False
+        methods = self._methods(optim_wrapper)
+        vars(optim_wrapper).update(methods)
+        try:
+            with nullcontext() if self._guard is None else self._guard:
+                yield
+        finally:
+            for name in methods:
+                del vars(optim_wrapper)[name]
+        if optim_wrapper.inner_count == before and not self._may_go_round:
+            rank, size = get_dist_info()
+            raise RuntimeError(
+                f"`train_step` of {type(self._core[0]).__name__} must go back by `optim_wrapper.update_params(loss)` "
+                f"or `optim_wrapper.backward(loss)`, but has done neither (rank {rank} of {size}): with this strategy "
+                "`loss.backward()` and `optimizer.step()` train nothing. For a batch that is to change nothing, hand "
+                "over a loss times 0"
+            )
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Let the model be called by way of the engine."""
+        self._is_shown |= torch.is_grad_enabled()
+        with self.inside():
+            yield
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Return a context for what the engine does itself."""
+        return nullcontext() if self._guard is None else self._guard.paused()
+
+    def _methods(self, optim_wrapper: Any) -> dict[str, Callable[..., Any]]:
+        """Return what takes the place of the optim wrapper's methods during a step."""
+        context, backward = optim_wrapper.optim_context, optim_wrapper.backward
+
+        def context_of(model: nn.Module) -> AbstractContextManager[Any]:
+            entered: AbstractContextManager[Any] = context(self._wrapper[0] if model is self._core[0] else model)
+            return entered
+
+        def backward_of(loss: Tensor, **kwargs: Any) -> None:
+            with self.inside():
+                backward(self._shown(loss), **kwargs)
+
+        def quietly(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self.inside():
+                    return method(*args, **kwargs)
+
+            return call
+
+        others = {name: quietly(getattr(optim_wrapper, name)) for name in ("step", "zero_grad")}
+        return {"optim_context": context_of, "backward": backward_of, **others}
+
+    def _shown(self, loss: Tensor) -> Tensor:
+        """Return the loss, passed through the engine unless it has seen where the loss comes from."""
+        if self._always or not self._is_shown:
+            attributes = vars(self._core[0])
+            kept = {name: attributes[name] for name in (_CALL,) if name in attributes}
+            attributes[_CALL] = lambda: loss
+            try:
+                loss = self._boosted().clone()  # hooks of the engine belong to its output alone
+            finally:
+                del attributes[_CALL]
+                attributes.update(kept)
+        self._is_shown = False
+        return loss
+
+
+class WholeParams(TorchFunctionMode):
+    """Refuses to compute with parameters of which this rank has a part only.
+
+    Args:
+        core: whose parameters they are.
+        problem: returns what is wrong with using a parameter in a function of that name; None if nothing is.
+    """
+
+    def __init__(self, core: nn.Module, problem: Callable[[Tensor, str], str | None]) -> None:
+        super().__init__()
+        self._core = core
+        self._problem = problem
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look away."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the arguments of one function of torch's."""
+        kwargs = kwargs or {}
+        if not self._is_paused:
+            self._check(func, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _check(self, func: Any, arguments: Any) -> None:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):  # of a property, which knows its own name
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if name in _HARMLESS:
+            return
+        for value in tree_leaves(arguments):
+            if isinstance(value, nn.Parameter) and (problem := self._problem(value, name)) is not None:
+                path = next((path for path, own in self._core.named_parameters() if own is value), "a parameter")
+                rank, size = get_dist_info()
+                raise ConfigError(
+                    f"`train_step` of {type(self._core).__name__} must leave {path!r} to the model's `forward`, "
+                    f"but used it in `{name}` (rank {rank} of {size}): {problem}"
+                )
+
+
+def cast_parts(core: nn.Module, dtype: torch.dtype) -> None:
+    """Let parts of a model take inputs of any floating-point dtype, as the model itself does.
+
+    Steps of a model's own may call its parts, past the model, where inputs are brought to the dtype of its weights.
+    """
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(
+            Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
+        )
+
+    for part in core.modules():
+        own = [parameter for parameter in part._parameters.values() if parameter is not None]
+        if part is not core and own and all(parameter.dtype == dtype for parameter in own):
+            part.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def called_from(package: str) -> bool:
+    """Return whether code of a package stands between a model's own `train_step` and the caller."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "train_step":
+        if frame.f_globals.get("__name__", "").startswith(package):
+            return True
+        frame = frame.f_back
+    return False

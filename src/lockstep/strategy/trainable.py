@@ -1,0 +1,97 @@
+"""What an engine trains: noted when the model is prepared, and not to be changed afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.dist import get_dist_info
+from lockstep.errors import ConfigError
+
+
+class TrainableParams:
+    """The parameters that an engine has laid out to be trained, or to be left alone.
+
+    Engines keep what they train in buffers of their own. Of a parameter that is unfrozen later they would know
+    nothing; one that is frozen later would still be decayed, or waited for.
+
+    Args:
+        core: the user's own module.
+        engine: name of the engine.
+    """
+
+    def __init__(self, core: nn.Module, engine: str) -> None:
+        self._engine = engine
+        self._parameters = list(core.parameters())
+        self._names = [name for name, _ in core.named_parameters()]
+        self._flags = [parameter.requires_grad for parameter in self._parameters]
+
+    def check(self) -> None:
+        """Look whether they are still the same, which costs microseconds.
+
+        Raises:
+            ConfigError: `requires_grad` of some has been changed.
+        """
+        flags = [parameter.requires_grad for parameter in self._parameters]
+        if flags == self._flags:
+            return
+        thawed = [name for name, now, then in zip(self._names, flags, self._flags, strict=True) if now and not then]
+        frozen = [name for name, now, then in zip(self._names, flags, self._flags, strict=True) if then and not now]
+        changed = " and ".join(
+            f"{len(n)} were {w}: {_some(n)}" for n, w in ((thawed, "unfrozen"), (frozen, "frozen")) if n
+        )
+        rank, size = get_dist_info()
+        raise ConfigError(
+            f"`requires_grad` of parameters must stay as it was when training began under {self._engine}, which has "
+            f"laid out what it trains, but {changed} (rank {rank} of {size}). Begin with all that is ever trained, at "
+            "lr=0 by paramwise_cfg, or use strategy 'fsdp'"
+        )
+
+
+def leave_out_frozen(optimizer: Optimizer) -> None:
+    """Take frozen parameters, and groups that have no others, from an optimizer whose engine knows none.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    if not optimizer.param_groups:
+        raise ConfigError(
+            "`optimizer` must have parameters that require a gradient, but all of its parameters are frozen. Unfreeze "
+            "some, or call val() or test() instead of train()"
+        )
+
+
+def check_kinds(model: nn.Module, dtypes: Collection[torch.dtype], engine: str) -> None:
+    """Refuse parameters that an engine would train in another precision, or whose gradients it can't send.
+
+    Args:
+        model: the user's own module.
+        dtypes: those that parameters may be of.
+        engine: name of the engine, and of what is special about it.
+
+    Raises:
+        ConfigError: a trainable parameter is of another dtype, or its gradient is sparse.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in dtypes:
+            raise ConfigError(
+                f"`{name}` must be float32 under {engine}, which trains all parameters in one float32 buffer, but is "
+                f"{parameter.dtype}. Use {'its view_as_real, or ' if parameter.is_complex() else 'float32, or '}"
+                "strategy 'ddp'"
+            )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"`{path}` must be an {type(module).__name__} with sparse=False under {engine}, which sends dense "
+                "gradients, but has sparse=True. Use sparse=False, or strategy 'ddp'"
+            )
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
