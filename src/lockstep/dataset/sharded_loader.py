@@ -130,8 +130,8 @@ def _warn_of_copies(loader: Any, differing: list[str]) -> None:
         advice = "The config dict(dataset=..., batch_size=...) splits an iterable data set"
     _leave(
         loader,
-        f"each of the {get_world_size()} ranks trains on, or counts, all batches that it yields there, which are the "
-        f"same on all unless it shards by itself. {advice}; {_HOW_TO_SAY}",
+        f"each of the {get_world_size()} ranks goes through all that it yields, which is the same on every rank unless "
+        f"it shards by itself. {advice}; {_HOW_TO_SAY}",
         logging.WARNING,
     )
 
@@ -144,14 +144,19 @@ def _leave(loader: Any, why: str, level: int) -> None:
 def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, items: str, shares: int) -> None:
     """Say what is drawn in which order, and how many of it each rank gets."""
     kinds = f"{type(dealt).__name__} in place of {type(sampler).__name__}"
-    whole, own = length_of(sampler), length_of(dealt)
+    if isinstance(dealt, ShardedSampler):
+        kinds += f"; {_HOW_TO_SAY}"
+    whole = length_of(sampler)
     count = "" if whole is None else f"{whole} "
     if get_world_size() == 1:
         _logger.info("%s: its %s%s come in an order of seed and epoch (%s)", _describe(loader), count, items, kinds)
         return
+    each = "" if whole is None else f", {length_of(dealt)} to each"
+    if whole is not None and whole % shares and not dealt.round_up:
+        each = f", {whole // shares} or {whole // shares + 1} to each"
     _logger.info(
-        "%s: its %s%s are dealt out to %d ranks%s, in an order of seed and epoch (%s; %s)",
-        _describe(loader), count, items, shares, "" if own is None else f", {own} to each", kinds, _HOW_TO_SAY,
+        "%s: its %s%s are dealt out to %d ranks%s, in an order of seed and epoch (%s)",
+        _describe(loader), count, items, shares, each, kinds,
     )  # fmt: skip
 
 

@@ -170,7 +170,18 @@ class EpochBasedTrainLoop(TrainLoop):
         while self.epoch < self.max_epochs and not self.stop_training:
             self._run_epoch()
             self._validate_if_due(self.epoch, self.max_epochs)
+            self._check_length()
         self.runner.call_hook("after_train")
+
+    def _check_length(self) -> None:
+        """Refuse to go on where schedules and checkpoints, which count on equal epochs, would be misled."""
+        done = self.iter - (self.epoch - 1) * self.epoch_length
+        if self.epoch < self.max_epochs and not self.stop_training and done != self.epoch_length:
+            raise ConfigError(
+                f"`train_dataloader` must have {self.epoch_length} iterations in every epoch, as its length says, but "
+                f"had {done} in epoch {self.epoch}. Let the sampler's `__len__` say what it yields, the same in every "
+                "epoch, or use train_cfg=dict(by_epoch=False, max_iters=...)"
+            )
 
     def _run_epoch(self) -> None:
         self.runner.call_hook("before_train_epoch")
