@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from lockstep.model.fsdp_arguments import Offload, Precision
 from lockstep.model.fsdp_consistency import Consistency
 from lockstep.model.fsdp_dtypes import cut_by_dtype
 from lockstep.model.fsdp_mesh import GroupsLike, Meshes, MeshLike, make_mesh, make_tensor_parallel_mesh
+from lockstep.model.fsdp_outside import naming_sharded_weights
 from lockstep.model.fsdp_policies import choose_units, directly_callable_parts
 from lockstep.model.fsdp_replicated import ReplicatedParameters
 from lockstep.model.fsdp_start import InitFunction, Start, send_from_first
@@ -171,7 +172,7 @@ class MMFullyShardedDataParallel(nn.Module):
             raise RuntimeError(
                 "forward must not be called inside summon_full_params: the units would gather old values"
             )
-        with _without_inference_mode():
+        with _without_inference_mode(), self._naming_sharded_weights():
             return self.module(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
@@ -185,14 +186,15 @@ class MMFullyShardedDataParallel(nn.Module):
             self.module._get_fsdp_state()._lazy_init()
             # It may also change parameters, as that of a teacher: of those that are whole, the change would be lost.
             self.module.set_reshard_after_forward(True, recurse=False)
-        return steps.train_step(self, data, optim_wrapper)
+        with self._naming_sharded_weights():
+            return steps.train_step(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch.
 
         **Collective**: every rank of the mesh, equally often.
         """
-        with _without_inference_mode():
+        with _without_inference_mode(), self._naming_sharded_weights():
             return steps.own_step(self.module, "val_step", data)
 
     def test_step(self, data: Any) -> Any:
@@ -200,7 +202,7 @@ class MMFullyShardedDataParallel(nn.Module):
 
         **Collective**: every rank of the mesh, equally often.
         """
-        with _without_inference_mode():
+        with _without_inference_mode(), self._naming_sharded_weights():
             return steps.own_step(self.module, "test_step", data)
 
     @contextmanager
@@ -306,6 +308,9 @@ class MMFullyShardedDataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the module: its own names, tensors that are sharded alike."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _naming_sharded_weights(self) -> AbstractContextManager[None]:
+        return naming_sharded_weights(self.module, self._consistency)
 
     def _set_gradient_sync(self) -> None:
         assert isinstance(self.module, FSDPModule)

@@ -87,10 +87,22 @@ class Consistency:
             unit.register_forward_pre_hook(_uncompiled(self._find_gathered))
             unit.register_forward_hook(_uncompiled(self._after_unit), always_call=True)
 
-    @property
-    def units_not_called(self) -> list[str]:
-        """Names of the units that the present forward pass, or the last one, has not called."""
-        return [name for name in self._unit_names if name not in self._called]
+    def sharded_units(self, user: nn.Module) -> list[str]:
+        """Return the names of the units whose weights `user`, which is running, can only have used while sharded.
+
+        That is its own unit, if that has not been called; else the units inside that have not been called in the
+        present forward pass; or else all inside that are sharded now.
+        """
+        sharded = {unit: name for unit, name in self._units.items() if not self._is_gathered(unit)}
+        for unit, name in sharded.items():
+            if any(owner is user for owner, _ in self._places[unit]):
+                return [name]
+        inside = set(user.modules())
+        names = [name for unit, name in sharded.items() if unit in inside] or list(sharded.values())
+        return [name for name in names if name not in self._called] or names
+
+    def _is_gathered(self, unit: nn.Module) -> bool:
+        return all(owner._parameters[name] in self._gathered for owner, name in self._places[unit])
 
     def before_backward(self, loss: Tensor, *, reduces: bool) -> None:
         """Compare what a backward pass will reach, and contribute zeros where only other ranks get gradients.
@@ -175,8 +187,8 @@ class Consistency:
         self._found.add(module)
         for (owner, name), full_name in self._places[module].items():
             parameter = owner._parameters[name]
-            if parameter is not None and parameter.requires_grad:
-                self._gathered[parameter] = full_name
+            assert parameter is not None  # which no user has taken away
+            self._gathered[parameter] = full_name
 
     def _after_unit(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or module not in self._open:

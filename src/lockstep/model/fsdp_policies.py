@@ -1,8 +1,9 @@
 """Which parts of a model FSDP gathers and frees together: the units.
 
 A policy is one of: a class of modules or its name, or several; a function of a module that says whether it is a unit;
-torch's policies (`ModuleWrapPolicy`, `CustomPolicy`, and functions of `module, recurse, nonwrapped_numel`); an object
-with `choose(model)`; a name in `FSDP_WRAP_POLICIES`, or a dict with such a `type` and its options.
+torch's policies (`ModuleWrapPolicy`, `CustomPolicy`, and functions of `module, recurse, nonwrapped_numel`, whose last
+argument may have its name of torch 1, `unwrapped_params`); an object with `choose(model)`; a name in
+`FSDP_WRAP_POLICIES`, or a dict with such a `type` and its options.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ for _name in (
     "CustomPolicy", "ModuleWrapPolicy",
 ):  # fmt: skip
     FSDP_WRAP_POLICIES.register_module(module=getattr(wrap, _name))
+# torch 1.11's name of the second of these, which MMEngine's registry still has.
+FSDP_WRAP_POLICIES.register_module(name="default_auto_wrap_policy", module=wrap.size_based_auto_wrap_policy)
 
 
 @runtime_checkable
@@ -121,6 +124,8 @@ class _ByRecursion:
     """Torch's older policies: asked on the way down whether to go on, on the way up whether to make a unit."""
 
     def __init__(self, policy: Callable[..., bool], left_out: Collection[nn.Module]) -> None:
+        known = inspect.signature(policy).parameters
+        self._numel = "unwrapped_params" if "unwrapped_params" in known else "nonwrapped_numel"
         self._policy = policy
         self._left_out = left_out
 
@@ -132,14 +137,14 @@ class _ByRecursion:
     def _visit(self, module: nn.Module, units: list[nn.Module], seen: set[nn.Module]) -> int:
         """Return how many numbers of `module` belong to units within it, or to itself."""
         total = _numel([module])
-        if not self._policy(module=module, recurse=True, nonwrapped_numel=total):
+        if not self._policy(module=module, recurse=True, **{self._numel: total}):
             return 0
         taken = 0
         for child in module.children():
             if child not in seen and child not in self._left_out:
                 seen.add(child)
                 taken += self._visit(child, units, seen)
-        if not self._policy(module=module, recurse=False, nonwrapped_numel=total - taken):
+        if not self._policy(module=module, recurse=False, **{self._numel: total - taken}):
             return taken
         units.append(module)
         return total
