@@ -82,7 +82,8 @@ class MMFullyShardedDataParallel(nn.Module):
     Raises:
         TypeError: an argument is of no known kind; the message says what it is.
         ValueError: arguments contradict each other or the ranks there are.
-        ConfigError: `tensor_parallel` does not fit the model or the ranks there are.
+        ConfigError: `tensor_parallel` does not fit the model or the ranks there are; an embedding has sparse gradients;
+            or a module owns parameters of two dtypes.
 
     **Source**: `torch.distributed.fsdp.fully_shard` (2.13). Zhao et al., PyTorch FSDP, VLDB 2023.
     """
@@ -128,6 +129,7 @@ class MMFullyShardedDataParallel(nn.Module):
         device = arguments.read_device(device_id, module)
         offload = arguments.read_offload(cpu_offload, device.type)
         sharding = arguments.read_sharding(sharding_strategy, reshard_after_forward)
+        _refuse_sparse_gradients(module, ignored)
         units = choose_units(module, policy, ignored)
         self._trains_itself = steps.defines_step(module, "train_step")
         if self._trains_itself:
@@ -329,6 +331,18 @@ def _check_module(module: Any) -> None:
         raise TypeError(f"`module` must be a torch.nn.Module, but is {module!r} of type {type(module).__name__}")
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise ValueError(f"`module` must not be sharded yet, but {type(module).__name__} is, or a part of it")
+
+
+def _refuse_sparse_gradients(module: nn.Module, ignored: Collection[nn.Module]) -> None:
+    left_out = {part for each in ignored for part in each.modules()}
+    for name, part in module.named_modules():
+        if part in left_out or not isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if part.sparse and part.weight.requires_grad:
+            raise ConfigError(
+                f"`{name}.sparse` must be False under FSDP, which can't reduce sparse gradients, but is True. Set it "
+                "to False, or use strategy 'ddp'"
+            )
 
 
 def _make_meshes(device_type: str, request: Request | None, **options: Any) -> Meshes:

@@ -16,6 +16,7 @@ from lockstep.model.full_params import reshard
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import OptimLike
+from lockstep.strategy.fsdp_refusals import check_optimizer
 from lockstep.strategy.native import NativeStrategy
 from lockstep.strategy.random_state import share_random_state
 
@@ -67,7 +68,8 @@ class FSDPStrategy(NativeStrategy):
         optimizer that got hold of those would train tensors that nobody uses.
 
         Raises:
-            ConfigError: an optimizer that is given has a state already, or parameters of another model.
+            ConfigError: an optimizer that is given has a state already, or parameters of another model; or it fails or
+                goes wrong over shards, see `lockstep.strategy.fsdp_refusals`.
         """
         # By id: holding on to the tensors would keep the whole model in memory while it is sharded.
         names = {id(parameter): name for name, parameter in unwrap_model(model).named_parameters()}
@@ -75,6 +77,7 @@ class FSDPStrategy(NativeStrategy):
         if wrapper is not None:
             for optimizer in wrapper.optimizers:
                 _hand_over(optimizer, self.core(), names)
+                check_optimizer(optimizer, self.core())
         if (tensor_mesh := getattr(model, "tensor_mesh", None)) is not None:
             share_random_state(tensor_mesh)
         return model, wrapper

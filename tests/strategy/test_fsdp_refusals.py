@@ -1,0 +1,112 @@
+"""Optimizers and layers that torch gets wrong over shards are refused before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.dist import get_rank, get_world_size
+from lockstep.errors import ConfigError
+from lockstep.strategy import FSDPStrategy
+from lockstep.testing import ranks
+
+INPUTS = torch.randn(8, 6, generator=torch.Generator().manual_seed(4))
+COMPLEX = torch.complex64
+
+
+class Net(nn.Module):
+    def __init__(self, rows: int = 4, dtype: torch.dtype = torch.float32, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(6, rows, bias, dtype=dtype)
+        self.outer = nn.Linear(rows, 4, bias, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x.to(self.inner.weight.dtype))).abs().square().mean()
+
+
+def optimizer(kind: str, **options: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "lr": 0.01, **options}}
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("net", "options", "says"),
+    [
+        ({}, optimizer("Adafactor"), "`inner.weight` in shards, but is Adafactor, .* Use AdamW, or strategy 'ddp'"),
+        ({}, optimizer("Rprop"), "is Rprop, which writes to single elements"),
+        ({}, optimizer("LBFGS"), "is LBFGS, which works on all parameters in one vector"),
+        (
+            {"rows": 1, "bias": False},
+            optimizer("Muon"),
+            "fails where there are more shards, 2, than rows, 1",
+        ),
+        (
+            {"rows": 5, "dtype": COMPLEX},
+            optimizer("AdamW"),
+            "`inner.weight` .*: dim 0 has 5 elements for 2 ranks",
+        ),
+        ({"rows": 5, "dtype": COMPLEX}, optimizer("RMSprop"), "RMSprop, which goes wrong on complex numbers in uneven"),
+    ],
+)
+def test_optimizers_that_go_wrong_over_shards_are_refused(net: dict, options: dict, says: str):
+    with pytest.raises(ConfigError, match=says):
+        FSDPStrategy().prepare(Net(**net), options)
+
+
+def trained(net: dict, options: dict) -> dict[str, Tensor]:
+    strategy = FSDPStrategy()
+    model, optim_wrapper = strategy.prepare(Net(**net), options)
+    for _ in range(3):
+        model.train_step(INPUTS[get_rank() :: get_world_size()], optim_wrapper)
+    return {name: value.full_tensor() for name, value in strategy.model_state().items()}
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("net", "options"),
+    [
+        ({"dtype": COMPLEX}, optimizer("AdamW")),
+        ({"rows": 5, "dtype": COMPLEX}, optimizer("SGD", momentum=0.9)),
+    ],
+    ids=["even", "SGD"],
+)
+def test_complex_parameters_that_are_let_through_train_as_in_one_process(net: dict, options: dict):
+    model = Net(**net)
+    alone = getattr(torch.optim, options["optimizer"]["type"])(
+        model.parameters(), **{key: value for key, value in options["optimizer"].items() if key != "type"}
+    )
+    for _ in range(3):
+        alone.zero_grad()
+        model(INPUTS).backward()
+        alone.step()
+    for name, value in trained(net, options).items():
+        assert torch.allclose(value, model.get_parameter(name), atol=1e-6), name
+
+
+@ranks(2)
+def test_muon_trains_matrices_in_uneven_shards():
+    trained({"rows": 3, "bias": False}, optimizer("Muon"))
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4, sparse=sparse)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * self.words(x)).mean()
+
+
+@ranks(2)
+def test_sparse_gradients_and_lists_of_mixed_parameters_are_refused():
+    with pytest.raises(ConfigError, match=r"`words.sparse` must be False under FSDP.* or use strategy 'ddp'"):
+        FSDPStrategy().prepare(Words(sparse=True))
+    for option in ("fused", "foreach"):
+        with pytest.raises(ConfigError, match=rf"`{option}` of AdamW .* like `words.weight`, .* like `scale`"):
+            FSDPStrategy().prepare(Words(sparse=False), optimizer("AdamW", **{option: True}))
+    FSDPStrategy(ignored_modules=[]).prepare(Words(sparse=False), optimizer("AdamW"))
