@@ -21,7 +21,8 @@ class _NotGiven:
 
 NOT_GIVEN: Final[Any] = _NotGiven()
 
-_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
+# Other subclasses may wrap tensors, and hold no values in memory of their own.
+PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
 def either(name: str, value: Any, published: str, other: Any) -> Any:
@@ -62,7 +63,7 @@ def group_rank(name: str, rank: int, group: Group) -> int:
 def require_tensor(name: str, data: object) -> None:
     """Raise TypeError unless `data` is a plain tensor: dense, with values of its own in memory."""
     if (
-        type(data) in _PLAIN_TYPES
+        type(data) in PLAIN_TYPES
         and data.layout is torch.strided  # type: ignore[attr-defined]  # the line above says that it is a tensor
         and not (data.is_meta or data.is_nested or data.is_quantized)  # type: ignore[attr-defined]
     ):

@@ -11,6 +11,8 @@ from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.arguments import NOT_GIVEN, either, group_rank, require_list, require_memory, require_tensor
 from lockstep.dist.devices import as_bytes, copy_back, to_comm
@@ -157,7 +159,7 @@ def all_gather(
         if data.requires_grad:
             warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
         return _all_gather(data, here)
-    here = resolve(group if isinstance(tensor, Tensor) else _group_argument(tensor, group))
+    here = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
     if sync_grads:
         return _all_gather_into_with_grads(data, tensor, here, async_op)
     if isinstance(tensor, Tensor) and tensor.requires_grad:

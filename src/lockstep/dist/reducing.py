@@ -13,6 +13,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, ReduceOptions, ReduceS
 
 from lockstep.dist.arguments import (
     NOT_GIVEN,
+    PLAIN_TYPES,
     either,
     group_rank,
     require_alike,
@@ -465,7 +466,8 @@ def _is_plain_list(entries: Sequence[Tensor], output: Tensor, plan: Reduction, h
         return False
     shape, dtype = output.shape, output.dtype
     return all(
-        isinstance(entry, Tensor)
+        type(entry) in PLAIN_TYPES
+        and not entry.is_nested
         and entry.dtype is dtype
         and entry.shape == shape
         and entry.layout is torch.strided

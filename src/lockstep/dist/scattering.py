@@ -13,7 +13,7 @@ from lockstep.dist.groups import Group, GroupLike, resolve
 from lockstep.dist.guard import check_call, watch
 from lockstep.dist.handles import Handle, wait_all
 from lockstep.dist.landing import are_like, landing_for, require_like_what_arrived
-from lockstep.dist.packets import SLOT_BYTES, pack_failure, packet_of, read_packet, require_no_failure, take_all
+from lockstep.dist.packets import SLOT_BYTES, Packet, pack_failure, packet_of, read_packet, require_no_failure, take_all
 from lockstep.dist.segments import receive_from, send_to
 from lockstep.dist.slots import deal, room_for
 
@@ -108,16 +108,19 @@ def _are_apart(one: Tensor, other: Tensor) -> bool:
 def _receive_dealt(tensor: Tensor, src: int, here: Group) -> None:
     """Receive this rank's tensor, into `tensor` where it fits there."""
     refusal: TypeError | ValueError | None = None
+    expected: Packet | None = None
     try:
         _require_target(tensor)
+        expected = packet_of(tensor)
     except (TypeError, ValueError) as error:
         refusal = error  # to be raised when all is received that is sent
     room = room_for(SLOT_BYTES, here)
     deal(room, src, here)
-    if refusal is None and take_all(room.one, packet_of(tensor), [tensor]):
+    if expected is not None and take_all(room.one, expected, [tensor]):
         return
     packet = read_packet(room.one, 0)
-    require_no_failure([packet.failure], here, ranks=[src])
+    if refusal is None:
+        require_no_failure([packet.failure], here, ranks=[src])
     if refusal is None and are_like([tensor], [packet]):
         received = landing_for(tensor, packet, room.one, 0, here)
     else:

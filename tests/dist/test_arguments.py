@@ -1,0 +1,245 @@
+"""Arguments that no collective can take: one sentence each, on every rank, and nobody waits for a rank that refuses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import new_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lockstep.dist import (
+    all_gather,
+    all_reduce,
+    all_reduce_dict,
+    all_reduce_params,
+    all_reduce_tree,
+    all_to_all,
+    broadcast,
+    check_collectives,
+    gather,
+    get_dist_info,
+    get_rank,
+    get_world_size,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from lockstep.errors import CollectiveMismatchError, PeerError
+from lockstep.testing import ranks
+
+from .reference import assert_group_works
+from .strategies import NO_GROUP, run_on
+
+LARGE = 5000  # elements: more than fits into a slot
+
+
+def odd_tensors() -> dict[str, tuple[Any, str]]:
+    """Return tensors that have no plain memory, and what is said of each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantized and strided nested tensors are on their way out of torch
+        odd = {
+            "nested": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"is nested .*unbind\(\)"),
+            "jagged": (
+                torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+                r"is nested .*unbind\(\)",
+            ),
+            "quantized": (
+                torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+                r"is quantized, torch.quint8 .*dequantize\(\)",
+            ),
+            "sparse": (torch.eye(2).to_sparse(), r"must be dense, but is torch.sparse_coo .*to_dense\(\)"),
+            "csr": (torch.eye(2).to_sparse_csr(), r"must be dense, but is torch.sparse_csr .*to_dense\(\)"),
+        }
+    odd["meta"] = (torch.ones(3, device="meta"), r"is on the meta device .*to_empty")
+    odd["text"] = ("ab", "must be a tensor, but is str")
+    return odd
+
+
+def calls_on(data: Any) -> dict[str, Callable[[], object]]:
+    """Return calls of every collective that takes tensors, with `data` in each place."""
+    size = get_world_size()
+    plain = torch.ones(2)
+    return {
+        "all_reduce": lambda: all_reduce(data),
+        "reduce": lambda: reduce(data),
+        "broadcast": lambda: broadcast(data),
+        "all_gather": lambda: all_gather([plain] * size, data),
+        "all_gather, list": lambda: all_gather([data] * size, plain),
+        "gather": lambda: gather(data),
+        "scatter": lambda: scatter(data, [plain] * size),
+        "scatter, list": lambda: scatter(plain, [data] * size),
+        "reduce_scatter": lambda: reduce_scatter(plain, [data] * size),
+        "reduce_scatter, output": lambda: reduce_scatter(data, [plain] * size),
+        "all_to_all": lambda: all_to_all([plain] * size, [data] * size),
+        "all_reduce_params": lambda: all_reduce_params([data]),
+        "all_reduce, sync_grads": lambda: all_reduce(data, sync_grads=True),
+        "all_gather, sync_grads": lambda: all_gather([plain] * size, data, sync_grads=True),
+    }
+
+
+def refuse_everywhere(odd: dict[str, tuple[Any, str]]) -> None:
+    for kind, (data, words) in odd.items():
+        for name, call in calls_on(data).items():
+            with pytest.raises((TypeError, PeerError)) as caught:
+                call()
+            # Only the rank that has a list can see what is in it.
+            if isinstance(caught.value, TypeError):
+                assert caught.match(words if kind != "text" else "must be a tensor"), (kind, name)
+            else:
+                assert name == "scatter, list"
+                assert get_rank() > 0
+        if kind != "text":
+            for call in (lambda: all_reduce_tree({"x": data}), lambda: all_reduce_dict({"x": data})):  # noqa: B023
+                with pytest.raises(TypeError, match=words):
+                    call()
+    assert_group_works()
+
+
+def refuse_odd_tensors() -> None:
+    refuse_everywhere(odd_tensors())
+
+
+@pytest.mark.parametrize("size", [NO_GROUP, 1, 3])
+def test_tensors_without_plain_memory_are_refused_in_one_sentence(size: int) -> None:
+    run_on(size, refuse_odd_tensors)
+
+
+@ranks(2)
+def test_a_dtensor_is_refused_in_a_sentence_that_names_the_whole_and_the_part() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    data = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    refuse_everywhere(
+        {"dtensor": (data, r"is a DTensor, of which every rank holds a part .*full_tensor\(\).*to_local\(\)")}
+    )
+    whole, part = data.full_tensor(), data.to_local()
+    all_reduce(part)
+    assert part.tolist() == [2.0, 4.0]
+    assert torch.equal(torch.cat(all_gather(data.to_local())), torch.tensor([2.0, 4.0] * 2))
+    assert whole.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+class Marked(Tensor):
+    """A subclass that holds values as any tensor does."""
+
+
+def refuse_expanded() -> None:
+    rank, size = get_dist_info()
+    for base in (torch.ones(1), torch.ones(1, 3)):
+        data = base.expand(LARGE, *base.shape[1:])
+        plain = data.contiguous()
+        for name, call in {
+            "data": lambda: all_reduce(data),  # noqa: B023
+            "data ": lambda: reduce(data, size - 1),  # noqa: B023
+            "data  ": lambda: broadcast(data),  # noqa: B023
+            "tensor": lambda: scatter(data, [plain] * size if rank == 0 else None),  # noqa: B023
+            "output": lambda: reduce_scatter(data, [plain] * size),  # noqa: B023
+            r"tensor_list\[0\]": lambda: all_gather([data] * size, plain),  # noqa: B023
+            r"output_tensor_list\[0\]": lambda: all_to_all([data] * size, [plain] * size),  # noqa: B023
+            r"params\[0\]": lambda: all_reduce_params([data]),  # noqa: B023
+        }.items():
+            with pytest.raises(
+                (ValueError, PeerError), match=rf"`{name.strip()}` must have memory for each .*contiguous"
+            ):
+                call()
+        if rank == 0:
+            with pytest.raises(ValueError, match=r"`gather_list\[0\]` must have memory"):
+                gather(plain, [data] * size)
+        else:
+            gather(plain)
+        assert_group_works()
+        # What is only read may be expanded.
+        assert torch.equal(all_gather(data)[-1], plain)
+        output = torch.empty_like(plain)
+        reduce_scatter(output, [data] * size)
+        assert torch.equal(output, plain * size)
+        assert torch.equal(all_reduce(data, sync_grads=True), plain * size)
+    one = torch.ones(1).expand(1, 1)
+    all_reduce(one)
+    assert one.item() == size
+    marked = torch.ones(2).as_subclass(Marked)
+    all_reduce(marked)
+    assert marked.tolist() == [size] * 2
+
+
+@pytest.mark.parametrize("size", [NO_GROUP, 1, 3])
+def test_expanded_tensors_are_refused_where_a_result_is_written(size: int) -> None:
+    run_on(size, refuse_expanded)
+
+
+def refuse_on_one_rank(group: Any, wrong: int) -> None:
+    rank, size = get_dist_info(group)
+    is_wrong = rank == wrong
+    for numel in (2, LARGE):
+        data = torch.ones(numel)
+        bad: Any = "no tensor" if is_wrong else data
+        room = [torch.empty(numel) for _ in range(size)]
+        for call in (
+            lambda: all_gather(bad, group),  # noqa: B023
+            lambda: all_gather(room, bad, group),  # noqa: B023
+            lambda: all_gather([bad] * size, data, group),  # noqa: B023
+            lambda: all_gather(bad, group, sync_grads=True),  # noqa: B023
+        ):
+            with pytest.raises(TypeError if is_wrong else PeerError, match="TypeError" if not is_wrong else None):
+                call()
+        for dst in range(size):
+            for call in (
+                lambda: gather(bad, dst, group),  # noqa: B023
+                lambda: gather(bad, room if rank == dst else None, dst, group),  # noqa: B023
+            ):
+                if is_wrong:
+                    with pytest.raises(TypeError, match="`data` must be a tensor, but is str"):
+                        call()
+                elif rank == dst:
+                    with pytest.raises(PeerError, match=f"rank {wrong} of {size} could not take part: TypeError"):
+                        call()
+                else:
+                    call()
+            parts = [data] * size if rank == dst else None
+            if is_wrong:
+                with pytest.raises(TypeError, match="`tensor` must be a tensor, but is str"):
+                    scatter(bad, parts, dst, group)
+            elif dst == wrong:
+                with pytest.raises(PeerError, match="TypeError: `tensor` must be a tensor"):
+                    scatter(bad, parts, dst, group)
+            else:
+                scatter(bad, parts, dst, group)
+        assert_group_works(group)
+
+
+@ranks(3)
+def test_what_one_rank_alone_hands_in_wrong_keeps_nobody_waiting() -> None:
+    for wrong in range(3):
+        refuse_on_one_rank(None, wrong)
+    group = new_group([1, 2])
+    if get_rank() > 0:
+        refuse_on_one_rank(group, 0)
+        refuse_on_one_rank(group, 1)
+
+
+@ranks(2)
+def test_checked_calls_tell_of_a_rank_that_refuses_its_arguments() -> None:
+    check_collectives("always")
+    try:
+        is_wrong = get_rank() == 1
+        for name, call in calls_on("no tensor" if is_wrong else torch.ones(2)).items():
+            if name.partition(",")[0] not in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_to_all"):
+                continue
+            if "sync_grads" in name:
+                continue  # these tell in any case
+            if is_wrong:
+                with pytest.raises(TypeError):
+                    call()
+            else:
+                with pytest.raises(
+                    CollectiveMismatchError, match=rf"rank 1: {name.partition(',')[0]}, refused: TypeError: "
+                ):
+                    call()
+        assert_group_works()
+    finally:
+        check_collectives("off")
