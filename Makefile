@@ -39,9 +39,10 @@ test-gpu: $(READY)  ## the tests that need a GPU, where there is one
 test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environment of its own
 	.venv-deepspeed/bin/python -m pytest tests/engines/deepspeed --min-rank-tests 45 $(PYTEST_ARGS)
 
-.venv-deepspeed/.ready: pyproject.toml constraints.txt
+.venv-deepspeed/.ready: pyproject.toml constraints.txt requirements/models.txt
 	$(PYTHON) -m venv .venv-deepspeed
-	.venv-deepspeed/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,testing]' hypothesis
+	.venv-deepspeed/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,testing]' hypothesis \
+		--requirement requirements/models.txt
 	@touch $@
 
 .PHONY: test-colossalai
@@ -78,6 +79,17 @@ bench-peers: .venv-peers/.ready  ## training steps of other frameworks: on two r
 parity: $(READY) .venv-deepspeed/.ready .venv-colossalai/.ready  ## one loss curve under every strategy: docs/parity.md
 	$(BIN)/python -m benchmarks.parity --deepspeed-python .venv-deepspeed/bin/python \
 		--colossalai-python .venv-colossalai/bin/python
+
+# SHARE=K/N tries every N-th cell alone, from the K-th on.
+.PHONY: test-models
+test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready  ## many kinds of models under every strategy: docs/models.md
+	.venv-models/bin/python -m benchmarks.models $(if $(SHARE),--share $(SHARE))
+
+.venv-models/.ready: pyproject.toml constraints.txt requirements/models.txt
+	$(PYTHON) -m venv .venv-models
+	.venv-models/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[testing]' \
+		--requirement requirements/models.txt
+	@touch $@
 
 fmt: $(READY)
 	$(BIN)/ruff format .

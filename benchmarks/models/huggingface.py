@@ -1,0 +1,81 @@
+"""Models of HuggingFace, made from configs: two layers, a width of 32, no dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import nn
+
+from benchmarks.models.data import CLASSES, LENGTH, VOCABULARY
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_DECODER: dict[str, Any] = {**_SMALL, "num_key_value_heads": 2, "max_position_embeddings": 16, "use_cache": False}
+_CLASSIFIER: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": CLASSES}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DECODER))
+
+
+def lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(llama(), adapters)  # type: ignore[arg-type]
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(**_SMALL, **_CLASSIFIER, max_position_embeddings=LENGTH)
+    return transformers.BertForSequenceClassification(config)
+
+
+def vit() -> nn.Module:
+    sizes = {name: value for name, value in _SMALL.items() if name != "vocab_size"}
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**sizes, **_CLASSIFIER, image_size=16, patch_size=4)
+    )
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**_DECODER, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen2_moe() -> nn.Module:
+    config = transformers.Qwen2MoeConfig(
+        **_DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def whisper() -> nn.Module:
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64,
+        encoder_attention_heads=4, decoder_attention_heads=4, decoder_ffn_dim=64, max_source_positions=16,
+        max_target_positions=16, dropout=0.0, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config)

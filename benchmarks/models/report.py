@@ -1,0 +1,128 @@
+"""The page with the tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from textwrap import wrap
+
+from benchmarks.models.columns import COLUMNS, Engine
+from benchmarks.models.processes import Outcome
+from benchmarks.models.rows import EPOCH_STEPS, GLOBAL_BATCH, MAX_NORM, ROWS, STEPS, VALIDATED
+from benchmarks.models.verdicts import TOLERANCES, Cells, Results, verdict, worst
+
+_ASKED = (
+    "import importlib.metadata as m, json; print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
+)
+_SHOWN = ("torch", "transformers", "peft", "deepspeed", "colossalai")
+
+
+def versions(pythons: Mapping[Engine, str]) -> dict[str, str]:
+    """Return which packages each environment has, where they matter, as a sentence has it."""
+    found = {}
+    for engine, python in pythons.items():
+        done = subprocess.run([python, "-c", _ASKED], capture_output=True, text=True, check=True)
+        present = json.loads(done.stdout)
+        found[engine] = ", ".join(f"{name} {present[name].split('+')[0]}" for name in _SHOWN if name in present)
+    return found
+
+
+def write_report(results: Results, path: Path) -> None:
+    """Write the tables as Markdown."""
+    path.write_text("\n".join(_lines(results)) + "\n", encoding="utf-8")
+
+
+def _lines(results: Results) -> Iterator[str]:
+    notes = _Notes()
+    tolerances = ", ".join(f"{_figure(limit)} for {_WHAT[name]}" for name, limit in TOLERANCES.items())
+    yield from ("# The same numbers, whatever the model", "")
+    yield from _paragraph(
+        f"""`make test-models` trains {len(ROWS)} kinds of models under {len(COLUMNS)} strategies, through the Runner,
+        changing nothing but `strategy`, on real ranks over gloo (CPU). Each training is compared with a loop by hand:
+        plain torch in one process, with the same initial weights, over the same batches, in float32. {STEPS} updates
+        (two epochs of {EPOCH_STEPS}) with AdamW, a global batch of {GLOBAL_BATCH}, gradients clipped at a norm of
+        {MAX_NORM}, then a validation over {VALIDATED} samples. The models are small (two layers, a width of 32 or
+        less) and drawn from a seed; nothing is downloaded."""
+    )
+    yield from _paragraph(
+        f"""A cell holds the largest relative difference of four: of the loss and of the gradient norm in any update, of
+        any weight at the end (relative to the largest of its tensor), and of the validated number, the mean over all
+        samples of the size of an output. Tolerances: {tolerances}. A `train_step` that the model has of its own must
+        have been called once per update. *refused* means that lockstep says before the first update, on every rank,
+        that it can't do this; the sentences are below. *wrong* (out of tolerance) and *failed* (anything else) make
+        the command fail."""
+    )
+    yield from (f"* {_ENGINES[engine]}: {what}" for engine, what in results.made.items())
+    yield ""
+    yield from _table(results.trained, notes)
+    yield ""
+    for row in ROWS:
+        if row.note:
+            yield from _wrapped(f"* **{row.name}**: {row.note}", subsequent_indent="  ")
+    yield from ("", "## Saved under one strategy, resumed under the next", "")
+    yield from _paragraph(
+        f"""Each training is saved after {EPOCH_STEPS} updates. The next strategy to the right that does not refuse the
+        model, in the same environment, loads the checkpoint into a model with other initial weights and trains it to
+        the end; the first strategy follows on the last. The differences are from the loop by hand, which was never
+        interrupted."""
+    )
+    yield from _table(results.resumed, notes)
+    yield ""
+    yield from notes.lines()
+
+
+def _paragraph(text: str) -> list[str]:
+    return [*_wrapped(" ".join(text.split())), ""]
+
+
+def _wrapped(text: str, subsequent_indent: str = "") -> list[str]:
+    return wrap(text, 120, subsequent_indent=subsequent_indent, break_long_words=False, break_on_hyphens=False)
+
+
+_WHAT = {"loss": "losses", "norm": "norms", "weights": "weights", "validated": "the validated number"}
+_ENGINES = {"torch": "torch's own strategies", "deepspeed": "DeepSpeed", "colossalai": "ColossalAI"}
+
+
+class _Notes:
+    """Sentences that a table refers to by numbers."""
+
+    def __init__(self) -> None:
+        self._sentences: list[str] = []
+
+    def number(self, sentence: str) -> int:
+        if sentence not in self._sentences:
+            self._sentences.append(sentence)
+        return self._sentences.index(sentence) + 1
+
+    def lines(self) -> Iterator[str]:
+        if self._sentences:
+            yield from ("## Refused", "")
+        yield from (f"{number}. {sentence}" for number, sentence in enumerate(self._sentences, 1))
+
+
+def _table(cells: Cells, notes: _Notes) -> Iterator[str]:
+    yield "| model | " + " | ".join(column.name for column in COLUMNS) + " |"
+    yield "|---|" + "--:|" * len(COLUMNS)
+    for row in ROWS:
+        found = cells.get(row.name, {})
+        yield f"| {row.name} | " + " | ".join(_cell(found.get(column.name), notes) for column in COLUMNS) + " |"
+
+
+def _cell(outcome: Outcome | None, notes: _Notes) -> str:
+    if outcome is None:
+        return ""
+    kind = verdict(outcome)
+    if kind == "refused":
+        return f"refused ({notes.number(_sentence(outcome['refused']))})"
+    under = f" ({outcome['under']})" if "under" in outcome else ""
+    return f"{kind}{under}" if kind in ("wrong", "failed") else f"{_figure(worst(outcome))}{under}"
+
+
+def _sentence(message: str) -> str:
+    return message.splitlines()[0].replace("|", "\\|")
+
+
+def _figure(value: float) -> str:
+    return "0" if value == 0 else f"{value:.0e}".replace("e-0", "e-")
