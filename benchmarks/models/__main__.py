@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--columns", nargs="*", metavar="COLUMN", help="names of strategies, likewise; default: all")
     parser.add_argument("--share", type=_share, default=(1, 1), metavar="K/N", help="every N-th cell, from the K-th on")
     parser.add_argument("--update", action="store_true", help="put what is found beside what the page has already")
-    parser.add_argument("--timeout", type=float, default=90.0, help="seconds for one training, default: 90")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one training, default: 120")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "models.json", help="where the figures go")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "models.md", help="where the page goes")
     for engine, folder in zip(ENGINES, (".venv-models", ".venv-deepspeed", ".venv-colossalai"), strict=True):
