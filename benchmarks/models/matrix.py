@@ -31,14 +31,24 @@ def chosen_cells(rows: Sequence[Row], columns: Sequence[Column], share: tuple[in
 def run(cells: set[Cell], pythons: Mapping[Engine, str], folder: Path, timeout_s: float) -> Results:
     """Return what was found of the cells, in the environment of each engine."""
     results = Results()
-    todo, out = folder / "cells.json", folder / "results.json"
-    todo.write_text(json.dumps(sorted(cells)))
     for engine, python in pythons.items():
-        if not any(column.engine == engine for column in COLUMNS if column.name in {name for _, name in cells}):
-            continue
-        began = time.monotonic()
-        command = [python, "-m", "benchmarks.models.engine", engine, str(todo), str(out), "--timeout", str(timeout_s)]
-        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONWARNINGS": "ignore"}, check=True)
-        results.update(Results.read(out))
-        print(f"{engine}: {time.monotonic() - began:.0f} s", flush=True)
+        names = {column.name for column in COLUMNS if column.engine == engine}
+        chosen = {cell for cell in cells if cell[1] in names}
+        if chosen:
+            results.update(_run_engine(engine, python, chosen, folder, timeout_s))
+    return results
+
+
+def _run_engine(engine: Engine, python: str, cells: set[Cell], folder: Path, timeout_s: float) -> Results:
+    todo, out = folder / f"{engine}-cells.json", folder / f"{engine}.json"
+    todo.write_text(json.dumps(sorted(cells)))
+    began = time.monotonic()
+    command = [python, "-m", "benchmarks.models.engine", engine, str(todo), str(out), "--timeout", str(timeout_s)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    print(f"{engine}: {time.monotonic() - began:.0f} s", flush=True)
+    results = Results.read(out)
+    for row, column in cells:
+        # No cell is left empty, whatever happened to the process.
+        missing = {"failed": f"not reached: {command[:3]} ended with {done.returncode}"}
+        results.trained.setdefault(row, {}).setdefault(column, missing)
     return results

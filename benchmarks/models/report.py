@@ -121,7 +121,7 @@ def _cell(outcome: Outcome | None, notes: _Notes) -> str:
 
 
 def _sentence(message: str) -> str:
-    return message.splitlines()[0].replace("|", "\\|")
+    return " ".join(message.split()).replace("|", "\\|")
 
 
 def _figure(value: float) -> str:
