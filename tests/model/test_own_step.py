@@ -330,3 +330,16 @@ def test_what_is_no_bool_in_the_second_place_is_taken_for_device_ids():
     assert wrapped.detect_anomalous_params is False
     with pytest.raises(TypeError, match="`device_ids` must be given once"):
         MMDistributedDataParallel(nn.Linear(1, 1), [0], device_ids=[0])
+
+
+class PenalisedOutside(Net):
+    def loss_of(self, x, y):
+        return F.mse_loss(self(x), y) + self.head.weight.square().sum()
+
+
+@ranks(2)
+def test_a_penalty_on_sharded_weights_is_refused_with_the_way_to_gather_them():
+    model = PenalisedOutside()
+    wrapped = MMFullyShardedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"weights must be used inside the forward .* weight\.full_tensor\(\)"):
+        wrapped.train_step(own_part(batches()[0]), optim_for(model))
