@@ -168,3 +168,34 @@ def test_parameters_that_no_optimizer_holds_are_named_once(tmp_path: Path):
     told = [line for line in (runner.run_dir / "log.txt").read_text().splitlines() if "has not been given them" in line]
     assert len(told) == 1
     assert "body.0.weight, body.0.bias" in told[0]
+
+
+class Returns(Loss):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+
+    def train_step(self, data, optim_wrapper):
+        loss = self(*data)
+        optim_wrapper.update_params(loss)
+        return self.what(loss)
+
+
+@pytest.mark.parametrize("what", [lambda loss: None, lambda loss: {"loss": loss, "samples": 4, "rate": 0.5}])
+def test_a_step_may_return_numbers_or_nothing(what, tmp_path: Path):
+    loader = {"dataset": TensorDataset(X, Y), "batch_size": 8}
+    Runner(Returns(what), tmp_path, train_dataloader=loader, train_cfg={"max_epochs": 1}).train()
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (lambda loss: loss, "must return a dict of values to log, .* but returned a Tensor"),
+        (lambda loss: {"loss": loss, "note": "hi"}, "but returned 'hi' as 'note'"),
+        (lambda loss: {"loss": loss, "each": loss.expand(3)}, r"but returned a tensor of shape \(3,\) as 'each'"),
+    ],
+)
+def test_what_can_not_be_logged_is_named(what, told, tmp_path: Path):
+    loader = {"dataset": TensorDataset(X, Y), "batch_size": 8}
+    with pytest.raises(TypeError, match=told):
+        Runner(Returns(what), tmp_path, train_dataloader=loader, train_cfg={"max_epochs": 1}).train()

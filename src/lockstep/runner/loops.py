@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
 
 from lockstep.dataset import set_epoch
 from lockstep.errors import ConfigError
@@ -96,7 +98,7 @@ class TrainLoop(ABC):
         runner.call_hook("before_train_iter", batch_idx=batch_idx, data_batch=data_batch)
         # A stand-in changes nothing: no gradient, no running statistics.
         with nullcontext() if turn.is_own else buffers_kept(runner.model):
-            outputs = self._step(data_batch, runner.optim_wrapper)
+            outputs = _values_to_log(self._step(data_batch, runner.optim_wrapper))
         runner.call_hook("after_train_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
 
@@ -250,6 +252,29 @@ class IterBasedTrainLoop(TrainLoop):
                 raise ConfigError(_NO_BATCHES)
             done = 0
             self.epoch += 1
+
+
+def _values_to_log(outputs: Any) -> dict[str, Any]:
+    """Return what a training step, perhaps a model's own, wants to be logged; tensors without their graphs."""
+    if outputs is None:
+        return {}
+    if not isinstance(outputs, Mapping):
+        raise TypeError(
+            "`train_step` must return a dict of values to log, as in {'loss': loss.detach()}, or None, but returned a "
+            f"{type(outputs).__name__}"
+        )
+    values = dict(outputs)
+    for name, value in outputs.items():
+        if isinstance(value, Tensor):
+            if value.numel() == 1:
+                if value.requires_grad:
+                    values[name] = value.detach()
+                continue
+        elif isinstance(value, int | float):
+            continue
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"`train_step` must return numbers and scalar tensors to log, but returned {what} as {name!r}")
+    return values
 
 
 class _Intervals:
