@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -94,7 +95,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def _of_data(dataset: Any) -> dict[str, str]:
     found: dict[str, str] = {}
-    if isinstance(dataset, Sized):
+    with suppress(TypeError):
         found["the length of the data set"] = str(len(dataset))
     if isinstance(dataset, Subset):
         found["the indices of the Subset"] = _digest(dataset.indices)
