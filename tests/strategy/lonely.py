@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "RAdam": {"lr": 0.05},
     "Adagrad": {"lr": 0.05, "initial_accumulator_value": 0.1},
     "ASGD": {"lr": 0.05, "t0": 2},
+    "Rprop": {"lr": 0.05},
     "Adafactor": {"lr": 0.05},
     "RMSprop": {"lr": 0.05, "momentum": 0.5, "centered": True},
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.checkpoint import load_state
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks, run_ranks
@@ -66,7 +67,7 @@ def test_another_number_of_ranks_goes_on(wrote: int, reads: int, tmp_path: Path)
 
 @ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_each_rank_keeps_its_rows_of_what_is_gathered(stage: int):
+def test_each_rank_keeps_its_rows_of_what_is_gathered_and_reads_no_more(stage: int, tmp_path: Path):
     training = Training(f"zero{stage}")
     training.run(0, 1)
     state = training.state()
@@ -75,6 +76,12 @@ def test_each_rank_keeps_its_rows_of_what_is_gathered(stage: int):
     total = sum(moment.numel() for moment in moments)
     assert sum(moment.to_local().numel() for moment in moments) == pytest.approx(total / 2, rel=0.02)
     assert all(isinstance(value, DTensor) == (stage == 3) for value in state["model"].values())
+    training.save(tmp_path / "checkpoint")
+    read = load_state(tmp_path / "checkpoint", {"optimizer": {}}, training.strategy.optim_layout())
+    for name, entry in read["optimizer"]["state"].items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            saved = state["optimizer"]["state"][name][key]
+            assert torch.equal(entry[key].to_local(), saved.to_local())
 
 
 class Odd(nn.Module):
@@ -160,10 +167,7 @@ def test_a_state_is_a_copy_where_it_is_not_the_models_own(stage: int):
 def test_a_state_before_the_first_step_changes_nothing(stage: int):
     expected = Training(f"zero{stage}").run(0, 3)
     training = Training(f"zero{stage}")
-    state = training.state()
-    entry = state["optimizer"]["state"]["head.weight"]
-    assert entry["step"] == 0
-    assert not whole(entry["exp_avg"]).any()
+    assert training.state()["optimizer"]["state"] == {}
     assert training.run(0, 3) == expected
 
 
@@ -173,7 +177,8 @@ def test_a_state_that_does_not_fit_is_refused_by_name(stage: int):
     strategy = strategy_of(f"zero{stage}")
     with pytest.raises(RuntimeError, match=r"prepare\(\) must be called first"):
         strategy.model_state()
-    strategy.prepare(seeded(), optim_config())
+    model, optim_wrapper = strategy.prepare(seeded(), optim_config())
+    model.train_step(own_batches()[0], optim_wrapper)
     state = whole({"model": strategy.model_state(), "optimizer": strategy.optim_state()})
     with pytest.raises(ConfigError, match=r"misses \['head.weight'\] and has besides \['tail'\]"):
         strategy.load_state({**{k: v for k, v in state["model"].items() if k != "head.weight"}, "tail": X})
@@ -184,8 +189,11 @@ def test_a_state_that_does_not_fit_is_refused_by_name(stage: int):
     with pytest.raises(ConfigError, match=r"'step' must be the same for all parameters of a group.*'places'"):
         strategy.load_state(optim_state=state["optimizer"])
     entries["places"]["step"] = entries["head.weight"]["step"]
-    groups = [{**ADAMW, "params": ["places"]}]
-    with pytest.raises(ConfigError, match=r"must have the parameter groups of the state .* among its 1"):
+    rest = [name for name in entries if name != "places"]
+    groups = [{**ADAMW, "params": ["places"]}, {**ADAMW, "params": rest}]
+    with pytest.raises(
+        ConfigError, match=r"must have the parameter groups of the state .* which has 2, but .*'places'"
+    ):
         strategy.load_state(optim_state={"state": entries, "param_groups": groups})
 
 

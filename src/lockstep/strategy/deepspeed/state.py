@@ -68,8 +68,9 @@ class EngineState:
     def optim_state(self) -> OptimState:
         """Return the optimizer's state by canonical names; before the first update there are no entries.
 
-        From stage 1 on a group of parameters has one state, of which those have a part, too, that never had a gradient:
-        zeros, and the group's number of steps.
+        After it every trainable parameter has one, also where it never had a gradient: at stage 0 because DeepSpeed
+        gives it one of zeros; from stage 1 on because a group has one state, of which it has a part, and one number of
+        steps. A strategy of torch's that resumes from it takes the parameter's next step for that which is counted.
         """
         if self._stage == 0:
             return read_state(self._core, [self._optimizer])

@@ -164,7 +164,7 @@ class DeepSpeedStrategy(Strategy):
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
         """Take over states by canonical names, as `NativeStrategy.load_state` does.
 
-        Of what ZeRO makes of parameters without a state see `EngineState.load_optim`. A tensor may be sharded in any
+        For what ZeRO makes of parameters without a state see `EngineState.load_optim`. A tensor may be sharded in any
         way or whole, in which case every rank has it. **Collective**: every rank.
         """
         if model_state is not None:

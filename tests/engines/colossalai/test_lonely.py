@@ -1,0 +1,84 @@
+"""States under ColossalAI of parameters that have no gradient, or have their first one late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint import load_state, save_state
+from lockstep.strategy import build_strategy
+from lockstep.testing import ranks, run_ranks
+
+from ...strategy.lonely import Training
+from ..training import assert_equal, whole
+from .training import strategy_of
+
+CASES = [
+    ("ddp", "SGD"),
+    ("hybrid", "NAdam"),
+    ("zero1", "SGD"),
+    ("zero1", "ASGD"),
+    ("zero1", "NAdam"),
+    ("zero2", "AMSGrad"),
+]
+FIRST = {"first.weight", "first.bias"}
+
+
+def training(kind: str, name: str = "Adam", **options: Any) -> Training:
+    if kind == "native":
+        return Training(build_strategy({"type": "ddp", "find_unused_parameters": True}), name, **options)
+    replicates = kind in ("ddp", "hybrid")
+    return Training(strategy_of(kind, **({"find_unused_parameters": True} if replicates else {})), name, **options)
+
+
+def save_after(kind: str, name: str, path: Path, steps: int) -> tuple[Any, list[float]]:
+    made = training(kind, name)
+    made.run(0, steps)
+    save_state(path, made.state(), {})
+    return whole(made.state()), made.run(steps, 7)
+
+
+def load_after(kind: str, name: str, path: Path, steps: int, used: int = 0) -> tuple[Any, list[float]]:
+    made = training(kind, name, late_from=4 if not used else 0)
+    made.run(0, used)
+    made._late_from = 4
+    state = load_state(path, made.state(), made.strategy.optim_layout())
+    made.strategy.load_state(state["model"], state["optimizer"])
+    return whole(made.state()), made.run(steps, 7)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "hybrid"])
+def test_checkpoints_are_resumed_whichever_parameters_have_a_state(kind: str, tmp_path: Path):
+    for saved_by, loaded_by in ((kind, "native"), ("native", kind)):
+        path = tmp_path / saved_by
+        (saved, losses), _ = run_ranks(2, save_after, saved_by, "Adam", path, 3)
+        (loaded, loaded_losses), _ = run_ranks(2, load_after, loaded_by, "Adam", path, 3, 1)
+        assert set(saved["optimizer"]["state"]) == FIRST
+        assert_equal(loaded["model"], saved["model"])
+        assert_equal(loaded["optimizer"]["state"], saved["optimizer"]["state"])
+        assert loaded_losses == pytest.approx(losses, abs=1e-6)
+
+
+@ranks(2)
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_resumed_training_goes_on_exactly(kind: str, name: str, tmp_path: Path):
+    for steps in (0, 3):
+        path = tmp_path / str(steps)
+        saved, losses = save_after(kind, name, path, steps)
+        loaded, loaded_losses = load_after(kind, name, path, steps, used=steps)
+        assert_equal(loaded, saved)
+        assert loaded_losses == losses
+
+
+@ranks(2)
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_looking_changes_nothing_at_any_time(kind: str, name: str):
+    plain, watched = (training(kind, name, counts=2) for _ in range(2))
+    for index in range(6):
+        before = watched.everything()
+        watched.state()
+        assert_equal(watched.everything(), before)
+        assert watched.run(index, index + 1) == plain.run(index, index + 1)
+    assert_equal(whole(watched.state()), whole(plain.state()))

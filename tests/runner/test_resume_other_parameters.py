@@ -1,0 +1,84 @@
+"""Resuming a run whose parameters have been frozen or unfrozen since, or whose optimizer is another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.dist import get_world_size
+from lockstep.errors import ConfigError
+from lockstep.runner import Runner
+from lockstep.testing import ranks
+
+X = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """`spare` is never used."""
+
+    def __init__(self, frozen: str | None = None) -> None:
+        super().__init__()
+        self.body, self.head, self.spare = nn.Linear(3, 3), nn.Linear(3, 1), nn.Linear(2, 2)
+        if frozen is not None:
+            self.get_submodule(frozen).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).square().mean()
+
+
+def run(work_dir: Path, epochs: int, frozen: str | None = None, optimizer: str = "Adam", **changes: Any) -> Runner:
+    torch.manual_seed(3)
+    runner = Runner(
+        Net(frozen),
+        work_dir,
+        train_dataloader={"dataset": TensorDataset(X), "batch_size": 4 // get_world_size()},
+        train_cfg={"max_epochs": epochs},
+        optim_wrapper={"optimizer": {"type": optimizer, "lr": 0.01}},
+        randomness={"seed": 7},
+        strategy=None if get_world_size() == 1 else {"type": "ddp", "find_unused_parameters": True},
+        visualizer=[],
+        **changes,
+    )
+    runner.train()
+    return runner
+
+
+def steps_of(runner: Runner) -> dict[str, int]:
+    entries = runner.strategy.optim_state()["state"]
+    return {name.removesuffix(".bias"): int(entry["step"]) for name, entry in entries.items() if "bias" in name}
+
+
+def log_of(runner: Runner) -> str:
+    return (runner.run_dir / "log.txt").read_text() if runner.rank == 0 else ""
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("frozen", [None, "body"])
+def test_parameters_without_a_state_begin_without_and_are_named(frozen: str | None, tmp_path: Path):
+    assert steps_of(run(tmp_path, 1, frozen)) == ({"head": 3, "body": 3} if frozen is None else {"head": 3})
+    resumed = run(tmp_path, 2, resume=True)
+    assert steps_of(resumed) == {"head": 6, "body": 6 if frozen is None else 3}
+    named = "spare.weight" if frozen is None else "body.weight', 'body.bias', 'spare.weight"
+    if resumed.rank == 0:
+        assert f"has no state of the optimizer for '{named}', 'spare.bias', which begins without" in log_of(resumed)
+
+
+@ranks(1, 2)
+def test_the_state_of_what_is_frozen_now_is_left_alone(tmp_path: Path):
+    run(tmp_path, 1)
+    assert steps_of(run(tmp_path, 2, "body", resume=True))["head"] == 6
+
+
+@ranks(1, 2)
+def test_another_optimizer_is_refused_before_training(tmp_path: Path):
+    run(tmp_path, 1)
+    message = (
+        r"must have \['prev', 'step', 'step_size'\], as Rprop keeps it, but has \['exp_avg', .*Resume with the opt"
+    )
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, 2, optimizer="Rprop", resume=True)
