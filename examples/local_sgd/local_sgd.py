@@ -10,19 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from lockstep.device import get_device
 from lockstep.dist import all_reduce_params, broadcast
 from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper, build_optim_wrapper
 from lockstep.registry import STRATEGIES
-from lockstep.strategy import Strategy
+from lockstep.strategy import Strategy, read_optim_state, write_optim_state
 
 
 @STRATEGIES.register_module(name=["LocalSGDStrategy", "local_sgd"])
@@ -58,7 +53,7 @@ class LocalSGDStrategy(Strategy):
 
     def optim_state(self) -> dict[str, Any]:
         """Return the mean of all ranks' moments, in the same spirit."""
-        state = get_optimizer_state_dict(self.model, self.optim_wrapper.optimizers)
+        state = read_optim_state(self.model, self.optim_wrapper.optimizers)
         moments = [x for one in state["state"].values() for x in one.values() if isinstance(x, torch.Tensor)]
         all_reduce_params([x for x in moments if x.is_floating_point()], op="mean")
         return state
@@ -68,7 +63,7 @@ class LocalSGDStrategy(Strategy):
         if model_state is not None:
             set_model_state_dict(self.model, model_state)
         if optim_state is not None:
-            set_optimizer_state_dict(self.model, self.optim_wrapper.optimizers, optim_state)
+            write_optim_state(self.model, self.optim_wrapper.optimizers, optim_state)
 
     def _after_step(self, *_: Any) -> None:
         self.updates += 1

@@ -8,6 +8,7 @@ from lockstep.strategy.ddp import DDPStrategy
 from lockstep.strategy.deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy, MMDeepSpeedEngineWrapper
 from lockstep.strategy.fsdp import FSDPStrategy
 from lockstep.strategy.native import NativeStrategy
+from lockstep.strategy.optim_state import read_optim_state, write_optim_state
 from lockstep.strategy.single import SingleDeviceStrategy
 
 __all__ = [
@@ -23,4 +24,6 @@ __all__ = [
     "SingleDeviceStrategy",
     "Strategy",
     "build_strategy",
+    "read_optim_state",
+    "write_optim_state",
 ]

@@ -13,7 +13,7 @@ from lockstep.model import is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper, build_optim_wrapper
 from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
 from lockstep.strategy.layout import laid_out_as
-from lockstep.strategy.optim_state import read_state, write_state
+from lockstep.strategy.optim_state import read_optim_state, write_optim_state
 
 
 class NativeStrategy(Strategy):
@@ -57,7 +57,7 @@ class NativeStrategy(Strategy):
 
         It is what the optimizer holds, and stays as it was: a parameter that has had no update has no entry.
         """
-        return read_state(self.core(), self._prepared_optim().optimizers)
+        return read_optim_state(self.core(), self._prepared_optim().optimizers)
 
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
         """Take over states by canonical names.
@@ -73,7 +73,7 @@ class NativeStrategy(Strategy):
         if model_state is not None:
             canonical.set_model_state_dict(self.core(), laid_out_as(model_state, self.model_state()))
         if optim_state is not None:
-            write_state(self.core(), self._prepared_optim().optimizers, optim_state)
+            write_optim_state(self.core(), self._prepared_optim().optimizers, optim_state)
 
     def core(self) -> nn.Module:
         """Return the user's own module, whose names for parameters are the canonical ones."""

@@ -27,7 +27,7 @@ _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 _MOST_NAMED = 5
 
 
-def read_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimState:
+def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimState:
     """Return `{"state": {parameter name: ...}, "param_groups": [...]}`; the tensors are the optimizers' own.
 
     A parameter that is tied has its first name. One without a state has no entry.
@@ -54,7 +54,7 @@ def read_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimState:
     return {"state": entries, "param_groups": groups}
 
 
-def write_state(core: nn.Module, optimizers: Iterable[Optimizer], state: OptimState) -> None:
+def write_optim_state(core: nn.Module, optimizers: Iterable[Optimizer], state: OptimState) -> None:
     """Let optimizers take over a state; their parameters without an entry in it have none afterwards.
 
     A tensor may be sharded in any way or whole, in which case every rank has it; the optimizers get copies.

@@ -163,7 +163,7 @@ class ColossalAIStrategy(Strategy):
         return self._prepared_translator().optim_layout()
 
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
-        """Take over states by canonical names; every name must be there.
+        """Take over states by canonical names, as `NativeStrategy.load_state` does.
 
         A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every rank.
         """

@@ -23,9 +23,9 @@ from lockstep.strategy.optim_state import (
     merge_options,
     named_parameters,
     options_of,
-    read_state,
+    read_optim_state,
     refuse,
-    write_state,
+    write_optim_state,
 )
 
 
@@ -73,7 +73,7 @@ class EngineState:
         steps. A strategy of torch's that resumes from it takes the parameter's next step for that which is counted.
         """
         if self._stage == 0:
-            return read_state(self._core, [self._optimizer])
+            return read_optim_state(self._core, [self._optimizer])
         self._refuse_swapped()
         parameters = dict(self._core.named_parameters())
         entries: dict[str, Any] = {}
@@ -121,7 +121,7 @@ class EngineState:
                 optimizer, or what all parameters of a group share differs between them.
         """
         if self._stage == 0:
-            write_state(self._core, [self._optimizer], state)
+            write_optim_state(self._core, [self._optimizer], state)
             return
         self._refuse_swapped()
         entries: Mapping[str, Any] = state["state"]
