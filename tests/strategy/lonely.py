@@ -61,7 +61,7 @@ def optim(name: str, counts: int = 1) -> dict[str, Any]:
 
 
 class Training:
-    """A `Lonely` that a strategy trains; its optimizer holds every parameter, frozen ones, too."""
+    """A `Lonely` that a strategy trains."""
 
     def __init__(self, strategy: Strategy, name: str = "Adam", counts: int = 1, late_from: int = 4) -> None:
         torch.manual_seed(2)

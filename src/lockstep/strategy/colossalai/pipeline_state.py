@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,9 @@ class PipelineStateTranslator(StateTranslator):
         named = self._trained()
         state = {}
         for name in self._names_to_load(named):
-            entry = self._stages.spread(name, partial(self._entry, *named.get(name, ())))
+            # ZeRO leaves frozen parameters out, which the optimizer had.
+            make: Callable[[], dict[str, Any]] = partial(self._entry, *named[name]) if name in named else dict
+            entry = self._stages.spread(name, make)
             if entry:
                 state[name] = {key: _own_part(value) for key, value in entry.items()}
         return {"state": state, "param_groups": self._groups()}

@@ -75,16 +75,15 @@ class EngineState:
         if self._stage == 0:
             return read_optim_state(self._core, [self._optimizer])
         self._refuse_swapped()
-        parameters = dict(self._core.named_parameters())
         entries: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         for index, names in enumerate(self._groups):
             tensors, scalars = self._entries_of_group(index)
             if tensors and self._stage < 3:
                 self._link(index)
-            for name in names:
+            for name, parameter in self._trained(names).items():
                 get = self._doors.safe_get_full_optimizer_state
-                entry = {key: own_rows(get(parameters[name], key)) for key in tensors} | _copied(scalars)
+                entry = {key: own_rows(get(parameter, key)) for key in tensors} | _copied(scalars)
                 if entry:
                     entries[name] = entry
             groups.append({**options_of(self._optimizer.param_groups[index]), "params": list(names)})
@@ -127,7 +126,7 @@ class EngineState:
         entries: Mapping[str, Any] = state["state"]
         refuse(find_strangers(named_parameters(self._core), self._groups, state))
         saved = [
-            _GroupState.of(self._optimizer, merge_options(group, options), names, self._parameters(names), entries)
+            _GroupState.of(self._optimizer, merge_options(group, options), self._trained(names), entries)
             for group, options, names in zip(
                 self._optimizer.param_groups,
                 match_groups(self._groups, state["param_groups"]),
@@ -139,7 +138,7 @@ class EngineState:
             own = self._optimizer.param_groups[index]
             own.update({key: value for key, value in group.options.items() if key in own})
             self._begin(index, group)
-            for name, parameter in self._parameters(self._groups[index]).items():
+            for name, parameter in self._trained(self._groups[index]).items():
                 for key, fill in group.fills.items():
                     if entries.get(name):
                         self._write_moment(parameter, _whole(entries[name][key]), key)
@@ -221,13 +220,14 @@ class EngineState:
 
     def _link(self, index: int) -> None:
         """Let DeepSpeed find each parameter's part of a state that it has not linked itself, or not lately."""
-        parameters = list(self._parameters(self._groups[index]).values())
+        parameters = list(self._trained(self._groups[index]).values())
         (flat,) = self._flats(index)
         self._doors.lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
 
-    def _parameters(self, names: Sequence[str]) -> dict[str, nn.Parameter]:
+    def _trained(self, names: Sequence[str]) -> dict[str, nn.Parameter]:
+        """Return the parameters of these names which ZeRO trains, by name: those that are not frozen."""
         parameters = dict(self._core.named_parameters())
-        return {name: parameters[name] for name in names}
+        return {name: parameters[name] for name in names if parameters[name].requires_grad}
 
     def _refuse_swapped(self) -> None:
         if getattr(self._engine.optimizer, "swap_optimizer", False):
@@ -252,7 +252,6 @@ class _GroupState(NamedTuple):
         cls,
         optimizer: Any,
         options: dict[str, Any],
-        names: Sequence[str],
         parameters: Mapping[str, nn.Parameter],
         state: Mapping[str, Any],
     ) -> _GroupState:
@@ -261,7 +260,7 @@ class _GroupState(NamedTuple):
         Raises:
             ConfigError: they are those of another optimizer, or what is shared differs.
         """
-        entries = {name: state[name] for name in names if state.get(name)}
+        entries = {name: state[name] for name in parameters if state.get(name)}
         refuse(find_misfit(optimizer, options, parameters, entries))
         if not entries:
             return cls(options, {}, {})
