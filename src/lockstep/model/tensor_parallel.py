@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from lockstep.errors import ConfigError
 from lockstep.model.fsdp_start import ties_in
-from lockstep.model.tensor_parallel_plan import Split, read_plan, split_of
+from lockstep.model.tensor_parallel_plan import Split, owner_of_layer, read_plan, split_of
 
 
 class TensorParallel:
@@ -116,7 +116,7 @@ _HEADS = (
 def _check_module(model: nn.Module, name: str, split: Split | None, degree: int) -> None:
     """Refuse a module that can't be split in `degree` equal parts."""
     module = model.get_submodule(name)
-    parent = model.get_submodule(name.rpartition(".")[0])
+    parent = owner_of_layer(model, name)
     if isinstance(parent, nn.MultiheadAttention):
         raise ConfigError(
             f"`tensor_parallel` must name modules that are called, but `{name}` is in a torch.nn.MultiheadAttention, "

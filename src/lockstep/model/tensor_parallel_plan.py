@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
+from inspect import getattr_static
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -95,17 +96,17 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Par
     Raises:
         ConfigError: there is no plan; a pattern matches nothing; a style is unknown; or two patterns contradict.
     """
-    given = dict(_own_plans(model)) if plan is None else plan
+    given = _own_plan(model) if plan is None else plan
     if not given:
         raise ConfigError(
             f"`tensor_parallel` must have a plan, because {type(model).__name__} has none in `_tp_plan`. For example "
             "dict(degree=2, plan={'*.linear1': 'colwise', '*.linear2': 'rowwise'})"
         )
-    names = [name for name, _ in model.named_modules() if name]
     chosen: dict[str, tuple[str, Any]] = {}
     for pattern, style in given.items():
-        matches = [name for name in names if fnmatchcase(name, str(pattern))]
+        matches = _matches(model, pattern)
         if not matches:
+            _refuse_parameters(model, pattern, given)
             raise ConfigError(
                 f"`tensor_parallel` must name modules of {type(model).__name__}, but {pattern!r} matches none"
                 + did_you_mean(str(pattern), _patterns_for(model))
@@ -117,8 +118,17 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Par
                     f"`tensor_parallel` must split `{name}` in one way, but says {before[1]!r} by {before[0]!r} and "
                     f"{style!r} by {pattern!r}"
                 )
-    read = {name: _read_style(pattern, style, model.get_submodule(name)) for name, (pattern, style) in chosen.items()}
+    layers = {layer: choice for name, choice in chosen.items() for layer, choice in _layers(model, name, choice)}
+    read = {name: _read_style(pattern, style, model.get_submodule(name)) for name, (pattern, style) in layers.items()}
     return {name: style for name, style in read.items() if style is not None}
+
+
+def owner_of_layer(model: nn.Module, name: str) -> nn.Module:
+    """Return the module around a layer, passing over what an adapter has put in between."""
+    owner = name.rpartition(".")[0]
+    while owner and isinstance(getattr(model.get_submodule(owner), "base_layer", None), nn.Module):
+        owner = owner.rpartition(".")[0]
+    return model.get_submodule(owner)
 
 
 def split_of(style: ParallelStyle) -> Split | None:
@@ -164,16 +174,85 @@ def _read_style(pattern: str, style: Any, module: nn.Module) -> ParallelStyle | 
     return _STYLES[_ALIASES.get(style, style)](module)
 
 
-def _own_plans(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what the outermost modules with a `_tp_plan` say, with names as seen from the model."""
+def _own_plan(model: nn.Module) -> dict[str, Any]:
+    """Return what the outermost modules with a `_tp_plan` say, with names as seen from the model.
+
+    A plan may serve several models, of which one has a dense layer where another has experts. So entries of one module
+    are left out where it has none of the layers that they split.
+    """
+    plan: dict[str, Any] = {}
     inside = ""
     for name, module in model.named_modules():
-        plan = getattr(module, "_tp_plan", None)
-        if isinstance(plan, Mapping) and plan and not (inside and name.startswith(inside)):
+        # Not what a wrapper such as peft's hands on from the module inside, whose names lack a prefix.
+        own = getattr_static(module, "_tp_plan", None)
+        if isinstance(own, Mapping) and own and not (inside and name.startswith(inside)):
             prefix = inside = f"{name}." if name else ""
-            yield from ((f"{prefix}{pattern}", style) for pattern, style in plan.items())
+            plan.update((f"{prefix}{pattern}", style) for pattern, style in own.items())
             if not name:
-                return
+                break
+    splits = [pattern for pattern, style in plan.items() if _is_split(style)]
+    present = {pattern.rpartition(".")[0] for pattern in splits if _matches(model, pattern)}
+    return {
+        pattern: style
+        for pattern, style in plan.items()
+        if pattern not in splits or pattern.rpartition(".")[0] in present or _parameters(model, pattern)
+    }
+
+
+def _is_split(style: Any) -> bool:
+    return isinstance(style, ParallelStyle) or (isinstance(style, str) and ("colwise" in style or "rowwise" in style))
+
+
+def _matches(model: nn.Module, pattern: Any) -> list[str]:
+    return [name for name, _ in model.named_modules() if name and fnmatchcase(name, str(pattern))]
+
+
+def _parameters(model: nn.Module, pattern: Any) -> list[str]:
+    return [name for name, _ in model.named_parameters() if fnmatchcase(name, str(pattern))]
+
+
+def _refuse_parameters(model: nn.Module, pattern: str, given: Mapping[str, Any]) -> None:
+    """Refuse a pattern that names parameters: those of experts, of which a module reads a slice for each."""
+    parameters = _parameters(model, pattern)
+    if not parameters:
+        return
+    owners = {name.rpartition(".")[0] for name in parameters}
+    rest = {
+        other: style
+        for other, style in given.items()
+        if (matches := _matches(model, other)) and owners.isdisjoint(matches)
+    }
+    raise ConfigError(
+        f"`tensor_parallel` must name modules of {type(model).__name__}, but {pattern!r} ({given[pattern]!r}) names a "
+        f"parameter, `{parameters[0]}`, of which a module reads slices. Leave that module whole by plan={rest}, or use "
+        "strategy 'fsdp' without tensor_parallel"
+    )
+
+
+def _layers(model: nn.Module, name: str, choice: tuple[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Yield the layer of that name or, where an adapter of low rank is around it, all that must be split with it.
+
+    Along columns, the second factor is split as the layer itself, and the first is whole; along rows, the other way
+    round.
+    """
+    module = model.get_submodule(name)
+    if not isinstance(getattr(module, "base_layer", None), nn.Module) or not _is_split(choice[1]):
+        yield name, choice
+        return
+    style = _read_style(*choice, module)
+    factor = "lora_B" if style is not None and split_of(style) is Split.COLUMNS else "lora_A"
+    known = ("base_layer.", "lora_A.", "lora_B.")
+    other = [parameter for parameter, _ in module.named_parameters() if not parameter.startswith(known)]
+    factors = [f"{factor}.{key}" for key, _ in getattr(module, factor, nn.Module()).named_children()]
+    if other or not factors:
+        what = f"`{name}.{other[0]}`" if other else f"no `{factor}`"
+        raise ConfigError(
+            f"`tensor_parallel` must split layers that are plain, or in an adapter of two factors, but `{name}`, a "
+            f"{type(module).__name__}, has {what}. Leave it out by a plan of your own, or use strategy 'fsdp' without "
+            "tensor_parallel"
+        )
+    for part in ("base_layer", *factors):
+        yield f"{name}.{part}", choice
 
 
 def _patterns_for(model: nn.Module) -> list[str]:
