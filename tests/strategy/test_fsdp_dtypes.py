@@ -58,12 +58,12 @@ def prepared(options: dict[str, Any] | None, counts: int) -> tuple[Any, nn.Modul
     return strategy, *strategy.prepare(net, {**OPTIM, "accumulative_counts": counts})
 
 
-def steps(strategy: Any, model: nn.Module, optim_wrapper: Any, count: int) -> list[float]:
+def two_steps(strategy: Any, model: nn.Module, optim_wrapper: Any, counts: int) -> list[float]:
     step = getattr(model, "train_step", lambda *args: train_step(model, *args))
     rank, shares = strategy.data_share
     norms = []
-    for _ in range(count):
-        for part in INPUTS[rank::shares].chunk(optim_wrapper._accumulative_counts):
+    for _ in range(2):
+        for part in INPUTS[rank::shares].chunk(counts):
             step(part, optim_wrapper)
         norms.append(optim_wrapper.grad_norm.item())
     return norms
@@ -71,16 +71,16 @@ def steps(strategy: Any, model: nn.Module, optim_wrapper: Any, count: int) -> li
 
 def run(options: dict[str, Any] | None, counts: int, path: Path) -> tuple[list[float], dict[str, Tensor]]:
     """Train, save, go on with a model that has loaded what was saved."""
-    prepared_ = prepared(options, counts)
-    norms = steps(*prepared_, 2)
-    strategy = prepared_[0]
+    begun = prepared(options, counts)
+    norms = two_steps(*begun, counts)
+    strategy = begun[0]
     save_state(path, {"model": strategy.model_state(), "optimizer": strategy.optim_state()}, {})
     torch.manual_seed(99)
     resumed = prepared(options, counts)
     strategy = resumed[0]
     state = load_state(path, {"model": strategy.model_state(), "optimizer": strategy.optim_state()})
     strategy.load_state(state["model"], state["optimizer"])
-    norms += steps(*resumed, 2)
+    norms += two_steps(*resumed, counts)
     return norms, {name: gather_full(value).clone() for name, value in strategy.model_state().items()}
 
 

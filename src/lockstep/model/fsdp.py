@@ -43,6 +43,11 @@ class MMFullyShardedDataParallel(nn.Module):
     call it directly. Outside of forward passes parameters are `DTensor`s there: they can be changed in place, and used
     in a loss as `weight.full_tensor()`.
 
+    A unit has parameters of one dtype: parts with another become units of their own. Parameters of dimension 0 have
+    nothing to shard; every rank keeps them whole, begins with those of the first, and averages their gradients. The
+    first passes, and a share of the others, check that all ranks call the same units and get gradients for the same
+    parameters, see `lockstep.model.fsdp_consistency`.
+
     Args:
         module: the module. It is changed in place and can't be copied or pickled any more; its state dict can.
         process_group: the ranks to shard over (by default all), or a pair (to shard over, to replicate over).

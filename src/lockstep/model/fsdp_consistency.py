@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -128,12 +128,13 @@ class Consistency:
     def _compare_graphs(self, loss: Tensor, reduces: bool) -> None:
         units, params = self._reached_from(loss)
         self._window |= params
-        alike = {f"unit `{name}`": name in units for name in self._unit_names}
-        if reduces and not self._find_unused:  # a pass that reduces nothing only gathers units
-            alike |= {f"`{name}`": name in self._window for name in self._param_names}
-        digest = zlib.crc32(bytes(alike.values()))
+        # A pass that reduces nothing only gathers units.
+        names = self._param_names if reduces and not self._find_unused else []
+        of_units = [name in units for name in self._unit_names]
+        of_params = [name in self._window for name in names]
+        digest = zlib.crc32(bytes(of_units + of_params))
         if len(set(self._from_all(torch.tensor([digest])).flatten().tolist())) > 1:
-            self._refuse_graphs(alike)
+            self._refuse_graphs(of_units, of_params)
         if reduces and self._find_unused:
             self._contribute_zeros()
 
@@ -228,24 +229,30 @@ class Consistency:
             + self._remedy(units)
         )
 
-    def _refuse_graphs(self, reached: Mapping[str, bool]) -> NoReturn:
+    def _refuse_graphs(self, of_units: list[bool], of_params: list[bool]) -> NoReturn:
         """Say which ranks reach what; all ranks know by now that there is a difference."""
-        table = self._from_all(torch.tensor(list(reached.values())))
-        differing = dict(zip(reached, table.T.tolist(), strict=True))
-        differing = {name: column for name, column in differing.items() if len(set(column)) > 1}
-        units = [name.removeprefix("unit ").strip("`") for name in differing if name.startswith("unit ")]
-        if units:
-            differing = {f"unit `{name}`": differing[f"unit `{name}`"] for name in units}
-        named = [
-            f"{name} on {_ranks(dict(zip(self._ranks, column, strict=True)), True)} alone"
-            for name, column in list(differing.items())[:4]
-        ]
-        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+        columns = self._from_all(torch.tensor(of_units + of_params)).T.tolist()
+        units = self._differing(self._unit_names, columns[: len(of_units)])
+        params = {} if units else self._differing(self._param_names, columns[len(of_units) :])
+        named = [f"{'unit ' if units else ''}`{name}` on {ranks} alone" for name, ranks in (units | params).items()]
+        more = f" and {len(named) - 4} more" if len(named) > 4 else ""
         raise CollectiveMismatchError(
             "the losses of all ranks must depend on the same units and parameters under FSDP, but depend on "
-            f"{', '.join(named)}{more}. "
-            + (self._remedy(units) if units else "Pass find_unused_parameters=True, or use strategy 'ddp' with it")
+            f"{', '.join(named[:4])}{more}. "
+            + (
+                self._remedy(list(units))
+                if units
+                else "Pass find_unused_parameters=True, or use strategy 'ddp' with it"
+            )
         )
+
+    def _differing(self, names: Sequence[str], columns: Sequence[list[bool]]) -> dict[str, str]:
+        """Return the ranks that reach something, by the names of what only some of them do."""
+        return {
+            name: _ranks(dict(zip(self._ranks, column, strict=True)), True)
+            for name, column in zip(names, columns, strict=False)
+            if len(set(column)) > 1
+        }
 
     def _from_all(self, row: Tensor) -> Tensor:
         """Return every rank's row, in the order of the mesh."""
