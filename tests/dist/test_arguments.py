@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,17 +16,23 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep.dist import (
     all_gather,
+    all_gather_tree,
     all_reduce,
     all_reduce_dict,
     all_reduce_params,
     all_reduce_tree,
     all_to_all,
     broadcast,
+    broadcast_object,
+    broadcast_tree,
     check_collectives,
+    collect_results,
     gather,
+    gather_object,
     get_dist_info,
     get_rank,
     get_world_size,
+    init_local_group,
     reduce,
     reduce_scatter,
     scatter,
@@ -243,3 +250,80 @@ def test_checked_calls_tell_of_a_rank_that_refuses_its_arguments() -> None:
         assert_group_works()
     finally:
         check_collectives("off")
+
+
+@ranks(2)
+def test_ranks_and_sizes_may_be_integers_of_numpy() -> None:
+    rank, last = get_rank(), np.int64(1)
+    parts = gather(torch.tensor([rank]), last)
+    assert [x.item() for x in parts] == ([0, 1] if rank == 1 else [])
+    assert gather_object(rank, last) == ([0, 1] if rank == 1 else None)
+    data = torch.tensor([rank])
+    broadcast(data, np.int8(1))
+    reduce(data, last)
+    assert rank == 0 or data.item() == 2
+    output = torch.empty(1)
+    scatter(output, [torch.zeros(1), torch.ones(1)] if rank == 1 else None, last)
+    assert output.item() == rank
+    assert broadcast_object(rank, last) == broadcast_tree(rank, last) == 1
+    assert collect_results([rank], np.int64(2)) == ([0, 1] if rank == 0 else None)
+    for no_rank in (np.float64(0), np.bool_(False), torch.tensor(0)):
+        with pytest.raises(TypeError, match="`dst` must be an int"):
+            gather(data, no_rank)
+    for no_size in ("1", 1.0, True):
+        with pytest.raises(TypeError, match="the size of a local group must be an int, but is"):
+            init_local_group(no_size)
+
+
+class NoTree:
+    """Can't be walked."""
+
+    def tree_children(self) -> dict[str, Any]:
+        raise RuntimeError("the children are out")
+
+    def tree_rebuild(self, children: dict[str, Any]) -> NoTree:
+        return self
+
+
+@ranks(2)
+def test_a_tree_that_one_rank_alone_can_not_walk_keeps_nobody_waiting() -> None:
+    is_wrong = get_rank() == 1
+    endless: list[Any] = []
+    endless.append(endless)
+    for strange, error in ((endless, RecursionError), (NoTree(), RuntimeError), ("text", TypeError)):
+        with pytest.raises(error if is_wrong else PeerError):
+            all_reduce_tree({"a": strange if is_wrong else 1.0})
+        with pytest.raises(error if is_wrong and error is TypeError else (TypeError, PeerError)):
+            all_reduce_dict({"a": strange if is_wrong else 1.0})
+    with pytest.raises(TypeError if is_wrong else PeerError, match="must be a dict, but is list"):
+        all_reduce_dict([1.0] if is_wrong else {"a": 1.0})
+    assert all_gather_tree(endless)[0][0][0] is not None
+    assert_group_works()
+
+
+@ranks(1, 2)
+def test_arrays_of_any_byte_order_are_reduced_and_others_named() -> None:
+    data = {"a": np.arange(3, dtype=">i4"), "b": np.array(2.0, dtype=">f8"), "c": np.float16(1.5)}
+    reduced = all_reduce_tree(data)
+    assert reduced["a"].tolist() == [0, get_world_size(), 2 * get_world_size()]
+    assert reduced["b"].item() == 2.0 * get_world_size()
+    assert reduced["c"] == 1.5 * get_world_size()
+    for array in (np.array(["a"]), np.array([None], dtype=object), np.datetime64("2026-11-22"), np.longdouble(1)):
+        with pytest.raises(TypeError, match=r"`x\[0\]` must be an array of numbers that torch knows, but is one of"):
+            all_reduce_tree({"x": [array]})
+    assert all_gather_tree({"x": np.array(["a"])})[0]["x"].tolist() == ["a"]
+    assert_group_works()
+
+
+@ranks(2)
+def test_params_are_tensors_each_of_which_is_reduced_once() -> None:
+    for numel in (1, 2**19):
+        shared = torch.ones(numel)
+        all_reduce_params([shared, torch.ones(numel), shared])
+        assert shared.unique().tolist() == [2.0]
+    for strange in (None, "abc", torch.nn.Linear(1, 1), 3):
+        with pytest.raises(TypeError, match=r"`params` must be tensors, but is .*parameters"):
+            all_reduce_params(strange)
+    both = {"a": torch.ones(2)}
+    both["b"] = both["a"]
+    assert all_reduce_dict(both)["b"].tolist() == [2.0, 2.0]

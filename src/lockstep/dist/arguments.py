@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from numbers import Integral
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -44,20 +45,25 @@ def either(name: str, value: Any, published: str, other: Any) -> Any:
     return other
 
 
-def group_rank(name: str, rank: int, group: Group) -> int:
-    """Return `rank` if it is a rank within `group`.
+def is_int(value: object) -> TypeGuard[int]:
+    """Return whether `value` is an integer, perhaps one of numpy's, and no bool."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def group_rank(name: str, rank: object, group: Group) -> int:
+    """Return `rank`, which may be an integer of numpy's, if it is a rank within `group`.
 
     Raises:
         TypeError: it is no int.
         ValueError: it is out of range.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int):
+    if not is_int(rank):
         raise TypeError(f"`{name}` must be an int, but is {rank!r} ({group.here})")
     if not 0 <= rank < group.size:
         raise ValueError(
             f"`{name}` must be a rank within the group, 0 to {group.size - 1}, but is {rank} ({group.here})"
         )
-    return rank
+    return int(rank)
 
 
 def require_tensor(name: str, data: object) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from lockstep.dist.arguments import require_tensor
 from lockstep.dist.groups import Group
-from lockstep.dist.guard import check_call
 from lockstep.dist.packets import SLOT_BYTES, failure_in, pack_failure, require_no_failure
 from lockstep.dist.parcels import swap_objects
 from lockstep.dist.reducing import all_reduce
@@ -48,9 +48,7 @@ def reduce_leaves(
 
     **Collective**: every rank, with the same structure; the order of the leaves is free.
     """
-    name = op_name(op)
-    check_call("all_reduce_tree", here, name)
-    tensors, plan = _agreed(items, name, here, dtype)
+    tensors, name, plan = _agreed(items, op, here, dtype)
     reduced = list(tensors)
     for _, places, is_uniform in plan.bundles:
         members = [tensors[place] for place in places]
@@ -85,25 +83,33 @@ def part(joined: Tensor, like: Sequence[Tensor], is_uniform: bool) -> Sequence[T
     return [one.view(x.shape) for one, x in zip(parts, like, strict=True)]
 
 
-def _agreed(
-    items: list[tuple[str, Any]], op: str, here: Group, dtype: torch.dtype | None
-) -> tuple[list[Tensor], _Plan]:
-    """Return the leaves as tensors, when every rank has shown that its own can be reduced, and that all are alike."""
+@contextmanager
+def telling(here: Group) -> Iterator[None]:
+    """Tell the others, who wait for this rank's structure, what keeps it from sending one."""
     try:
+        yield
+    except Exception as error:
+        swap_slots(pack_failure(error), here)
+        raise
+
+
+def _agreed(
+    items: list[tuple[str, Any]], op: object, here: Group, dtype: torch.dtype | None
+) -> tuple[list[Tensor], str, _Plan]:
+    """Return the leaves as tensors, when every rank has shown that its own can be reduced, and that all are alike."""
+    with telling(here):
+        name = op_name(op)
         tensors = [_as_tensor(path, leaf, dtype) for path, leaf in items]
         structure = tuple([(item[0], x.dtype, x.shape) for item, x in zip(items, tensors, strict=True)])
         plan = _plan_of(structure)
         for one_dtype, _, _ in plan.bundles:
-            reduction(op, one_dtype)
-    except Exception as error:  # as only this rank can see it, it has to tell the others, who wait
-        swap_slots(pack_failure(error), here)
-        raise
+            reduction(name, one_dtype)
     if here.pg is not None:
         slots = swap_slots(plan.slot, here)
         if any(other != plan.slot for other in slots):
             require_no_failure([failure_in(other) for other in slots], here)
             raise _mismatch(_lines(structure), here)
-    return tensors, plan
+    return tensors, name, plan
 
 
 @lru_cache(maxsize=256)
@@ -151,7 +157,14 @@ def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None) -> Tensor:
 
 def _tensor_of(path: str, leaf: Any) -> Tensor:
     if is_of_numpy(leaf):
-        return torch.from_numpy(sys.modules["numpy"].array(leaf))
+        numpy = sys.modules["numpy"]
+        try:
+            return torch.from_numpy(numpy.array(leaf, dtype=leaf.dtype.newbyteorder("=")))
+        except TypeError as error:
+            raise TypeError(
+                f"`{path}` must be an array of numbers that torch knows, but is one of {leaf.dtype}. "
+                "Other objects go through all_gather_object"
+            ) from error
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
         raise ValueError(f"`{path}` must be an int that fits into 64 bits, but is {leaf}")
     for kind, dtype in _NUMBERS:

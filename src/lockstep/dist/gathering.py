@@ -215,15 +215,13 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         >>> [x.tolist() for x in parts] == ([[1.0], [1.0, 1.0]] if get_rank() == 1 else [])
         True
     """
-    if isinstance(gather_list, int):
+    if gather_list is not None and not isinstance(gather_list, Sequence):
         third = None if isinstance(dst, int) and dst == 0 else dst  # the group, if anything was given there
         gather_list, dst, group = None, gather_list, _group_argument(third, group)
-    if not isinstance(dst, int):
-        raise TypeError(f"`dst` must be an int, but is {dst!r}")
     here = resolve(group)
     data = either("data", data, "tensor", tensor)
     with watch("gather", here):
-        group_rank("dst", dst, here)
+        dst = group_rank("dst", dst, here)
     check_call("gather", here, dst)
     wire, packet, slots = _collect(data, dst, here)
     if data.requires_grad:

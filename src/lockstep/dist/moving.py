@@ -69,7 +69,7 @@ def broadcast(
     with watch("broadcast", here):
         require_tensor("data", data)
         require_memory("data", data)
-        group_rank("src", src, here)
+        src = group_rank("src", src, here)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("broadcast", STAYS_LOCAL)
     check_call("broadcast", here, data, src)

@@ -14,14 +14,14 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.arguments import NOT_GIVEN, either, group_rank, require_memory, require_tensor
-from lockstep.dist.bundles import is_of_numpy, join, part, reduce_leaves
+from lockstep.dist.bundles import is_of_numpy, join, part, reduce_leaves, telling
 from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
 from lockstep.dist.groups import GroupLike, resolve
 from lockstep.dist.guard import check_call, watch
 from lockstep.dist.parcels import spread_object, swap_objects
 from lockstep.dist.reducing import all_reduce
 from lockstep.dist.reductions import op_name, reduction
-from lockstep.tree import tree_items, tree_leaves, tree_unflatten
+from lockstep.tree import tree_items, tree_unflatten
 
 T = TypeVar("T")
 D = TypeVar("D", bound=MutableMapping[Any, Any])
@@ -65,12 +65,15 @@ def all_reduce_dict(
         {'loss': tensor(3.), 'samples': 16}
     """
     data = either("data", data, "py_dict", py_dict)
-    if not isinstance(data, MutableMapping):
-        raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
-    values = [(repr(key), value) for key, value in data.items()]
-    if any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for _, x in values):
-        warn_of_lost_gradients("all_reduce_dict", STAYS_LOCAL)
-    reduced = reduce_leaves(values, op, resolve(group), torch.float32 if to_float else None)
+    here = resolve(group)
+    check_call("all_reduce_dict", here, op)
+    with telling(here):
+        if not isinstance(data, MutableMapping):
+            raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
+        values = [(repr(key), value) for key, value in data.items()]
+        if any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for _, x in values):
+            warn_of_lost_gradients("all_reduce_dict", STAYS_LOCAL)
+    reduced = reduce_leaves(values, op, here, torch.float32 if to_float else None)
     with torch.no_grad():
         for (key, value), result in zip(list(data.items()), reduced, strict=True):
             if isinstance(value, Tensor) and value.dtype == result.dtype:
@@ -96,9 +99,13 @@ def all_reduce_tree(data: T, op: str | ReduceOp.RedOpType = "sum", group: GroupL
         >>> all_reduce_tree({"hits": [get_rank(), 2]})
         {'hits': [1, 4]}
     """
-    items = list(tree_items(data))
-    _warn_where_gradients_end("all_reduce_tree", [leaf for _, leaf in items])
-    reduced = reduce_leaves(items, op, resolve(group))
+    here = resolve(group)
+    check_call("all_reduce_tree", here, op)
+    with telling(here):  # of a tree that can't be walked
+        items = list(tree_items(data))
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
+            warn_of_lost_gradients("all_reduce_tree", ENDS_HERE)
+    reduced = reduce_leaves(items, op, here)
     leaves = [_as_leaf(result, leaf) for result, (_, leaf) in zip(reduced, items, strict=True)]
     return tree_unflatten(data, leaves)  # type: ignore[no-any-return]
 
@@ -116,8 +123,7 @@ def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
     """
     here = resolve(group)
     check_call("all_gather_tree", here)
-    _warn_where_gradients_end("all_gather_tree", tree_leaves(data))
-    return swap_objects(data, here)
+    return swap_objects(data, here, on_graph=lambda: warn_of_lost_gradients("all_gather_tree", ENDS_HERE))
 
 
 def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
@@ -132,11 +138,9 @@ def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
         {'a': tensor([1])}
     """
     here = resolve(group)
-    group_rank("src", src, here)
+    src = group_rank("src", src, here)
     check_call("broadcast_tree", here, src)
-    if here.rank == src:
-        _warn_where_gradients_end("broadcast_tree", tree_leaves(data))
-    received: T = spread_object(data, src, here)
+    received: T = spread_object(data, src, here, lambda: warn_of_lost_gradients("broadcast_tree", ENDS_HERE))
     return received
 
 
@@ -151,6 +155,7 @@ def all_reduce_params(
 
     Args:
         params: tensors or parameters, also as a generator; the same on every rank in number, order, shape and dtype.
+            What is among them twice is reduced once.
         coalesce: let tensors below 1 MiB travel together; larger ones gain nothing from being copied.
         bucket_size_mb: how much travels together at most, in MiB; -1 sets no limit.
         op: as for `all_reduce`.
@@ -172,8 +177,8 @@ def all_reduce_params(
         [tensor([2., 2.]), tensor([2])]
     """
     here = resolve(group)
-    tensors = [params] if isinstance(params, Tensor) else list(params)
     with watch("all_reduce_params", here):
+        tensors = _listed(params)
         name = op_name(op)
         for index, tensor in enumerate(tensors):
             require_tensor(f"params[{index}]", tensor)
@@ -231,9 +236,12 @@ def sync_random_seed(
     return int(agreed)
 
 
-def _warn_where_gradients_end(name: str, leaves: Iterable[Any]) -> None:
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        warn_of_lost_gradients(name, ENDS_HERE)
+def _listed(params: Any) -> list[Tensor]:
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise TypeError(f"`params` must be tensors, but is {type(params).__name__}. Of a module: module.parameters()")
+    return list({id(tensor): tensor for tensor in params}.values())  # what is there twice is reduced once
 
 
 def _as_leaf(reduced: Tensor, leaf: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -120,12 +121,12 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
         >>> gather_object("ab"[get_rank()]) == (["a", "b"] if get_rank() == 0 else None)
         True
     """
-    if isinstance(object_gather_list, int):
+    if object_gather_list is not None and not isinstance(object_gather_list, Sequence):
         group = group if isinstance(dst, int) and dst == 0 else dst  # the short form has its group in third place
         object_gather_list, dst = None, object_gather_list
     data = either("data", data, "obj", obj)
     here = resolve(group)
-    group_rank("dst", dst, here)
+    dst = group_rank("dst", dst, here)
     check_call("gather_object", here, dst)
     is_filling = object_gather_list is not None and here.rank == dst
     check = partial(_require_places, "object_gather_list", object_gather_list, here) if is_filling else None
@@ -153,7 +154,7 @@ def broadcast_object(obj: T, src: int = 0, group: GroupLike = None) -> T:
         {'seed': 7}
     """
     here = resolve(group)
-    group_rank("src", src, here)
+    src = group_rank("src", src, here)
     check_call("broadcast_object", here, src)
     received: T = spread_object(obj, src, here)
     return received
@@ -193,7 +194,7 @@ def broadcast_object_list(
     data = either("data", data, "object_list", object_list)
     if not isinstance(data, list):
         raise TypeError(f"`data` must be a list, but is {type(data).__name__} ({here.here})")
-    group_rank("src", src, here)
+    src = group_rank("src", src, here)
     check_call("broadcast_object_list", here, src)
     received = spread_object(data, src, here)
     if len(received) != len(data):
@@ -230,7 +231,7 @@ def scatter_object_list(
             f"`scatter_object_output_list` must be a list with at least one place, but is "
             f"{scatter_object_output_list!r} ({here.here})"
         )
-    group_rank("src", src, here)
+    src = group_rank("src", src, here)
     check_call("scatter_object_list", here, src)
     check = partial(_require_places, "scatter_object_input_list", scatter_object_input_list, here)
     scatter_object_output_list[0] = deal_objects(scatter_object_input_list or (), src, here, check)

@@ -100,9 +100,14 @@ class Arriving:
             ) from error
 
 
-def pack(obj: object, here: Group) -> Parcel:
-    """Pack an object. **Raises**: TypeError where it can't be pickled."""
+def pack(obj: object, here: Group, on_graph: Callable[[], None] | None = None) -> Parcel:
+    """Pack an object; call `on_graph` where it holds tensors that require grad.
+
+    **Raises**: TypeError where it can't be pickled.
+    """
     pickled = dump(obj, here)
+    if on_graph is not None and pickled.in_graph:
+        on_graph()
     segments = [segment.to(here.bytes_device) for segment in pickled.segments]
     letter = struct.pack(f"<{len(segments)}q", *(x.numel() for x in segments)) + pickled.body
     slot = bytearray(SLOT_BYTES)
@@ -112,17 +117,20 @@ def pack(obj: object, here: Group) -> Parcel:
     return Parcel(slot, letter, segments, pickled.num_tensors)
 
 
-def swap_objects(obj: object, here: Group, check: Callable[[], None] | None = None) -> list[Any]:
+def swap_objects(
+    obj: object, here: Group, check: Callable[[], None] | None = None, on_graph: Callable[[], None] | None = None
+) -> list[Any]:
     """Give every rank every rank's object, in rank order.
 
     Args:
         obj: this rank's.
         here: the group.
         check: raises where this rank can't take part; that is told to all, as is an object that can't be pickled.
+        on_graph: called where tensors in the object require grad.
 
     **Collective**: every rank.
     """
-    outcome = _attempt(obj, here, check)
+    outcome = _attempt(obj, here, check, on_graph)
     slots = swap_slots(_slot_of(outcome), here)
     parcel = _required(outcome, slots, here)
     arriving = [Arriving.from_slot(rank, slot, here.bytes_device) for rank, slot in enumerate(slots)]
@@ -168,10 +176,13 @@ def collect_objects(
     return (load_one() for load_one in loads)
 
 
-def spread_object(obj: object, src: int, here: Group) -> Any:
-    """Give every rank `src`'s object; `src` gets its own back as it is. **Collective**: every rank."""
+def spread_object(obj: object, src: int, here: Group, on_graph: Callable[[], None] | None = None) -> Any:
+    """Give every rank `src`'s object; `src` gets its own back as it is. `on_graph`: as for `swap_objects`.
+
+    **Collective**: every rank.
+    """
     if here.rank == src:
-        outcome = _attempt(obj, here)
+        outcome = _attempt(obj, here, on_graph=on_graph)
         spread_slot(_slot_of(outcome), src, here)
         parcel = _required(outcome, [], here)
         broadcast_from(_staged(parcel.follows, here) + parcel.segments, src, here).wait()
@@ -216,12 +227,14 @@ def deal_objects(objects: Sequence[object], src: int, here: Group, check: Callab
     return objects[src]
 
 
-def _attempt(obj: object, here: Group, check: Callable[[], None] | None = None) -> Parcel | Exception:
+def _attempt(
+    obj: object, here: Group, check: Callable[[], None] | None = None, on_graph: Callable[[], None] | None = None
+) -> Parcel | Exception:
     """Return the packed object, or what kept this rank from packing it; the others are told before it is raised."""
     try:
         if check is not None:
             check()
-        return pack(obj, here)
+        return pack(obj, here, on_graph)
     except Exception as error:
         return error
 

@@ -35,11 +35,13 @@ class Pickled:
         body: the pickle.
         segments: flat uint8 tensors that the pickle refers to by position; views of the object's own memory.
         num_tensors: how many of them, from the front, are tensors'; the others are buffers of arrays.
+        in_graph: whether some tensor, parameters apart, requires grad.
     """
 
     body: bytes | memoryview
     segments: list[Tensor]
     num_tensors: int
+    in_graph: bool = False
 
 
 def dump(obj: object, here: Group) -> Pickled:
@@ -55,7 +57,7 @@ def dump(obj: object, here: Group) -> Pickled:
         raise TypeError(
             f"the object must be picklable, but {type(obj).__name__} is not: {error} ({here.here})"
         ) from error
-    return Pickled(stream.getvalue(), pickler.tensors + pickler.buffers, len(pickler.tensors))
+    return Pickled(stream.getvalue(), pickler.tensors + pickler.buffers, len(pickler.tensors), pickler.in_graph)
 
 
 def load(pickled: Pickled) -> Any:
@@ -73,6 +75,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, stream: io.BytesIO) -> None:
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
+        self.in_graph = False
         super().__init__(stream, protocol=5, buffer_callback=partial(_keep_in_band, self.buffers))
 
     def reducer_override(self, obj: Any) -> Any:
@@ -86,6 +89,7 @@ class _Pickler(pickle.Pickler):
         flat = data.detach().resolve_conj().resolve_neg().contiguous()
         accelerator = "" if flat.device.type == "cpu" else flat.device.type
         head = (flat.dtype, tuple(flat.shape), data.requires_grad, accelerator)
+        self.in_graph |= data.requires_grad
         if flat.nbytes >= _SEGMENT_MIN_BYTES:
             self.tensors.append(as_bytes(flat))
             return _rebuild_from_segment, (len(self.tensors) - 1, *head)

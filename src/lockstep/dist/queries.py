@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from lockstep.dist import world
-from lockstep.dist.arguments import NOT_GIVEN, either
+from lockstep.dist.arguments import NOT_GIVEN, either, is_int
 from lockstep.dist.groups import GroupLike, resolve
 from lockstep.errors import DistError
 
@@ -132,6 +132,8 @@ def init_local_group(
         node_rank, size = either("node_rank", node_rank, "group_size", group_size), num_gpus_per_node
     else:
         raise TypeError("init_local_group() takes `node_rank` and `num_gpus_per_node`, or `group_size` alone")
+    if not is_int(size):
+        raise TypeError(f"the size of a local group must be an int, but is {size!r} ({group.here})")
     if size < 1 or group.size % size:
         raise ValueError(
             f"the size of a local group must divide the world size, {group.size}, but is {size} ({group.here})"

@@ -178,7 +178,7 @@ def reduce(
     with watch("reduce", here):
         name, plan = _planned(data, op)
         require_memory("data", data)
-        group_rank("dst", dst, here)
+        dst = group_rank("dst", dst, here)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("reduce", STAYS_LOCAL)
     return _reduce_to(data, dst, name, plan, here, async_op)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.dist.agreement import together
-from lockstep.dist.arguments import NOT_GIVEN, either
+from lockstep.dist.arguments import NOT_GIVEN, either, is_int
 from lockstep.dist.groups import Group, resolve
 from lockstep.dist.guard import check_call
 from lockstep.dist.packets import require_no_failure
@@ -65,6 +65,7 @@ def collect_results(
     results = either("results", results, "result_part", result_part)
     here = resolve()
     _check_arguments(size, device)
+    size = int(size)
     check_call("collect_results", here, size)
     with together(here):
         part = _own_part(results, indices, here)
@@ -115,7 +116,7 @@ def collect_results_gpu(
 def _check_arguments(size: int, device: str) -> None:
     if size is NOT_GIVEN:
         raise TypeError("collect_results() missing 1 required argument: 'size'")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+    if not is_int(size) or size < 0:
         raise ValueError(f"`size` must be the number of samples, an int >= 0, but is {size!r}")
     if device not in ("cpu", "gpu"):
         try:

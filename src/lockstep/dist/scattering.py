@@ -52,7 +52,7 @@ def scatter(
     """
     here = resolve(group)
     with watch("scatter", here):
-        group_rank("src", src, here)
+        src = group_rank("src", src, here)
     check_call("scatter", here, src)
     if here.rank == src:
         _deal(tensor, scatter_list, here)
