@@ -97,11 +97,12 @@ class EngineRun:
         return None
 
     def _saved(self, row: Row, column: Column) -> Saved | None:
-        checkpoint = self._checkpoint(row, column)
-        if (checkpoint / "meta.json").exists():
+        outcome, checkpoint = self.results.trained[row.name][column.name], self._checkpoint(row, column)
+        if verdict(outcome) == "refused":
+            self.results.resumed[row.name][column.name] = outcome
+        elif (checkpoint / "meta.json").exists():
             return Saved(column.name, checkpoint)
-        outcome = self.results.trained[row.name][column.name]
-        if verdict(outcome) != "refused":
+        else:
             self.results.resumed[row.name][column.name] = {"failed": "nothing was saved"}
         return None
 

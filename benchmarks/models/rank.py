@@ -149,7 +149,7 @@ def attempt(task: Mapping[str, Any], column_name: str) -> dict[str, Any]:
         found = train(task, column_name, recorder)
         dist.destroy_dist()
     except LockstepError as error:
-        if recorder.losses:  # too late for a refusal
+        if len(recorder.losses) > ROWS[task["row"]].updates_before:  # too late for a refusal
             return {"failed": traceback.format_exc()}
         return {"refused": str(error)}
     except Exception:

@@ -73,6 +73,7 @@ class Row:
         hooks: make further hooks.
         epoch_by_hand: what they do, by hand, before an epoch.
         cfg: further keys of a config.
+        updates_before: number of updates before what is special about it begins; it can't be refused earlier.
         note: what to know of it, for the page.
     """
 
@@ -89,6 +90,7 @@ class Row:
     hooks: tuple[Callable[[], Hook], ...] = ()
     epoch_by_hand: Callable[[nn.Module, int], None] | None = None
     cfg: Mapping[str, Any] = field(default_factory=dict)
+    updates_before: int = 0
     note: str = ""
 
     def build(self, seed: int = 0) -> nn.Module:
@@ -188,6 +190,8 @@ ROWS = (
         plan=PERCEPTRON,
         hooks=(Unfreezing,),
         epoch_by_hand=unfreeze_by_hand,
+        updates_before=EPOCH_STEPS,
+        note="a hook calls `requires_grad_(True)` on the backbone; where that is refused, it is at this moment.",
     ),
     Row(
         "unused parameters",
