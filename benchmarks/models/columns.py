@@ -37,7 +37,7 @@ class Column:
         self, plan: Mapping[str, str] | None, colossalai_plan: bool, options: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Any]:
         """Return the config of the strategy for a model with such a plan and options."""
-        strategy = {**self.strategy, **options.get(self.strategy["type"], {})}
+        strategy = {**self.strategy, **options.get(self.name, {})}
         if self.tensor_parallel == 1:
             return strategy
         if self.engine == "colossalai" and (plan is None or not colossalai_plan):

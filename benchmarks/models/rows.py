@@ -69,7 +69,7 @@ class Row:
         clips: whether gradients are clipped; torch can't clip sparse ones.
         plan: how it is split where ranks compute it together; None leaves it to the model, or to ColossalAI's policy.
         colossalai_plan: whether ColossalAI is given that plan, too, having no policy for the model.
-        options: what a config says of the strategy besides, by its name.
+        options: what a config says of a strategy besides, by column.
         hooks: make further hooks.
         epoch_by_hand: what they do, by hand, before an epoch.
         cfg: further keys of a config.
@@ -112,8 +112,8 @@ class Row:
 PERCEPTRON = {"*up": "colwise", "*down": "rowwise"}
 LAYERS = {"*.layer.?.intermediate.dense": "colwise", "*.layer.?.output.dense": "rowwise"}
 ATTENTION = {f"*.{name}_proj": "colwise" for name in "qkv"} | {"*.o_proj": "rowwise"}
-UNUSED = {"ddp": {"find_unused_parameters": True}}
-UNUSED_NOTE = "Under `ddp` with `find_unused_parameters=True`."
+UNUSED = {name: {"find_unused_parameters": True} for name in ("DDP-2", "ColossalAI TP-2")}
+UNUSED_NOTE = "Under `ddp` and `hybrid` with `find_unused_parameters=True`."
 
 
 def _hf(name: str, make: Callable[[], nn.Module], columns: Callable[[int, Generator], Batch], **options: Any) -> Row:
