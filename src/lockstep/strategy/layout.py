@@ -52,7 +52,7 @@ def layout_of_rows(shape: Sequence[int]) -> Tensor:
     ranks = get_world_size()
     nothing = torch.zeros(())
     if ranks == 1 or not shape:
-        return nothing.expand(*shape)
+        return nothing.expand(tuple(shape))
     most = -(-shape[0] // ranks)
     rows = max(0, min(most, shape[0] - most * get_rank()))
     full = torch.empty(*shape, device="meta")
