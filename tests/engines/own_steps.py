@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.model import BaseModel
-from lockstep.strategy import Strategy
+from lockstep.strategy import Strategy, build_strategy
+from lockstep.testing import run_ranks
 
 from ..strategy.transformer import mean_over_ranks
 
@@ -176,16 +178,31 @@ class RawThenStep(Plain):
 
 
 STEPS = (
-    Mixup, ByForward, Inherited, Penalty, TwoForwards, TwoBackwards, ByHand, ByParts, PartsBesides, Distillation,
+    Mixup, ByForward, Inherited, TwoForwards, TwoBackwards, ByHand, ByParts, PartsBesides, Penalty, Distillation,
 )  # fmt: skip
+# What these do with parts of parameters can't be right.
+OF_WHOLE_PARAMETERS = (Penalty, Distillation)
 
 
-def train_own(kind: type[Plain], strategy: Strategy, counts: int = 1, passes: int = 2) -> list[float]:
+def train_own(kind: type[Plain], strategy: Strategy, counts: int = 1, updates: int = 4) -> list[float]:
     """Return the losses of a few steps, as means over the ranks."""
     torch.manual_seed(3)
     model, optim_wrapper = strategy.prepare(kind(), {**SGD, "accumulative_counts": counts})
     rank, ranks = strategy.data_share
-    losses = []
-    for x, y in list(zip(X.split(SAMPLES), Y.split(SAMPLES), strict=True)) * passes:
-        losses.append(model.train_step((x[rank::ranks], y[rank::ranks]), optim_wrapper)["loss"].item())
+    batches = list(zip(X.split(SAMPLES), Y.split(SAMPLES), strict=True)) * 2
+    losses = [
+        model.train_step((x[rank::ranks], y[rank::ranks]), optim_wrapper)["loss"].item()
+        for x, y in batches[: updates * counts]
+    ]
     return mean_over_ranks(losses)
+
+
+@cache
+def alone(kind: type[Plain], counts: int = 1) -> list[float]:
+    """Return the losses of one process."""
+    losses: list[float] = run_ranks(1, _train_alone, kind, counts)[0]
+    return losses
+
+
+def _train_alone(kind: type[Plain], counts: int) -> list[float]:
+    return train_own(kind, build_strategy("single"), counts)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
+from lockstep.strategy.gradient_flow import GradientFlow
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -38,6 +39,8 @@ class ColossalAIOptimWrapper(OptimWrapper):
         self._engine_clips = False
         self._in_pipeline = False
         self._gradients: Callable[[], Iterator[Tensor]] = lambda: iter(())
+        self._flow: GradientFlow | None = None
+        self._sends_as_they_come = False
 
     @classmethod
     def of(cls, wrapper: OptimWrapper) -> ColossalAIOptimWrapper:
@@ -81,7 +84,14 @@ class ColossalAIOptimWrapper(OptimWrapper):
         return max_norm
 
     def attach(
-        self, engine: Any, gradients: Callable[[], Iterator[Tensor]], *, clips: bool, in_pipeline: bool = False
+        self,
+        engine: Any,
+        gradients: Callable[[], Iterator[Tensor]],
+        *,
+        clips: bool,
+        in_pipeline: bool = False,
+        flow: GradientFlow | None = None,
+        sends_as_they_come: bool = False,
     ) -> None:
         """Take over ColossalAI's optimizer.
 
@@ -90,7 +100,10 @@ class ColossalAIOptimWrapper(OptimWrapper):
             gradients: yields those that its next step will use.
             clips: whether it clips by itself.
             in_pipeline: whether forward and backward passes are one, so that there is no loss to begin from.
+            flow: how losses reach the model's parameters; needed with ZeRO.
+            sends_as_they_come: whether ZeRO sends gradients during the backward pass, in the order of their coming.
         """
+        self._flow, self._sends_as_they_come = flow, sends_as_they_come
         self._engine = engine
         self._in_pipeline = in_pipeline
         self._gradients = gradients
@@ -99,7 +112,11 @@ class ColossalAIOptimWrapper(OptimWrapper):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch.
 
+        **Collective**: every rank, unless inside `no_sync`.
+
         Raises:
+            ConfigError: where ZeRO sends gradients as they come, the ranks' losses reach different parameters, or in
+                another order.
             RuntimeError: the model is in stages, of which none has a loss to begin from; call `train_step`.
         """
         if self._in_pipeline:
@@ -107,7 +124,13 @@ class ColossalAIOptimWrapper(OptimWrapper):
                 "a model with `pp_size` above 1 must be trained by its `train_step`, because forward and backward "
                 "passes of its stages are one, but `update_params` or `backward` was called"
             )
-        self._attached().backward(loss, **kwargs)
+        engine = self._attached()
+        if self._flow is not None and engine.require_grad_sync:
+            if self._sends_as_they_come:
+                self._flow.check_order(loss, "Use stage=1 with overlap_communication=False, or strategy 'ddp'")
+            else:
+                loss = self._flow.reach_alike(loss)
+        engine.backward(loss, **kwargs)
         self._inner_count += 1
 
     def update_by(self, model: nn.Module, run: Callable[[float], None]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.device import get_device
 from lockstep.dist import broadcast_object
 from lockstep.errors import ConfigError
-from lockstep.model import BaseModel, steps
+from lockstep.model import steps
 from lockstep.strategy.colossalai.micro_batches import Cutting, MicroBatches, by_name, cut, merged, shares
 from lockstep.strategy.colossalai.optim import ColossalAIOptimWrapper
 from lockstep.strategy.colossalai.stages import Stages
@@ -146,8 +146,7 @@ def check_model(model: nn.Module, *, has_policy: bool, has_custom_policy: bool) 
             "strategy='fsdp'"
         )
     for step in ("train_step", "val_step", "test_step"):
-        own = getattr(type(model), step, None)
-        if own is not None and own is not getattr(BaseModel, step):
+        if steps.defines_step(model, step):
             raise ConfigError(
                 f"the model must leave `{step}` to lockstep with `pp_size` above 1, because no stage has all of the "
                 f"model, but {name} has one of its own. Move what it does into `forward`, or use strategy='fsdp'"

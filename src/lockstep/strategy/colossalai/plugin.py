@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
@@ -47,7 +47,7 @@ _REFUSED: Mapping[str, str] = {
     ),
 }
 # Optimizers that look at a parameter as a whole, not at its numbers one by one.
-_WHOLE_PARAMETERS = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+_WHOLE_PARAMETERS = frozenset({"Adafactor", "Muon", "SparseAdam"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,11 @@ class PluginChoice:
             ConfigError: the model, the optimizer or the number of ranks does not fit.
         """
         name = type(optimizer).__name__
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                "`optimizer` must take one step per loss, but is LBFGS, which asks for the loss several times, and "
+                "ColossalAI has but one to go back from. Use AdamW or SGD"
+            )
         if (self.zero_stage or self.tp_size * self.pp_size > 1) and name in _WHOLE_PARAMETERS:
             raise ConfigError(
                 f"`optimizer` must update each number by itself, because {self.kind!r} shows it shards, but is {name}. "

@@ -27,6 +27,7 @@ from lockstep.strategy.colossalai.plan import replacements
 from lockstep.strategy.colossalai.plugin import PluginChoice, name_and_options
 from lockstep.strategy.colossalai.stages import Inventory, Stages
 from lockstep.strategy.colossalai.state import StateTranslator
+from lockstep.strategy.gradient_flow import GradientFlow
 from lockstep.strategy.layout import laid_out_as
 from lockstep.strategy.own_steps import WholeParams, called_from, cast_parts
 from lockstep.strategy.random_state import share_random_state
@@ -128,7 +129,15 @@ class ColossalAIStrategy(Strategy):
         if isinstance(wrapper, ColossalAIOptimWrapper):
             gradients = partial(engine.gradients_of, laid.optimizer, model)
             in_pipeline = "pipeline" in laid.options
-            wrapper.attach(laid.optimizer, gradients, clips=self._choice.clips, in_pipeline=in_pipeline)
+            zero_stage = self._choice.zero_stage
+            wrapper.attach(
+                laid.optimizer,
+                gradients,
+                clips=self._choice.clips,
+                in_pipeline=in_pipeline,
+                flow=GradientFlow(model) if zero_stage and not in_pipeline else None,
+                sends_as_they_come=zero_stage == 2 or bool(options.get("overlap_communication", True)),
+            )
         if self._choice.dtype != torch.float32:
             model.register_forward_pre_hook(partial(_cast_inputs, self._choice.dtype), with_kwargs=True)
             if steps.defines_step(model, "train_step"):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.device import get_device
-from lockstep.dist import broadcast, get_backend, get_local_rank, init_dist, is_distributed
+from lockstep.dist import broadcast, get_backend, get_local_rank, get_rank, get_world_size, init_dist, is_distributed
 from lockstep.dist.engines import adopt_group, load_engine, undisturbed
 from lockstep.errors import ConfigError
 from lockstep.model import steps
@@ -132,8 +132,17 @@ class MMDeepSpeedEngineWrapper(nn.Module):
                 parameters have been frozen or unfrozen since the model was prepared.
         """
         self._trainable.check()
-        with nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper):
-            return steps.train_step(self, data, optim_wrapper)
+        try:
+            with nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper):
+                return steps.train_step(self, data, optim_wrapper)
+        except RuntimeError as error:
+            if "Detected a disagreement" not in str(error):
+                raise
+            raise ConfigError(
+                "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters"
+                f" from all, but rank {get_rank()} of {get_world_size()} calls others than rank 0. Let every rank call "
+                "all of them, or use stage=1"
+            ) from error
 
     def val_step(self, data: Any) -> Any:
         """Return what the model predicts for this rank's batch.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,15 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.dist import all_reduce, get_rank
 from lockstep.dist.engines import load_engine
 from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.strategy.deepspeed.engine import autocast_of
+from lockstep.strategy.gradient_flow import GradientFlow
 
 if TYPE_CHECKING:
     from lockstep.strategy.deepspeed.state import EngineState
+
+_logger = logging.getLogger(__name__)
 
 _HOMES = {
     "DeepSpeedCPUAdam": "deepspeed.ops.adam",
@@ -65,11 +70,15 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._engine: Any = None
         self._state: EngineState | None = None
         self._went_back = False
+        self._flow: GradientFlow | None = None
+        # By places in the flow: who has been reached in the first window; None when it is over.
+        self._reached: set[int] | None = set()
 
     def attach(self, engine: Any, state: EngineState) -> None:
         """Hand over the engine that this wrapper is to drive, and the view of its state."""
         self._engine = engine
         self._state = state
+        self._flow = GradientFlow(engine.module)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Say how many batches there have been and will be; a scheduler of DeepSpeed's own goes on from there."""
@@ -111,8 +120,16 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self.step(**(step_kwargs or {}))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a scaled loss, and count the batch."""
-        self.engine.set_gradient_accumulation_boundary(self.should_sync())
+        """Add the gradients of a scaled loss, and count the batch.
+
+        **Collective**: every rank where gradients are sent: at the end of a window, at stage 2 with every batch.
+
+        Raises:
+            ConfigError: at stage 2, the ranks' losses reach different parameters, or in another order.
+        """
+        ends = self.should_sync()
+        self.engine.set_gradient_accumulation_boundary(ends)
+        loss = self._reconciled(loss, ends=ends)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._inner_count += 1
         self._went_back = True
@@ -173,6 +190,22 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         assert self._state is not None  # comes with the engine
         return self._state
 
+    def _reconciled(self, loss: Tensor, *, ends: bool) -> Tensor:
+        """Return the loss, such that gradients that ZeRO adds up by their place belong together."""
+        flow, stage = self._flow, self.engine.zero_optimization_stage()
+        assert flow is not None  # comes with the engine
+        if self._reached is not None:
+            self._reached.update(flow.arrivals(loss))
+            if ends:
+                warn_of_unreached(flow, self._reached, self.optimizer)
+                self._reached = None
+        if stage == 2 or (stage == 1 and self.engine.zero_overlap_comm()):
+            flow.check_order(loss, "Use stage=1 with overlap_comm=False, or strategy 'ddp'")
+        elif stage == 1 and ends:
+            # DeepSpeed counts a gradient that is missing on all ranks as 0, too.
+            return flow.reach(loss, sorted(set(range(len(flow.names))) - set(flow.arrivals(loss))))
+        return loss
+
     def _even_out(self) -> None:
         factor = self._sample_weights.correction()
         if factor != 1:
@@ -220,6 +253,29 @@ def read_optim(model: nn.Module, optim_wrapper: Any, *, has_own: bool) -> Asked:
     clip_grad = {"type": built._clip_type, **built._clip_kwargs} if built._clip_type else None
     counts = cfg.get("accumulative_counts", None if built._accumulative_counts == 1 else built._accumulative_counts)
     return Asked(built.optimizer, counts, clip_grad)
+
+
+def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Optimizer) -> None:
+    """Say once, on rank 0, which parameters got no gradient in the first update, and what becomes of them.
+
+    **Collective**: every rank.
+    """
+    anywhere = torch.zeros(len(flow.names), dtype=torch.uint8)
+    anywhere[sorted(reached)] = 1
+    all_reduce(anywhere, op="max")
+    names = [flow.names[place] for place in (anywhere == 0).nonzero().flatten().tolist()]
+    decays = any(group.get("weight_decay") for group in optimizer.param_groups)
+    if names and flow.sees_all and get_rank() == 0:
+        _logger.warning(
+            "the loss reaches none of these %d parameters in the first update: %s. DeepSpeed takes their gradients for "
+            "0, where other strategies leave such parameters alone: %s moves them by its %s all the same. Freeze them "
+            "with requires_grad_(False)%s, or use strategy 'ddp' or 'fsdp'",
+            len(names),
+            ", ".join(names[:10]) + (", ..." if len(names) > 10 else ""),
+            type(optimizer).__name__,
+            "weight decay and momentum" if decays else "momentum",
+            ", give them decay_mult=0 by paramwise_cfg" if decays else "",
+        )
 
 
 def _not_wanted(built: OptimWrapper) -> str:

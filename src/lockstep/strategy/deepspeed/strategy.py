@@ -252,6 +252,11 @@ def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None
         if kind in ("adam", "adamw"):
             section["params"] = {"torch_adam": True, **section.get("params", {})}
         full["optimizer"] = section
+    elif isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "`optimizer` must take one step per loss, but is LBFGS, which asks for the loss several times, and "
+            "DeepSpeed has but one to go back from. Use AdamW or SGD"
+        )
     elif type(optimizer) in _ELEMENTWISE:
         full.setdefault(_UNTESTED, True)
     elif config_rules.stage_of(full) > 0 and not (_is_deepspeeds(optimizer) or full.get(_UNTESTED)):

@@ -1,0 +1,63 @@
+"""A model's own `train_step` under each stage of ZeRO, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.testing import ranks, run_ranks
+
+from ..own_steps import (
+    OF_WHOLE_PARAMETERS,
+    STEPS,
+    ByParts,
+    Distillation,
+    Mixup,
+    PartsBesides,
+    Penalty,
+    RawBackward,
+    RawThenStep,
+    alone,
+    train_own,
+)
+from .training import STAGES, strategy_of
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def train_all(stage: int, kinds: list[type[Any]], counts: int = 1, **options: Any) -> list[list[float]]:
+    return [train_own(kind, strategy_of(f"zero{stage}", **options), counts) for kind in kinds]
+
+
+@pytest.mark.parametrize("counts", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_train_step_of_the_models_own_is_the_one_that_runs(stage: int, counts: int):
+    kinds = [kind for kind in STEPS if stage < 3 or kind not in OF_WHOLE_PARAMETERS]
+    for losses, kind in zip(run_ranks(2, train_all, stage, kinds, counts)[0], kinds, strict=True):
+        assert losses == pytest.approx(alone(kind, counts), abs=1e-5, rel=0), kind
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_in_half_precision_its_parts_take_what_the_model_takes(stage: int):
+    kinds = [Mixup, ByParts, PartsBesides]
+    for losses, kind in zip(run_ranks(2, train_all, stage, kinds, **BF16)[0], kinds, strict=True):
+        assert losses == pytest.approx(alone(kind), abs=0.02), kind
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_going_round_the_optim_wrapper_is_refused(stage: int):
+    with pytest.raises(RuntimeError, match=r"`train_step` of RawBackward must go back by `optim_wrapper.update_params"):
+        train_own(RawBackward, strategy_of(f"zero{stage}"))
+    with pytest.raises(RuntimeError, match="`step` must follow `update_params` or `backward`"):
+        train_own(RawThenStep, strategy_of(f"zero{stage}"))
+
+
+@ranks(2)
+def test_a_share_of_a_parameter_is_not_taken_for_the_whole():
+    for kind, name in ((Penalty, "head.weight"), (Distillation, "teacher.weight")):
+        message = rf"`train_step` of {kind.__name__} must leave '{name}'.*Use stage=2, or strategy 'fsdp'"
+        with pytest.raises(ConfigError, match=message):
+            train_own(kind, strategy_of("zero3"))

@@ -1,0 +1,112 @@
+"""Parameters of special kinds, unused ones, and such as are frozen, unfrozen or reached on some ranks only."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.testing import ranks, run_ranks
+
+from ..own_steps import SGD, X, Y
+from ..parameters import ADAMW, Base, Branches, Complex, Double, FrozenKinds, Orders, Sparse, Unused, train_base
+from .training import STAGES, strategy_of
+
+
+def losses_of(kind: type[Base], how: Any, optim: Any = SGD) -> list[float]:
+    return train_base(kind, strategy_of(how), optim)[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_parameters_may_be_of_any_dtype_and_in_the_optimizer(stage: int):
+    expected = run_ranks(1, losses_of, FrozenKinds, "single")[0]
+    assert run_ranks(2, train_all_given, stage)[0] == pytest.approx(expected, abs=1e-5)
+
+
+def train_all_given(stage: int) -> list[float]:
+    """Train with an optimizer that has the frozen parameters, too, and a group of nothing else."""
+    torch.manual_seed(3)
+    model = FrozenKinds()
+    groups = [{"params": list(part.parameters())} for part in (model.rough, model)]
+    groups[1]["params"] = [p for p in groups[1]["params"] if all(p is not q for q in groups[0]["params"])]
+    optimizer = torch.optim.SGD(groups, lr=0.2, momentum=0.9)
+    return train_base(FrozenKinds, _Given(stage, model), optimizer)[0]
+
+
+class _Given:
+    """A strategy that is given a model already."""
+
+    def __init__(self, stage: int, model: Any) -> None:
+        self._strategy, self._model = strategy_of(f"zero{stage}"), model
+        self.model_state = self._strategy.model_state
+
+    def prepare(self, _: Any, optim: Any) -> Any:
+        return self._strategy.prepare(self._model, optim)
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        return self._strategy.data_share
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_would_be_trained_in_another_precision_or_can_not_be_sent_is_refused(stage: int):
+    for kind, name in ((Double, "fine.weight"), (Complex, "phases")):
+        with pytest.raises(ConfigError, match=f"`{name}` must be float32 under DeepSpeed.*strategy 'ddp'"):
+            train_base(kind, strategy_of(f"zero{stage}"))
+    with pytest.raises(ConfigError, match="`words` must be an Embedding with sparse=False under DeepSpeed"):
+        train_base(Sparse, strategy_of(f"zero{stage}"))
+    with pytest.raises(ConfigError, match="must take one step per loss, but is LBFGS"):
+        train_base(Base, strategy_of(f"zero{stage}"), {"optimizer": {"type": "LBFGS"}})
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parameters_that_are_frozen_or_unfrozen_during_training_are_refused(stage: int):
+    model = Unused()
+    model.extra.requires_grad_(False)
+    wrapped, optim_wrapper = strategy_of(f"zero{stage}").prepare(model, SGD)
+    wrapped.train_step((X[:2], Y[:2]), optim_wrapper)
+    model.extra.requires_grad_(True)
+    with pytest.raises(ConfigError, match="under DeepSpeed.* unfrozen: extra.weight, extra.bias"):
+        wrapped.train_step((X[:2], Y[:2]), optim_wrapper)
+    model.extra.requires_grad_(False)
+    model.down.requires_grad_(False)
+    with pytest.raises(ConfigError, match="frozen: down.weight, down.bias .*strategy 'fsdp'"):
+        wrapped.train_step((X[:2], Y[:2]), optim_wrapper)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_who_gets_no_gradient_is_named_once(stage: int, caplog: pytest.LogCaptureFixture):
+    from lockstep.dist import get_rank
+
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        train_base(Unused, strategy_of(f"zero{stage}"), ADAMW)
+    said = [record.getMessage() for record in caplog.records if "reaches none" in record.getMessage()]
+    assert len(said) == (get_rank() == 0)
+    assert all("2 parameters in the first update: extra.weight, extra.bias" in text for text in said)
+    assert all("AdamW moves them by its weight decay and momentum" in text for text in said)
+
+
+@pytest.mark.parametrize("kind", [Branches, Orders])
+def test_ranks_may_go_different_ways_at_stages_0_and_1(kind: type[Base]):
+    expected = run_ranks(2, by_ddp, kind)[0]
+    for stage in (0, 1):
+        assert run_ranks(2, losses_of, kind, f"zero{stage}")[0] == pytest.approx(expected, abs=1e-6)
+
+
+def by_ddp(kind: type[Base]) -> list[float]:
+    from lockstep.strategy import DDPStrategy
+
+    return train_base(kind, DDPStrategy(find_unused_parameters=True))[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [Branches, Orders])
+def test_at_stage_2_they_are_told_to_go_the_same_way(kind: type[Base]):
+    with pytest.raises(ConfigError, match="must reach the same parameters on every rank, in the same order.*stage=1"):
+        train_base(kind, strategy_of("zero2"))
