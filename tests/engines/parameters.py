@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.dist import get_rank
+from lockstep.model import train_step
 from lockstep.strategy import Strategy
 
 from ..strategy.transformer import mean_over_ranks
@@ -124,11 +126,16 @@ class Orders(Base):
 def train_base(
     kind: type[Base], strategy: Strategy, optim: Any = SGD, steps: int = 4
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses of a few steps, as means over the ranks, and the model's state afterwards."""
+    """Return the losses of a few steps, as means over the ranks, and the model's state afterwards.
+
+    `optim` is a config, or makes an optimizer for the model.
+    """
     torch.manual_seed(3)
-    model, optim_wrapper = strategy.prepare(kind(), optim)
+    core = kind()
+    model, optim_wrapper = strategy.prepare(core, optim(core) if callable(optim) else optim)
     rank, ranks = strategy.data_share
     batches = list(zip(X.split(4), Y.split(4), strict=True))[:steps]
-    losses = [model.train_step((x[rank::ranks], y[rank::ranks]), optim_wrapper)["loss"].item() for x, y in batches]
+    step = getattr(model, "train_step", partial(train_step, model))
+    losses = [step((x[rank::ranks], y[rank::ranks]), optim_wrapper)["loss"].item() for x, y in batches]
     state = strategy.model_state()
     return mean_over_ranks(losses), {name: whole(value) for name, value in state.items()}

@@ -254,6 +254,7 @@ class ColossalAIStrategy(Strategy):
         if choice.tp_size == 1:
             return {"custom_policy": engine.replacing_policy({})}
         if not self._splits_by_plan and engine.has_policy(model):
+            _check_adapters(model)
             return {}
         return {"custom_policy": engine.replacing_policy(replacements(model, self._plan, choice.tp_size))}
 
@@ -305,6 +306,16 @@ def _begin_alike(model: nn.Module) -> None:
     for tensor in model.state_dict().values():
         if isinstance(tensor, Tensor):
             broadcast(tensor)
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Refuse layers with adapters, for which ColossalAI's own policies would put in plain layers without them."""
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            raise ConfigError(
+                f"`tp_size` must be 1 for a model with adapters, because ColossalAI's policy would drop those of "
+                f"{path!r}, a {type(module).__name__}. Use plugin='lowlevel_zero', or strategy='fsdp'"
+            )
 
 
 def _problem_of_parts(param: Tensor, _: str) -> str | None:
