@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.dist import get_dist_info, get_world_size
-from lockstep.optim import OptimWrapper
-from lockstep.registry import STRATEGIES
+from lockstep.errors import ConfigError
+from lockstep.model import compile_in_place
+from lockstep.optim import OptimWrapper, ParamScheduler, build_param_schedulers
+from lockstep.registry import MODELS, STRATEGIES
 
 ModelState: TypeAlias = dict[str, Any]
 OptimState: TypeAlias = dict[str, Any]
@@ -34,11 +36,82 @@ class Strategy(ABC):
     own_optim_wrapper: Mapping[str, Any] | None = None
     own_schedule: str | None = None
 
-    @abstractmethod
+    @overload
     def prepare(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optim_wrapper: OptimLike | None = None,
+        *,
+        param_scheduler: None = None,
+        compile: bool | Mapping[str, Any] = False,
+        dispatch_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[nn.Module, OptimWrapper | None]: ...
+    @overload
+    def prepare(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optim_wrapper: OptimLike,
+        *,
+        param_scheduler: Any,
+        compile: bool | Mapping[str, Any] = False,
+        dispatch_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[nn.Module, OptimWrapper, list[ParamScheduler]]: ...
+    def prepare(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optim_wrapper: OptimLike | None = None,
+        *,
+        param_scheduler: Any = None,
+        compile: bool | Mapping[str, Any] = False,  # noqa: A002
+        dispatch_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Lay `model` over the ranks, and build its optim wrapper and schedules where they are asked for.
+
+        Args:
+            model: the user's module, or the config of one; or one that is wrapped already, which is taken as it is.
+            optim_wrapper: an optim wrapper, an optimizer, or the config of an optim wrapper; None to evaluate only.
+            param_scheduler: schedules, as for a Runner, of a single optimizer.
+            compile: compile the model, or those of its parts that the strategy names; a dict has arguments for
+                `torch.compile`.
+            dispatch_kwargs: `max_epochs` and `max_iters`, by which schedules without an end are closed. Other keys of
+                MMEngine's do nothing.
+
+        Returns:
+            The model to train and to validate, and its optim wrapper or None; with `param_scheduler`, the list of
+            schedules as well.
+
+        **Collective**: every rank, once.
+
+        Raises:
+            ConfigError: `param_scheduler` comes without an optimizer, or with several.
+        """
+        built: nn.Module = MODELS.build(model) if isinstance(model, Mapping) else model
+        if compile is not False:
+            options = compile if isinstance(compile, Mapping) else {}
+            compile_in_place(built, self.compiled_parts(built), options)
+        laid_out, wrapper = self.lay_out(built, optim_wrapper)
+        if param_scheduler is None:
+            return laid_out, wrapper
+        if wrapper is None or len(wrapper.optimizers) != 1:
+            count = 0 if wrapper is None else len(wrapper.optimizers)
+            raise ConfigError(
+                f"`param_scheduler` must come with one optimizer, but comes with {count}. Give an `optim_wrapper`, or "
+                "let a Runner build the schedules of several"
+            )
+        lengths = dispatch_kwargs or {}
+        schedules = build_param_schedulers(
+            wrapper.optimizer,
+            param_scheduler,
+            max_epochs=lengths.get("max_epochs"),
+            max_iters=lengths.get("max_iters"),
+        )
+        return laid_out, wrapper, schedules
+
+    @abstractmethod
+    def lay_out(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
-        """Lay `model` over the ranks, and build its optim wrapper where one is asked for.
+        """Do what `prepare` is for: a strategy's own part of it.
 
         Args:
             model: the user's module, or one that is wrapped already, which is taken as it is.
@@ -46,8 +119,6 @@ class Strategy(ABC):
 
         Returns:
             The model to train and to validate, and its optim wrapper.
-
-        **Collective**: every rank, once.
         """
 
     @abstractmethod

@@ -58,7 +58,7 @@ class FSDPStrategy(NativeStrategy):
         self._wrapper = {"type": "MMFullyShardedDataParallel", "sync_module_states": True, **given}
         self._recomputed = _read_check(activation_checkpointing)
 
-    def prepare(
+    def lay_out(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
         """Shard the model, then build its optimizer.
@@ -73,7 +73,7 @@ class FSDPStrategy(NativeStrategy):
         """
         # By id: holding on to the tensors would keep the whole model in memory while it is sharded.
         names = {id(parameter): name for name, parameter in unwrap_model(model).named_parameters()}
-        model, wrapper = super().prepare(model, optim_wrapper)
+        model, wrapper = super().lay_out(model, optim_wrapper)
         if wrapper is not None:
             for optimizer in wrapper.optimizers:
                 _hand_over(optimizer, self.core(), names)

@@ -36,7 +36,7 @@ class NativeStrategy(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return `model`, which has been placed, laid over the ranks."""
 
-    def prepare(
+    def lay_out(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
         """Move the model to this rank's device, wrap it, then build its optimizer."""

@@ -87,7 +87,7 @@ class ColossalAIStrategy(Strategy):
         self._model: nn.Module | None = None
         self._data_share: tuple[int, int] | None = None
 
-    def prepare(
+    def lay_out(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
         """Build the optimizer, then let the booster lay both over the ranks.

@@ -119,7 +119,7 @@ class DeepSpeedStrategy(Strategy):
         if "scheduler" in self._config:
             self.own_schedule = f"the scheduler {self._config['scheduler'].get('type')!r} of the DeepSpeed config"
 
-    def prepare(
+    def lay_out(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
         """Start an engine for the model and its optimizer; with no optimizer, lay the model out to be evaluated.
