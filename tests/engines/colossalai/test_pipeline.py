@@ -316,5 +316,5 @@ def test_states_that_do_not_fit_are_refused_on_every_stage():
     state = strategy.optim_state()
     group = state["param_groups"][0]
     state["param_groups"].append({**group, "params": [group["params"].pop()]})
-    with pytest.raises(ConfigError, match=r"which has 2, but .* are in one group here"):
+    with pytest.raises(ConfigError, match=r"which has 3, but .* are in one group here"):
         strategy.load_state(optim_state=state)
