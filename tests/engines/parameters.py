@@ -63,6 +63,14 @@ class Double(Base):
         return self.fine(x.double()).to(x.dtype)
 
 
+class Half(Base):
+    """Trains one layer in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rough = nn.Linear(6, 6).bfloat16()
+
+
 class FrozenKinds(Double):
     """Has frozen layers in float64 and bfloat16."""
 

@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
+from lockstep.model import steps
 
+_STEPS = ("train_step", "val_step", "test_step")
 _CALL = "_compiled_call_impl"  # what `nn.Module.__call__` looks for before anything else
 # What is the same of a part and of the whole, or says nothing of its values.
 _HARMLESS = frozenset(
@@ -177,10 +179,12 @@ class WholeParams(TorchFunctionMode):
 
 
 def cast_parts(core: nn.Module, dtype: torch.dtype) -> None:
-    """Let parts of a model take inputs of any floating-point dtype, as the model itself does.
+    """Let parts of a model that has steps of its own take inputs of any floating-point dtype, as the model does.
 
-    Steps of a model's own may call its parts, past the model, where inputs are brought to the dtype of its weights.
+    Such steps may call parts, past the model, where inputs are brought to half precision.
     """
+    if dtype == torch.float32 or not any(steps.defines_step(core, name) for name in _STEPS):
+        return
 
     def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(

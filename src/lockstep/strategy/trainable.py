@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -67,23 +65,26 @@ def leave_out_frozen(optimizer: Optimizer) -> None:
         )
 
 
-def check_kinds(model: nn.Module, dtypes: Collection[torch.dtype], engine: str) -> None:
+def check_kinds(model: nn.Module, *, half: bool, engine: str, half_option: str) -> None:
     """Refuse parameters that an engine would train in another precision, or whose gradients it can't send.
 
     Args:
         model: the user's own module.
-        dtypes: those that parameters may be of.
+        half: whether the engine computes in half precision, to which it brings all parameters itself.
         engine: name of the engine, and of what is special about it.
+        half_option: what makes it do so.
 
     Raises:
         ConfigError: a trainable parameter is of another dtype, or its gradient is sparse.
     """
+    halves = (torch.bfloat16, torch.float16)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in dtypes:
+        dtype = parameter.dtype
+        if parameter.requires_grad and dtype != torch.float32 and not (half and dtype in halves):
+            instead = f"float32 with {half_option}" if dtype in halves else "float32"
             raise ConfigError(
                 f"`{name}` must be float32 under {engine}, which trains all parameters in one float32 buffer, but is "
-                f"{parameter.dtype}. Use {'its view_as_real, or ' if parameter.is_complex() else 'float32, or '}"
-                "strategy 'ddp'"
+                f"{dtype}. Use {'torch.view_as_real of it' if dtype.is_complex else instead}, or strategy 'ddp'"
             )
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from lockstep.testing import ranks, run_ranks
 
 from ..own_steps import (
     OF_WHOLE_PARAMETERS,
+    SGD,
     STEPS,
     ByParts,
     Distillation,
@@ -19,6 +21,8 @@ from ..own_steps import (
     Penalty,
     RawBackward,
     RawThenStep,
+    X,
+    Y,
     alone,
     train_own,
 )
@@ -47,6 +51,13 @@ def test_in_half_precision_its_parts_take_what_the_model_takes(stage: int):
 
 
 @ranks(2)
+@pytest.mark.parametrize("trains", [True, False])
+def test_parts_take_it_in_a_validation_too(trains: bool):
+    model, _ = strategy_of("zero1", **BF16).prepare(ByParts(), SGD if trains else None)
+    assert model.val_step((X[:3], Y[:3])).shape == (3, 1)
+
+
+@ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_going_round_the_optim_wrapper_is_refused(stage: int):
     with pytest.raises(RuntimeError, match=r"`train_step` of RawBackward must go back by `optim_wrapper.update_params"):
@@ -61,3 +72,13 @@ def test_a_share_of_a_parameter_is_not_taken_for_the_whole():
         message = rf"`train_step` of {kind.__name__} must leave '{name}'.*Use stage=2, or strategy 'fsdp'"
         with pytest.raises(ConfigError, match=message):
             train_own(kind, strategy_of("zero3"))
+
+
+@ranks(2)
+def test_stage_3_needs_no_local_rank_in_the_environment():
+    local_rank = os.environ.pop("LOCAL_RANK")
+    try:
+        train_own(Mixup, strategy_of("zero3"))
+        assert "LOCAL_RANK" not in os.environ
+    finally:
+        os.environ["LOCAL_RANK"] = local_rank

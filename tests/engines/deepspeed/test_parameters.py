@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.testing import ranks, run_ranks
 
 from ..own_steps import SGD, X, Y
-from ..parameters import ADAMW, Base, Branches, Complex, Double, FrozenKinds, Orders, Sparse, Unused, train_base
+from ..parameters import ADAMW, Base, Branches, Complex, Double, FrozenKinds, Half, Orders, Sparse, Unused, train_base
 from .training import STAGES, strategy_of
 
 
@@ -43,6 +43,8 @@ def test_what_would_be_trained_in_another_precision_or_can_not_be_sent_is_refuse
     for kind, name in ((Double, "fine.weight"), (Complex, "phases")):
         with pytest.raises(ConfigError, match=f"`{name}` must be float32 under DeepSpeed.*strategy 'ddp'"):
             train_base(kind, strategy_of(f"zero{stage}"))
+    with pytest.raises(ConfigError, match=r"`rough.weight` must be float32 under DeepSpeed.*float32 with bf16=True"):
+        train_base(Half, strategy_of(f"zero{stage}"))
     with pytest.raises(ConfigError, match="`words` must be an Embedding with sparse=False under DeepSpeed"):
         train_base(Sparse, strategy_of(f"zero{stage}"))
     with pytest.raises(ConfigError, match="must take one step per loss, but is LBFGS"):

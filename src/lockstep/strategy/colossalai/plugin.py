@@ -141,8 +141,8 @@ class PluginChoice:
                 "Use AdamW or SGD, or plugin='ddp'"
             )
         if self.clips:
-            halves = {torch.bfloat16, torch.float16} if self.dtype != torch.float32 else set()
-            check_kinds(model, {torch.float32} | halves, f"ColossalAI's {self.kind!r}")
+            half, engine = self.dtype != torch.float32, f"ColossalAI's {self.kind!r}"
+            check_kinds(model, half=half, engine=engine, half_option="precision='bf16'")
         if get_world_size() % (self.tp_size * self.pp_size):
             times = f" times `pp_size`, which is {self.pp_size}," if self.pp_size > 1 else ""
             raise ConfigError(

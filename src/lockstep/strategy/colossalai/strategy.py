@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from lockstep.device import get_device
 from lockstep.dist import broadcast, init_dist, is_distributed
 from lockstep.errors import ConfigError
-from lockstep.model import is_model_wrapper, steps
+from lockstep.model import is_model_wrapper
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
@@ -140,8 +140,7 @@ class ColossalAIStrategy(Strategy):
             )
         if self._choice.dtype != torch.float32:
             model.register_forward_pre_hook(partial(_cast_inputs, self._choice.dtype), with_kwargs=True)
-            if steps.defines_step(model, "train_step"):
-                cast_parts(model, self._choice.dtype)
+            cast_parts(model, self._choice.dtype)
         if self._choice.tp_size * self._choice.pp_size > 1:
             self._share_samples(plugin)
         self._translator = laid.translator

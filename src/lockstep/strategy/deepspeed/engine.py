@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -113,12 +114,11 @@ class MMDeepSpeedEngineWrapper(nn.Module):
         if steps.defines_step(self.module, "train_step"):
             guard = WholeParams(self.module, _problem_of_shares) if self.forward_is_collective else None
             self._own_step = OwnStep(self, self.module, model, guard, always=True)
-            if dtype != torch.float32:
-                cast_parts(self.module, dtype)
+        cast_parts(self.module, dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model through the engine, whose backward pass belongs to it."""
-        with nullcontext() if self._own_step is None else self._own_step.forward():
+        with self._local_rank_known(), nullcontext() if self._own_step is None else self._own_step.forward():
             return self.model(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
@@ -133,7 +133,8 @@ class MMDeepSpeedEngineWrapper(nn.Module):
         """
         self._trainable.check()
         try:
-            with nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper):
+            own_step = nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper)
+            with self._local_rank_known(), own_step:
                 return steps.train_step(self, data, optim_wrapper)
         except RuntimeError as error:
             if "Detected a disagreement" not in str(error):
@@ -149,12 +150,12 @@ class MMDeepSpeedEngineWrapper(nn.Module):
 
         **Collective**: every rank at ZeRO stage 3, where parameters are gathered; nothing is sent at the others.
         """
-        with self._autocast():
+        with self._local_rank_known(), autocast_of(self.model):
             return steps.own_step(self.module, "val_step", data)
 
     def test_step(self, data: Any) -> Any:
         """Return what the model predicts for this rank's batch; see `val_step`."""
-        with self._autocast():
+        with self._local_rank_known(), autocast_of(self.model):
             return steps.own_step(self.module, "test_step", data)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -167,8 +168,24 @@ class MMDeepSpeedEngineWrapper(nn.Module):
         stage: int = self.model.zero_optimization_stage()
         return stage == 3
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return autocast_of(self.model)
+    def _local_rank_known(self) -> AbstractContextManager[None]:
+        return environ_with_local_rank() if self.forward_is_collective else nullcontext()
+
+
+@contextmanager
+def environ_with_local_rank() -> Iterator[None]:
+    """Have `LOCAL_RANK` in the environment, where DeepSpeed 0.19 looks for it in forward passes at stage 3.
+
+    Slurm and MPI call it something else, and one process alone has none.
+    """
+    if "LOCAL_RANK" in os.environ:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(get_local_rank())
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
 
 
 def autocast_of(engine: Any) -> AbstractContextManager[Any]:

@@ -28,6 +28,7 @@ from lockstep.strategy.deepspeed.engine import (
 )
 from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
 from lockstep.strategy.deepspeed.state import EngineState
+from lockstep.strategy.own_steps import cast_parts
 from lockstep.strategy.trainable import check_kinds, leave_out_frozen
 
 _UNTESTED = "zero_allow_untested_optimizer"
@@ -132,8 +133,8 @@ class DeepSpeedStrategy(Strategy):
         if optim_wrapper is None:
             return self._prepare_evaluation(model), None
         asked = read_optim(model, optim_wrapper, has_own="optimizer" in self._config)
-        halves = {torch.bfloat16, torch.float16} if config_rules.model_dtype(self._config) != torch.float32 else set()
-        check_kinds(model, {torch.float32} | halves, "DeepSpeed")
+        half = config_rules.model_dtype(self._config) != torch.float32
+        check_kinds(model, half=half, engine="DeepSpeed", half_option="bf16=True")
         config = config_rules.complete_config(
             self._config, counts=asked.counts, clip_grad=asked.clip_grad, world_size=get_world_size()
         )
@@ -203,6 +204,7 @@ class DeepSpeedStrategy(Strategy):
             dtype = config_rules.model_dtype(config)
             model.to(dtype)
             cast_inputs(model, dtype, self._inputs_to_half)
+            cast_parts(model, dtype)
             config = {key: value for key, value in config.items() if key not in ("fp16", "bf16")}
             config["zero_optimization"] = {"stage": 0}
         engine = start_engine(model, None, config)
