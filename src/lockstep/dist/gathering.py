@@ -7,6 +7,7 @@ already; larger ones follow in a second message of exactly their size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -49,7 +50,7 @@ from lockstep.dist.slots import Slots, collect, room_for, swap
 @overload
 def all_gather(data: Tensor, group: GroupLike = ..., /, *, sync_grads: bool = ...) -> list[Tensor]: ...
 @overload
-def all_gather(data: Tensor, *, group: GroupLike, sync_grads: bool = ...) -> list[Tensor]: ...
+def all_gather(data: Tensor, *, group: GroupLike = ..., sync_grads: bool = ...) -> list[Tensor]: ...
 @overload
 def all_gather(
     data: Sequence[Tensor] = ...,
@@ -181,7 +182,7 @@ def gather(
 ) -> list[Tensor] | Handle | None: ...
 def gather(  # type: ignore[misc]  # the overloads share their places, not their names
     data: Tensor = NOT_GIVEN,
-    gather_list: Sequence[Tensor] | int | None = None,
+    gather_list: Sequence[Tensor] | Integral | int | None = None,
     dst: int | GroupLike = 0,
     group: GroupLike = None,
     async_op: bool = False,
@@ -215,7 +216,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         >>> [x.tolist() for x in parts] == ([[1.0], [1.0, 1.0]] if get_rank() == 1 else [])
         True
     """
-    if gather_list is not None and not isinstance(gather_list, Sequence):
+    if isinstance(gather_list, Integral):
         third = None if isinstance(dst, int) and dst == 0 else dst  # the group, if anything was given there
         gather_list, dst, group = None, gather_list, _group_argument(third, group)
     here = resolve(group)
@@ -231,7 +232,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         handle = _settled(sent, async_op, here)
         return handle if async_op else []
     if gather_list is not None:
-        return _settled(_gather_into(gather_list, wire, packet, slots, here), async_op, here)
+        return _settled(_gather_into(cast(Sequence[Tensor], gather_list), wire, packet, slots, here), async_op, here)
     parts = _gather(wire, packet, slots, here)
     if async_op:
         raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({here.here})")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, TypeVar, overload
 
 import torch
@@ -121,7 +121,7 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
         >>> gather_object("ab"[get_rank()]) == (["a", "b"] if get_rank() == 0 else None)
         True
     """
-    if object_gather_list is not None and not isinstance(object_gather_list, Sequence):
+    if isinstance(object_gather_list, Integral):
         group = group if isinstance(dst, int) and dst == 0 else dst  # the short form has its group in third place
         object_gather_list, dst = None, object_gather_list
     data = either("data", data, "obj", obj)
