@@ -49,7 +49,7 @@ def run_on_ranks(nproc: int, body: Callable[..., Outcome], arguments: tuple[Any,
         for process in processes:
             process.start()
         _wait_for(processes, timeout_s + ENDING_S)
-        return _agreed(files, nproc)
+        return _agreed(files, [process.exitcode for process in processes])
 
 
 def _free_port() -> int:
@@ -98,8 +98,9 @@ def _run_rank(
         os._exit("failed" in outcome)  # whatever threads and handlers a failed training has left
 
 
-def _agreed(files: Path, nproc: int) -> Outcome:
+def _agreed(files: Path, exit_codes: list[int | None]) -> Outcome:
     """Return how it went for all ranks together."""
+    nproc = len(exit_codes)
     known: dict[int, Outcome] = {
         rank: json.loads(text) for rank in range(nproc) if (text := _read(files / f"rank.{rank}"))
     }
@@ -113,7 +114,8 @@ def _agreed(files: Path, nproc: int) -> Outcome:
             return {"failed": f"hangs\n{stack}", "rank": rank}
     for rank in range(nproc):
         if rank not in known:
-            return {"failed": f"crashed\n{_read(files / f'output.{rank}')[-4000:]}", "rank": rank}
+            output = _read(files / f"output.{rank}")[-4000:]
+            return {"failed": f"crashed with exit code {exit_codes[rank]}\n{output}", "rank": rank}
     refused = [outcome["refused"] for outcome in known.values() if "refused" in outcome]
     if 0 < len(refused) < nproc:
         return {"failed": f"refused on {len(refused)} of {nproc} ranks alone\n{refused[0]}"}
