@@ -131,6 +131,12 @@ def test_a_parameter_without_gradient_on_every_rank_has_none_and_others_get_zero
     assert torch.equal(model.module.head.bias.grad.full_tensor(), torch.tensor([0.5]))
 
 
+@ranks(2)
+def test_a_backward_pass_that_nobody_prepares_is_refused():
+    model = MMFullyShardedDataParallel(seeded(Experts), **UNUSED)
+    refused(lambda: model(own_inputs()).backward(), "must be prepared, .*update_params", RuntimeError)
+
+
 class Late(nn.Module):
     """Calls its blocks in another order on rank 1, or fails there, from its ninth call on."""
 

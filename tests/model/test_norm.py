@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks, and back. Its training forward pass needs an accelerator; the conversions do not."""
+"""BatchNorm over all ranks, and back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.model import convert_sync_batchnorm, revert_sync_batchnorm
+from lockstep.dist import get_rank
+from lockstep.model import MMDistributedDataParallel, convert_sync_batchnorm, revert_sync_batchnorm
 from lockstep.model.norm import BatchNormXd
+from lockstep.testing import ranks
 
 
 class Net(nn.Module):
@@ -95,3 +97,25 @@ def test_what_comes_back_takes_any_number_of_dims(shape):
 def test_another_implementation_is_refused():
     with pytest.raises(ValueError, match="`implementation` must be 'torch', but is 'mmcv'"):
         convert_sync_batchnorm(nn.BatchNorm1d(1), "mmcv")
+
+
+@ranks(2)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("first", [4, 5])  # ranks may have different numbers of samples
+def test_two_ranks_normalise_over_all_samples_on_the_cpu(momentum, first):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    wrapped = MMDistributedDataParallel(convert_sync_batchnorm(copy.deepcopy(plain)), broadcast_buffers=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, wrapped)]
+    for _ in range(3):
+        x = torch.randn(8, 3, 6, 6)
+        own = x[:first] if get_rank() == 0 else x[first:]
+        plain(x).square().sum().backward()
+        (2 * wrapped(own).square().sum()).backward()  # DDP halves the sum over ranks
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(wrapped.module.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=name)
+    x = torch.randn(2, 3, 6, 6)
+    torch.testing.assert_close(wrapped.module.eval()(x), plain.eval()(x), rtol=1e-4, atol=1e-5)

@@ -214,7 +214,7 @@ class MMFullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:
-        """Run a backward pass inside, before which the ranks agree on what it will reach.
+        """Run a backward pass inside, at whose beginning the ranks agree on what it will reach.
 
         Args:
             loss: what the pass begins with, scaled.
@@ -225,8 +225,10 @@ class MMFullyShardedDataParallel(nn.Module):
         Raises:
             CollectiveMismatchError: on every rank, if the losses depend on different units or parameters.
         """
-        with nullcontext() if syncs else self.no_sync():
-            self._consistency.before_backward(loss, reduces=self._syncs_gradients)
+        with (
+            nullcontext() if syncs else self.no_sync(),
+            self._consistency.backward_pass(loss, reduces=self._syncs_gradients),
+        ):
             yield
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from lockstep.dist import all_gather, all_reduce
 from lockstep.dist.guard import check_mode
 from lockstep.errors import CollectiveMismatchError, PeerError
 from lockstep.model.autograd_graph import nodes_of
+from lockstep.tree import tree_leaves
 
 # Of the passes of each kind, those that are compared: the first, and a share of the others.
 _FIRST, _EVERY = 6, 50
@@ -81,11 +83,14 @@ class Consistency:
         self._handled: BaseException | None = None
         self._window_is_due: bool | None = None
         self._window: set[str] = set()
+        self._is_prepared = False
         for unit in self._units:
             # Before and after FSDP's own hooks; compiled code must leave them out, as it does those.
             unit.register_forward_pre_hook(_uncompiled(self._before_unit), prepend=True)
             unit.register_forward_pre_hook(_uncompiled(self._find_gathered))
             unit.register_forward_hook(_uncompiled(self._after_unit), always_call=True)
+        if find_unused and self._groups:
+            module.register_forward_hook(_uncompiled(self._watch_output))
 
     def sharded_units(self, user: nn.Module) -> list[str]:
         """Return the names of the units whose weights `user`, which is running, can only have used while sharded.
@@ -104,12 +109,15 @@ class Consistency:
     def _is_gathered(self, unit: nn.Module) -> bool:
         return all(owner._parameters[name] in self._gathered for owner, name in self._places[unit])
 
-    def before_backward(self, loss: Tensor, *, reduces: bool) -> None:
-        """Compare what a backward pass will reach, and contribute zeros where only other ranks get gradients.
+    @contextmanager
+    def backward_pass(self, loss: Tensor, *, reduces: bool) -> Iterator[None]:
+        """Run a backward pass inside, once all ranks agree on what it will reach.
+
+        With `find_unused`, zeros are contributed first where only other ranks get gradients.
 
         Args:
-            loss: where the pass will begin.
-            reduces: whether it will end with gradients that are reduced over ranks.
+            loss: where the pass begins.
+            reduces: whether it ends with gradients that are reduced over ranks.
 
         **Collective**: every rank of the mesh.
 
@@ -124,6 +132,25 @@ class Consistency:
         if reduces:
             self._window.clear()
             self._window_is_due = None
+        self._is_prepared = True
+        try:
+            yield
+        finally:
+            self._is_prepared = False
+
+    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._require_preparation)  # type: ignore[no-untyped-call]
+
+    def _require_preparation(self, _: Tensor) -> None:
+        if not self._is_prepared:
+            raise RuntimeError(
+                "a backward pass under `find_unused_parameters` must be prepared, so that no rank waits for gradients "
+                "that another one lacks. Call optim_wrapper.update_params(loss) in the model's train_step, or write "
+                "`with model.backward_context(loss, syncs=True): loss.backward()`"
+            )
 
     def _compare_graphs(self, loss: Tensor, reduces: bool) -> None:
         units, params = self._reached_from(loss)

@@ -69,9 +69,7 @@ def test_what_would_be_trained_in_another_precision_or_can_not_be_sent_is_refuse
     for kind, name in ((Double, "fine.weight"), (Complex, "phases")):
         with pytest.raises(ConfigError, match=f"`{name}` must be float32 under ColossalAI's.*strategy 'ddp'"):
             train_base(kind, strategy_for(plugin))
-    with pytest.raises(
-        ConfigError, match=r"`rough.weight` must be float32 under.*with precision='bf16'"
-    ):
+    with pytest.raises(ConfigError, match=r"`rough.weight` must be float32 under.*with precision='bf16'"):
         train_base(Half, strategy_for(plugin))
     with pytest.raises(ConfigError, match="`words` must be an Embedding with sparse=False under ColossalAI's"):
         train_base(Sparse, strategy_for(plugin))
