@@ -112,7 +112,7 @@ def _table(cells: Cells, notes: _Notes) -> Iterator[str]:
 
 def _cell(outcome: Outcome | None, notes: _Notes) -> str:
     if outcome is None:
-        return ""
+        return "not run"
     kind = verdict(outcome)
     if kind == "refused":
         return f"refused ({notes.number(_sentence(outcome['refused']))})"

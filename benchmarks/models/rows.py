@@ -201,7 +201,7 @@ ROWS = (
         options=UNUSED,
         note=f"a branch that never gets a gradient, and so no weight decay. {UNUSED_NOTE}",
     ),
-    Row("float64 beside float32", own.MixedDtypes, data.vector_columns, plan=PERCEPTRON),
+    Row("float64 beside float32", own.MixedDtypes, data.vector_columns, plan={"up": "colwise", "exact": "rowwise"}),
     Row("0-dim parameter", own.Scaled, data.vector_columns, plan=PERCEPTRON),
     Row("complex parameter", own.Complex, data.vector_columns),
     Row(
