@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.dist import get_rank
 from lockstep.model import MMDistributedDataParallel, convert_sync_batchnorm, revert_sync_batchnorm
-from lockstep.model.norm import BatchNormXd
+from lockstep.model.norm import BatchNormXd, CpuSyncBatchNorm
 from lockstep.testing import ranks
 
 
@@ -37,7 +37,7 @@ def test_all_settings_and_the_very_tensors_are_kept():
     norms = [model.body[1], model.head["plain"], model.head["momentary"]]
     settings = [(n.eps, n.momentum, n.affine, n.track_running_stats, n.training) for n in norms]
     tensors = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
-    for convert, kind in ((convert_sync_batchnorm, "SyncBatchNorm"), (revert_sync_batchnorm, "BatchNormXd")):
+    for convert, kind in ((convert_sync_batchnorm, "CpuSyncBatchNorm"), (revert_sync_batchnorm, "BatchNormXd")):
         assert convert(model) is model
         assert kinds(model) == [kind, kind, kind, "GroupNorm"]
         norms = [model.body[1], model.head["plain"], model.head["momentary"]]
@@ -75,7 +75,7 @@ def test_evaluation_is_the_same_before_between_and_after():
 
 
 def test_a_bare_norm_is_replaced_itself_and_a_shared_one_stays_shared():
-    assert type(convert_sync_batchnorm(nn.BatchNorm3d(2))) is nn.SyncBatchNorm
+    assert type(convert_sync_batchnorm(nn.BatchNorm3d(2))) is CpuSyncBatchNorm
     assert type(revert_sync_batchnorm(nn.SyncBatchNorm(2))) is BatchNormXd
     norm = nn.SyncBatchNorm(2)
     model = revert_sync_batchnorm(nn.ModuleList([norm, nn.Sequential(norm), nn.Linear(1, 1)]))
@@ -110,8 +110,8 @@ def test_two_ranks_normalise_over_all_samples_on_the_cpu(momentum, first):
     for _ in range(3):
         x = torch.randn(8, 3, 6, 6)
         own = x[:first] if get_rank() == 0 else x[first:]
-        plain(x).square().sum().backward()
-        (2 * wrapped(own).square().sum()).backward()  # DDP halves the sum over ranks
+        (plain(x).square().sum() / 100).backward()
+        (wrapped(own).square().sum() / 50).backward()  # DDP halves the sum over ranks
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

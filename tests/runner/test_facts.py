@@ -149,13 +149,20 @@ def test_on_one_rank_a_norm_over_ranks_becomes_a_plain_one(tmp_path: Path):
 @pytest.mark.parametrize("batches", [(2, 1), (1, 1)])
 def test_norms_over_ranks_are_warned_of_where_ranks_run_out(batches, tmp_path: Path):
     loader = [(X[:2],)] * batches[get_rank()]
-    # DDP refuses them on the CPU at once; under FSDP they do so themselves, in the forward pass.
     runner = make(tmp_path, train_dataloader=loader, cfg={"sync_bn": "torch"}, strategy="fsdp")
-    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
-        runner.train()
+    runner.train()
     if get_rank() == 0:
         log = (runner.run_dir / "log.txt").read_text()
         assert ("1 SyncBatchNorms (norm, ...) normalise over the samples of all ranks" in log) == (batches == (2, 1))
+
+
+@ranks(2)
+def test_a_norm_of_torchs_over_ranks_trains_on_the_cpu(tmp_path: Path):
+    net = Net()
+    net.norm = nn.SyncBatchNorm(3)
+    runner = make(tmp_path, model=net)
+    runner.train()
+    assert type(net.norm).__name__ == "CpuSyncBatchNorm"
 
 
 def test_the_settings_of_a_machine_are_applied(tmp_path: Path):

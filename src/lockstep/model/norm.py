@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.device import get_device
 from lockstep.dist import all_reduce, get_world_size
 
 
@@ -20,37 +21,38 @@ class BatchNormXd(_BatchNorm):
             raise ValueError(f"`input` must have the shape [samples, features, ...], but has {tuple(input.shape)}")
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's `SyncBatchNorm`, which also trains on the CPU, where torch's has no kernel.
+class CpuSyncBatchNorm(_BatchNorm):
+    """BatchNorm over the samples of all ranks on the CPU, where torch's `SyncBatchNorm` has no kernel.
 
     **Shapes**: [samples, features, ...] -> the same; ranks may have different numbers of samples.
 
-    **Collective**: every rank of the group, in training. **Cost**: on the CPU two all_reduces of as many numbers as
-    there are features in each forward pass, and two in the backward pass.
+    **Collective**: every rank of the default group, in training. **Cost**: two all_reduces of as many numbers as there
+    are features in each forward pass, and two in the backward pass.
 
     **Source**: `torch.nn.SyncBatchNorm` (2.13), which raises for inputs on the CPU.
     """
 
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2:
+            raise ValueError(f"`input` must have the shape [samples, features, ...], but has {tuple(input.shape)}")
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Normalise over the samples of all ranks in training, else by the running statistics."""
-        if input.device.type != "cpu":
+        if not self.training or get_world_size() == 1:
             return super().forward(input)
-        if not self.training or get_world_size(self.process_group) == 1:
-            return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
-        return self._normalised(input.float() if input.dtype in (torch.float16, torch.bfloat16) else input).to(
-            input.dtype
-        )
+        is_half = input.dtype in (torch.float16, torch.bfloat16)
+        return self._normalised(input.float() if is_half else input).to(input.dtype)
 
     def _normalised(self, values: Tensor) -> Tensor:
         dims, shape = [0, *range(2, values.dim())], [1, -1] + [1] * (values.dim() - 2)
         count = values.new_tensor([values.numel() // self.num_features])
-        sums = all_reduce(torch.cat([values.sum(dims), count]), group=self.process_group, sync_grads=True)
+        sums = all_reduce(torch.cat([values.sum(dims), count]), sync_grads=True)
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centered = values - mean.view(shape)
         # In two passes, which rounds less than a mean of squares does.
-        variance = all_reduce(centered.square().sum(dims), group=self.process_group, sync_grads=True) / count
+        variance = all_reduce(centered.square().sum(dims), sync_grads=True) / count
         self._follow(mean.detach(), variance.detach(), count)
         normalised = centered * (variance + self.eps).rsqrt().view(shape)
         if self.weight is not None:
@@ -82,52 +84,65 @@ def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> 
         implementation: `"torch"`, the only one.
 
     **Cost**: in training, one small all_gather per layer in each forward pass, and one all_reduce in the backward
-    pass; on the CPU see `SyncBatchNorm`.
+    pass; on the CPU see `CpuSyncBatchNorm`.
 
-    **Source**: `torch.nn.SyncBatchNorm.convert_sync_batchnorm` (2.13), whose layers do not train on the CPU; those of
-    `SyncBatchNorm` do.
+    **Source**: `torch.nn.SyncBatchNorm.convert_sync_batchnorm` (2.13), whose layers do not train on the CPU;
+    there they are `CpuSyncBatchNorm`s.
     """
     if implementation != "torch":
         raise ValueError(f"`implementation` must be 'torch', but is {implementation!r}")
+    if get_device() == "cpu":
+        return _replaced(module, nn.modules.batchnorm._BatchNorm, CpuSyncBatchNorm, {})
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-    for part in converted.modules():
-        if type(part) is nn.SyncBatchNorm:
-            part.__class__ = SyncBatchNorm  # torch's conversion makes its own class, of the same attributes
     return converted
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Return `module` with every `SyncBatchNorm` replaced by a BatchNorm that looks at this rank's samples alone.
+    """Return `module` with every synchronised BatchNorm replaced by one that looks at this rank's samples alone.
 
-    The module is changed in place, unless it is a `SyncBatchNorm` itself; parameters and buffers stay the same
+    The module is changed in place, unless it is one itself; parameters and buffers stay the same
     tensors, and layers that are shared stay shared.
 
     Args:
         module: not wrapped yet.
     """
-    return _reverted(module, {})
+    return _replaced(module, (nn.SyncBatchNorm, CpuSyncBatchNorm), BatchNormXd, {})
 
 
-def _reverted(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
+def sync_on_this_device(module: nn.Module) -> nn.Module:
+    """Return `module` with torch's `SyncBatchNorm`s replaced, where there is no accelerator, by some that run."""
+    return _replaced(module, nn.SyncBatchNorm, CpuSyncBatchNorm, {}) if get_device() == "cpu" else module
+
+
+def is_synced(module: nn.Module) -> bool:
+    """Return whether `module` is a BatchNorm over the samples of all ranks."""
+    return isinstance(module, nn.SyncBatchNorm | CpuSyncBatchNorm)
+
+
+def _replaced(
+    module: nn.Module,
+    kinds: type[_BatchNorm] | tuple[type[_BatchNorm], ...],
+    by: type[_BatchNorm],
+    done: dict[nn.Module, nn.Module],
+) -> nn.Module:
+    """Return `module` with its layers of some kinds replaced, those that are shared by one."""
     if module in done:
         return done[module]
     done[module] = module
-    if isinstance(module, nn.SyncBatchNorm):
-        done[module] = _without_sync(module)
+    if isinstance(module, kinds):
+        done[module] = _as(by, module)
     for name, child in module._modules.items():
         if child is not None:
-            setattr(module, name, _reverted(child, done))
+            setattr(module, name, _replaced(child, kinds, by, done))
     return done[module]
 
 
-def _without_sync(norm: nn.SyncBatchNorm) -> BatchNormXd:
-    plain = BatchNormXd(
-        norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=norm.track_running_stats
-    )
-    plain.affine = norm.affine
-    plain.register_parameter("weight", norm.weight)
-    plain.register_parameter("bias", norm.bias)
+def _as(kind: type[_BatchNorm], norm: _BatchNorm) -> _BatchNorm:
+    other = kind(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=norm.track_running_stats)
+    other.affine = norm.affine
+    other.register_parameter("weight", norm.weight)
+    other.register_parameter("bias", norm.bias)
     for name, buffer in norm._buffers.items():
-        plain._buffers[name] = buffer
-    plain.train(norm.training)
-    return plain
+        other._buffers[name] = buffer
+    other.train(norm.training)
+    return other

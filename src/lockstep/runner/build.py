@@ -21,6 +21,7 @@ from lockstep.model import (
     uncompiled,
     unwrap_model,
 )
+from lockstep.model.norm import is_synced, sync_on_this_device
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import EVALUATOR, HOOKS, LOOPS, MODELS
 from lockstep.runner.eval_loops import EvalLoop
@@ -91,8 +92,8 @@ def _with_norms(model: nn.Module, sync_bn: str | None) -> nn.Module:
     if is_model_wrapper(model):
         return model
     if get_world_size() > 1:
-        return model if sync_bn is None else convert_sync_batchnorm(model, sync_bn)
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return sync_on_this_device(model) if sync_bn is None else convert_sync_batchnorm(model, sync_bn)
+    if any(is_synced(module) for module in model.modules()):
         _logger.info("on one rank every SyncBatchNorm becomes a BatchNorm")
         return revert_sync_batchnorm(model)
     return model
@@ -139,7 +140,7 @@ def _refuse_own_steps(loop: TrainLoop | EvalLoop) -> None:
 def _warn_of_sync_norms(runner: Runner, loop: TrainLoop) -> None:
     """Say that stand-ins are normalised over as well, where there will or may be some."""
     lengths, core = loop.passes.lengths, unwrap_model(runner.model)
-    names = [name for name, module in core.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    names = [name for name, module in core.named_modules() if is_synced(module)]
     if names and runner.world_size > 1 and (lengths is None or min(lengths) < max(lengths)):
         _logger.warning(
             "%d SyncBatchNorms (%s, ...) normalise over the samples of all ranks, and over the repeated batch of one "
