@@ -169,12 +169,12 @@ class Scaled(Classifier):
 
 
 class Complex(Classifier):
-    """A network with a complex layer, whose rows no number of ranks divides."""
+    """A network with a complex layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 16) -> None:
         super().__init__()
-        self.waves = nn.Parameter(torch.randn(15, 16, dtype=torch.complex64) / 4)
-        self.down = nn.Linear(15, CLASSES)
+        self.waves = nn.Parameter(torch.randn(rows, 16, dtype=torch.complex64) / 4)
+        self.down = nn.Linear(rows, CLASSES)
 
     def scores(self, inputs: Tensor) -> Tensor:
         return self.down((inputs.to(self.waves.dtype) @ self.waves.T).abs())

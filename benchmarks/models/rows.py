@@ -204,6 +204,7 @@ ROWS = (
     Row("float64 beside float32", own.MixedDtypes, data.vector_columns, plan={"up": "colwise", "exact": "rowwise"}),
     Row("0-dim parameter", own.Scaled, data.vector_columns, plan=PERCEPTRON),
     Row("complex parameter", own.Complex, data.vector_columns),
+    Row("complex, 15 rows", lambda: own.Complex(15), data.vector_columns, note="no number of ranks divides its rows."),
     Row(
         "sparse embedding",
         own.SparseWords,
