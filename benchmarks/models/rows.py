@@ -110,6 +110,7 @@ class Row:
 
 
 PERCEPTRON = {"*up": "colwise", "*down": "rowwise"}
+GATED = ("gate", "up", "down")
 LAYERS = {"*.layer.?.intermediate.dense": "colwise", "*.layer.?.output.dense": "rowwise"}
 ATTENTION = {f"*.{name}_proj": "colwise" for name in "qkv"} | {"*.o_proj": "rowwise"}
 UNUSED = {name: {"find_unused_parameters": True} for name in ("DDP-2", "ColossalAI TP-2")}
@@ -127,13 +128,20 @@ ROWS = (
     _hf("BERT", huggingface.bert, data.sentence_columns, plan=LAYERS),
     _hf("ViT", huggingface.vit, data.image_columns, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}),
     _hf("Mixtral", huggingface.mixtral, data.token_columns, plan=ATTENTION),
-    _hf("Qwen2-MoE", huggingface.qwen2_moe, data.token_columns, plan=ATTENTION),
+    _hf(
+        "Qwen2-MoE",
+        huggingface.qwen2_moe,
+        data.token_columns,
+        plan={f"*.shared_expert.{name}_proj": "rowwise" if name == "down" else "colwise" for name in GATED},
+        colossalai_plan=True,
+        note="the shared expert is what tensor parallelism splits; ColossalAI has no policy for the model.",
+    ),
     _hf("Whisper", huggingface.whisper, data.speech_columns, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}),
     _hf(
         "LoRA on Llama",
         huggingface.lora,
         data.token_columns,
-        plan={"*.gate_proj": "colwise", "*.up_proj": "colwise", "*.down_proj": "rowwise"},
+        plan={f"*.{name}_proj": "rowwise" if name == "down" else "colwise" for name in GATED},
         colossalai_plan=True,
     ),
     Row(
