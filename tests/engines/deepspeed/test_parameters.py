@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.dist import get_rank
+from lockstep.errors import ConfigError, PeerError
 from lockstep.testing import ranks, run_ranks
 
 from ..own_steps import SGD, X, Y
@@ -107,3 +109,23 @@ def by_ddp(kind: type[Base]) -> list[float]:
 def test_at_stage_2_they_are_told_to_go_the_same_way(kind: type[Base]):
     with pytest.raises(ConfigError, match=r"must reach the same parameters on every rank, in the same order.*stage=1"):
         train_base(kind, strategy_of("zero2"))
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [Branches, Orders])
+def test_at_stage_3_they_meet_before_they_gather_other_parameters(kind: type[Base]):
+    with pytest.raises(ConfigError, match=r"same layers in the same order at ZeRO stage 3.*on rank 0 and .*stage=1"):
+        train_base(kind, strategy_of("zero3"))
+
+
+class FailsOnOne(Base):
+    def changed(self, x: Tensor) -> Tensor:
+        if get_rank() == 1:
+            raise KeyError("its own")
+        return x
+
+
+@ranks(2)
+def test_at_stage_3_nobody_waits_for_a_rank_that_fails():
+    with pytest.raises(KeyError if get_rank() == 1 else PeerError, match="its own" if get_rank() == 1 else "rank 1"):
+        train_base(FailsOnOne, strategy_of("zero3"))

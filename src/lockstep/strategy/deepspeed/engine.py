@@ -20,6 +20,7 @@ from lockstep.dist.engines import adopt_group, load_engine, undisturbed
 from lockstep.errors import ConfigError
 from lockstep.model import steps
 from lockstep.registry import MODEL_WRAPPERS
+from lockstep.strategy.deepspeed.gather_order import GatherOrder
 from lockstep.strategy.own_steps import OwnStep, WholeParams, called_from, cast_parts
 from lockstep.strategy.trainable import TrainableParams
 from lockstep.tree import tree_map
@@ -115,10 +116,13 @@ class MMDeepSpeedEngineWrapper(nn.Module):
             guard = WholeParams(self.module, _problem_of_shares) if self.forward_is_collective else None
             self._own_step = OwnStep(self, self.module, model, guard, always=True)
         cast_parts(self.module, dtype)
+        self._order = GatherOrder(self.module) if self.forward_is_collective else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model through the engine, whose backward pass belongs to it."""
-        with self._local_rank_known(), nullcontext() if self._own_step is None else self._own_step.forward():
+        own_step = nullcontext() if self._own_step is None else self._own_step.forward()
+        order = nullcontext() if self._order is None else self._order.watching()
+        with self._local_rank_known(), own_step, order:
             return self.model(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
