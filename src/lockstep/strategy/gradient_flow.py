@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.dist import all_reduce, get_dist_info
 from lockstep.errors import ConfigError
+from lockstep.model.autograd_graph import nodes_of
 
 
 class GradientFlow:
@@ -46,19 +47,11 @@ class GradientFlow:
         """
         # A gradient is there when the node that was made first, of those that add to it, has been gone through.
         earliest: dict[int, int] = {}
-        seen: set[Any] = set()
-        open_nodes: list[Any] = [loss.grad_fn]
-        while open_nodes:
-            node = open_nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_of(loss):
             self.sees_all &= type(node).__name__ != "CheckpointFunctionBackward"
             for parent, _ in node.next_functions:
                 leaf = getattr(parent, "variable", None)
-                if leaf is None:
-                    open_nodes.append(parent)
-                elif (place := self._places.get(id(leaf))) is not None:
+                if leaf is not None and (place := self._places.get(id(leaf))) is not None:
                     number = node._sequence_nr()
                     earliest[place] = min(number, earliest.get(place, number))
         return sorted(earliest, key=lambda place: (-earliest[place], place))
