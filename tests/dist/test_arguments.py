@@ -269,7 +269,7 @@ def test_ranks_and_sizes_may_be_integers_of_numpy() -> None:
     assert collect_results([rank], np.int64(2)) == ([0, 1] if rank == 0 else None)
     for no_rank in (np.float64(0), np.bool_(False), torch.tensor(0)):
         with pytest.raises(TypeError, match="`dst` must be an int"):
-            gather(data, no_rank)
+            gather(data, dst=no_rank)
     for no_size in ("1", 1.0, True):
         with pytest.raises(TypeError, match="the size of a local group must be an int, but is"):
             init_local_group(no_size)
