@@ -136,7 +136,8 @@ def test_a_config_names_the_optimizer_by_class_or_name(kind):
     )
     assert type(wrapper) is OptimWrapper
     assert type(wrapper.optimizer) is torch.optim.SGD
-    assert [id(p) for p in wrapper.param_groups[0]["params"]] == [id(p) for p in model[0].parameters()]
+    # The frozen ones, too, which may be unfrozen later.
+    assert [id(p) for p in wrapper.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
     assert "accumulative_counts=2" in repr(wrapper)
 
 
