@@ -42,7 +42,7 @@ def lora() -> nn.Module:
 def t5() -> nn.Module:
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
-        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0, feed_forward_proj="gelu",
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 

@@ -1,4 +1,7 @@
-"""Models written by hand, each with one property that makes layouts difficult."""
+"""Models written by hand, each with one property that makes layouts difficult.
+
+Their activations are smooth: at the kink of a ReLU the last bit of a sum may decide about a gradient.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize, relu
+from torch.nn.functional import cross_entropy, normalize, silu
 
 from benchmarks.models.data import CLASSES, VOCABULARY
 from lockstep import dist
@@ -35,7 +38,7 @@ class Perceptron(Classifier):
         self.down = nn.Linear(width, outputs)
 
     def scores(self, inputs: Tensor) -> Tensor:
-        return self.down(relu(self.up(inputs)))
+        return self.down(silu(self.up(inputs)))
 
 
 class ResidualBlock(nn.Module):
@@ -52,8 +55,8 @@ class ResidualBlock(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, images: Tensor) -> Tensor:
-        inner = self.bn2(self.conv2(relu(self.bn1(self.conv1(images)))))
-        return relu(inner + self.shortcut(images))
+        inner = self.bn2(self.conv2(silu(self.bn1(self.conv1(images)))))
+        return silu(inner + self.shortcut(images))
 
 
 class ResNet18(Classifier):
@@ -61,7 +64,7 @@ class ResNet18(Classifier):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.SiLU())
         widths = (width, width, 2 * width, 4 * width, 8 * width)
         self.blocks = nn.Sequential()
         for stage, (inputs, outputs) in enumerate(pairwise(widths)):
@@ -128,7 +131,7 @@ class Backbone(Classifier):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def scores(self, inputs: Tensor) -> Tensor:
-        return self.head(relu(self.backbone(inputs)))
+        return self.head(silu(self.backbone(inputs)))
 
 
 class SpareBranch(Classifier):
@@ -153,7 +156,7 @@ class MixedDtypes(Classifier):
         self.down = nn.Linear(WIDTH, CLASSES)
 
     def scores(self, inputs: Tensor) -> Tensor:
-        return self.down(relu(self.exact(self.up(inputs).double())).float())
+        return self.down(silu(self.exact(self.up(inputs).double())).float())
 
 
 class Scaled(Classifier):

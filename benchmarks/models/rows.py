@@ -149,7 +149,7 @@ ROWS = (
         own.ResNet18,
         lambda count, generator: data.image_columns(count, generator, "inputs"),
         cfg={"sync_bn": "torch"},
-        note='`sync_bn="torch"` in the config; by hand, BatchNorm over the global batch.',
+        note='`sync_bn="torch"` in the config, SiLU for ReLU; by hand, BatchNorm over the global batch.',
     ),
     Row(
         "GAN",
