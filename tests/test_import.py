@@ -50,6 +50,7 @@ QUERIES = {
 }
 GUARDS = {"local_main_process_first", "main_process_first", "master_only"}
 TENSORS = {
+    "ReduceOp",
     "Handle",
     "all_gather",
     "all_reduce",

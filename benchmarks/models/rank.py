@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,28 @@ def train(task: Mapping[str, Any], column_name: str, recorder: Recorder) -> dict
         resume=resumes,
         cfg=Config(dict(row.cfg)),
     )
-    runner.train()
+    with _listening() as told:
+        runner.train()
     assert runner.val_loop is not None
-    found = {"steps": getattr(model, "steps_taken", None)}
+    found: dict[str, Any] = {"steps": getattr(model, "steps_taken", None)}
     if dist.is_main_process():
         wanted = torch.load(task["reference"], weights_only=True)
-        found |= _compared(wanted, recorder, runner.val_loop.metrics["output_size"])
+        found |= _compared(wanted, recorder, runner.val_loop.metrics["output_size"], told)
     return found
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    """Note what is said of parameters that a strategy trains otherwise than the others."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lockstep.strategy")
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
 
 
 def _optim_wrapper(row: Row) -> dict[str, Any]:
@@ -100,13 +116,19 @@ def _optim_wrapper(row: Row) -> dict[str, Any]:
     return dict.fromkeys(row.parts, one) or one
 
 
-def _compared(wanted: Mapping[str, Any], recorder: Recorder, validated: float) -> dict[str, Any]:
-    """Return the largest relative differences from the loop by hand, whose last updates these are."""
+def _compared(wanted: Mapping[str, Any], recorder: Recorder, validated: float, told: Sequence[str]) -> dict[str, Any]:
+    """Return the largest relative differences from the loop by hand, whose last updates these are.
+
+    Weights that a warning has named, as those which an engine trains otherwise, are left out; the warning comes along.
+    """
     begin = EPOCHS * EPOCH_STEPS - len(recorder.losses)
     weights = {name: _relative(tensor, recorder.state.get(name)) for name, tensor in wanted["state"].items()}
     weights |= dict.fromkeys(recorder.state.keys() - weights.keys(), float("inf"))
+    named = {name: text for name in weights for text in told if name in text}
+    weights = {name: difference for name, difference in weights.items() if name not in named}
     worst = max(weights, key=lambda name: weights[name])
     return {
+        **({"told": next(iter(named.values()))} if named else {}),
         "loss": _largest(wanted["losses"][begin:], recorder.losses),
         "norm": _largest(wanted["norms"][begin:], recorder.norms),
         "weights": weights[worst],

@@ -51,8 +51,9 @@ def _lines(results: Results) -> Iterator[str]:
         any weight at the end (relative to the largest of its tensor), and of the validated number, the mean over all
         samples of the size of an output. Tolerances: {tolerances}. A `train_step` that the model has of its own must
         have been called once per update. *refused* means that lockstep says before the first update, on every rank,
-        that it can't do this; the sentences are below. *wrong* (out of tolerance) and *failed* (anything else) make
-        the command fail."""
+        that it can't do this; the sentences are below. A figure with *but* leaves out weights that a warning names
+        in the first update, because the engine trains them otherwise. *wrong* (out of tolerance) and *failed* (anything
+        else) make the command fail."""
     )
     yield from (f"* {_ENGINES[engine]}: {what}" for engine, what in results.made.items())
     yield ""
@@ -98,7 +99,7 @@ class _Notes:
 
     def lines(self) -> Iterator[str]:
         if self._sentences:
-            yield from ("## Refused", "")
+            yield from ("## Refused, or said at the start", "")
         yield from (f"{number}. {sentence}" for number, sentence in enumerate(self._sentences, 1))
 
 
@@ -117,7 +118,8 @@ def _cell(outcome: Outcome | None, notes: _Notes) -> str:
     if kind == "refused":
         return f"refused ({notes.number(_sentence(outcome['refused']))})"
     under = f" ({outcome['under']})" if "under" in outcome else ""
-    return f"{kind}{under}" if kind in ("wrong", "failed") else f"{_figure(worst(outcome))}{under}"
+    told = f", but ({notes.number(_sentence(outcome['told']))})" if "told" in outcome else ""
+    return f"{kind}{under}" if kind in ("wrong", "failed") else f"{_figure(worst(outcome))}{told}{under}"
 
 
 def _sentence(message: str) -> str:
