@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-GRACE_S = 3.0  # for the other ranks to say how it went for them, once one has failed
+GRACE_S = 3.0  # for the other ranks to say how it went for them, once one has
 ENDING_S = 20.0  # beyond the time of a task: to start, and to say where it hangs
 
 Outcome = dict[str, Any]
@@ -95,7 +95,15 @@ def _run_rank(
         draft = files / f"draft.{rank}"
         draft.write_text(json.dumps(outcome))
         draft.rename(files / f"rank.{rank}")
+        _wait_for_others(files, nproc)
         os._exit("failed" in outcome)  # whatever threads and handlers a failed training has left
+
+
+def _wait_for_others(files: Path, nproc: int) -> None:
+    """Wait until all ranks have said how it went: those behind may still need this one, which may host the store."""
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and not all((files / f"rank.{rank}").exists() for rank in range(nproc)):
+        time.sleep(0.01)
 
 
 def _agreed(files: Path, exit_codes: list[int | None]) -> Outcome:
