@@ -17,14 +17,15 @@ demo: $(READY)  ## train on real digits in two processes
 
 # Whole jobs, started as a user starts them, take minutes: they have a word of their own.
 JOBS := tests/launchers tests/examples
-# So do the combinations of what strategies can do.
-LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py tensor_parallel.py compile.py)
+# So do the combinations of what strategies can do, and of optimizers with them.
+LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals.py optim_state.py tensor_parallel.py \
+	compile.py) tests/model/test_fsdp_consistency.py
 
 test: $(READY)  ## every room, on real ranks
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(JOBS) $(LAYOUTS)) $(PYTEST_ARGS)
 
 .PHONY: test-layouts
-test-layouts: $(READY)  ## FSDP's options, tensor parallelism and compiled models, against one process
+test-layouts: $(READY)  ## FSDP's options and checks, tensor parallelism, compiled models, states of optimizers, against one process
 	$(BIN)/python -m pytest $(LAYOUTS) $(PYTEST_ARGS)
 
 .PHONY: test-jobs
