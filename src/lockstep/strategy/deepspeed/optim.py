@@ -285,7 +285,7 @@ def _not_wanted(built: OptimWrapper) -> str:
             f"of {', '.join(built)}. Use strategy 'ddp' with MMSeparateDistributedDataParallel, or 'fsdp'"
         )
     return (
-        f"`optim_wrapper` must be an OptimWrapper or a DeepSpeedOptimWrapper under DeepSpeed, but is a "
+        f"`optim_wrapper` must be an OptimWrapper or a DeepSpeedOptimWrapper under DeepSpeed, but is of type "
         f"{type(built).__name__}. For mixed precision give the strategy bf16=True, fp16=True or "
         "torch_autocast=dict(enabled=True, dtype='bfloat16')"
     )
