@@ -298,9 +298,9 @@ def test_without_the_package_the_recipe_is_named(monkeypatch: pytest.MonkeyPatch
             "zero1",
             {},
             {"type": "AmpOptimWrapper", **SGD},
-            r"is a AmpOptimWrapper.*precision='bf16', or use plugin='ddp'",
+            r"is of type AmpOptimWrapper.*precision='bf16', or use plugin='ddp'",
         ),
-        ("zero1", {}, {"up": SGD, "down": SGD}, r"is a OptimWrapperDict.*strategy='ddp'"),
+        ("zero1", {}, {"up": SGD, "down": SGD}, r"is of type OptimWrapperDict.*strategy='ddp'"),
         ("zero1", {}, {"optimizer": {"type": "Adafactor"}}, r"must update each number by itself.*but is Adafactor"),
         ("zero1", {"stgae": 2}, SGD, "LowLevelZeroPlugin takes no option `stgae`: did you mean `stage`"),
         ("hybrid", {"tp_size": 3}, SGD, "`tp_size` must divide the number of ranks, but is 3, and there are 2"),
@@ -329,7 +329,7 @@ def test_models_that_would_go_wrong_are_refused_with_the_alternative():
     optimizers = {name: torch.optim.SGD([nn.Parameter(torch.ones(1))]) for name in "ab"}
     with pytest.raises(ConfigError, match="with one optimizer"):
         ColossalAIOptimWrapper.of(OptimWrapperDict(**{name: OptimWrapper(item) for name, item in optimizers.items()}))
-    with pytest.raises(ConfigError, match="is a AmpOptimWrapper"):
+    with pytest.raises(ConfigError, match="is of type AmpOptimWrapper"):
         ColossalAIOptimWrapper.of(AmpOptimWrapper(optimizer=optimizers["a"]))
     with pytest.raises(RuntimeError, match=r"must be given to ColossalAIStrategy.prepare\(\)"):
         ColossalAIOptimWrapper(optimizers["a"]).step()

@@ -53,8 +53,8 @@ class ColossalAIOptimWrapper(OptimWrapper):
             return wrapper
         if type(wrapper) is not OptimWrapper:
             raise ConfigError(
-                "`optim_wrapper` must be an OptimWrapper with one optimizer under the strategy 'colossalai', but is of type "
-                f"{type(wrapper).__name__}. For half precision give the plugin precision='bf16', or use plugin='ddp'; "
+                "`optim_wrapper` must be an OptimWrapper with one optimizer under the strategy 'colossalai', but is of "
+                f"type {type(wrapper).__name__}. For half precision give the plugin precision='bf16', or use plugin='ddp'; "
                 "for several optimizers use strategy='ddp'"
             )
         clip_grad = {"type": wrapper._clip_type, **wrapper._clip_kwargs} if wrapper._clip_type else None
