@@ -54,8 +54,8 @@ class ColossalAIOptimWrapper(OptimWrapper):
         if type(wrapper) is not OptimWrapper:
             raise ConfigError(
                 "`optim_wrapper` must be an OptimWrapper with one optimizer under the strategy 'colossalai', but is of "
-                f"type {type(wrapper).__name__}. For half precision give the plugin precision='bf16', or use plugin='ddp'; "
-                "for several optimizers use strategy='ddp'"
+                f"type {type(wrapper).__name__}. For half precision give the plugin precision='bf16', or use "
+                "plugin='ddp'; for several optimizers use strategy='ddp'"
             )
         clip_grad = {"type": wrapper._clip_type, **wrapper._clip_kwargs} if wrapper._clip_type else None
         return cls(wrapper.optimizer, wrapper._accumulative_counts, clip_grad)
