@@ -38,7 +38,7 @@ def main() -> None:
         found = matrix.run(cells, pythons, Path(folder), arguments.timeout)
     found.made = versions(pythons)
     bad = found.bad()
-    print("\n".join(bad) or "the same numbers everywhere, or a refusal")
+    print("\n".join(bad) or "the same numbers everywhere, or a sentence that says why not")
     if arguments.update or len(cells) == len(ROWS) * len(COLUMNS):
         results = Results.read(arguments.json) if arguments.update else Results()
         results.update(found)

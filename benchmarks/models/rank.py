@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -125,7 +126,7 @@ def _compared(wanted: Mapping[str, Any], recorder: Recorder, validated: float, t
     begin = EPOCHS * EPOCH_STEPS - len(recorder.losses)
     weights = {name: _relative(tensor, recorder.state.get(name)) for name, tensor in wanted["state"].items()}
     weights |= dict.fromkeys(recorder.state.keys() - weights.keys(), float("inf"))
-    named = {name: text for name in weights for text in told if name in text}
+    named = {name: text for name in weights for text in told if name in re.findall(r"[\w.]*\w", text)}
     weights = {name: difference for name, difference in weights.items() if name not in named}
     worst = max(weights, key=lambda name: weights[name])
     return {

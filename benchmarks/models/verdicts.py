@@ -83,7 +83,8 @@ def described(outcome: Outcome) -> str:
         lines = outcome["failed"].splitlines()
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt|Warning)\b", line)]
         return f"failed: {errors[-1] if errors else lines[0]}"
-    return f"{kind}: {'; '.join(_faults(outcome)) or f'{worst(outcome):.0e}'}"
+    but = f", but {outcome['told']}" if "told" in outcome else ""
+    return f"{kind}: {'; '.join(_faults(outcome)) or f'{worst(outcome):.0e}'}{but}"
 
 
 def _is_bad(outcome: Outcome) -> bool:
