@@ -62,10 +62,12 @@ class BaseModel(BaseModule):
         """
         return steps.train_step(self, data, optim_wrapper)
 
+    @steps.default_step
     def val_step(self, data: Any) -> Any:
         """Return what the model predicts for one batch of the validation data."""
         return steps.predict_step(self, data)
 
+    @steps.default_step
     def test_step(self, data: Any) -> Any:
         """Return what the model predicts for one batch of the test data."""
         return steps.predict_step(self, data)

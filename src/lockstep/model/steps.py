@@ -35,7 +35,7 @@ class UpdatesParams(Protocol):
 
 
 def default_step(method: _Method) -> _Method:
-    """Mark a `train_step` that does what `train_step` below does for any module, and so need not be called."""
+    """Mark a step of a class that does what lockstep does for any module, and so need not be called."""
     method.is_default_step = True  # type: ignore[attr-defined]
     return method
 
