@@ -325,6 +325,21 @@ def test_parameters_are_unfrozen_and_frozen_on_the_way(find_unused):
 
 
 @ranks(2)
+def test_hooks_of_the_wrapper_outlast_a_change_of_what_is_trained():
+    model = Thawing()
+    wrapped = MMDistributedDataParallel(model)
+    seen = []
+    wrapped.register_forward_pre_hook(lambda module, args, kwargs: seen.append(sorted(kwargs)), with_kwargs=True)
+    x, y = own_part(batches()[0])
+    for trained in (False, True):
+        model.body.requires_grad_(trained)
+        wrapped.eval()
+        wrapped(x=x, y=y).backward()
+        assert not wrapped.training
+    assert seen == [["x", "y"]] * 2
+
+
+@ranks(2)
 def test_what_is_no_bool_in_the_second_place_is_taken_for_device_ids():
     wrapped = MMDistributedDataParallel(nn.Linear(1, 1), [0])
     assert wrapped.detect_anomalous_params is False

@@ -169,7 +169,12 @@ class MMDistributedDataParallel(DistributedDataParallel):
             for what, chosen in (("unfrozen", unfrozen), ("frozen", _without(self._exchanged, trainable))):
                 if some := [names[self._parameters_seen[index]] for index, is_it in enumerate(chosen) if is_it]:
                     _logger.info("%d parameters are %s: %s", len(some), what, ", ".join(some))
-        kept = {name: value for name, value in vars(self).items() if name == "training" or name.endswith("_hooks")}
+        # What users have set on this wrapper; its communication hook is registered anew.
+        kept = {
+            name: value
+            for name, value in vars(self).items()
+            if name == "training" or ("_hooks" in name and name != "_comm_hooks")
+        }
         # With that search, what is frozen for a while may stay in the exchange.
         thawed = _without(self._exchanged, trainable) if self._options.get("find_unused_parameters") else []
         frozen = [parameter for parameter, is_it in zip(self._parameters_seen, thawed, strict=False) if is_it]
@@ -207,7 +212,11 @@ class MMDistributedDataParallel(DistributedDataParallel):
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if found is None or "finished reduction" not in str(error):
             raise error
-        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        names = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
         unused = [names[int(index)] for index in found.group(1).split()]
         rank, size = get_rank(self.process_group), get_world_size(self.process_group)
         raise ConfigError(_unused(unused, rank, size)) from error
