@@ -18,6 +18,7 @@ from lockstep.dist import (
     init_local_group,
     local_main_process_first,
     main_process_first,
+    run_on_main,
 )
 from lockstep.dist.agreement import together
 from lockstep.dist.groups import resolve
@@ -153,4 +154,49 @@ def test_a_message_too_long_for_the_way_is_cut_and_any_text_survives_it() -> Non
     if get_rank() == 0:
         assert caught.value.cause.startswith("ValueError: é\\udcffé")
         assert len(caught.value.cause) < 512
+    assert group_is_usable()
+
+
+@ranks(1, 2, 3)
+def test_what_rank_0_returns_reaches_every_rank() -> None:
+    called: list[int] = []
+
+    def find() -> dict[str, object]:
+        called.append(get_rank())
+        return {"path": "epoch_3", "weights": torch.arange(20_000)}
+
+    found = run_on_main(find)
+    assert found["path"] == "epoch_3"
+    assert torch.equal(found["weights"], torch.arange(20_000))
+    assert called == ([0] if get_rank() == 0 else [])
+    assert run_on_main(lambda: None) is None
+    assert group_is_usable()
+
+
+@pytest.mark.parametrize("error", [OSError("no such folder"), KeyboardInterrupt("no such folder"), SystemExit(3)])
+@ranks(2, 3)
+def test_what_rank_0_raises_for_all_reaches_every_rank(error: BaseException) -> None:
+    def find() -> None:
+        raise error
+
+    with pytest.raises(type(error) if get_rank() == 0 else PeerError) as caught:
+        run_on_main(find)
+    if get_rank() != 0:
+        assert caught.value.rank == 0
+        assert type(error).__name__ in str(caught.value)
+    assert group_is_usable()
+
+
+@ranks(2)
+def test_what_rank_0_can_not_pickle_for_all_is_an_error_on_every_rank() -> None:
+    with pytest.raises(TypeError if get_rank() == 0 else PeerError, match="picklable"):
+        run_on_main(lambda: lambda: None)
+    assert group_is_usable()
+
+
+@ranks(2)
+def test_rank_0_alone_of_a_subgroup_runs_what_the_subgroup_is_to_know() -> None:
+    group = torch_dist.new_group([1])
+    if get_rank() == 1:
+        assert run_on_main(get_rank, group) == 1
     assert group_is_usable()

@@ -3,7 +3,7 @@
 from torch.distributed import ReduceOp
 
 from lockstep.device import get_device
-from lockstep.dist.agreement import local_main_process_first, main_process_first
+from lockstep.dist.agreement import local_main_process_first, main_process_first, run_on_main
 from lockstep.dist.devices import cast_data_device, get_comm_device, get_data_device
 from lockstep.dist.gathering import all_gather, gather
 from lockstep.dist.guard import check_collectives
@@ -95,6 +95,7 @@ __all__ = [
     "master_only",
     "reduce",
     "reduce_scatter",
+    "run_on_main",
     "scatter",
     "scatter_object_list",
     "sync_random_seed",

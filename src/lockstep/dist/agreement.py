@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from lockstep.dist.groups import Group, GroupLike, resolve
+from lockstep.dist.guard import check_call
 from lockstep.dist.packets import SLOT_BYTES, failure_in, pack_failure, require_no_failure
+from lockstep.dist.parcels import spread_outcome
 from lockstep.dist.queries import get_local_group
 from lockstep.dist.slots import spread_slot, swap_slots
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -26,6 +31,39 @@ def together(here: Group) -> Iterator[None]:
         swap_slots(pack_failure(error), here)
         raise
     require_no_failure([failure_in(slot) for slot in swap_slots(bytearray(SLOT_BYTES), here)], here)
+
+
+def run_on_main(func: Callable[[], T], group: GroupLike = None) -> T:
+    """Run `func` on rank 0 alone, and return its result on every rank.
+
+    For what one rank does for all: looking for a file, making a folder, asking a server.
+
+    Args:
+        func: called on rank 0 only. It must hold no collective of the group, and return something that can be pickled.
+        group: where; None is the default group.
+
+    **Collective**: every rank of the group. The others wait at most for the group's timeout.
+
+    **Returns**: on rank 0 the object itself, elsewhere a copy of it.
+
+    **Raises**: on rank 0 what `func` raises, or TypeError where its result can't be pickled; on the others PeerError,
+    naming that error.
+
+    **Cost**: 4 KiB to each rank, and what of the pickled result does not fit in it.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import get_rank, run_on_main
+        >>> run_on_main(lambda: f"found by rank {get_rank()}")
+        'found by rank 0'
+    """
+    here = resolve(group)
+    if not callable(func):
+        raise TypeError(
+            f"`func` must be callable, but is {func!r} ({here.here}). Pass the function, without calling it"
+        )
+    check_call("run_on_main", here)
+    return spread_outcome(func, 0, here)
 
 
 @contextmanager

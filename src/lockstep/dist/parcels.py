@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from lockstep.dist.slots import bytes_of, deal_slots, spread_slot, swap_slots
 from lockstep.errors import DistError
 
 SLOT_BYTES = 4096
+
+T = TypeVar("T")
 
 _HEAD = struct.Struct("<4q")  # status (0: well), bytes of the letter, number of segments, of which tensors'
 
@@ -194,6 +196,20 @@ def spread_object(obj: object, src: int, here: Group, on_graph: Callable[[], Non
     room = arriving.make_room(here.bytes_device)
     broadcast_from(room, src, here).wait()
     return arriving.opened(room, here)
+
+
+def spread_outcome(func: Callable[[], T], src: int, here: Group) -> T:
+    """Run `func` on `src`, and give every rank what it returns there; see `run_on_main`."""
+    if here.rank != src:
+        received: T = spread_object(None, src, here)
+        return received
+    try:
+        result = func()
+    except BaseException as error:
+        spread_slot(pack_failure(error, SLOT_BYTES), src, here)
+        raise
+    received = spread_object(result, src, here)
+    return received
 
 
 def deal_objects(objects: Sequence[object], src: int, here: Group, check: Callable[[], None] | None = None) -> Any:
