@@ -26,8 +26,8 @@ _HOMES = {
     "get_dist_info": "lockstep.dist",
 }
 _ROOMS = frozenset({"checkpoint", "config", "dataset", "device", "dist", "errors", "evaluator", "hooks", "lint",
-                    "logging", "model", "optim", "registry", "runner", "strategy", "structures", "testing", "tree",
-                    "visualization"})  # fmt: skip
+                    "logging", "model", "optim", "registry", "runner", "strategy", "structures", "testing", "topology",
+                    "tree", "visualization"})  # fmt: skip
 
 __all__ = ["Config", "Registry", "Runner", "__version__", "get_dist_info", "init_dist"]
 

@@ -13,11 +13,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from lockstep.dist import all_gather_object, destroy_dist, init_dist, is_distributed
-from lockstep.dist.environ import read_topology
 from lockstep.dist.stores import port_file
 from lockstep.errors import CollectiveTimeoutError, TopologyError
 from lockstep.testing import ranks
 from lockstep.testing.pool import run_body
+from lockstep.topology import read_topology
 
 from .reference import assert_group_works
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.dist.environ import Topology, infer_launcher, read_topology
-from lockstep.dist.hostlist import expand_hostlist
+from lockstep.topology import Topology, infer_launcher, read_topology
+from lockstep.topology.slurm import expand_hostlist
 
 from .jobs import (
     LOOPBACK,

@@ -14,8 +14,7 @@ import typer
 from lockstep.cli.options import CfgOptions, ConfigPath
 from lockstep.cli.telling import INPUT_ERRORS, tell
 from lockstep.config import Config, Difference, differences, parse_options
-from lockstep.errors import ConfigError
-from lockstep.registry.nearest import did_you_mean
+from lockstep.errors import ConfigError, did_you_mean
 
 _SAME, _DIFFERENT, _TROUBLE = 0, 1, 2  # as diff exits
 _STYLES = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}

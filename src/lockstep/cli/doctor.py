@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import typer
 
 from lockstep.errors import TopologyError
+from lockstep.topology import infer_launcher, read_topology
 from lockstep.version import __version__
 
 _OPTIONAL = ("scikit-learn", "deepspeed", "colossalai", "tensorboard", "mlflow", "wandb", "pytest")
@@ -63,8 +64,6 @@ def _backends() -> str:
 
 
 def _launcher() -> str:
-    from lockstep.dist.environ import infer_launcher, read_topology
-
     try:
         launcher = infer_launcher(os.environ)
         if launcher == "none":

@@ -14,6 +14,7 @@ from lockstep.cli.config import apply_options, read_config
 from lockstep.config import Config
 from lockstep.errors import TopologyError
 from lockstep.launch import Layout
+from lockstep.topology import infer_launcher, read_topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,6 @@ def open_job(
         cfg.strategy = {"type": strategy}
     apply_options(cfg, cfg_options)
 
-    from lockstep.dist.environ import infer_launcher  # imports torch
-
     found = launcher or infer_launcher(os.environ)
     if found != "none":
         _check_agreement(found, nproc, layout.nnodes, silent=is_rank)
@@ -112,8 +111,6 @@ def default_work_dir(config: Path) -> Path:
 
 def _check_agreement(launcher: str, nproc: int | None, nnodes: int, *, silent: bool) -> None:
     """Compare the options with the ranks that are found."""
-    from lockstep.dist.environ import read_topology
-
     topology = read_topology(os.environ, launcher)
     for option, wanted, there in (
         ("--nproc", nproc, topology.local_size),

@@ -6,6 +6,7 @@ import os
 import time
 
 from lockstep.errors import ConfigError, LaunchError, RegistryError, ReportError, TopologyError
+from lockstep.topology import infer_launcher, read_topology
 
 # What the user has to put right.
 INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, ReportError, TopologyError)
@@ -26,8 +27,6 @@ def tell(error: Exception) -> None:
 
 
 def _local_rank() -> int:
-    from lockstep.dist.environ import infer_launcher, read_topology  # imports torch
-
     try:
         return read_topology(os.environ, infer_launcher(os.environ)).local_rank
     except TopologyError:

@@ -14,8 +14,8 @@ from pathlib import Path
 from torch.distributed import DistError as TorchDistError
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lockstep.dist.environ import Topology
 from lockstep.errors import CollectiveTimeoutError, TopologyError
+from lockstep.topology import Topology
 
 LOOPBACK = "127.0.0.1"
 _DEFAULT_TIMEOUT = timedelta(minutes=5)

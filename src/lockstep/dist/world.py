@@ -17,12 +17,12 @@ import torch.distributed as torch_dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from lockstep.device import get_device
-from lockstep.dist import environ, groups
+from lockstep.dist import groups
 from lockstep.dist.engines import adopt_group, load_engine
-from lockstep.dist.environ import Topology, read_topology
 from lockstep.dist.guard import check_collectives
 from lockstep.dist.stores import loopback_interface, open_store, port_file, prefix_of
 from lockstep.errors import CollectiveTimeoutError, DistError, TopologyError
+from lockstep.topology import Topology, environ, read_topology
 
 Launcher: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
 

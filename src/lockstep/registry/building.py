@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lockstep.errors import ConfigError
-from lockstep.registry.nearest import did_you_mean
+from lockstep.errors import ConfigError, did_you_mean
 from lockstep.registry.signatures import Arguments
 
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")

@@ -10,9 +10,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
-from lockstep.errors import RegistryError
+from lockstep.errors import RegistryError, did_you_mean, nearest
 from lockstep.registry.building import construct
-from lockstep.registry.nearest import did_you_mean, nearest
 from lockstep.registry.scopes import default_scope
 
 Entry = Callable[..., Any]

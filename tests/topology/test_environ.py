@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.dist.environ import Topology, infer_launcher, read_topology
 from lockstep.errors import TopologyError
+from lockstep.topology import Topology, infer_launcher, read_topology
 
 from .launcher_environments import (
     BARE_PMI,
@@ -170,7 +170,7 @@ def test_what_ranks_set_by_hand_leave_out(env: Environment, place: tuple[int, ..
         (
             "pytorch",
             hand_set(1, 2, MASTER_ADDR="node0"),
-            "LOCAL_WORLD_SIZE must be set, because nothing says how many of the 2 ranks share this node. "
+            "LOCAL_WORLD_SIZE must be set, because nothing says how many of the 2 ranks run on this node. "
             "Export LOCAL_RANK and LOCAL_WORLD_SIZE",
         ),
         ("pytorch", hand_set(1, 2, GROUP_WORLD_SIZE=2), "LOCAL_WORLD_SIZE must be set"),

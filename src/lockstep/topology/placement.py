@@ -1,4 +1,4 @@
-"""Where a process stands among ranks and nodes: do the numbers that a launcher states fit, and what do they imply?"""
+"""The position of a process among ranks and nodes: do the numbers that a launcher states fit, and what follows?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Statement:
         local_size: number of processes on this node.
         node_rank: this node among all.
         num_nodes: number of nodes.
-        one_host: all processes share this machine, by other evidence than the numbers.
+        one_host: all processes run on this machine, by other evidence than the numbers.
         remedy: how to start processes so that the numbers are right.
     """
 
@@ -44,8 +44,8 @@ class Statement:
         return TopologyError(f"{must} (rank {self.rank.value} of {self.world_size.value}). {self.remedy}")
 
 
-class Place(NamedTuple):
-    """Where a process stands, complete."""
+class Placement(NamedTuple):
+    """The position of a process, complete."""
 
     local_rank: int
     local_size: int
@@ -53,15 +53,15 @@ class Place(NamedTuple):
     num_nodes: int
 
 
-def settle(statement: Statement) -> Place:
-    """Return the place of a process, after checking what is stated and deriving what is not.
+def derive_placement(statement: Statement) -> Placement:
+    """Check the numbers that are stated, and derive those that are not.
 
     Ranks are taken to fill one node after the other, all nodes alike, where nothing numbers the nodes.
 
     **Raises**: TopologyError where numbers contradict each other, or leave more than one answer.
     """
     _check_bounds(statement)
-    local_size, num_nodes = _settle_sizes(statement)
+    local_size, num_nodes = _derive_sizes(statement)
     rank = statement.rank.value
     # With one node both are the rank itself; with several, ranks fill one node after the other.
     local_rank = statement.local_rank or Stated("the local rank that follows from the rank", rank % local_size)
@@ -70,14 +70,14 @@ def settle(statement: Statement) -> Place:
             f"{local_rank.name} must be below the number of ranks on this node, {local_size}, but is {local_rank.value}"
         )
     if statement.node_rank is not None:
-        return Place(local_rank.value, local_size, statement.node_rank.value, num_nodes)
+        return Placement(local_rank.value, local_size, statement.node_rank.value, num_nodes)
     if rank % local_size != local_rank.value:
         raise statement.contradiction(
             f"{local_rank.name} must be {rank % local_size} where ranks fill one node after the other, {local_size} "
-            f"each, but is {local_rank.value}, and nothing says which node this is. Place ranks node by node (mpirun "
+            f"each, but is {local_rank.value}, and nothing says which node this is. Number ranks node by node (mpirun "
             "--map-by slot), or export GROUP_RANK and GROUP_WORLD_SIZE: the number of the node, and how many there are"
         )
-    return Place(local_rank.value, local_size, rank // local_size, num_nodes)
+    return Placement(local_rank.value, local_size, rank // local_size, num_nodes)
 
 
 def _check_bounds(statement: Statement) -> None:
@@ -92,7 +92,7 @@ def _check_bounds(statement: Statement) -> None:
             )
 
 
-def _settle_sizes(statement: Statement) -> tuple[int, int]:
+def _derive_sizes(statement: Statement) -> tuple[int, int]:
     """Return the number of ranks on this node, and of nodes."""
     world, nodes = statement.world_size, statement.num_nodes
     local = statement.local_size or _derived_local_size(statement)
@@ -119,6 +119,6 @@ def _derived_local_size(statement: Statement) -> Stated:
     if world.value == 1 or (statement.one_host if nodes is None else nodes.value == 1):
         return world
     raise statement.contradiction(
-        f"LOCAL_WORLD_SIZE must be set, because nothing says how many of the {world.value} ranks share this node. "
+        f"LOCAL_WORLD_SIZE must be set, because nothing says how many of the {world.value} ranks run on this node. "
         "Export LOCAL_RANK and LOCAL_WORLD_SIZE, e.g. 0 and 1 where each node runs one rank"
     )

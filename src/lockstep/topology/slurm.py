@@ -1,4 +1,4 @@
-"""Slurm's short hand for host names and for tasks per node, read without `scontrol`."""
+"""Slurm's shorthand for host names and for tasks per node, read without `scontrol`."""
 
 from __future__ import annotations
 

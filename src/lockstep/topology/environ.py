@@ -1,4 +1,4 @@
-"""Who this process is, by the variables its launcher set: a pure function from a mapping to a frozen `Topology`.
+"""Which rank of which job this process is: a pure function from environment variables to a frozen `Topology`.
 
 Each launcher is a row of names in one table. What a launcher leaves out is derived where there is only one answer;
 variables that contradict each other, or are missing, raise `TopologyError` before anything waits for other ranks.
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
 
-from lockstep.dist.hostlist import expand_hostlist, expand_task_counts
-from lockstep.dist.placement import Stated, Statement, settle
-from lockstep.errors import TopologyError
-from lockstep.registry.nearest import did_you_mean
+from lockstep.errors import TopologyError, did_you_mean
+from lockstep.topology.placement import Stated, Statement, derive_placement
+from lockstep.topology.slurm import expand_hostlist, expand_task_counts
 
 Environment: TypeAlias = Mapping[str, str]
 LauncherName: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
@@ -23,7 +22,7 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where one process stands among the ranks and nodes of its job.
+    """The position of one process among the ranks and nodes of its job.
 
     Attributes:
         launcher: who started the ranks.
@@ -64,7 +63,7 @@ class _Names(NamedTuple):
     node_rank: tuple[str, ...] = ("GROUP_RANK",)
     num_nodes: tuple[str, ...] = ("GROUP_WORLD_SIZE",)
     restart_count: tuple[str, ...] = ()
-    job: tuple[str, ...] = ()  # all that are set identify the job together
+    job: tuple[str, ...] = ()  # all that are set, in this order, identify the job
 
 
 _TORCH = _Names(("RANK",), ("WORLD_SIZE",), restart_count=("TORCHELASTIC_RESTART_COUNT",))
@@ -130,10 +129,10 @@ def infer_launcher(env: Environment) -> LauncherName:
 
 
 def read_topology(env: Environment, launcher: str) -> Topology:
-    """Return where this process stands among the ranks of its job.
+    """Return the position of this process among the ranks and nodes of its job.
 
     Where nothing numbers the nodes (MPI, ranks set by hand), ranks are taken to fill one node after the other, all
-    nodes alike, as mpirun places them by default. Where nothing counts the ranks of a node, all are taken to share
+    nodes alike, as mpirun numbers them by default. Where nothing counts the ranks of a node, all are taken to run on
     this one if the address of rank 0 is missing or a loopback address.
 
     Args:
@@ -159,7 +158,7 @@ def read_topology(env: Environment, launcher: str) -> Topology:
     names = _dialect(env, by)
     master_addr = env.get("MASTER_ADDR") or (_first_slurm_host(env) if by == "slurm" else None)
     statement = _read_statement(env, by, names, one_host=master_addr is None or _is_loopback(master_addr))
-    place = settle(statement)
+    placement = derive_placement(statement)
     if by == "slurm" and not _is_slurm_task(env):
         _refuse_several_tasks(statement)
     if by != "pytorch":
@@ -169,10 +168,10 @@ def read_topology(env: Environment, launcher: str) -> Topology:
         launcher=by,
         rank=statement.rank.value,
         world_size=statement.world_size.value,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
-        node_rank=place.node_rank,
-        num_nodes=place.num_nodes,
+        local_rank=placement.local_rank,
+        local_size=placement.local_size,
+        node_rank=placement.node_rank,
+        num_nodes=placement.num_nodes,
         master_addr=master_addr,
         master_port=_master_port(env),
         restart_count=restart_count.value if restart_count else 0,
@@ -240,7 +239,7 @@ def _slurm_counts(
     env: Environment, world_size: Stated, node_rank: Stated | None, num_nodes: Stated | None
 ) -> tuple[Stated | None, Stated | None]:
     """Return the number of tasks on this node, and of nodes, from the list of tasks per node."""
-    # The variables of a step belong together, and so do those of its job.
+    # Variables of a step and variables of its job are not mixed.
     name = "SLURM_STEP_TASKS_PER_NODE" if world_size.name == "SLURM_STEP_NUM_TASKS" else "SLURM_TASKS_PER_NODE"
     if name not in env:
         return None, num_nodes
