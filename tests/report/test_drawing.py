@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.report.chart import Chart, Line, chart_html
+from lockstep.report.chart import Chart, Line, buckets, chart_html
 from lockstep.report.heatmap import LEVELS, HeatMap, Stretch, heatmap_html
-from lockstep.report.highlight import highlighted
+from lockstep.report.page import highlighted
 from lockstep.report.scale import Scale
-from lockstep.report.series import buckets
 
 ACROSS = Scale(0, 100)
 values = st.floats(-1e6, 1e6)
@@ -159,7 +158,7 @@ def test_gaps_between_records_stay_empty():
         ("import a\n", '<span class="keyword">import</span> a\n'),
         ("a = '''x\ny'''\nb = a\n", "a = <span class=\"string\">'''x\ny'''</span>\nb = a\n"),
         ("b = [None,\n     2]", 'b = [<span class="number">None</span>,\n     <span class="number">2</span>]'),
-        ("a = (1 <", "a = (1 &lt;"),
+        ("a = (1 <", 'a = (<span class="number">1</span> &lt;'),
         ("", ""),
     ],
 )

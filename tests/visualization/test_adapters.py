@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization import Closes, CsvVisualizer, Opens, ShowsConfig, ShowsImages, ShowsScalars
 from lockstep.visualization.library import is_installed
-from lockstep.visualization.options import flat_options
+from lockstep.visualization.mlflow import flat_options
 
 LIBRARIES = {"TensorBoardVisualizer": "tensorboard", "MLflowVisualizer": "mlflow", "WandbVisualizer": "wandb"}
 INSTALLED = [name for name, library in LIBRARIES.items() if is_installed(library)]

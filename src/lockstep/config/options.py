@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.config.dictionary import ConfigDict, merged
 from lockstep.errors import ConfigError
 
+# YAML's own scalars are other ones: to YAML 1.1 `1e-3` is a string, `off` is False and `12:30` is 750.
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 

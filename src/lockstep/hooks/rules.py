@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.errors import ConfigError
-from lockstep.report.direction import direction_of
+from lockstep.report.best import direction_of
 
 
 def check_rule(rule: str | None) -> None:

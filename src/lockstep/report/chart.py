@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, TypeAlias
 
 from lockstep.report.scale import Scale, fitted, fitted_log, shown
-from lockstep.report.series import Bucket, Point, buckets
+
+Point: TypeAlias = tuple[float, float]
 
 SIDE = 1000  # units of a plot in both directions, whatever its size on the page
+MOST_BUCKETS = 320  # a longer line is drawn in so many groups of neighbouring points
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,25 @@ class Chart:
     unit: str = ""
     stacked: bool = False
     from_zero: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some neighbouring points as one.
+
+    Attributes:
+        x: the last of their places.
+        mean: of their finite values; None where there are none.
+        low: the least of these.
+        high: the greatest of these.
+        faulty: whether one of their values is not finite.
+    """
+
+    x: float
+    mean: float | None
+    low: float
+    high: float
+    faulty: bool = False
 
 
 def chart_html(chart: Chart, across: Scale) -> tuple[str, dict[str, Any]]:
@@ -74,6 +96,17 @@ def chart_html(chart: Chart, across: Scale) -> tuple[str, dict[str, Any]]:
         "log": None if log is None else [log.low, log.high],
     }
     return html, values
+
+
+def buckets(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[Bucket]:
+    """Return the points in at most `most` groups of equal size; few points stay single.
+
+    Example:
+        >>> [bucket.mean for bucket in buckets([(1, 2.0), (2, 4.0), (3, 9.0)], most=2)]
+        [3.0, 9.0]
+    """
+    size = max(1, math.ceil(len(points) / most))
+    return [_bucket(points[begin : begin + size]) for begin in range(0, len(points), size)]
 
 
 def _layer(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scale, kind: str) -> str:
@@ -174,3 +207,11 @@ def _values(curve: Sequence[Bucket]) -> dict[str, Any]:
 def _spoken(chart: Chart, curves: Sequence[list[Bucket]]) -> str:
     ends = [f"{line.name} ends at {_latest(curve)}" for line, curve in zip(chart.lines, curves, strict=True)]
     return f"{chart.title} by iteration: {', '.join(ends)}"
+
+
+def _bucket(points: Sequence[Point]) -> Bucket:
+    values = [value for _, value in points if math.isfinite(value)]
+    faulty = len(values) < len(points)
+    if not values:
+        return Bucket(points[-1][0], None, math.nan, math.nan, faulty)
+    return Bucket(points[-1][0], math.fsum(values) / len(values), min(values), max(values), faulty)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from lockstep.report.chart import Chart, Line
+from lockstep.report.chart import Chart, Line, Point
 from lockstep.report.heatmap import HeatMap, Stretch
 from lockstep.report.records import MODES, Record, Run, number
-from lockstep.report.series import Point
 
 _PLACE = {"mode", "epoch", "iter"}
 _PARTS_OF_A_STEP = ("time", "data_time", "comm_time")

@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from lockstep.report.best import best
+from lockstep.report.chart import Point
 from lockstep.report.contents import metric_names, points_of
 from lockstep.report.records import MODES, Run, number
 from lockstep.report.scale import shown
-from lockstep.report.series import Point
 
 _TILE_METRICS = 2
 _VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")

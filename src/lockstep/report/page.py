@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from html import escape
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,19 @@ from lockstep.report.chart import chart_html
 from lockstep.report.contents import charts_of, heatmaps_of
 from lockstep.report.facts import environment_html, evaluations_html, started, tiles_html
 from lockstep.report.heatmap import heatmap_html
-from lockstep.report.highlight import highlighted
 from lockstep.report.records import Run, number
 from lockstep.report.scale import Scale
 
 # The browser itself keeps the page from loading anything.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_COLOURED = {  # types of pygments, the narrower ones first
+    "Token.Keyword.Constant": "number",
+    "Token.Keyword": "keyword",
+    "Token.Operator.Word": "keyword",
+    "Token.Comment": "comment",
+    "Token.Literal.Number": "number",
+    "Token.Literal.String": "string",
+}
 
 
 def page_html(run: Run) -> str:
@@ -62,6 +70,27 @@ def write_page(run: Run, path: Path) -> None:
         path.write_text(page_html(run), encoding="utf-8")
     except OSError as error:
         raise ReportError(f"the report cannot be written to `{path}`: {error.strerror}") from error
+
+
+def highlighted(source: str) -> str:
+    """Return Python source as HTML, with a class for each kind of token that has a colour.
+
+    Example:
+        >>> highlighted("lr = 1e-3")
+        'lr = <span class="number">1e-3</span>'
+    """
+    from pygments.lexers.python import PythonLexer
+
+    tokens = PythonLexer().get_tokens_unprocessed(source)
+    parts = []
+    for kind, group in groupby(tokens, key=lambda token: _colour_class(str(token[1]))):
+        text = escape("".join(token[2] for token in group), quote=False)
+        parts.append(f'<span class="{kind}">{text}</span>' if kind else text)
+    return "".join(parts)
+
+
+def _colour_class(token_type: str) -> str:
+    return next((name for coloured, name in _COLOURED.items() if token_type.startswith(coloured)), "")
 
 
 def _across(run: Run) -> Scale:

@@ -6,12 +6,11 @@ Each is a thin adapter over a library that it imports when it is opened; `Visual
 
 from __future__ import annotations
 
-from lockstep.visualization.build import build_visualizers
 from lockstep.visualization.csv_files import CsvVisualizer
 from lockstep.visualization.local import LocalVisualizer
 from lockstep.visualization.mlflow import MLflowVisualizer
 from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, ShowsScalars
-from lockstep.visualization.several import Visualizers
+from lockstep.visualization.several import Visualizers, build_visualizers
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 from lockstep.visualization.wandb import WandbVisualizer
 

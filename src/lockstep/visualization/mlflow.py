@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.config import Config
+from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.library import require
-from lockstep.visualization.options import flat_options
 from lockstep.visualization.png import as_picture, png_bytes
 
 _PARAMS_PER_CALL = 100  # MLflow's own limit
@@ -105,3 +105,25 @@ class MLflowVisualizer:
         if self._client is None:
             raise RuntimeError("MLflowVisualizer must be opened before it is used; a Runner does so")
         return self._client
+
+
+def flat_options(config: Config) -> dict[str, Any]:
+    """Return the values of a config by dotted keys; classes by the names they are imported under.
+
+    Example:
+        >>> flat_options(Config(dict(model=dict(depths=[2, 4]), seed=None)))
+        {'model.depths.0': 2, 'model.depths.1': 4, 'seed': None}
+    """
+    return dict(_leaves("", plain_data(config)))
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and value:
+        items = {str(index): item for index, item in enumerate(value)}.items()
+    else:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from _leaves(f"{prefix}.{key}" if prefix else key, item)

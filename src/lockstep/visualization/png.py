@@ -1,4 +1,7 @@
-"""Pictures: what may be given as one, and as a file."""
+"""Pictures: what may be given as one, and as a PNG file.
+
+A PNG needs nothing but zlib and struct; with Pillow, pictures in plain files would need a further package.
+"""
 
 from __future__ import annotations
 

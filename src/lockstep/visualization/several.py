@@ -1,4 +1,4 @@
-"""Several visualizers as one."""
+"""Several visualizers as one, and those of a run from what its Runner was given."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lockstep.config import Config
 from lockstep.errors import ConfigError
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, ShowsScalars
+from lockstep.visualization.tensorboard import TensorBoardVisualizer
 
 
 @VISUALIZERS.register_module(name=["Visualizers", "Visualizer"])
@@ -96,6 +97,25 @@ class Visualizers:
             for part in self.parts:
                 if isinstance(part, Closes):
                     closing.callback(part.close)
+
+
+def build_visualizers(given: Any) -> Visualizers:
+    """Return what is given, as one that is not open yet.
+
+    Args:
+        given: a visualizer, its config, or a list of those; an empty list for none; None for TensorBoard where it is
+            installed.
+
+    Raises:
+        ConfigError: a visualizer's library is not installed.
+    """
+    if given is None:
+        return Visualizers([TensorBoardVisualizer()] if TensorBoardVisualizer.installed() else [])
+    if isinstance(given, Mapping):
+        given = VISUALIZERS.build(given)
+    if isinstance(given, Visualizers):
+        return given
+    return Visualizers(given if isinstance(given, list | tuple) else [given])
 
 
 def _build(part: Any) -> ShowsScalars:
