@@ -48,6 +48,12 @@ def test_an_error_that_names_another_rank_comes_after_that_rank(failure):
     assert text.startswith("rank 1 raised ValueError")
 
 
+def test_an_error_counts_also_where_the_agent_had_to_stop_the_rank(failure):
+    text = describe({0: failure(0, 1, "PeerError", 10.0), 1: failure(1, -signal.SIGTERM, "ValueError", 10.1)})
+    assert text.startswith("rank 1 raised ValueError (pid 101).")
+    assert text.endswith("After it: rank 0 raised PeerError.")
+
+
 def test_ranks_that_the_agent_stopped_are_not_mentioned(failure):
     text = describe({0: failure(0, -signal.SIGTERM), 2: failure(2, 3)})
     assert text == "rank 2 exited with code 3 (pid 102)."

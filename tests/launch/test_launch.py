@@ -76,10 +76,38 @@ def test_a_failure_is_told_once_with_the_rank_and_its_traceback(scripts):
     head, _, tail = err.partition("error: ")
     assert head.startswith("lockstep: starting 2 ranks")
     assert tail.startswith("rank 1 raised ValueError (pid ")
-    assert tail.rstrip().endswith("ValueError: boom")
+    assert tail.partition("\n\nAfter it:")[0].rstrip().endswith("ValueError: boom")
     assert err.count("boom") == 2  # the line of the script, and the error
     assert "torch/distributed/elastic" not in err
     assert "lockstep/launch" not in err
+
+
+ONE_RANK_FAILS = """
+    import atexit, time
+    from lockstep.dist import all_gather_object, get_rank, init_dist
+    init_dist("pytorch")
+    {before}
+    try:
+        all_gather_object((lambda: 0) if get_rank() == 1 else 0)
+    except TypeError:
+        {meanwhile}
+        raise ValueError("boom")
+"""
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        {"before": "if get_rank() == 1: atexit.register(time.sleep, 2)", "meanwhile": "pass"},
+        {"before": "", "meanwhile": "time.sleep(1)"},
+    ],
+    ids=["to end", "to raise"],
+)
+def test_the_rank_that_failed_first_is_named_although_it_is_slow(scripts, slow):
+    code, _, err = scripts.run(scripts.write(ONE_RANK_FAILS.format(**slow)), "--nproc", "2")
+    assert code == 1
+    assert err.partition("error: ")[2].startswith("rank 1 raised ValueError (pid ")
+    assert "After it: rank 0 raised PeerError" in err
 
 
 def test_a_killed_rank_is_replaced(scripts):
@@ -127,8 +155,8 @@ def test_a_rank_gets_to_clean_up_when_interrupted(scripts):
     script = scripts.write(
         """
         import time
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             time.sleep(60)
         finally:
             print("cleaned up", flush=True)

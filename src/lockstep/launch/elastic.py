@@ -11,26 +11,30 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
 from lockstep.errors import LaunchError
-from lockstep.launch.failures import describe
+from lockstep.launch.failures import describe, is_follow_up
 from lockstep.launch.layout import Layout
 from lockstep.launch.loopback import LoopbackRendezvous
 from lockstep.launch.network import LOOPBACK, interface_towards
 from lockstep.launch.nodes import NodesRendezvous
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# How long a rank that failed first may take to say so, when others have already reported that it failed.
+_SECONDS_FOR_CAUSE = 3.0
 
 
 def launch(
@@ -128,14 +132,48 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, setup: _RankSetup, log_dir: Path | None) -> None:
         super().__init__(spec, setup)
         self._log_dir = log_dir
+        self._cause_awaited_since: float | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._awaits_cause(worker_group):
+            return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._cause_awaited_since = None
+            # torch names the ranks that had ended when it looked; one that raised first may take longer to end.
+            result.failures.update(
+                {
+                    worker_group.workers[failure.local_rank].global_rank: failure
+                    for failure in self._recorded(worker_group)
+                }
+                | result.failures
+            )
         if result.is_failed() and self._remaining_restarts > 0:
             total = worker_group.spec.max_restarts
             count = total - self._remaining_restarts + 1
             _say(f"{describe(result.failures, self._log_dir)}\n\nStarting all ranks again ({count} of {total}).")
         return result
+
+    def _awaits_cause(self, worker_group: WorkerGroup) -> bool:
+        """Return whether ranks report only that another one failed, and that other is still about to tell."""
+        recorded = self._recorded(worker_group)
+        if not recorded or not all(is_follow_up(failure) for failure in recorded):
+            return False
+        told = {failure.local_rank for failure in recorded}
+        silent = [worker for worker in worker_group.workers if worker.local_rank not in told]
+        if not silent or any(_has_ended(worker.id) for worker in silent):
+            return False
+        self._cause_awaited_since = self._cause_awaited_since or time.monotonic()
+        return time.monotonic() - self._cause_awaited_since < _SECONDS_FOR_CAUSE
+
+    def _recorded(self, worker_group: WorkerGroup) -> list[ProcessFailure]:
+        """Return what ranks of this node have written of the errors that end them."""
+        files = {} if self._pcontext is None else self._pcontext.error_files
+        return [
+            ProcessFailure(worker.local_rank, worker.id, 1, files[worker.local_rank])
+            for worker in worker_group.workers
+            if worker.local_rank in files and os.path.exists(files[worker.local_rank])
+        ]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if death_sig == signal.SIGINT:
@@ -146,6 +184,14 @@ class _Agent(LocalElasticAgent):
         # torch's own waits in one piece, deaf to Ctrl-C, and no longer than five minutes.
         if isinstance(self._rdzv_handler, NodesRendezvous):
             self._rdzv_handler.await_others()
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a child process has ended, and leave it to its owner to collect it."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # collected already
+        return True
 
 
 class _RankSetup(DefaultLogsSpecs):

@@ -35,18 +35,23 @@ def describe(failures: Mapping[int, ProcessFailure], log_dir: str | Path | None 
     return "\n\n".join(parts)
 
 
+def is_follow_up(failure: ProcessFailure) -> bool:
+    """Return whether a rank reports no more than that another one failed."""
+    return _kind(failure) == "PeerError"
+
+
 def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
     """Order failures, the probable cause first: died, then raised (the earliest first), then was stopped."""
     extra = _extra(failure)
+    if "time" in extra:  # also where the agent had to stop it in the end
+        return (2 if is_follow_up(failure) else 1), float(extra["time"])
     if failure.exitcode < 0:
         return (0 if -failure.exitcode in _DEADLY else 4 if _stopped(failure) else 3), 0.0
-    if "time" not in extra:
-        return 1, 0.0
-    return (2 if _kind(failure) == "PeerError" else 1), float(extra["time"])
+    return 1, 0.0
 
 
 def _ending(failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
+    if failure.exitcode < 0 and "type" not in _extra(failure):
         hint = (
             "; where nobody sent it, the machine may have run out of memory"
             if failure.exitcode == -signal.SIGKILL
@@ -64,7 +69,7 @@ def _kind(failure: ProcessFailure) -> str:
 
 def _stopped(failure: ProcessFailure) -> bool:
     """Say whether the agent itself ended this rank, because another one had failed."""
-    return failure.exitcode == -signal.SIGTERM
+    return failure.exitcode == -signal.SIGTERM and "type" not in _extra(failure)
 
 
 def _signal_name(failure: ProcessFailure) -> str:

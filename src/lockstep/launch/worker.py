@@ -134,7 +134,9 @@ def _record(error: BaseException) -> bool:
             "type": type(error).__name__,
         },
     }
-    Path(path).write_text(json.dumps({"message": report}))
+    draft = Path(f"{path}.{os.getpid()}")  # the agent may be looking
+    draft.write_text(json.dumps({"message": report}))
+    draft.replace(path)
     return True
 
 
