@@ -46,3 +46,25 @@ def test_importing_the_registries_imports_neither_torch_nor_the_rooms_above():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['errors', 'registry', 'version']"
+
+
+@pytest.mark.parametrize("name", STANDARD.keys())
+def test_locations_register_the_names_that_stand_beside_them(name):
+    registry = STANDARD[name]
+    for location, names in registry._locations.items():
+        import_module(location)
+        assert set(names) <= registry.module_dict.keys()
+        assert all(registry.module_dict[key].__module__.startswith(location) for key in names)
+
+
+def test_a_strategy_is_imported_when_it_is_asked_for():
+    code = (
+        "import sys\n"
+        "from lockstep import Runner\n"
+        "from lockstep.registry import STRATEGIES\n"
+        "STRATEGIES.get('ddp'), STRATEGIES.get('sdp')\n"
+        "heavy = ('torch.distributed.tensor', 'torch.distributed.fsdp', 'torch.distributed.checkpoint')\n"
+        "print([m for m in heavy if m in sys.modules], STRATEGIES.suggest('fspd'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] in the registry of scope `lockstep`: did you mean `fsdp`?\n"

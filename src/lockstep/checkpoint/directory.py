@@ -12,6 +12,9 @@ Under `model` are the tensors of the model by their canonical names, under `opti
 
 It is written under a temporary name beside its own and renamed when it is complete, so that a process killed at any
 moment leaves either a whole checkpoint or none, and never spoils an old one.
+
+`torch.distributed.checkpoint` is imported where it is used: that takes half as long as importing torch, in every rank, and
+a run may need it late or never.
 """
 
 from __future__ import annotations
@@ -22,16 +25,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lockstep.dist import is_distributed, is_main_process, main_process_first
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 META_FILE = "meta.json"
 OPTIMIZER = "optimizer"
@@ -54,6 +57,8 @@ def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any
     Raises:
         OSError: on every rank, if a rank could not write.
     """
+    import torch.distributed.checkpoint as dcp
+
     draft = directory.with_name(f".{directory.name}.draft")
     with main_process_first():
         if is_main_process():
@@ -90,6 +95,8 @@ def load_state(
     Raises:
         ConfigError: the directory is not a checkpoint, is damaged, or does not hold what `state` asks for.
     """
+    import torch.distributed.checkpoint as dcp
+
     index = _read_index(directory)
     _check_files(directory, index)
     wanted = dict(state)
@@ -121,6 +128,8 @@ def read_shapes(directory: Path, part: str) -> dict[str, tuple[int, ...] | None]
     Raises:
         ConfigError: the directory is not a checkpoint.
     """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     stored = _read_index(directory).state_dict_metadata
     prefix = f"{part}."
     return {
@@ -144,6 +153,8 @@ def _require_checkpoint(directory: Path) -> None:
 
 
 def _read_index(directory: Path) -> Metadata:
+    import torch.distributed.checkpoint as dcp
+
     _require_checkpoint(directory)
     try:
         return dcp.FileSystemReader(directory).read_metadata()
@@ -167,6 +178,8 @@ def _check_files(directory: Path, index: Metadata) -> None:
 
 def _empty_optim_state(index: Metadata, layout: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state with the entries that a checkpoint has, to be filled."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     state: dict[str, Any] = {"state": {}, "param_groups": []}
     for key, path in index.planner_data.items():
         if path[0] != OPTIMIZER:
@@ -213,6 +226,8 @@ def _publish(draft: Path, directory: Path) -> None:
 @contextmanager
 def _failures_as(kind: type[Exception], what: str, remedy: str = "") -> Iterator[None]:
     """Turn torch's CheckpointException, which is not an Exception, into a readable one."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         with warnings.catch_warnings():
             # torch warns that it saves on one process, which is just what was asked for.

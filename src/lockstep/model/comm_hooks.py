@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup
 from torch.distributed import all_reduce as start_all_reduce
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,6 +48,8 @@ def low_rank(process_group: ProcessGroup, **options: Any) -> tuple[Any, Hook]:
 
     **Source**: Vogels et al., PowerSGD, NeurIPS 2019; `torch.distributed.algorithms.ddp_comm_hooks` (2.13).
     """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+
     return power_sgd.PowerSGDState(process_group, **options), power_sgd.powerSGD_hook
 
 

@@ -52,7 +52,9 @@ class Registry:
         name: what the entries are, in the singular (``"model"``); errors use it.
         scope: address within the family; by default the package that creates the registry.
         parent: the registry to go on looking in.
-        locations: modules that register entries when they are imported; imported at the first name that is not found.
+        locations: modules that register entries when they are imported. Those of a list are imported at the first name
+            that is not found; of a mapping, each has the names that it registers, and is imported when one of them is
+            asked for.
         libraries: foreign modules whose classes count as entries, after everything registered.
         build_func: what `build` calls instead of the constructor, with the config, this registry as `registry`, and the
             default arguments; by default that of the parent.
@@ -75,7 +77,7 @@ class Registry:
         scope: str | None = None,
         parent: Registry | None = None,
         *,
-        locations: Iterable[str] = (),
+        locations: Iterable[str] | Mapping[str, Iterable[str]] = (),
         libraries: Iterable[Library] = (),
         build_func: Entry | None = None,
     ) -> None:
@@ -86,7 +88,8 @@ class Registry:
         self._name = name
         self._scope = scope
         self._parent = parent
-        self._locations = tuple(locations)
+        named = locations if isinstance(locations, Mapping) else dict.fromkeys(locations, ())
+        self._locations = {module: tuple(names) for module, names in named.items()}  # without names: may have any
         self._libraries = tuple(libraries)
         self._build_func: Entry | None = build_func or (None if parent is None else parent._build_func)
         self._entries: dict[str, Entry] = {}
@@ -292,7 +295,9 @@ class Registry:
     def _own(self, name: str) -> Entry | None:
         if name in self._entries:
             return self._entries[name]
-        for location in self._locations:
+        for location, names in self._locations.items():
+            if names and name not in names:
+                continue
             import_module(location)
             if name in self._entries:
                 return self._entries[name]
@@ -326,7 +331,8 @@ class Registry:
         ancestry = list(self._ancestry())
         names = {f"{other._scope}.{name}" for other in self.root._family() if other not in ancestry for name in other}
         for registry in ancestry:
-            names.update(registry, *(library.entries() for library in registry._libraries))
+            names.update(registry, *registry._locations.values())
+            names.update(*(library.entries() for library in registry._libraries))
         return names
 
 

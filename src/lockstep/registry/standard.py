@@ -4,7 +4,9 @@ A library built on lockstep makes children: ``Registry("model", scope="mylib", p
 
 Locations are names, not imports: the rooms that fill these registries stand on floors above this one and import it to
 register themselves. Naming them lets ``HOOKS.get("CheckpointHook")`` work in a process that has not imported
-``lockstep.hooks`` yet, without an import cycle, and keeps torch out of ``lockstep --help``.
+``lockstep.hooks`` yet, without an import cycle, and keeps torch out of ``lockstep --help``. Where a location stands
+beside its names, asking for one imports that module alone: what stands on FSDP or on an engine takes longer to import
+than all else, and a run needs at most one of them.
 """
 
 from __future__ import annotations
@@ -24,15 +26,34 @@ SCOPE = "lockstep"
 
 MODELS = Registry("model", scope=SCOPE, locations=["lockstep.model"])
 MODEL_WRAPPERS = Registry(
-    "model wrapper", scope=SCOPE, locations=["lockstep.model", "lockstep.model.fsdp", "lockstep.strategy"]
+    "model wrapper",
+    scope=SCOPE,
+    locations={
+        "lockstep.model": ["MMDistributedDataParallel", "MMSeparateDistributedDataParallel"],
+        "lockstep.model.fsdp": ["MMFullyShardedDataParallel"],
+        "lockstep.strategy.deepspeed": ["MMDeepSpeedEngineWrapper"],
+        "lockstep.strategy.colossalai": ["ColossalAIModelWrapper", "CollosalAIModelWrapper"],
+    },
 )
 OPTIMIZERS = Registry(
     "optimizer",
     scope=SCOPE,
-    locations=["lockstep.optim"],
+    locations={
+        "lockstep.strategy.deepspeed": [
+            *("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion")
+        ],
+    },
     libraries=[Library("torch.optim", base="Optimizer")],
 )
-OPTIM_WRAPPERS = Registry("optim wrapper", scope=SCOPE, locations=["lockstep.optim", "lockstep.strategy"])
+OPTIM_WRAPPERS = Registry(
+    "optim wrapper",
+    scope=SCOPE,
+    locations={
+        "lockstep.optim": ["OptimWrapper", "AmpOptimWrapper", "OptimWrapperDict"],
+        "lockstep.strategy.deepspeed": ["DeepSpeedOptimWrapper"],
+        "lockstep.strategy.colossalai": ["ColossalAIOptimWrapper"],
+    },
+)
 OPTIM_WRAPPER_CONSTRUCTORS = Registry("optim wrapper constructor", scope=SCOPE, locations=["lockstep.optim"])
 PARAM_SCHEDULERS = Registry("parameter scheduler", scope=SCOPE, locations=["lockstep.optim"])
 DATASETS = Registry("dataset", scope=SCOPE, locations=["lockstep.dataset"])
@@ -46,7 +67,17 @@ METRICS = Registry("metric", scope=SCOPE, locations=["lockstep.evaluator"])
 EVALUATOR = Registry("evaluator", scope=SCOPE, locations=["lockstep.evaluator"])
 HOOKS = Registry("hook", scope=SCOPE, locations=["lockstep.hooks"])
 LOOPS = Registry("loop", scope=SCOPE, locations=["lockstep.runner"])
-STRATEGIES = Registry("strategy", scope=SCOPE, locations=["lockstep.strategy"])
+STRATEGIES = Registry(
+    "strategy",
+    scope=SCOPE,
+    locations={
+        "lockstep.strategy.single": ["SingleDeviceStrategy", "single"],
+        "lockstep.strategy.ddp": ["DDPStrategy", "ddp"],
+        "lockstep.strategy.fsdp": ["FSDPStrategy", "fsdp"],
+        "lockstep.strategy.deepspeed": ["DeepSpeedStrategy", "deepspeed"],
+        "lockstep.strategy.colossalai": ["ColossalAIStrategy", "colossalai"],
+    },
+)
 VISUALIZERS = Registry("visualizer", scope=SCOPE, locations=["lockstep.visualization"])
 # MMEngine's name for the registry of visualizers' backends, which are visualizers here.
 VISBACKENDS = VISUALIZERS

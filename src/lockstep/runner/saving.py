@@ -20,7 +20,6 @@ from lockstep.dist import broadcast_object, main_process_first
 from lockstep.errors import ConfigError
 from lockstep.optim.param_sites import param_sites
 from lockstep.runner.rank_state import rank_state, restart_random_state, restore_rank_state
-from lockstep.strategy.optim_state import listed
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
@@ -191,6 +190,8 @@ def _tell_of_new_parameters(
     frozen = {site.name for site in param_sites(runner.model) if not site.parameter.requires_grad}
     new = [name for group in groups for name in group["params"] if name not in known and name not in frozen]
     if new:
+        from lockstep.strategy.optim_state import listed  # imports DTensor
+
         _logger.info("%s has no state of the optimizer for %s, which begins without", directory, listed(new))
 
 
