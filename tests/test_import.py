@@ -48,7 +48,7 @@ QUERIES = {
     "is_distributed",
     "is_main_process",
 }
-GUARDS = {"local_main_process_first", "main_process_first", "master_only"}
+GUARDS = {"local_main_process_first", "main_process_first", "master_only", "run_on_main"}
 TENSORS = {
     "ReduceOp",
     "Handle",

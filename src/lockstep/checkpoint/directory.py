@@ -13,8 +13,8 @@ Under `model` are the tensors of the model by their canonical names, under `opti
 It is written under a temporary name beside its own and renamed when it is complete, so that a process killed at any
 moment leaves either a whole checkpoint or none, and never spoils an old one.
 
-`torch.distributed.checkpoint` is imported where it is used: that takes half as long as importing torch, in every rank, and
-a run may need it late or never.
+`torch.distributed.checkpoint` is imported where it is used: that takes half as long as importing torch, in every rank,
+and a run may need it late or never.
 """
 
 from __future__ import annotations
