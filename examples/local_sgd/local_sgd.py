@@ -33,7 +33,7 @@ class LocalSGDStrategy(Strategy):
             raise ConfigError(f"`interval` must be at least 1, but is {interval}")
         self.interval = interval
 
-    def lay_out(self, model: nn.Module, optim_wrapper: Any = None) -> tuple[nn.Module, OptimWrapper | None]:
+    def parallelize(self, model: nn.Module, optim_wrapper: Any = None) -> tuple[nn.Module, OptimWrapper | None]:
         """Give all ranks the weights of rank 0, and average them whenever the optimizer has updated often enough."""
         self.model = model.to(get_device())
         for tensor in (*self.model.parameters(), *self.model.buffers()):

@@ -26,7 +26,7 @@ def test_one_stream_is_dealt_to_any_number_of_ranks(length, size, shuffle, skipp
     kwargs = {"shuffle": shuffle, "seed": 3}
     stream = []
     for epoch in range(220 // length + 1):
-        sampler = DefaultSampler(range(length), **kwargs, share=(0, 1))
+        sampler = DefaultSampler(range(length), **kwargs, shard=(0, 1))
         sampler.set_epoch(epoch)
         stream += sampler
     parts = run_ranks(size, taken, length, 5, skipped, **kwargs)

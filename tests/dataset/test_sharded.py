@@ -292,14 +292,14 @@ def test_a_distributed_sampler_by_name_gets_its_share():
     cfg = {"dataset": DATA, "sampler": {"type": "DistributedSampler", "shuffle": False}}
     parts = all_gather_object([int(batch) for batch in build_dataloader(cfg, seed=0)])
     assert parts == [DATA[::2], DATA[1::2]]
-    parts = all_gather_object([int(batch) for batch in build_dataloader(cfg, seed=0, share=(0, 1))])
+    parts = all_gather_object([int(batch) for batch in build_dataloader(cfg, seed=0, shard=(0, 1))])
     assert parts == [DATA, DATA]
 
 
 @ranks(2)
 def test_ranks_that_share_their_samples_draw_the_same():
     torch.manual_seed(get_rank())
-    loader = build_dataloader(DataLoader(DATA, sampler=Own(), batch_size=2), seed=4, share=(0, 1))
+    loader = build_dataloader(DataLoader(DATA, sampler=Own(), batch_size=2), seed=4, shard=(0, 1))
     first, second = all_gather_object(seen(loader, 6))
     assert first == second
     assert len(first) == 6

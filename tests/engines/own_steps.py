@@ -191,7 +191,7 @@ def train_own(kind: type[Plain], strategy: Strategy, counts: int = 1, updates: i
     """Return the losses of a few steps, as means over the ranks."""
     torch.manual_seed(3)
     model, optim_wrapper = strategy.prepare(kind(), {**SGD, "accumulative_counts": counts})
-    rank, ranks = strategy.data_share
+    rank, ranks = strategy.data_shard
     batches = list(zip(X.split(SAMPLES), Y.split(SAMPLES), strict=True)) * 2
     losses = [
         model.train_step((x[rank::ranks], y[rank::ranks]), optim_wrapper)["loss"].item()

@@ -141,7 +141,7 @@ def train_base(
     torch.manual_seed(3)
     core = kind()
     model, optim_wrapper = strategy.prepare(core, optim(core) if callable(optim) else optim)
-    rank, ranks = strategy.data_share
+    rank, ranks = strategy.data_shard
     batches = list(zip(X.split(4), Y.split(4), strict=True))[:steps]
     step = getattr(model, "train_step", partial(train_step, model))
     losses = [step((x[rank::ranks], y[rank::ranks]), optim_wrapper)["loss"].item() for x, y in batches]

@@ -29,7 +29,7 @@ class PreparedTraining:
     def __init__(self, strategy: Strategy, optim: dict[str, Any] | None = None) -> None:
         self.strategy = strategy
         self.model, self.optim_wrapper = strategy.prepare(seeded(), optim or optim_config())
-        self._batches = own_batches(share=strategy.data_share)
+        self._batches = own_batches(shard=strategy.data_shard)
 
     def run(self, start: int = 0, stop: int = STEPS) -> list[float]:
         """Return the losses of these steps, as means over the ranks."""

@@ -17,7 +17,7 @@ from lockstep.model import (
     MMDistributedDataParallel,
     MomentumAnnealingEMA,
 )
-from lockstep.model.shards import ShardedCopy, is_sharded
+from lockstep.model.averaged import ShardedCopy, is_sharded
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODELS
 from lockstep.testing import ranks

@@ -101,7 +101,7 @@ def test_replicas_hit_different_experts_too(recomputed: bool):
 def test_ranks_that_compute_together_hit_different_experts_from_others():
     tensor = {"degree": 2, "plan": {"first": "colwise_rep"}}
     model = MMFullyShardedDataParallel(seeded(Experts), **UNUSED, tensor_parallel=tensor)
-    rank, shares = model.data_share
+    rank, shares = model.data_shard
     alone = trained_alone()
     for name, value in trained(model, INPUTS[rank::shares]).items():
         assert torch.allclose(value, alone[name], atol=1e-6), name

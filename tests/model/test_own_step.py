@@ -266,10 +266,10 @@ def test_the_default_step_of_a_base_model_is_no_own_step():
 class Loses(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.lonely = nn.Linear(3, 1), nn.Linear(3, 1)
+        self.used, self.unused = nn.Linear(3, 1), nn.Linear(3, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.used(x) if get_rank() else self.used(x) + self.lonely(x), y)
+        return F.mse_loss(self.used(x) if get_rank() else self.used(x) + self.unused(x), y)
 
 
 @ranks(2)
@@ -278,7 +278,7 @@ def test_unused_parameters_are_refused_before_the_first_update_on_every_rank():
     model = Loses()
     before = deepcopy(model.state_dict())
     wrapped = MMDistributedDataParallel(model)
-    with pytest.raises(ConfigError, match=r"not on 2 of them on rank 1 of 2: lonely\.weight, lonely\.bias\. Freeze"):
+    with pytest.raises(ConfigError, match=r"not on 2 of them on rank 1 of 2: unused\.weight, unused\.bias\. Freeze"):
         wrapped.train_step(own_part(batches()[0]), OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -291,7 +291,7 @@ def test_unused_parameters_are_named_where_a_loop_by_hand_meets_them():
     x, y = own_part(batches()[0])
     if get_rank():
         wrapped(x, y).backward()
-        with pytest.raises(ConfigError, match=r"rank 1 of 2: lonely\.weight, lonely\.bias\. Freeze"):
+        with pytest.raises(ConfigError, match=r"rank 1 of 2: unused\.weight, unused\.bias\. Freeze"):
             wrapped(x, y)
 
 

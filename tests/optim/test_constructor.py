@@ -15,7 +15,7 @@ from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.optim import DefaultOptimWrapperConstructor, OptimWrapper, OptimWrapperDict, build_optim_wrapper
-from lockstep.optim.param_sites import param_sites
+from lockstep.optim.paramwise import param_sites
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, BuildError
 from lockstep.runner import Runner
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lockstep.dist import get_world_size
-from lockstep.optim import build_optim_wrapper, fused
+from lockstep.optim import build_optim_wrapper, constructor
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from lockstep.testing import ranks, run_ranks
 
@@ -33,7 +33,7 @@ def test_on_the_cpu_nothing_is_fused_unless_asked_for(kind):
 @pytest.fixture
 def _as_on_an_accelerator(monkeypatch):
     """Let the CPU, whose fused kernels are real, count as one."""
-    monkeypatch.setattr(fused, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(constructor, "_DEVICES", ("cpu",))
 
 
 @pytest.mark.usefixtures("_as_on_an_accelerator")
@@ -56,7 +56,7 @@ def test_shards_are_where_all_lie_on_one_mesh():
     for part in meshes:
         fully_shard(part, mesh=init_device_mesh("cpu", (get_world_size(),)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_DEVICES", ("cpu",))
+        patch.setattr(constructor, "_DEVICES", ("cpu",))
         assert [is_fused(model, type="AdamW") for model in (whole, sharded, mixed)] == [True, True, False]
         assert [is_fused(model, type="SGD") for model in (whole, sharded)] == [True, False]
         for model in (mixed, meshes):

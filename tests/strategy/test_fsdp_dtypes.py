@@ -60,7 +60,7 @@ def prepared(options: dict[str, Any] | None, counts: int) -> tuple[Any, nn.Modul
 
 def two_steps(strategy: Any, model: nn.Module, optim_wrapper: Any, counts: int) -> list[float]:
     step = getattr(model, "train_step", lambda *args: train_step(model, *args))
-    rank, shares = strategy.data_share
+    rank, shares = strategy.data_shard
     norms = []
     for _ in range(2):
         for part in INPUTS[rank::shares].chunk(counts):

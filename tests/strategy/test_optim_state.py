@@ -18,14 +18,14 @@ from lockstep.strategy import SingleDeviceStrategy, Strategy, build_strategy
 from lockstep.testing import ranks, run_ranks
 
 from ..engines.training import assert_equal, whole
-from .lonely import OPTIMIZERS, Lonely, Training, batch
+from .unused import OPTIMIZERS, PartlyUsed, Training, batch
 
 KINDS: dict[str, Any] = {
     "single": "single",
     "ddp": {"type": "ddp", "find_unused_parameters": True},
     "fsdp": "fsdp",
 }
-LONELY = {"lonely.weight", "lonely.bias"}
+UNUSED = {"unused.weight", "unused.bias"}
 
 
 def training(kind: str = "single", name: str = "Adam", **options: Any) -> Training:
@@ -55,7 +55,7 @@ def test_a_resumed_training_goes_on_exactly(name: str, used: int, tmp_path: Path
     assert_equal(second.state(), uninterrupted.state())
     entries = second.state()["optimizer"]["state"]
     if name != "Adagrad":  # which has its states from the beginning
-        assert not LONELY & entries.keys()
+        assert not UNUSED & entries.keys()
     if "step" in entries.get("late.bias", {}):
         assert (entries["late.bias"]["step"], entries["first.bias"]["step"]) == (4, 8)
 
@@ -72,7 +72,7 @@ def go_on(kind: str, name: str, path: Path) -> None:
     save_state(path, first.state(), {})
     second = resumed(path, kind, name)
     assert second.run(3, 8) == losses[3:]
-    assert not LONELY & second.state()["optimizer"]["state"].keys()
+    assert not UNUSED & second.state()["optimizer"]["state"].keys()
     assert_equal(whole(second.state()), whole(uninterrupted.state()))
 
 
@@ -134,7 +134,7 @@ def test_lbfgs_goes_on_exactly(steps: int, tmp_path: Path):
         torch.manual_seed(2)
         strategy = SingleDeviceStrategy()
         optim = {"optimizer": {"type": "LBFGS", "lr": 0.1, "max_iter": 2, "history_size": 3}}
-        return strategy, *strategy.prepare(Lonely(), optim)
+        return strategy, *strategy.prepare(PartlyUsed(), optim)
 
     strategy, model, wrapper = prepared()
     for _ in range(steps):
@@ -184,9 +184,9 @@ def test_numbers_that_all_elements_share_keep_their_precision():
 
 
 def parts(update: list[str], frozen: tuple[str, ...] = (), kind: str = "Adam") -> tuple[Strategy, nn.Module, Any]:
-    """Prepare a `Lonely` of which an optimizer updates some parts."""
+    """Prepare a `PartlyUsed` of which an optimizer updates some parts."""
     torch.manual_seed(2)
-    model, strategy = Lonely(), SingleDeviceStrategy()
+    model, strategy = PartlyUsed(), SingleDeviceStrategy()
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
     groups = [{"params": list(model.get_submodule(name).parameters())} for name in update]
@@ -256,7 +256,7 @@ def test_the_state_of_another_optimizer_is_refused(saved_by: str, loaded_by: str
     strategies = []
     for kind in (saved_by, loaded_by):
         strategy = SingleDeviceStrategy()
-        model, wrapper = strategy.prepare(Lonely(), {"optimizer": {"type": kind, **options.get(kind, {})}})
+        model, wrapper = strategy.prepare(PartlyUsed(), {"optimizer": {"type": kind, **options.get(kind, {})}})
         strategies.append(strategy)
         if kind == saved_by:
             wrapper.update_params(model(*batch(0, 0)))
@@ -269,9 +269,9 @@ def test_states_of_several_optimizers_are_given_back_to_each():
     strategies = []
     for _ in range(2):
         torch.manual_seed(2)
-        model, strategy = Lonely(), SingleDeviceStrategy()
+        model, strategy = PartlyUsed(), SingleDeviceStrategy()
         wrappers = {
-            "one": OptimWrapper(torch.optim.Adam([*model.first.parameters(), *model.lonely.parameters()])),
+            "one": OptimWrapper(torch.optim.Adam([*model.first.parameters(), *model.unused.parameters()])),
             "two": OptimWrapper(torch.optim.SGD(model.late.parameters(), lr=0.1, momentum=0.9)),
         }
         model, wrapper = strategy.prepare(model, OptimWrapperDict(**wrappers))
@@ -284,13 +284,13 @@ def test_states_of_several_optimizers_are_given_back_to_each():
     entries = strategies[1].optim_state()["state"]
     assert_equal(strategies[1].optim_state(), strategies[0].optim_state())
     assert entries["late.bias"].keys() == {"momentum_buffer"}
-    assert not LONELY & entries.keys()
+    assert not UNUSED & entries.keys()
 
 
 def test_what_is_no_parameter_of_the_model_has_no_name():
     strategy = SingleDeviceStrategy()
     scale = nn.Parameter(torch.ones(7))
-    strategy.prepare(Lonely(), OptimWrapper(torch.optim.SGD([scale], lr=0.1)))
+    strategy.prepare(PartlyUsed(), OptimWrapper(torch.optim.SGD([scale], lr=0.1)))
     with pytest.raises(ConfigError, match=r"SGD updates 1 others, one of shape \(7,\), whose state has no name"):
         strategy.optim_state()
 

@@ -101,7 +101,7 @@ def test_the_axes_have_names_and_neighbours_compute_together():
     def laid_out(**options: Any) -> tuple:
         strategy = FSDPStrategy(**SHIPPED, **options)
         model, _ = strategy.prepare(seeded())
-        everyone = all_gather_object(strategy.data_share)
+        everyone = all_gather_object(strategy.data_shard)
         return model.mesh.mesh_dim_names, model.tensor_mesh.mesh.tolist(), everyone
 
     pair = [[0, 1], [2, 3]][get_rank() // 2]
@@ -114,7 +114,7 @@ def test_the_axes_have_names_and_neighbours_compute_together():
     assert model.tensor_mesh.size() == 2
     local = model.module.layers[0].linear1.weight.to_local()
     assert local.shape == (8, 16)  # a quarter of 32 rows
-    assert FSDPStrategy(tensor_parallel=None).prepare(seeded())[0].data_share is None
+    assert FSDPStrategy(tensor_parallel=None).prepare(seeded())[0].data_shard is None
 
 
 @ranks(2)
@@ -122,7 +122,7 @@ def test_ranks_that_compute_together_drop_the_same():
     """The ranks of the pool begin with different random states."""
     strategy = FSDPStrategy(tensor_parallel=2)
     model, optim_wrapper = strategy.prepare(seeded(partial(Heads, dropout=0.5)), optim_config())
-    losses = [train_step(model, batch, optim_wrapper)["loss"] for batch in own_batches(1, strategy.data_share)[:4]]
+    losses = [train_step(model, batch, optim_wrapper)["loss"] for batch in own_batches(1, strategy.data_shard)[:4]]
     first, second = all_gather(torch.stack(losses))
     assert torch.equal(first, second)
     weights = torch.cat([p.full_tensor().detach().flatten() for p in model.module.norm.parameters()])
@@ -146,7 +146,7 @@ def assert_equal(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 
 def continued(strategy: Strategy, model: nn.Module, optim_wrapper: Any, start: int, stop: int) -> list[float]:
-    batches = own_batches(1, strategy.data_share)[start:stop]
+    batches = own_batches(1, strategy.data_shard)[start:stop]
     return mean_over_ranks([train_step(model, batch, optim_wrapper)["loss"].item() for batch in batches])
 
 
@@ -304,7 +304,7 @@ def test_a_runner_deals_samples_to_groups_and_counts_each_once(size: int, tmp_pa
 def test_a_sampler_that_deals_otherwise_is_refused(tmp_path: Path):
     data = TensorDataset(INPUTS, TARGETS)
     own = DataLoader(data, 4, sampler=DistributedSampler(data))
-    with pytest.raises(ConfigError, match=r"`sampler` must deal out 1 shares.*DistributedSampler deals out 2"):
+    with pytest.raises(ConfigError, match=r"`sampler` must deal out 1 shards.*DistributedSampler deals out 2"):
         Runner(Heads(), tmp_path, train_dataloader=own, strategy=FSDPStrategy(tensor_parallel=2)).train()
     right = DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=1, rank=0))
     cfg = {"by_epoch": False, "max_iters": 1}

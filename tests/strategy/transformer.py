@@ -53,12 +53,12 @@ def seeded(make: Callable[[], nn.Module] = Transformer) -> nn.Module:
     return make()
 
 
-def own_batches(micro: int = 1, share: tuple[int, int] | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's share of each global batch, cut into `micro` batches.
+def own_batches(micro: int = 1, shard: tuple[int, int] | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's shard of each global batch, cut into `micro` batches.
 
     The samples of one micro-batch are dealt out to the ranks like cards.
     """
-    rank, ranks = share or (get_rank(), get_world_size())
+    rank, ranks = shard or (get_rank(), get_world_size())
     batches = zip(INPUTS.split(BATCH // micro), TARGETS.split(BATCH // micro), strict=True)
     return [(x[rank::ranks], y[rank::ranks]) for x, y in batches]
 
@@ -92,7 +92,7 @@ def train_by_strategy(
     optim_wrapper.initialize_count_status(model, 0, STEPS * counts)
     step = getattr(model, "train_step", partial(train_step, model))
     losses, norms = [], []
-    for batch in own_batches(counts, strategy.data_share):
+    for batch in own_batches(counts, strategy.data_shard):
         losses.append(step(batch, optim_wrapper)["loss"].item())
         if optim_wrapper.grad_norm is not None and optim_wrapper.inner_count % counts == 0:
             norms.append(optim_wrapper.grad_norm.item())

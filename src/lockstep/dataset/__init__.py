@@ -6,22 +6,20 @@ from torch.utils.data import default_collate
 
 from lockstep.dataset.amounts import Amount, amount_of, batch_size_of
 from lockstep.dataset.compose import Compose
-from lockstep.dataset.endless import InfiniteSampler
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
 from lockstep.dataset.position import position_of, restore_position, set_epoch, skip_batches
 from lockstep.dataset.rank_aware import is_rank_aware
-from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.sampler import DataShard, DefaultSampler, InfiniteSampler, agree_on_shard
 from lockstep.dataset.sharded import ShardedSampler, length_of
-from lockstep.dataset.share import DataShare, agree_on_share
 
 __all__ = [
     "Amount",
     "Compose",
-    "DataShare",
+    "DataShard",
     "DefaultSampler",
     "InfiniteSampler",
     "ShardedSampler",
-    "agree_on_share",
+    "agree_on_shard",
     "amount_of",
     "batch_size_of",
     "build_dataloader",

@@ -17,8 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.dataset.endless import InfiniteSampler
-from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.sampler import DefaultSampler, InfiniteSampler
 from lockstep.dataset.sharded import ShardedSampler
 
 ENDLESS = 2**62

@@ -1,4 +1,4 @@
-"""From a config, or from a user's own `DataLoader`, to one that feeds this rank its share."""
+"""From a config, or from a user's own `DataLoader`, to one that feeds this rank its shard."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, default_collate, default_convert
 
-from lockstep.dataset.endless import InfiniteSampler
 from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
-from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.sampler import DefaultSampler, InfiniteSampler, WorkerSeeds
 from lockstep.dataset.sharded import ShardedSampler
-from lockstep.dataset.sharded_loader import check_share, shard_loader, shard_sampler
-from lockstep.dataset.stream import StreamShare, check_split
-from lockstep.dataset.stream_loader import StreamLoader
-from lockstep.dataset.worker_seeds import WorkerSeeds
+from lockstep.dataset.sharded_loader import check_shard, shard_loader, shard_sampler
+from lockstep.dataset.stream import StreamLoader, StreamShard, check_split
 from lockstep.dist import get_dist_info, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
@@ -30,9 +27,9 @@ def build_dataloader(
     *,
     seed: int,
     evaluation: bool = False,
-    share: tuple[int, int] | None = None,
+    shard: tuple[int, int] | None = None,
 ) -> DataLoader[Any]:
-    """Return a data loader that yields this rank's share of the data.
+    """Return a data loader that yields this rank's shard of the data.
 
     Whatever order a sampler draws, all ranks draw the same, as a function of `seed` and the epoch alone, and rank r of
     n gets the items at positions r, r + n, r + 2n ... of it:
@@ -58,27 +55,27 @@ def build_dataloader(
             `batch_sampler` (an object or a config), `collate_fn` (a function, or one in the registry `FUNCTIONS`, such
             as `default_collate` and `pseudo_collate`, by name or config), `num_batch_per_epoch` (to see only so many
             batches, for a trial), and further arguments of `torch.utils.data.DataLoader`. An `IterableDataset` is split
-            over ranks and workers (see `StreamShare`). `split=False` says that the data set, or the sampler, deals
+            over ranks and workers (see `StreamShard`). `split=False` says that the data set, or the sampler, deals
             itself out already; `split=True` that it does not, though it may look so.
         seed: of the order of samples, the same on every rank.
         evaluation: by default keep the order, and show each sample exactly once.
-        share: which of how many shares of the data is this rank's; by default its rank, of the world size.
+        shard: which of how many shards of the data is this rank's; by default its rank, of the world size.
 
     **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes, to see that all hold the same data.
 
     Raises:
         ConfigError: the config has no data set, something in it does not fit, the ranks hold other data, or a sampler
-            deals out other shares.
+            deals out other shards.
     """
-    share = share or get_dist_info()
+    shard = shard or get_dist_info()
     if isinstance(loader, Mapping):
-        return _from_config(loader, seed, evaluation, share)
+        return _from_config(loader, seed, evaluation, shard)
     if not hasattr(loader, "__iter__"):
         raise TypeError(
             "a data loader must be a torch DataLoader, an iterable of batches or a config dict, "
             f"but is {loader!r} of type {type(loader).__name__}"
         )
-    return shard_loader(loader, seed, evaluation, share)  # type: ignore[no-any-return]
+    return shard_loader(loader, seed, evaluation, shard)  # type: ignore[no-any-return]
 
 
 def pseudo_collate(batch: list[Any]) -> Any:
@@ -102,7 +99,7 @@ FUNCTIONS.register_module(module=pseudo_collate)
 FUNCTIONS.register_module(module=default_collate)
 
 
-def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, share: tuple[int, int]) -> DataLoader[Any]:
+def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tuple[int, int]) -> DataLoader[Any]:
     arguments = dict(cfg)
     dataset = arguments.pop("dataset", None)
     if dataset is None:
@@ -112,15 +109,15 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, share: tup
         if callable(getattr(dataset, "full_init", None)):  # what MMEngine's data sets put off until they are built
             dataset.full_init()
     if (batches := arguments.pop("num_batch_per_epoch", None)) is not None:
-        dataset = _first_samples(dataset, batches * arguments.get("batch_size", 1) * share[1])
+        dataset = _first_samples(dataset, batches * arguments.get("batch_size", 1) * shard[1])
     in_batches = arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
-    arguments.setdefault("generator", WorkerSeeds(seed, share[0]))
+    arguments.setdefault("generator", WorkerSeeds(seed, shard[0]))
     if isinstance(dataset, IterableDataset):
-        return _stream_loader(dataset, arguments, share)
+        return _stream_loader(dataset, arguments, shard)
     if "shuffle" in arguments and arguments.get("sampler") is not None:
         raise ConfigError("a data loader's config has both 'sampler' and 'shuffle'; leave out one")
-    order = _Order(dataset, seed, evaluation, share, _split(arguments))
+    order = _Order(dataset, seed, evaluation, shard, _split(arguments))
     batch_sampler = arguments.get("batch_sampler")
     if batch_sampler is not None:
         arguments["batch_sampler"] = order.batch_sampler(batch_sampler, arguments)
@@ -147,16 +144,16 @@ def _first_samples(dataset: Any, count: int) -> Any:
     return shortened
 
 
-def _stream_loader(dataset: Any, arguments: dict[str, Any], share: tuple[int, int]) -> StreamLoader:
+def _stream_loader(dataset: Any, arguments: dict[str, Any], shard: tuple[int, int]) -> StreamLoader:
     split = _split(arguments)
     if arguments.pop("shuffle", None) or any(arguments.get(key) is not None for key in ("sampler", "batch_sampler")):
         raise ConfigError(
             f"an iterable data set has an order of its own, which no sampler can change; but beside "
             f"{type(dataset).__name__} there is a `shuffle` or a sampler. Leave it out"
         )
-    parts = share[1] * max(1, arguments.get("num_workers", 0))
-    deals = check_split(dataset, split, parts, share[1])
-    stream = StreamShare(dataset, share, arguments.setdefault("batch_size", 1) or 1, split=deals)
+    parts = shard[1] * max(1, arguments.get("num_workers", 0))
+    deals = check_split(dataset, split, parts, shard[1])
+    stream = StreamShard(dataset, shard, arguments.setdefault("batch_size", 1) or 1, split=deals)
     if parts > 1:
         _logger.info("%s is split over %d ranks and workers: %s", type(dataset).__name__, parts, stream.how)
     try:
@@ -171,7 +168,7 @@ class _Order(NamedTuple):
     dataset: Any
     seed: int
     evaluation: bool
-    share: tuple[int, int]
+    shard: tuple[int, int]
     split: bool | None
 
     def sampler(self, sampler: Any, batch_size: int | None) -> Any:
@@ -200,12 +197,12 @@ class _Order(NamedTuple):
     def _built(self, cfg: Mapping[str, Any]) -> Any:
         kind = _kind_of(cfg)
         is_ours = issubclass(kind, DefaultSampler | InfiniteSampler)
-        rank, size = share = (0, 1) if is_ours and self.split is False else self.share
+        rank, size = shard = (0, 1) if is_ours and self.split is False else self.shard
         offered: dict[str, Any] = {
             "dataset": self.dataset,
             "data_source": self.dataset,
             "seed": self.seed,
-            "share": share,
+            "shard": shard,
             "num_replicas": size,
             "world_size": size,
             "rank": rank,
@@ -225,8 +222,8 @@ class _Order(NamedTuple):
             self._check_alike(None)
         elif self.split is True or not is_rank_aware(sampler):
             self._check_alike(sampler)
-            return shard_sampler(sampler, self.seed, self.share, round_up=round_up, batch_size=batch_size)
-        check_share(sampler, self.share)
+            return shard_sampler(sampler, self.seed, self.shard, round_up=round_up, batch_size=batch_size)
+        check_shard(sampler, self.shard)
         return sampler
 
     def _check_alike(self, sampler: Any) -> None:

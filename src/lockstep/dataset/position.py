@@ -7,11 +7,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from lockstep.dataset.endless import InfiniteSampler
-from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.sampler import DefaultSampler, InfiniteSampler, WorkerSeeds
 from lockstep.dataset.sharded import ShardedSampler
-from lockstep.dataset.stream_loader import StreamLoader
-from lockstep.dataset.worker_seeds import WorkerSeeds
+from lockstep.dataset.stream import StreamLoader
 
 _logger = logging.getLogger(__name__)
 

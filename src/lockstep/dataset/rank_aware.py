@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 
 from lockstep.dist import all_gather_object
 
-_ATTRIBUTES = ("rank", "world_size", "num_replicas", "share", "process_index", "num_processes")
+_ATTRIBUTES = ("rank", "world_size", "num_replicas", "shard", "process_index", "num_processes")
 _ASKING = frozenset({"get_rank", "get_dist_info", "process_index"})
 
 
@@ -22,7 +22,7 @@ def is_rank_aware(sampler: Any) -> bool:
     """Return whether a sampler, batch sampler or loader knows of ranks, so that it gives each of them its own part.
 
     It does if it, or a sampler or loader that it holds, has one of the attributes `rank`, `world_size`, `num_replicas`,
-    `share`, `process_index` and `num_processes`, with or without a leading underscore, or if a method of its class asks
+    `shard`, `process_index` and `num_processes`, with or without a leading underscore, or if a method of its class asks
     for the rank by name (`get_rank`, `get_dist_info`). Nothing is drawn from it.
 
     Example:

@@ -1,13 +1,14 @@
-"""`DefaultSampler`: one global order of the data set, dealt out to the ranks."""
+"""Samplers of one global order, what each rank gets of it, and the seeds of its workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import Sampler
 
-from lockstep.dist import get_dist_info, sync_random_seed
+from lockstep.dist import all_gather, get_dist_info, get_rank, get_world_size, sync_random_seed
 from lockstep.errors import ConfigError
 from lockstep.registry import DATA_SAMPLERS
 
@@ -26,7 +27,7 @@ class DefaultSampler(Sampler[int]):
         round_up: repeat samples from the beginning of the order until every rank has equally many, as training needs
             it. Without it every sample is seen exactly once, as evaluation needs it, and some ranks have one sample
             less than others.
-        share: which of how many shares is this rank's, as a strategy says in `data_share`; by default its rank, of the
+        shard: which of how many shards is this rank's, as a strategy says in `data_shard`; by default its rank, of the
             world size.
 
     **Collective**: every rank, if `seed` is None.
@@ -48,9 +49,9 @@ class DefaultSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int | None = None,
         round_up: bool = True,
-        share: tuple[int, int] | None = None,
+        shard: tuple[int, int] | None = None,
     ) -> None:
-        self.rank, self.world_size = get_dist_info() if share is None else share
+        self.rank, self.world_size = get_dist_info() if shard is None else shard
         self.shuffle = shuffle
         self.seed = sync_random_seed() if seed is None else seed
         self.round_up = round_up
@@ -85,10 +86,128 @@ class DefaultSampler(Sampler[int]):
         self._skipped = samples
 
     def _order(self) -> list[int]:
-        return global_order(self._size, self.seed + self.epoch if self.shuffle else None)
+        return _global_order(self._size, self.seed + self.epoch if self.shuffle else None)
 
 
-def global_order(size: int, seed: int | None) -> list[int]:
+@DATA_SAMPLERS.register_module()
+class InfiniteSampler(Sampler[int]):
+    """Deal the samples out to the ranks, like cards, one order of the data set after the other, without an end.
+
+    The stream that is dealt is a function of `seed` alone: rank r of n takes the samples at positions r, r + n, r + 2n
+    ... of it, across the borders of epochs, so that no sample is repeated to give the ranks equally many. It has no
+    length, and is for loops by iterations.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: draw a new order for every pass, else repeat the data set's own.
+        seed: of the orders; the same on every rank. By default rank 0 draws one.
+        shard: as for `DefaultSampler`.
+
+    **Collective**: every rank, if `seed` is None.
+
+    Raises:
+        ConfigError: the data set is empty.
+
+    **Example (2 ranks)**::
+
+        >>> from itertools import islice
+        >>> from lockstep.dist import get_rank
+        >>> sampler = InfiniteSampler(range(3), shuffle=False)
+        >>> list(islice(sampler, 4)) == ([0, 2, 1, 0], [1, 0, 2, 1])[get_rank()]
+        True
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        seed: int | None = None,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        self.rank, self.world_size = get_dist_info() if shard is None else shard
+        self.shuffle = shuffle
+        self.seed = sync_random_seed() if seed is None else seed
+        self._size = len(dataset)
+        self._skipped = 0
+        if self._size == 0:
+            raise ConfigError(
+                f"`dataset` must have at least one sample, but has none (rank {self.rank} of {self.world_size})"
+            )
+
+    def __iter__(self) -> Iterator[int]:
+        skipped, self._skipped = self._skipped, 0
+        epoch, offset = divmod(self.rank + skipped * self.world_size, self._size)
+        while True:
+            order = _global_order(self._size, self.seed + epoch if self.shuffle else None)
+            yield from order[offset :: self.world_size]
+            # Where this rank's next card lies after the last one of this order.
+            further, offset = divmod(
+                offset + -(-(self._size - offset) // self.world_size) * self.world_size, self._size
+            )
+            epoch += further
+
+    def skip(self, samples: int) -> None:
+        """Leave out the first samples of this rank in the next pass. Nothing is drawn for the orders in between."""
+        self._skipped = samples
+
+
+class WorkerSeeds(torch.Generator):
+    """The generator that a data loader draws its workers' seeds from, once in each pass.
+
+    They differ between ranks, so that random augmentations do, and are a function of the seed, the rank and the epoch
+    alone, so that a run which goes on after an epoch draws what the run that never stopped draws. Workers that live on
+    from pass to pass (`persistent_workers`) are seeded once, though.
+
+    Args:
+        seed: of the order of samples, the same on every rank.
+        rank: the number of this rank's shard.
+    """
+
+    def __new__(cls, seed: int, rank: int) -> WorkerSeeds:
+        """Make the generator of epoch 0."""
+        return super().__new__(cls)
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._seed = seed + rank
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the seeds of the next pass."""
+        self.manual_seed((self._seed + (epoch << 32)) % 2**63)
+
+
+class DataShard(NamedTuple):
+    """Which of the samples a rank sees.
+
+    Attributes:
+        rank: the number of its shard.
+        size: how many shards there are: the world size, or, where ranks compute together, less.
+        is_first: whether this rank speaks for all that see the same samples.
+    """
+
+    rank: int
+    size: int
+    is_first: bool
+
+
+def agree_on_shard(rank: int, size: int) -> DataShard:
+    """Return a rank's shard, with who is the first to have it.
+
+    **Collective**: every rank. **Cost**: 8 bytes from each rank to each, where there are fewer shards than ranks.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import get_rank
+        >>> agree_on_shard(get_rank(), 2).is_first, agree_on_shard(0, 1).is_first == (get_rank() == 0)
+        (True, True)
+    """
+    if size == get_world_size():
+        return DataShard(rank, size, is_first=True)
+    holders = [int(holder) for holder in all_gather(torch.tensor(rank))]
+    return DataShard(rank, size, is_first=holders.index(rank) == get_rank())
+
+
+def _global_order(size: int, seed: int | None) -> list[int]:
     """Return the order of all samples that a seed stands for; the data set's own for None."""
     if seed is None:
         return list(range(size))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
+from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dist import get_dist_info, sync_random_seed
 from lockstep.errors import ConfigError
@@ -49,7 +50,7 @@ class ShardedSampler(Sampler[Any]):
         seed: of the draws; the same on every rank. By default rank 0 draws one.
         round_up: repeat items from the beginning of the order until every rank has equally many. Without it each item
             is seen exactly once, and some ranks have one item less than others.
-        share: which of how many shares is this rank's; by default its rank, of the world size.
+        shard: which of how many shards is this rank's; by default its rank, of the world size.
         batch_size: how many items of each rank are drawn at once.
 
     **Collective**: every rank, if `seed` is None.
@@ -69,10 +70,10 @@ class ShardedSampler(Sampler[Any]):
         sampler: Iterable[Any],
         seed: int | None = None,
         round_up: bool = True,
-        share: tuple[int, int] | None = None,
+        shard: tuple[int, int] | None = None,
         batch_size: int = 1,
     ) -> None:
-        self.rank, self.world_size = get_dist_info() if share is None else share
+        self.rank, self.world_size = get_dist_info() if shard is None else shard
         self.sampler = sampler
         self.seed = sync_random_seed() if seed is None else seed
         self.round_up = round_up
@@ -147,28 +148,14 @@ class ShardedSampler(Sampler[Any]):
 @contextmanager
 def _in_states(states: dict[str, Any]) -> Iterator[None]:
     """Let the global generators go on from `states`, note there how far they come, and undo it outside."""
-    outside = _global_states()
-    _set_global_states(states)
+    outside = random_state(accelerator=False)
+    if states:
+        set_random_state(states)
     try:
         yield
     finally:
-        states.update(_global_states())
-        _set_global_states(outside)
-
-
-def _global_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
-
-
-def _set_global_states(states: dict[str, Any]) -> None:
-    if states:
-        random.setstate(states["python"])
-        torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
+        states.update(random_state(accelerator=False))
+        set_random_state(outside)
 
 
 def _seed_generators(sampler: Any, seed: int) -> None:

@@ -10,9 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
-from lockstep.dataset.sampler import DefaultSampler
+from lockstep.dataset.sampler import DefaultSampler, WorkerSeeds
 from lockstep.dataset.sharded import ShardedSampler, length_of
-from lockstep.dataset.worker_seeds import WorkerSeeds
 from lockstep.dist import get_dist_info, get_world_size
 from lockstep.errors import ConfigError
 
@@ -21,8 +20,8 @@ _logger = logging.getLogger(__name__)
 _HOW_TO_SAY = "if it shards by itself, an attribute `rank` says so"
 
 
-def shard_loader(loader: Any, seed: int, evaluation: bool, share: tuple[int, int]) -> Any:
-    """Return a loader like `loader` that yields this rank's share, or `loader` where it is left as it is.
+def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int]) -> Any:
+    """Return a loader like `loader` that yields this rank's shard, or `loader` where it is left as it is.
 
     What is done, and why, is logged.
 
@@ -32,7 +31,7 @@ def shard_loader(loader: Any, seed: int, evaluation: bool, share: tuple[int, int
     differing = differing_parts(getattr(loader, "dataset", loader), sampler) if get_world_size() > 1 else []
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if is_rank_aware(loader) or (not is_map_style and is_rank_aware(getattr(loader, "dataset", None))):
-        check_share(sampler, share)
+        check_shard(sampler, shard)
         _leave(loader, "it knows of ranks, and gives each of them its own part", logging.INFO)
         return loader
     if not is_map_style:
@@ -51,39 +50,39 @@ def shard_loader(loader: Any, seed: int, evaluation: bool, share: tuple[int, int
     if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
         _leave(loader, "it has begun to read before the training, so that every rank sees all samples", logging.WARNING)
         return loader
-    return _sharded(loader, seed, evaluation, share)
+    return _sharded(loader, seed, evaluation, shard)
 
 
 def shard_sampler(
-    sampler: Any, seed: int, share: tuple[int, int], *, round_up: bool, batch_size: int = 1
+    sampler: Any, seed: int, shard: tuple[int, int], *, round_up: bool, batch_size: int = 1
 ) -> DefaultSampler | ShardedSampler:
     """Return a sampler that deals out to the ranks what `sampler`, which knows no ranks, draws.
 
     A `DefaultSampler` where torch's go through all samples once; else a `ShardedSampler`.
     """
     if _is_sequential(sampler) or _is_permutation(sampler):
-        return DefaultSampler(range(len(sampler)), not _is_sequential(sampler), seed, round_up, share)
-    return ShardedSampler(sampler, seed, round_up, share, batch_size)
+        return DefaultSampler(range(len(sampler)), not _is_sequential(sampler), seed, round_up, shard)
+    return ShardedSampler(sampler, seed, round_up, shard, batch_size)
 
 
-def check_share(sampler: Any, share: tuple[int, int]) -> None:
+def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
     """Refuse a sampler that deals out to all ranks where some of them must see the same samples."""
     size = getattr(sampler, "num_replicas", getattr(sampler, "world_size", None))
     dealt = getattr(sampler, "rank", None), size
-    if share != get_dist_info() and size is not None and dealt != share:
+    if shard != get_dist_info() and size is not None and dealt != shard:
         raise ConfigError(
-            f"`sampler` must deal out {share[1]} shares, and this rank be given number {share[0]}, because the "
+            f"`sampler` must deal out {shard[1]} shards, and this rank be given number {shard[0]}, because the "
             f"strategy lets several ranks compute on the same samples; but {type(sampler).__name__} deals out {size}, "
-            f"and gives it number {dealt[0]}. Leave the sampler out, or give it the strategy's `data_share`"
+            f"and gives it number {dealt[0]}. Leave the sampler out, or give it the strategy's `data_shard`"
         )
 
 
-def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, share: tuple[int, int]) -> DataLoader[Any]:
+def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[int, int]) -> DataLoader[Any]:
     batches, sampler = loader.batch_sampler, _drawn_from(loader)
     in_samples = type(batches) is BatchSampler
     # Batches are not repeated to give each rank equally many: `Passes` does with unequal numbers of them.
     batch_size = batches.batch_size if type(batches) is BatchSampler else 1
-    dealt = shard_sampler(sampler, seed, share, round_up=in_samples and not evaluation, batch_size=batch_size)
+    dealt = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
     parts: dict[str, Any] = {"_iterator": None}
     if type(batches) is BatchSampler:
         parts |= {"sampler": dealt, "batch_sampler": BatchSampler(dealt, batches.batch_size, batches.drop_last)}
@@ -92,11 +91,11 @@ def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, share: tuple[
     else:
         parts["sampler"] = dealt
     if loader.generator is None:
-        parts["generator"] = WorkerSeeds(seed, share[0])
+        parts["generator"] = WorkerSeeds(seed, shard[0])
     # A copy with other samplers: whatever else the loader or its subclass was given is kept.
     sharded = copy.copy(loader)
     vars(sharded).update(parts)
-    _tell(loader, sampler, dealt, "samples" if in_samples else "batches", share[1])
+    _tell(loader, sampler, dealt, "samples" if in_samples else "batches", shard[1])
     return sharded
 
 
@@ -141,7 +140,7 @@ def _leave(loader: Any, why: str, level: int) -> None:
         _logger.log(level, "%s is left as it is: %s", _describe(loader), why)
 
 
-def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, items: str, shares: int) -> None:
+def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, items: str, shards: int) -> None:
     """Say what is drawn in which order, and how many of it each rank gets."""
     kinds = f"{type(dealt).__name__} in place of {type(sampler).__name__}"
     if isinstance(dealt, ShardedSampler):
@@ -152,11 +151,11 @@ def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, ite
         _logger.info("%s: its %s%s come in an order of seed and epoch (%s)", _describe(loader), count, items, kinds)
         return
     each = "" if whole is None else f", {length_of(dealt)} to each"
-    if whole is not None and whole % shares and not dealt.round_up:
-        each = f", {whole // shares} or {whole // shares + 1} to each"
+    if whole is not None and whole % shards and not dealt.round_up:
+        each = f", {whole // shards} or {whole // shards + 1} to each"
     _logger.info(
         "%s: its %s%s are dealt out to %d ranks%s, in an order of seed and epoch (%s)",
-        _describe(loader), count, items, shares, each, kinds,
+        _describe(loader), count, items, shards, each, kinds,
     )  # fmt: skip
 
 

@@ -1,13 +1,13 @@
-"""One rank's and one worker's share of an iterable data set, and where in it they are."""
+"""One rank's and one worker's shard of an iterable data set, its batches, and where in it they are."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.errors import ConfigError
 
@@ -27,7 +27,7 @@ class Resumption(NamedTuple):
 _BEGINNING = Resumption(0, {})
 
 
-class StreamShare(IterableDataset[Any]):
+class StreamShard(IterableDataset[Any]):
     """The samples of an iterable data set that belong to one rank, dealt out to its workers.
 
     The stream is dealt to the ranks like cards, as `DefaultSampler` deals an order, and each rank's cards to its
@@ -46,14 +46,14 @@ class StreamShare(IterableDataset[Any]):
 
     Args:
         dataset: the whole stream.
-        share: this rank's number, and how many ranks the stream is dealt to.
+        shard: this rank's number, and how many ranks the stream is dealt to.
         batch_size: samples in a batch.
         split: False for a data set that deals itself out to ranks and workers.
     """
 
-    def __init__(self, dataset: Any, share: tuple[int, int], batch_size: int, *, split: bool = True) -> None:
+    def __init__(self, dataset: Any, shard: tuple[int, int], batch_size: int, *, split: bool = True) -> None:
         self.dataset = dataset
-        self.share = share
+        self.shard = shard
         self.batch_size = batch_size
         self.split = split
         # Workers that live on from pass to pass see it change.
@@ -78,7 +78,7 @@ class StreamShare(IterableDataset[Any]):
     def how(self) -> str:
         """How it is dealt out, in words."""
         if self.deals_out:
-            return "each goes through all samples and keeps its share"
+            return "each goes through all samples and keeps its shard"
         return "by its split_over" if self.split else "by itself"
 
     @property
@@ -115,7 +115,7 @@ class StreamShare(IterableDataset[Any]):
         """Open this worker's source, and bring it to a position."""
         if self._asks_for_parts:
             self._set_epoch()
-            rank, ranks = self.share
+            rank, ranks = self.shard
             self._source = self.dataset.split_over(rank * workers + self._worker, ranks * workers)
         else:
             self._source = self.dataset
@@ -141,8 +141,75 @@ class StreamShare(IterableDataset[Any]):
     def _is_own(self, index: int, workers: int) -> bool:
         if not self.deals_out:
             return True
-        rank, ranks = self.share
+        rank, ranks = self.shard
         return index % ranks == rank and index // ranks // self.batch_size % workers == self._worker
+
+
+class StreamLoader(DataLoader[Any]):
+    """A `DataLoader` over a `StreamShard`, which knows where it is, if the data set does.
+
+    Workers are ahead of the training. So each batch comes with the position of the worker that made it, right after it;
+    what is saved is the last one that was used of each worker.
+
+    Args:
+        dataset: this rank's shard.
+        collate_fn: makes a batch of samples, or of one sample where `batch_size` is None.
+        **kwargs: further arguments of `DataLoader`.
+    """
+
+    dataset: StreamShard
+
+    def __init__(self, dataset: StreamShard, collate_fn: Callable[[Any], Any], **kwargs: Any) -> None:
+        self._batches = 0
+        self._workers: dict[int, Mapping[str, Any]] = {}
+        self._resumption = _BEGINNING
+        super().__init__(dataset, collate_fn=_WithPosition(collate_fn, dataset), **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        resumption, self._resumption = self._resumption, _BEGINNING
+        self._batches, self._workers = resumption.batches, dict(resumption.workers)
+        self.dataset.resume(resumption)
+        for batch, position in super().__iter__():
+            self._batches += 1
+            if position is not None:
+                worker, state = position
+                self._workers[worker] = state
+            yield batch
+        self._batches, self._workers = 0, {}
+
+    def __len__(self) -> int:
+        """Return the number of batches that this rank sees in a pass, where the data set has a length.
+
+        Raises:
+            TypeError: it has none, or deals itself out.
+        """
+        whole = self.dataset.dataset
+        if not isinstance(whole, Sized) or not self.dataset.deals_out:
+            raise TypeError(f"nobody knows how many batches of {type(whole).__name__} there are")
+        rank, ranks = self.dataset.shard
+        samples, size = len(range(rank, len(whole), ranks)), self.dataset.batch_size
+        return samples // size if self.drop_last else -(-samples // size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this rank is in its pass, after the last batch that was taken."""
+        return {"batches": self._batches, "workers": dict(self._workers), "layout": self._layout()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Begin the next pass where another one was saved.
+
+        Raises:
+            ValueError: other workers, ranks or batches than these have made it.
+        """
+        if state_dict["layout"] != self._layout():
+            raise ValueError(
+                f"[rank, ranks, workers, batch size] must be {state_dict['layout']}, as they were saved, but are "
+                f"{self._layout()}"
+            )
+        self._batches, self._workers = state_dict["batches"], dict(state_dict["workers"])
+        self._resumption = Resumption(self._batches, self._workers)
+
+    def _layout(self) -> list[int]:
+        return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]
 
 
 def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> bool:
@@ -159,6 +226,21 @@ def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> boo
         raise ConfigError(
             f"`split` must be given beside the `dataset`, because {type(dataset).__name__}.__iter__ asks for its "
             f"worker: False if it deals itself out to {ranks} ranks and their workers; True if each of the {parts} "
-            "is to get a share of what it yields"
+            "is to get a shard of what it yields"
         )
     return not asks
+
+
+class _WithPosition:
+    """Makes a batch, where the samples are made, and adds the position that the data set is at."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], dataset: StreamShard) -> None:
+        self._collate_fn = collate_fn
+        self._dataset = dataset
+
+    def __call__(self, samples: Any) -> tuple[Any, Any]:
+        info = get_worker_info()
+        # In a worker it is the copy there that has made the samples.
+        made_by = self._dataset if info is None else info.dataset
+        assert isinstance(made_by, StreamShard)
+        return self._collate_fn(samples), made_by.position() if made_by.has_position else None

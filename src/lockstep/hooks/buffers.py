@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lockstep.dist import all_reduce_params, broadcast
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
+from lockstep.model import ModelWrapper
 from lockstep.registry import HOOKS
 
 
@@ -70,5 +71,5 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
 
 
 def _average_alike(model: nn.Module) -> None:
-    if not getattr(model, "is_stage", False):
+    if not (isinstance(model, ModelWrapper) and model.is_stage):
         average_buffers(model.buffers())

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.hooks.buffers import average_buffers
 from lockstep.hooks.hook import Hook
 from lockstep.hooks.host import RunnerLike
-from lockstep.model import unwrap_model
+from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.averaged import BaseAveragedModel
 from lockstep.registry import HOOKS, MODELS
 
@@ -174,6 +174,10 @@ class EMAHook(Hook):
     def _build(self, runner: RunnerLike) -> None:
         if "ema_model" in vars(self):
             return
+        if isinstance(runner.model, ModelWrapper) and runner.model.partitioned is not None:
+            raise ConfigError(
+                f"the model must have its weights in memory to be averaged, but {runner.model.partitioned}"
+            )
         self.src_model = unwrap_model(runner.model)
         ema_model = MODELS.build(self.ema_cfg, model=self.src_model)
         if not isinstance(ema_model, BaseAveragedModel):

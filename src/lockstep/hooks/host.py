@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from torch import nn
 
-from lockstep.dataset import DataShare
+from lockstep.dataset import DataShard
 from lockstep.evaluator import Evaluator
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.optim import OptimWrapper, ParamScheduler
@@ -58,7 +58,7 @@ class RunnerLike(Protocol):
         """Number of processes."""
 
     @property
-    def share(self) -> DataShare:
+    def share(self) -> DataShard:
         """Which of the samples this process sees."""
 
     @property

@@ -50,7 +50,7 @@ _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
 )
 _MODEL = Kind(MODELS)
 _DATASET = Kind(DATASETS)
-_ORDER = frozenset({"dataset", "data_source", "seed", "share", "num_replicas", "world_size", "rank"})
+_ORDER = frozenset({"dataset", "data_source", "seed", "shard", "num_replicas", "world_size", "rank"})
 _SAMPLER = Kind(DATA_SAMPLERS, default="DefaultSampler", supplied=_ORDER)
 _BATCH_SAMPLER = Kind(DATA_SAMPLERS, supplied=_ORDER | {"sampler", "batch_size"})
 _OPTIMIZER = Kind(OPTIMIZERS, supplied=frozenset({"params"}))

@@ -14,8 +14,7 @@ from lockstep.model.averaged import (
     MomentumAnnealingEMA,
     StochasticWeightAverage,
 )
-from lockstep.model.base import BaseModel
-from lockstep.model.base_module import BaseModule
+from lockstep.model.base import BaseModel, BaseModule
 from lockstep.model.comm_hooks import COMM_HOOKS
 from lockstep.model.compiling import compile_in_place, uncompiled
 from lockstep.model.ddp import MMDistributedDataParallel
@@ -24,8 +23,8 @@ from lockstep.model.norm import convert_sync_batchnorm, revert_sync_batchnorm
 from lockstep.model.preprocessor import BaseDataPreprocessor
 from lockstep.model.recomputing import checkpoint_activations
 from lockstep.model.separate import MMSeparateDistributedDataParallel
-from lockstep.model.steps import UpdatesParams, parse_losses, predict_step, train_step
-from lockstep.model.wrapping import is_model_wrapper, unwrap_model
+from lockstep.model.steps import UpdatesParams, parse_losses
+from lockstep.model.wrapper import ModelWrapper, is_model_wrapper, predict_step, train_step, unwrap_model
 
 if TYPE_CHECKING:
     from lockstep.model.fsdp import MMFullyShardedDataParallel
@@ -48,6 +47,7 @@ __all__ = [
     "MMDistributedDataParallel",
     "MMFullyShardedDataParallel",
     "MMSeparateDistributedDataParallel",
+    "ModelWrapper",
     "MomentumAnnealingEMA",
     "StochasticWeightAverage",
     "UpdatesParams",

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
-from lockstep.model.shards import ShardedCopy, is_in_pieces, is_sharded, own_shard
 from lockstep.registry import MODELS
 
 _logger = logging.getLogger(__name__)
@@ -50,11 +48,6 @@ class BaseAveragedModel(nn.Module, ABC):
             raise ValueError(f"`interval` must be an int of at least 1, but is {interval!r}")
         if is_sharded(model) and device is not None:
             raise ValueError(f"`device` must be None for a sharded model, whose shards stay in place, but is {device}")
-        if is_in_pieces(model):
-            raise ConfigError(
-                "the model must have its weights in memory to be averaged, but DeepSpeed's ZeRO stage 3 keeps them in "
-                "pieces, as do ColossalAI's tensor parallelism and pipelines. Use stage=2, or strategy 'fsdp'"
-            )
         copy = ShardedCopy(model) if is_sharded(model) else deepcopy(model)
         self.module = copy.requires_grad_(False)
         if device is not None:
@@ -128,21 +121,21 @@ class BaseAveragedModel(nn.Module, ABC):
 
 
 class _InterpolatedModel(BaseAveragedModel):
-    """An average that moves towards the model by a share of their distance, the same for all weights."""
+    """An average that moves towards the model by a part of their distance, the same for all weights."""
 
     @abstractmethod
-    def share(self, steps: int) -> float:
-        """Return the share after so many calls of `update_parameters`."""
+    def lerp_weight(self, steps: int) -> float:
+        """Return that part after so many calls of `update_parameters`."""
 
     def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: Tensor) -> None:
         """Move one tensor of the average towards the model."""
-        averaged_param.lerp_(source_param, self.share(int(steps)))
+        averaged_param.lerp_(source_param, self.lerp_weight(int(steps)))
 
     def _average(self, averaged: list[Tensor], source: list[Tensor], steps: int) -> None:
         if type(self).avg_func is not _InterpolatedModel.avg_func:  # a subclass has a rule of its own
             super()._average(averaged, source, steps)
         else:
-            torch._foreach_lerp_(averaged, source, self.share(steps))
+            torch._foreach_lerp_(averaged, source, self.lerp_weight(steps))
 
 
 @MODELS.register_module()
@@ -154,7 +147,7 @@ class StochasticWeightAverage(_InterpolatedModel):
     **Source**: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (2018).
     """
 
-    def share(self, steps: int) -> float:
+    def lerp_weight(self, steps: int) -> float:
         """Return one part of as many as have counted, this one included."""
         return 1 / (steps // self.interval + 1)
 
@@ -201,7 +194,7 @@ class ExponentialMovingAverage(_InterpolatedModel):
             )  # fmt: skip
         self.momentum = momentum
 
-    def share(self, steps: int) -> float:
+    def lerp_weight(self, steps: int) -> float:
         """Return the momentum."""
         return self.momentum
 
@@ -235,9 +228,52 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
             raise ValueError(f"`gamma` must be above 0, but is {gamma!r}")
         self.gamma = gamma
 
-    def share(self, steps: int) -> float:
+    def lerp_weight(self, steps: int) -> float:
         """Return the momentum of this step."""
         return max(self.momentum, self.gamma / (self.gamma + steps))
+
+
+class ShardedCopy(nn.Module):
+    """The parameters and buffers of a sharded model, copied, under the same names, but without its code.
+
+    FSDP ties a module's code to its communication, so that it refuses to copy it; the tensors can be copied.
+
+    Args:
+        model: whose parameters are sharded now, as they are between a backward and the next forward pass.
+    """
+
+    def __init__(self, model: nn.Module, _copies: dict[int, Any] | None = None) -> None:
+        super().__init__()
+        copies = {} if _copies is None else _copies  # what is shared in the model is shared in the copy
+        for name, parameter in model.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in copies:
+                copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            self.register_parameter(name, copies[id(parameter)])
+        for name, buffer in model.named_buffers(recurse=False, remove_duplicate=False):
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.clone()
+            self.register_buffer(name, copies[id(buffer)], name not in model._non_persistent_buffers_set)
+        for name, child in model._modules.items():
+            if child is not None:
+                if id(child) not in copies:
+                    copies[id(child)] = ShardedCopy(child, copies)
+                self.add_module(name, copies[id(child)])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: there is no code to call.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "the copy of a sharded model can't be called. Copy its parameters into the model, as EMAHook does for "
+            "validation, or load them from a checkpoint"
+        )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether this rank holds only a part of some parameter."""
+    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
 class _Tensors(NamedTuple):
@@ -269,7 +305,7 @@ def _tensors_of(model: nn.Module) -> _Tensors:
         parameters.update((id(x), x) for x in module._parameters.values() if x is not None)
         buffers.update((id(x), x) for x in module._buffers.values() if x is not None)
         stack.extend(module._modules.values())
-    return _Tensors([own_shard(x) for x in parameters.values()], list(buffers.values()))
+    return _Tensors([_own_shard(x) for x in parameters.values()], list(buffers.values()))
 
 
 def _copy(pairs: _Pairs) -> None:
@@ -282,3 +318,13 @@ def _moved_to(pairs: _Pairs) -> list[Tensor]:
     return [
         theirs.to(own.device, own.dtype, non_blocking=True) for own, theirs in zip(pairs.own, pairs.theirs, strict=True)
     ]
+
+
+def _own_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, in the same memory; of one that is not sharded the tensor itself."""
+    # Asked without importing DTensor, which takes longer than all of lockstep.
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    shard: Tensor = to_local()
+    return shard

@@ -1,16 +1,57 @@
-"""`BaseModel`: a module that knows what to return in training, validation and plain use."""
+"""The base classes of models: one that initialises its weights, and one that knows what to return when."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.model import steps
-from lockstep.model.base_module import BaseModule
+from lockstep.errors import ConfigError
+from lockstep.model import steps, wrapper
 from lockstep.model.preprocessor import BaseDataPreprocessor
 from lockstep.registry import MODELS
+
+
+class BaseModule(nn.Module):
+    """A module whose `init_weights` is called before training: by a Runner where it is the model, else by that.
+
+    Args:
+        init_cfg: MMEngine's; must be None, because weights are initialised by `init_weights`.
+
+    Example:
+        >>> class Head(BaseModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = nn.Linear(4, 2)
+        ...     def init_weights(self):
+        ...         nn.init.zeros_(self.linear.weight)
+        >>> class Net(BaseModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.heads = nn.ModuleList([Head()])
+        >>> net = Net()
+        >>> net.init_weights()
+        >>> net.heads[0].linear.weight.abs().max().item()
+        0.0
+    """
+
+    def __init__(self, init_cfg: None = None) -> None:
+        super().__init__()
+        if init_cfg is not None:
+            raise ConfigError(
+                f"`init_cfg` must be None, but is {init_cfg!r}. Initialise the weights in `init_weights`, which a "
+                "Runner calls, by the functions of torch.nn.init; give a file of weights to the Runner as `load_from`"
+            )
+
+    def init_weights(self) -> None:
+        """Let every `BaseModule` inside initialise its weights; all others stay as their constructors have left them.
+
+        A subclass initialises its own here, and calls this for the others. A Runner that is to train calls it on every
+        rank, with the same random numbers, before anything is loaded.
+        """
+        for module in _outermost(self):
+            module.init_weights()
 
 
 class BaseModel(BaseModule):
@@ -60,17 +101,17 @@ class BaseModel(BaseModule):
         Override it to train in another way, for instance with several optimizers. Every strategy calls it; call the
         model as `self(...)` in it, and let `optim_wrapper` run the backward passes and updates.
         """
-        return steps.train_step(self, data, optim_wrapper)
+        return wrapper.train_step(self, data, optim_wrapper)
 
     @steps.default_step
     def val_step(self, data: Any) -> Any:
         """Return what the model predicts for one batch of the validation data."""
-        return steps.predict_step(self, data)
+        return wrapper.predict_step(self, data)
 
     @steps.default_step
     def test_step(self, data: Any) -> Any:
         """Return what the model predicts for one batch of the test data."""
-        return steps.predict_step(self, data)
+        return wrapper.predict_step(self, data)
 
     def _run_forward(self, data: Any, mode: steps.Mode) -> Any:
         """Call the model on a preprocessed batch, unpacked as `forward` expects it."""
@@ -79,3 +120,12 @@ class BaseModel(BaseModule):
     def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Add up what `forward(mode="loss")` returned; see `lockstep.model.parse_losses`."""
         return steps.parse_losses(losses)
+
+
+def _outermost(module: nn.Module) -> Iterator[BaseModule]:
+    """Yield the modules inside that know how to begin, but not those within them, which are theirs to call."""
+    for child in module.children():
+        if isinstance(child, BaseModule):
+            yield child
+        else:
+            yield from _outermost(child)

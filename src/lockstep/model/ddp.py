@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.model import steps
 from lockstep.model.autograd_graph import leaves_of
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
+from lockstep.model.wrapper import ModelWrapper, train_step
 from lockstep.registry import MODEL_WRAPPERS
 
 _logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ _MOST_CHANGES = 4
 
 
 @MODEL_WRAPPERS.register_module()
-class MMDistributedDataParallel(DistributedDataParallel):
+class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     """Train replicas of a module on all ranks, with their gradients averaged.
 
     A `train_step` that the module defines itself is called. Whatever it calls, the module or parts of it, gradients are
@@ -66,6 +67,8 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
     **Cost**: beside the gradients, 8 bytes in each of the first three backward passes.
     """
+
+    prepares_backward = True
 
     def __init__(
         self,
@@ -123,8 +126,8 @@ class MMDistributedDataParallel(DistributedDataParallel):
         """
         self._follow_trainability()
         if not self._trains_itself:
-            return steps.train_step(self, data, optim_wrapper)
-        logged = steps.train_step(self, data, optim_wrapper)
+            return train_step(self, data, optim_wrapper)
+        logged = train_step(self, data, optim_wrapper)
         if self._steps < _FIRST_CHECKED or self._steps % _CHECK_INTERVAL == 0:
             self._check_alike()
         self._steps += 1
@@ -235,14 +238,6 @@ class MMDistributedDataParallel(DistributedDataParallel):
                     "gradients that were not averaged over ranks. Let the optim wrapper run the backward pass: "
                     "optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and optim_wrapper.step()"
                 )
-
-    def val_step(self, data: Any) -> Any:
-        """Return what the module predicts for this rank's batch. Nothing is sent."""
-        return steps.own_step(self.module, "val_step", data)
-
-    def test_step(self, data: Any) -> Any:
-        """Return what the module predicts for this rank's batch. Nothing is sent."""
-        return steps.own_step(self.module, "test_step", data)
 
     def _report_anomalous(self, loss: Tensor) -> None:
         names = [name for name in self._unreached(loss) if name not in self._named_anomalous]

@@ -1,15 +1,16 @@
-"""`MMFullyShardedDataParallel`: each rank keeps a share of the parameters, gathered while they are needed."""
+"""`MMFullyShardedDataParallel`: each rank keeps a shard of the parameters, gathered while they are needed."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -18,22 +19,21 @@ from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
 from lockstep.model.fsdp_arguments import Offload, Precision
 from lockstep.model.fsdp_consistency import Consistency
-from lockstep.model.fsdp_dtypes import cut_by_dtype
+from lockstep.model.fsdp_materialize import InitFunction, Materializer, broadcast_from_first
 from lockstep.model.fsdp_mesh import GroupsLike, Meshes, MeshLike, make_mesh, make_tensor_parallel_mesh
-from lockstep.model.fsdp_outside import naming_sharded_weights
-from lockstep.model.fsdp_policies import choose_units, directly_callable_parts
+from lockstep.model.fsdp_policies import choose_units, cut_by_dtype, directly_callable_parts
 from lockstep.model.fsdp_replicated import ReplicatedParameters
-from lockstep.model.fsdp_start import InitFunction, Start, send_from_first
 from lockstep.model.full_params import full_parameters, reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import Request, read_request
+from lockstep.model.wrapper import ModelWrapper, train_step
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.registry.nearest import did_you_mean
 
 
 @MODEL_WRAPPERS.register_module()
-class MMFullyShardedDataParallel(nn.Module):
-    """Train a module of which every rank keeps only a share.
+class MMFullyShardedDataParallel(ModelWrapper):
+    """Train a module of which every rank keeps only a shard.
 
     The arguments are those of torch's `FullyShardedDataParallel`; the work is done by its successor, `fully_shard`.
     What has no meaning to that any more is accepted, with a warning. Parameters become `DTensor`s in place: build the
@@ -45,7 +45,7 @@ class MMFullyShardedDataParallel(nn.Module):
 
     A unit has parameters of one dtype: parts with another become units of their own. Parameters of dimension 0 have
     nothing to shard; every rank keeps them whole, begins with those of the first, and averages their gradients. The
-    first passes, and a share of the others, check that all ranks call the same units and get gradients for the same
+    first passes, and every fiftieth, check that all ranks call the same units and get gradients for the same
     parameters, see `lockstep.model.fsdp_consistency`.
 
     Args:
@@ -94,9 +94,7 @@ class MMFullyShardedDataParallel(nn.Module):
     """
 
     forward_is_collective = True
-    """Ranks must call `forward` equally often, which a loop over uneven data has to see to."""
-
-    module: nn.Module
+    prepares_backward = True
 
     def __init__(
         self,
@@ -153,15 +151,16 @@ class MMFullyShardedDataParallel(nn.Module):
         parallel = None
         if request is not None and meshes.tensor is not None:
             parallel = TensorParallel(module, request.plan, meshes.tensor, ignored)
+            self.data_shard = _position_in(self.mesh)
         # What the ranks of one row compute together must begin the same on all of them.
-        start = Start(device, param_init_fn, whole if sync_module_states else meshes.tensor)
+        materializer = Materializer(device, param_init_fn, whole if sync_module_states else meshes.tensor)
         options = {
             "mesh": self.mesh,
             "reshard_after_forward": sharding.reshard_after_forward,
             "offload_policy": offload,
         }
-        scalars = _shard(module, units, ignored, precision, start, parallel, options)
-        send_from_first([scalar.detach() for scalar in scalars], whole)
+        scalars = _shard(module, units, ignored, precision, materializer, parallel, options)
+        broadcast_from_first([scalar.detach() for scalar in scalars], whole)
         self.module = module
         self._syncs_gradients = True
         ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
@@ -179,7 +178,7 @@ class MMFullyShardedDataParallel(nn.Module):
             raise RuntimeError(
                 "forward must not be called inside summon_full_params: the units would gather old values"
             )
-        with _without_inference_mode(), self._naming_sharded_weights():
+        with _without_inference_mode(), self._consistency.naming_sharded_weights():
             return self.module(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
@@ -193,24 +192,14 @@ class MMFullyShardedDataParallel(nn.Module):
             self.module._get_fsdp_state()._lazy_init()
             # It may also change parameters, as that of a teacher: of those that are whole, the change would be lost.
             self.module.set_reshard_after_forward(True, recurse=False)
-        with self._naming_sharded_weights():
-            return steps.train_step(self, data, optim_wrapper)
+        with self._consistency.naming_sharded_weights():
+            return train_step(self, data, optim_wrapper)
 
-    def val_step(self, data: Any) -> Any:
-        """Return what the module predicts for this rank's batch.
-
-        **Collective**: every rank of the mesh, equally often.
-        """
-        with _without_inference_mode(), self._naming_sharded_weights():
-            return steps.own_step(self.module, "val_step", data)
-
-    def test_step(self, data: Any) -> Any:
-        """Return what the module predicts for this rank's batch.
-
-        **Collective**: every rank of the mesh, equally often.
-        """
-        with _without_inference_mode(), self._naming_sharded_weights():
-            return steps.own_step(self.module, "test_step", data)
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Have units gathered as in training, also in inference mode."""
+        with _without_inference_mode(), self._consistency.naming_sharded_weights():
+            yield
 
     @contextmanager
     def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:
@@ -230,16 +219,6 @@ class MMFullyShardedDataParallel(nn.Module):
             self._consistency.backward_pass(loss, reduces=self._syncs_gradients),
         ):
             yield
-
-    @property
-    def data_share(self) -> tuple[int, int] | None:
-        """Which of how many shares of the samples this rank must be given; None for each its own."""
-        if self.tensor_mesh is None:
-            return None
-        rank = 0
-        for axis in range(self.mesh.ndim):
-            rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
-        return rank, self.mesh.size()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -318,9 +297,6 @@ class MMFullyShardedDataParallel(nn.Module):
         """Load a state dict of the module: its own names, tensors that are sharded alike."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _naming_sharded_weights(self) -> AbstractContextManager[None]:
-        return naming_sharded_weights(self.module, self._consistency)
-
     def _set_gradient_sync(self) -> None:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(self._syncs_gradients)
@@ -359,12 +335,20 @@ def _make_meshes(device_type: str, request: Request | None, **options: Any) -> M
     return Meshes(mesh, None, mesh)
 
 
+def _position_in(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return this rank's number in a mesh, counted row by row, and the number of ranks."""
+    position = 0
+    for axis in range(mesh.ndim):
+        position = position * mesh.size(axis) + mesh.get_local_rank(axis)
+    return position, mesh.size()
+
+
 def _shard(
     module: nn.Module,
     units: list[nn.Module],
     ignored: list[nn.Module],
     precision: MixedPrecisionPolicy,
-    start: Start,
+    materializer: Materializer,
     parallel: TensorParallel | None,
     options: Mapping[str, Any],
 ) -> list[nn.Parameter]:
@@ -373,20 +357,20 @@ def _shard(
     Returns:
         The parameters of dimension 0, which have nothing that could be sharded, and stay whole.
     """
-    _move_preprocessor(module, start.device)
+    _move_preprocessor(module, materializer.device)
     left_out = {part for each in ignored for part in each.modules()}
     ignored_params = {parameter for each in ignored for parameter in each.parameters()}
     scalars: list[nn.Parameter] = []
     precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, left_out)
     for unit in reversed(list(module.modules())):
         if unit in precisions:
-            start.fill(unit, ignored_params)
+            materializer.materialize(unit, ignored_params)
             if parallel is not None:
                 parallel.apply(unit)
             for name, parameter in unit.named_parameters():
                 if parameter.dim() == 0 and parameter not in ignored_params:
                     _check_scalar(name, parameter)
-                    parameter.data = parameter.data.to(start.device)
+                    parameter.data = parameter.data.to(materializer.device)
                     scalars.append(parameter)
                     ignored_params.add(parameter)
             fully_shard(unit, mp_policy=precisions[unit], ignored_params=ignored_params or None, **options)

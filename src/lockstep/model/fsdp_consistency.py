@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.dist import all_gather, all_reduce
-from lockstep.dist.guard import check_mode
-from lockstep.errors import CollectiveMismatchError, PeerError
+from lockstep.dist import all_reduce
+from lockstep.errors import CollectiveMismatchError
 from lockstep.model.autograd_graph import nodes_of
+from lockstep.model.call_order import CallOrder
 from lockstep.tree import tree_leaves
 
-# Of the passes of each kind, those that are compared: the first, and a share of the others.
-_FIRST, _EVERY = 6, 50
-_END, _FAILED = -1, -2
+_FIRST = 6  # passes of each kind that are compared
+_MIXED = "mixed torch.Tensor and DTensor"
 
 
-class _Place(NamedTuple):
+class _Site(NamedTuple):
     """Where a parameter is found while its unit is gathered."""
 
     owner: nn.Module
@@ -35,11 +34,10 @@ class _Place(NamedTuple):
 class Consistency:
     """Compares over ranks what FSDP takes for granted.
 
-    Units are gathered, and their gradients reduced, by collectives that carry no names. Ranks that call different
-    units wait for each other forever or, where the units have one shape, exchange each other's gradients; so do ranks
-    whose losses depend on different parameters of a unit. In a forward pass that is compared, each call of a unit and
-    the end are preceded by one and the same small collective, so that ranks which part ways meet there. Before a
-    backward pass that is compared, the ranks agree on which units and parameters it reaches.
+    Units are gathered, and their gradients reduced, by collectives that carry no names: see `CallOrder` for forward
+    passes. Ranks whose losses depend on different parameters of a unit would wait for each other forever or, where the
+    parameters have one shape, exchange each other's gradients. Before a backward pass that is compared, the ranks agree
+    on which units and parameters it reaches.
 
     The first six passes are compared, and every fiftieth after; all of them after `check_collectives("always")`.
     Forward passes with gradients, those without, and backward passes are counted separately.
@@ -59,14 +57,20 @@ class Consistency:
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, replicated: Collection[Tensor] = (), *, find_unused: bool = False
     ) -> None:
-        # From the axis whose neighbours come first, so that what is gathered is in the order of the mesh.
-        self._groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim)) if mesh.size(axis) > 1]
-        self._ranks: list[int] = mesh.mesh.flatten().tolist()
+        self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self._find_unused = find_unused
         self._module = module
         self._units = {unit: name for name, unit in module.named_modules() if _is_unit(unit)}
         self._unit_names = list(self._units.values())
-        self._places = _places_by_unit(module)
+        self._order = CallOrder(
+            self._unit_names,
+            rule="all ranks must call the same units of FSDP in the same order",
+            remedy=self._remedy,
+            error=CollectiveMismatchError,
+            first=_FIRST,
+            mesh=mesh,
+        )
+        self._sites = _sites_by_unit(module)
         self._gathered: dict[Tensor, str] = {}  # of the units that have been called
         self._found: set[nn.Module] = set()
         self._replicated = {
@@ -74,12 +78,10 @@ class Consistency:
             for name, parameter in module.named_parameters()
             if any(parameter is other for other in replicated)
         }
-        names = [name for places in self._places.values() for name in places.values()]
+        names = [name for sites in self._sites.values() for name in sites.values()]
         self._param_names = list(dict.fromkeys([*names, *self._replicated.values()]))
-        self._counts: Counter[object] = Counter()
         self._open: list[nn.Module] = []
         self._called: dict[str, None] = {}
-        self._forward_is_due = False
         self._handled: BaseException | None = None
         self._window_is_due: bool | None = None
         self._window: set[str] = set()
@@ -92,7 +94,32 @@ class Consistency:
         if find_unused and self._groups:
             module.register_forward_hook(_uncompiled(self._watch_output))
 
-    def sharded_units(self, user: nn.Module) -> list[str]:
+    @contextmanager
+    def naming_sharded_weights(self) -> Iterator[None]:
+        """Name the units whose weights are used inside, by torch's functions, while they are sharded.
+
+        Raises:
+            RuntimeError: on every rank that uses them, from torch's error, which says `got mixed torch.Tensor and
+                DTensor`.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            user = _innermost_module(error.__traceback__, self._module)
+            used = self._sharded_units(user)
+            names = ", ".join(f"`{name}`" for name in used[:4]) + (
+                f" and {len(used) - 4} more" if len(used) > 4 else ""
+            )
+            raise RuntimeError(
+                f"weights must be used inside the forward pass of their unit under FSDP, but {type(user).__name__} "
+                f"uses some outside, where they are sharded, which now are those of {names or 'none'}. Call that "
+                "module as a whole, or leave it out of `auto_wrap_policy`, so that its weights are gathered with those "
+                "around it; weight.full_tensor() is the whole of one for a penalty in a `train_step`"
+            ) from error
+
+    def _sharded_units(self, user: nn.Module) -> list[str]:
         """Return the names of the units whose weights `user`, which is running, can only have used while sharded.
 
         That is its own unit, if that has not been called; else the units inside that have not been called in the
@@ -100,14 +127,14 @@ class Consistency:
         """
         sharded = {unit: name for unit, name in self._units.items() if not self._is_gathered(unit)}
         for unit, name in sharded.items():
-            if any(owner is user for owner, _ in self._places[unit]):
+            if any(owner is user for owner, _ in self._sites[unit]):
                 return [name]
         inside = set(user.modules())
         names = [name for unit, name in sharded.items() if unit in inside] or list(sharded.values())
         return [name for name in names if name not in self._called] or names
 
     def _is_gathered(self, unit: nn.Module) -> bool:
-        return all(owner._parameters[name] in self._gathered for owner, name in self._places[unit])
+        return all(owner._parameters[name] in self._gathered for owner, name in self._sites[unit])
 
     @contextmanager
     def backward_pass(self, loss: Tensor, *, reduces: bool) -> Iterator[None]:
@@ -126,7 +153,7 @@ class Consistency:
                 different parameters.
         """
         if self._window_is_due is None:
-            self._window_is_due = self._find_unused or self._is_due("backward")
+            self._window_is_due = self._find_unused or self._order.is_due("backward")
         if self._window_is_due and self._groups:
             self._compare_graphs(loss, reduces)
         if reduces:
@@ -160,7 +187,7 @@ class Consistency:
         of_units = [name in units for name in self._unit_names]
         of_params = [name in self._window for name in names]
         digest = zlib.crc32(bytes(of_units + of_params))
-        if len(set(self._from_all(torch.tensor([digest])).flatten().tolist())) > 1:
+        if len(set(self._order.from_all(torch.tensor([digest])).flatten().tolist())) > 1:
             self._refuse_graphs(of_units, of_params)
         if reduces and self._find_unused:
             self._contribute_zeros()
@@ -192,7 +219,7 @@ class Consistency:
                 units.update(self._units[unit] for unit in group.modules if unit in self._units)
         # Where the inputs have none, a unit is gathered if some of its parameters get one. The outermost stays whole.
         inner = [unit for unit in self._units if unit is not self._module]
-        units.update(self._units[unit] for unit in inner if not params.isdisjoint(self._places[unit].values()))
+        units.update(self._units[unit] for unit in inner if not params.isdisjoint(self._sites[unit].values()))
         return units, params
 
     def _before_unit(self, module: nn.Module, args: Any) -> None:
@@ -203,17 +230,17 @@ class Consistency:
             self._open.clear()
             self._called.clear()
             self._handled = sys.exception()
-            self._forward_is_due = bool(self._groups) and self._is_due(kind)
-        if self._forward_is_due:
-            self._compare_event(self._unit_names.index(self._units[module]))
+            self._order.begin(kind)
+        if self._order.is_compared:
+            self._order.call(self._unit_names.index(self._units[module]))
         self._open.append(module)
         self._called[self._units[module]] = None
 
     def _find_gathered(self, module: nn.Module, args: Any) -> None:
-        if module in self._found and not self._forward_is_due and not self._find_unused:
+        if module in self._found and not self._order.is_compared and not self._find_unused:
             return
         self._found.add(module)
-        for (owner, name), full_name in self._places[module].items():
+        for (owner, name), full_name in self._sites[module].items():
             parameter = owner._parameters[name]
             assert parameter is not None  # which no user has taken away
             self._gathered[parameter] = full_name
@@ -222,43 +249,12 @@ class Consistency:
         if torch._C._current_graph_task_id() != -1 or module not in self._open:
             return
         del self._open[self._open.index(module) :]
-        if not self._open and self._forward_is_due:
-            failed = sys.exception() is not self._handled
-            self._compare_event(_FAILED if failed else _END)
-
-    def _compare_event(self, event: int) -> None:
-        """Meet the other ranks, whatever they are about to do.
-
-        Raises:
-            CollectiveMismatchError: on every rank, if that is not the same.
-            PeerError: on the others, if the forward pass has failed on a rank.
-        """
-        events = self._from_all(torch.tensor([event])).flatten()
-        if (events == event).all() and event != _FAILED:
-            return
-        self._forward_is_due = False
-        if event == _FAILED:  # with an error of its own, which is on its way already
-            return
-        by_rank = dict(zip(self._ranks, events.tolist(), strict=True))
-        failed = [rank for rank, other in by_rank.items() if other == _FAILED]
-        if failed:
-            raise PeerError(
-                f"this rank can't go on, because rank {failed[0]} failed in the forward pass: see its own error",
-                rank=failed[0],
-                cause="an error in the forward pass",
-            )
-        does = {number: _calls(self._unit_names[number]) if number >= 0 else "ends" for number in by_rank.values()}
-        what = " and ".join(f"{text} on {_ranks(by_rank, number)}" for number, text in does.items())
-        last = f" after `{list(self._called)[-1]}`" if len(self._called) > 1 else ""
-        units = [self._unit_names[number] for number in does if number >= 0]
-        raise CollectiveMismatchError(
-            f"all ranks must call the same units of FSDP in the same order, but the forward pass {what}{last}. "
-            + self._remedy(units)
-        )
+        if not self._open:
+            self._order.end(failed=sys.exception() is not self._handled)
 
     def _refuse_graphs(self, of_units: list[bool], of_params: list[bool]) -> NoReturn:
         """Say which ranks reach what; all ranks know by now that there is a difference."""
-        columns = self._from_all(torch.tensor(of_units + of_params)).T.tolist()
+        columns = self._order.from_all(torch.tensor(of_units + of_params)).T.tolist()
         units = self._differing(self._unit_names, columns[: len(of_units)])
         params = {} if units else self._differing(self._param_names, columns[len(of_units) :])
         named = [f"{'unit ' if units else ''}`{name}` on {ranks} alone" for name, ranks in (units | params).items()]
@@ -276,17 +272,10 @@ class Consistency:
     def _differing(self, names: Sequence[str], columns: Sequence[list[bool]]) -> dict[str, str]:
         """Return the ranks that reach something, by the names of what only some of them do."""
         return {
-            name: _ranks(dict(zip(self._ranks, column, strict=True)), True)
+            name: self._order.ranks_with(True, column)
             for name, column in zip(names, columns, strict=False)
             if len(set(column)) > 1
         }
-
-    def _from_all(self, row: Tensor) -> Tensor:
-        """Return every rank's row, in the order of the mesh."""
-        table = row.unsqueeze(0)
-        for group in self._groups:
-            table = torch.cat(all_gather(table, group))
-        return table
 
     def _remedy(self, units: Sequence[str]) -> str:
         otherwise = "Use strategy 'ddp' with find_unused_parameters=True"
@@ -299,11 +288,6 @@ class Consistency:
             "find_unused_parameters=True"
         )
 
-    def _is_due(self, kind: str) -> bool:
-        number = self._counts[kind]
-        self._counts[kind] += 1
-        return number < _FIRST or number % _EVERY == 0 or check_mode() == "always"
-
 
 def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
@@ -314,20 +298,20 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     return disabled
 
 
-def _places_by_unit(module: nn.Module) -> dict[nn.Module, dict[_Place, str]]:
+def _sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[_Site, str]]:
     """Return, for each unit, where its sharded parameters are found, and their names as seen from `module`."""
-    places: dict[nn.Module, dict[_Place, str]] = {}
+    sites: dict[nn.Module, dict[_Site, str]] = {}
     unit_of: dict[str, nn.Module] = {}
     names: dict[Tensor, str] = {}
     for name, part in module.named_modules():
         unit = part if _is_unit(part) else unit_of[name.rpartition(".")[0]]
         unit_of[name] = unit
-        own = places.setdefault(unit, {})
+        own = sites.setdefault(unit, {})
         for key, parameter in part.named_parameters(recurse=False):
             if hasattr(parameter, "device_mesh"):
                 full_name = names.setdefault(parameter, f"{name}.{key}" if name else key)
-                own[_Place(part, key)] = full_name
-    return places
+                own[_Site(part, key)] = full_name
+    return sites
 
 
 def _around(module: nn.Module, units: Sequence[str]) -> nn.Module | None:
@@ -346,10 +330,12 @@ def _around(module: nn.Module, units: Sequence[str]) -> nn.Module | None:
     return None
 
 
-def _calls(unit: str) -> str:
-    return f"calls `{unit}`" if unit else "calls the whole"
-
-
-def _ranks(by_rank: dict[int, int], value: int) -> str:
-    ranks = [str(rank) for rank, other in by_rank.items() if other == value]
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+def _innermost_module(traceback: TracebackType | None, model: nn.Module) -> nn.Module:
+    """Return the module of `model` whose method was running when an error was raised."""
+    inside, found = set(model.modules()), model
+    while traceback is not None:
+        running = traceback.tb_frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and running in inside:
+            found = running
+        traceback = traceback.tb_next
+    return found

@@ -3,20 +3,24 @@
 A policy is one of: a class of modules or its name, or several; a function of a module that says whether it is a unit;
 torch's policies (`ModuleWrapPolicy`, `CustomPolicy`, and functions of `module, recurse, nonwrapped_numel`, whose last
 argument may have its name of torch 1, `unwrapped_params`); an object with `choose(model)`; a name in
-`FSDP_WRAP_POLICIES`, or a dict with such a `type` and its options.
+`FSDP_WRAP_POLICIES`, or a dict with such a `type` and its options. FSDP needs units whose parameters have one dtype:
+what has another is cut out, see `cut_by_dtype`.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import wrap
 
-from lockstep.model.class_names import ClassNames, classes_in
+from lockstep.errors import ConfigError
+from lockstep.model.class_names import classes_in
 from lockstep.registry import Registry
 from lockstep.registry.nearest import did_you_mean
 
@@ -78,7 +82,7 @@ def choose_units(model: nn.Module, policy: Any, ignored: Collection[nn.Module] =
     if policy is None:
         return []
     left_out = {model, *(inner for module in ignored for inner in module.modules())}
-    chosen = set(_as_policy(model, policy, left_out).choose(model)) - left_out
+    chosen = set(_ask_policy(model, policy, left_out)) - left_out
     owners = owners_of_parameters(model)
     return [
         module
@@ -102,22 +106,6 @@ def directly_callable_parts(model: nn.Module, ignored: Collection[nn.Module] = (
 
     parts = set(parts_of(model))
     return choose_units(model, lambda module: module in parts, ignored)
-
-
-class _ByClass:
-    def __init__(self, kinds: tuple[type[nn.Module], ...]) -> None:
-        self._kinds = kinds
-
-    def choose(self, model: nn.Module) -> list[nn.Module]:
-        return [module for module in model.modules() if isinstance(module, self._kinds)]
-
-
-class _ByFunction:
-    def __init__(self, accepts: Callable[[nn.Module], bool]) -> None:
-        self._accepts = accepts
-
-    def choose(self, model: nn.Module) -> list[nn.Module]:
-        return [module for module in model.modules() if self._accepts(module)]
 
 
 class _ByRecursion:
@@ -150,33 +138,32 @@ class _ByRecursion:
         return total
 
 
-class _ByCustomPolicy:
-    def __init__(self, policy: wrap.CustomPolicy) -> None:
-        self._policy = policy
-
-    def choose(self, model: nn.Module) -> list[nn.Module]:
-        # torch offers no public way to ask this policy (2.13).
-        chosen = self._policy._run_policy(model, set(), {})
-        if options := next((options for options in chosen.values() if options), None):
-            raise ValueError(
-                "`auto_wrap_policy` must answer True or False for each module, but this CustomPolicy answers "
-                f"{options!r}. Every unit has the arguments of the whole"
-            )
-        return list(chosen)
+def _run_custom_policy(policy: wrap.CustomPolicy, model: nn.Module) -> list[nn.Module]:
+    # torch offers no public way to ask this policy (2.13).
+    chosen = policy._run_policy(model, set(), {})
+    if options := next((options for options in chosen.values() if options), None):
+        raise ValueError(
+            "`auto_wrap_policy` must answer True or False for each module, but this CustomPolicy answers "
+            f"{options!r}. Every unit has the arguments of the whole"
+        )
+    return list(chosen)
 
 
-def _as_policy(model: nn.Module, policy: Any, left_out: Collection[nn.Module]) -> WrapPolicy:
+def _ask_policy(model: nn.Module, policy: Any, left_out: Collection[nn.Module]) -> Collection[nn.Module]:
+    """Return the modules of a model that a policy of any kind chooses."""
     if isinstance(policy, str | Mapping):
         policy = _from_registry(model, policy)
     if isinstance(policy, WrapPolicy):
-        return policy
+        return policy.choose(model)
     if isinstance(policy, wrap.CustomPolicy):
-        return _ByCustomPolicy(policy)
+        return _run_custom_policy(policy, model)
     if isinstance(policy, type | list | tuple | set | frozenset):
-        return _ByClass(classes_in(model, policy, what="auto_wrap_policy"))
+        kinds = classes_in(model, policy, what="auto_wrap_policy")
+        return [module for module in model.modules() if isinstance(module, kinds)]
     if callable(policy):
-        old = "recurse" in inspect.signature(policy).parameters
-        return _ByRecursion(policy, left_out) if old else _ByFunction(policy)
+        if "recurse" in inspect.signature(policy).parameters:
+            return _ByRecursion(policy, left_out).choose(model)
+        return [module for module in model.modules() if policy(module)]
     raise TypeError(
         "`auto_wrap_policy` must be a policy of torch's, a function, classes of modules or their names, a name in "
         f"FSDP_WRAP_POLICIES, a config dict or None, but is {policy!r} of type {type(policy).__name__}"
@@ -203,11 +190,7 @@ def _from_registry(model: nn.Module, policy: str | Mapping[str, Any]) -> Any:
 def _with_classes(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
     """Let a config name classes where torch's policies want the classes themselves."""
     known = {"transformer_layer_cls", "module_classes"}
-    return {key: _classes(model, value, key) if key in known else value for key, value in options.items()}
-
-
-def _classes(model: nn.Module, names: ClassNames, key: str) -> set[type[nn.Module]]:
-    return set(classes_in(model, names, what=key))
+    return {key: set(classes_in(model, value, what=key)) if key in known else value for key, value in options.items()}
 
 
 def _repeated_items(module: nn.Module) -> set[nn.Module]:
@@ -235,3 +218,94 @@ def keeps_to_itself(module: nn.Module, owners: Mapping[nn.Parameter, list[nn.Mod
     """Return whether no parameter of `module` is shared with a module outside it."""
     inside = set(module.modules())
     return all(owner in inside for parameter in module.parameters() for owner in owners[parameter])
+
+
+def cut_by_dtype(model: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the parts of `model` that must be units beside `units`, so that each has parameters of one dtype.
+
+    A unit keeps the dtype of the parameters that its module owns itself, else the one with most numbers; the largest
+    parts with another become units of their own. Parameters without gradients may have any dtype.
+
+    Args:
+        model: the model, which is a unit itself.
+        units: the parts that are units already.
+        ignored: parts that are not sharded.
+
+    Raises:
+        ConfigError: a module itself owns parameters of two dtypes, or what would be cut out can't be a unit.
+    """
+    return _Cut(model, units, ignored).parts
+
+
+class _Cut:
+    def __init__(self, model: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Module]) -> None:
+        self.parts: list[nn.Module] = []
+        self._names = {module: name for name, module in model.named_modules()}
+        self._units = {model, *units}
+        self._ignored = {part for module in ignored for part in module.modules()}
+        self._owners = owners_of_parameters(model)
+        for unit in list(self._units):
+            self._cut_unit(unit)
+
+    def _cut_unit(self, unit: nn.Module) -> None:
+        sizes = Counter[torch.dtype]()
+        for part in self._parts_of(unit):
+            for parameter in self._own(part).values():
+                sizes[parameter.dtype] += parameter.numel()
+        if len(sizes) > 1:
+            self._cut_children(unit, self._own_dtype(unit) or max(sizes, key=lambda dtype: sizes[dtype]))
+
+    def _cut_children(self, module: nn.Module, dtype: torch.dtype) -> None:
+        for child in module.children():
+            if child in self._units or child in self._ignored:
+                continue
+            dtypes = {p.dtype for part in self._parts_of(child) for p in self._own(part).values()}
+            if dtypes <= {dtype}:
+                continue
+            own = self._own_dtype(child)
+            is_called = type(child).forward is not nn.Module.forward
+            if (len(dtypes) == 1 and is_called) or own not in (None, dtype):
+                self._make_unit(child, is_called)
+            else:
+                self._cut_children(child, dtype)
+
+    def _make_unit(self, module: nn.Module, is_called: bool) -> None:
+        if not is_called or not keeps_to_itself(module, self._owners):
+            name, parameter = next(module.named_parameters())
+            why = "shares a parameter with another part" if is_called else "is not called"
+            raise ConfigError(
+                f"`{self._names[module]}.{name}` must have the dtype of the parameters around it under FSDP, but "
+                f"is {_dtype_name(parameter.dtype)} in a {type(module).__name__} that {why}, so that it can't be a "
+                "unit of its own. Give all parameters one dtype, or use strategy 'ddp'"
+            )
+        self.parts.append(module)
+        self._units.add(module)
+        self._cut_unit(module)
+
+    def _parts_of(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yield the modules that belong to one unit with `module`."""
+        yield module
+        for child in module.children():
+            if child not in self._units and child not in self._ignored:
+                yield from self._parts_of(child)
+
+    def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        own = module.named_parameters(recurse=False)
+        return {name: parameter for name, parameter in own if parameter.requires_grad and parameter.dim()}
+
+    def _own_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """Return the dtype of the parameters that a module owns itself; None where it owns none."""
+        by_dtype = {parameter.dtype: name for name, parameter in self._own(module).items()}
+        if len(by_dtype) > 1:
+            path = self._names[module]
+            named = [f"`{path}.{name}`" if path else f"`{name}`" for name in by_dtype.values()]
+            raise ConfigError(
+                f"{named[0]} and {named[1]} of one {type(module).__name__} must have one dtype under FSDP, but are "
+                f"{' and '.join(map(_dtype_name, by_dtype))}. Move one of them to a module of its own, or use "
+                "strategy 'ddp'"
+            )
+        return next(iter(by_dtype), None)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from lockstep.dist import is_main_process
 
 
-class _Place(NamedTuple):
+class _Site(NamedTuple):
     owner: nn.Module
     name: str
     sharded: nn.Parameter
@@ -48,24 +48,24 @@ def full_parameters(
     if rank0_only and writeback:
         raise ValueError("`writeback` must be False with `rank0_only`, because the other ranks hold nothing to write")
     reshard(model)
-    places = [
-        _Place(module, name, parameter)
+    sites = [
+        _Site(module, name, parameter)
         for module in (model.modules() if recurse else [model])
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if isinstance(parameter, DTensor)
     ]
     full: dict[nn.Parameter, nn.Parameter] = {}
-    for place in places:
-        if place.sharded not in full:
-            gathered = _gather(place.sharded, offload_to_cpu=offload_to_cpu, with_grad=with_grads)
-            full[place.sharded] = place.sharded if rank0_only and not is_main_process() else gathered
-    for place in places:
-        setattr(place.owner, place.name, full[place.sharded])
+    for site in sites:
+        if site.sharded not in full:
+            gathered = _gather(site.sharded, offload_to_cpu=offload_to_cpu, with_grad=with_grads)
+            full[site.sharded] = site.sharded if rank0_only and not is_main_process() else gathered
+    for site in sites:
+        setattr(site.owner, site.name, full[site.sharded])
     try:
         yield
     finally:
-        for place in places:
-            setattr(place.owner, place.name, place.sharded)
+        for site in sites:
+            setattr(site.owner, site.name, site.sharded)
     if writeback:
         for sharded, parameter in full.items():
             write_full(sharded, parameter.detach())
@@ -89,12 +89,12 @@ def write_full(sharded: Tensor, value: Tensor) -> None:
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return `value`, which every rank has in full, laid out as `like`. Nothing is sent."""
+    """Return `value`, which every rank has in full, sharded as `like` is. Nothing is sent."""
     if not isinstance(like, DTensor):
         return value
     whole = value.to(like.device_mesh.device_type)
-    laid_out = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return laid_out.to(like.device)  # which is another one where parameters are offloaded
+    sharded = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return sharded.to(like.device)  # which is another one where parameters are offloaded
 
 
 def gather_full(tensor: Tensor) -> Tensor:

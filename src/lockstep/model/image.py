@@ -104,15 +104,15 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         if isinstance(images, Tensor):
             self._write(images, batch[..., :height, :width])
         else:
-            for image, place in zip(images, batch, strict=True):
-                self._write(image, place[:, : image.shape[-2], : image.shape[-1]])
+            for image, region in zip(images, batch, strict=True):
+                self._write(image, region[:, : image.shape[-2], : image.shape[-1]])
         return batch
 
-    def _write(self, images: Tensor, place: Tensor) -> None:
-        """Write normalised images to their place in the batch."""
-        place.copy_(images.flip(-3) if self.channel_conversion else images)
+    def _write(self, images: Tensor, region: Tensor) -> None:
+        """Write normalised images to their region of the batch."""
+        region.copy_(images.flip(-3) if self.channel_conversion else images)
         if self.mean is not None and self.std is not None:
-            place.sub_(self.mean).div_(self.std)
+            region.sub_(self.mean).div_(self.std)
 
     def _check_channels(self, channels: int) -> None:
         if self.channel_conversion and channels != 3:

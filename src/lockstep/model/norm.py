@@ -21,7 +21,7 @@ class BatchNormXd(_BatchNorm):
             raise ValueError(f"`input` must have the shape [samples, features, ...], but has {tuple(input.shape)}")
 
 
-class CpuSyncBatchNorm(_BatchNorm):
+class CpuSyncBatchNorm(BatchNormXd):
     """BatchNorm over the samples of all ranks on the CPU, where torch's `SyncBatchNorm` has no kernel.
 
     **Shapes**: [samples, features, ...] -> the same; ranks may have different numbers of samples.
@@ -31,10 +31,6 @@ class CpuSyncBatchNorm(_BatchNorm):
 
     **Source**: `torch.nn.SyncBatchNorm` (2.13), which raises for inputs on the CPU.
     """
-
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
-        if input.dim() < 2:
-            raise ValueError(f"`input` must have the shape [samples, features, ...], but has {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Normalise over the samples of all ranks in training, else by the running statistics."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.model import steps
 from lockstep.model.ddp import MMDistributedDataParallel
+from lockstep.model.wrapper import ModelWrapper, train_step
 from lockstep.registry import MODEL_WRAPPERS
 
 
 @MODEL_WRAPPERS.register_module()
-class MMSeparateDistributedDataParallel(nn.Module):
+class MMSeparateDistributedDataParallel(ModelWrapper):
     """Put every child of a module that has something to train into a DDP of its own.
 
     A DDP around the whole of a GAN waits in the generator's step for gradients of the discriminator, unless it
@@ -68,10 +68,6 @@ class MMSeparateDistributedDataParallel(nn.Module):
                 self._parallel.append(wrapped)
         self.module = module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; its children are DDPs."""
-        return self.module(*args, **kwargs)
-
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         """Let the module train on this rank's part of the batch.
 
@@ -83,19 +79,9 @@ class MMSeparateDistributedDataParallel(nn.Module):
         """
         own = getattr(self.module, "train_step", None)
         if own is None:
-            return steps.train_step(self.module, data, optim_wrapper)
+            return train_step(self.module, data, optim_wrapper)
         logged: dict[str, Tensor] = own(data, optim_wrapper)
         return logged
-
-    def val_step(self, data: Any) -> Any:
-        """Return what the module predicts for this rank's batch. Nothing is sent."""
-        with self._buffers_left_alone():
-            return steps.own_step(self.module, "val_step", data)
-
-    def test_step(self, data: Any) -> Any:
-        """Return what the module predicts for this rank's batch. Nothing is sent."""
-        with self._buffers_left_alone():
-            return steps.own_step(self.module, "test_step", data)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -106,7 +92,8 @@ class MMSeparateDistributedDataParallel(nn.Module):
             yield
 
     @contextmanager
-    def _buffers_left_alone(self) -> Iterator[None]:
+    def evaluation_context(self) -> Iterator[None]:
+        """Let no child send its buffers."""
         # The module calls its children's DDPs, which would send buffers even without gradients, while ranks may hold
         # different numbers of validation batches.
         before = [wrapped.require_forward_param_sync for wrapped in self._parallel]

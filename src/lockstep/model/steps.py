@@ -1,4 +1,4 @@
-"""What one training step and one prediction consist of, for any module.
+"""What training steps and predictions consist of, for any module: preprocessing, the call, and the losses.
 
 `BaseModel`, the wrappers and the loops all come here, so that a plain `torch.nn.Module` which returns its loss trains
 in exactly the way of a model that inherits from `BaseModel`.
@@ -7,18 +7,17 @@ in exactly the way of a model that inherits from `BaseModel`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
 from lockstep.model.preprocessor import move_to_device
-from lockstep.model.wrapping import unwrap_model
 
 Mode: TypeAlias = Literal["tensor", "loss", "predict"]
-_ParseLosses: TypeAlias = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
+ParseLosses: TypeAlias = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -44,106 +43,6 @@ def defines_step(module: nn.Module, name: str) -> bool:
     """Return whether `module` has a step of that name (`train_step`, `val_step`, `test_step`) that its author wrote."""
     step = getattr(module, name, None)
     return callable(step) and not getattr(step, "is_default_step", False)
-
-
-def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:
-    """Train `model` on one batch, by the `train_step` of the module inside a wrapper where that defines one.
-
-    In a module's own `train_step`, `self(...)` and `self.forward(...)` go through the wrapper. Backward passes go
-    through the optim wrapper: `update_params(loss)`, or `backward(loss)` and `step()`.
-
-    Args:
-        model: the module, wrapped or not.
-        data: the batch. A dict is unpacked to keyword arguments of `forward`, a list or tuple to positional ones.
-        optim_wrapper: runs the backward pass and the update.
-
-    Returns:
-        The values to log, detached and on their device; `"loss"` is what was minimised.
-    """
-    core = unwrap_model(model)
-    drive = getattr(optim_wrapper, "driven_by", None) if hasattr(model, "backward_context") else None
-    with nullcontext() if drive is None else drive(model):
-        if model is core or not defines_step(core, "train_step"):
-            return _default_train_step(model, core, data, optim_wrapper)
-        own: Callable[..., dict[str, Tensor]] = core.train_step  # type: ignore[assignment]
-        with forwarded(core, model):
-            return own(data, optim_wrapper)
-
-
-@contextmanager
-def forwarded(core: nn.Module, wrapper: nn.Module) -> Iterator[None]:
-    """Let calls of `core`, and of its `forward`, go through the wrapper around it, from outside of the wrapper.
-
-    **Source**: `nn.Module.__call__` (2.13), which looks at `_compiled_call_impl` before it runs any hook, so that each
-    hook of `core` runs once.
-    """
-    names = ("_compiled_call_impl", "forward")
-    before = {name: vars(core)[name] for name in names if name in vars(core)}
-
-    def through_wrapper(*args: Any, **kwargs: Any) -> Any:
-        restore()
-        try:
-            return wrapper(*args, **kwargs)
-        finally:
-            vars(core).update(redirected)
-
-    def restore() -> None:
-        for name in names:
-            vars(core).pop(name, None)
-        vars(core).update(before)
-
-    redirected = dict.fromkeys(names, through_wrapper)
-    vars(core).update(redirected)
-    try:
-        yield
-    finally:
-        restore()
-
-
-def _default_train_step(
-    model: nn.Module, core: nn.Module, data: Any, optim_wrapper: UpdatesParams
-) -> dict[str, Tensor]:
-    parse: _ParseLosses = getattr(core, "parse_losses", parse_losses)
-    if getattr(optim_wrapper, "needs_closure", False):
-        return _step_by_closure(model, core, parse, data, optim_wrapper)
-    with optim_wrapper.optim_context(model):
-        losses = call_forward(model, core, preprocess(core, data, training=True), "loss")
-    loss, log_vars = parse(losses)
-    optim_wrapper.update_params(loss)
-    return log_vars
-
-
-def _step_by_closure(
-    model: nn.Module, core: nn.Module, parse: _ParseLosses, data: Any, optim_wrapper: Any
-) -> dict[str, Tensor]:
-    """Train with an optimizer that evaluates the loss as often as it likes; the first evaluation is logged."""
-    batch = preprocess(core, data, training=True)
-    logged: list[dict[str, Tensor]] = []
-
-    def evaluate() -> Tensor:
-        with optim_wrapper.optim_context(model):
-            loss, log_vars = parse(call_forward(model, core, batch, "loss"))
-        logged.append(log_vars)
-        return loss
-
-    optim_wrapper.update_by_closure(evaluate)
-    return logged[0]
-
-
-def predict_step(model: nn.Module, data: Any) -> Any:
-    """Return what `model` predicts for one batch, in the form that the model itself chose.
-
-    Wrappers are stepped around: a wrapper's own forward talks between ranks, which may hold different numbers of
-    validation batches.
-    """
-    core = unwrap_model(model)
-    return call_forward(core, core, preprocess(core, data, training=False), "predict")
-
-
-def own_step(module: nn.Module, name: str, data: Any) -> Any:
-    """Call the step of that name (`val_step`, `test_step`) where the module has one, else `predict_step`."""
-    step = getattr(module, name, None)
-    return predict_step(module, data) if step is None else step(data)
 
 
 def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lockstep.errors import ConfigError
-from lockstep.model.fsdp_start import ties_in
+from lockstep.model.fsdp_materialize import ties_in
 from lockstep.model.tensor_parallel_plan import Split, owner_of_layer, read_plan, split_of
 
 
@@ -22,7 +22,7 @@ class TensorParallel:
 
     Activations between the modules of a plan are whole and the same on all of these ranks, apart from those which the
     styles leave split, as between a `colwise` and a `rowwise` module. So must be what is drawn at random: see
-    `lockstep.strategy.random_state`.
+    `lockstep.dataset.random_state`.
 
     Args:
         model: the model, not sharded yet.
@@ -65,25 +65,25 @@ class TensorParallel:
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
                 module.register_forward_hook(_wait)
         inside = set(modules)
-        for places in self._ties:
-            if all(owner in inside for owner, _ in places):
-                self._tie(places)
+        for sites in self._ties:
+            if all(owner in inside for owner, _ in sites):
+                self._tie(sites)
         for module in modules:
             if isinstance(module, nn.TransformerEncoderLayer):
                 # Its short cut for inference hands the weights to a kernel that knows no DTensor (2.13).
                 module.activation_relu_or_gelu = 0
 
-    def _tie(self, places: list[tuple[nn.Module, str]]) -> None:
+    def _tie(self, sites: list[tuple[nn.Module, str]]) -> None:
         """Let modules share a parameter again, which each of them has split for itself."""
-        parameters = [getattr(owner, name) for owner, name in places]
-        layouts = {parameter.placements if isinstance(parameter, DTensor) else None for parameter in parameters}
-        if len(layouts) > 1:
-            names = " and ".join(f"`{self._names[owner]}.{name}`" for owner, name in places)
+        parameters = [getattr(owner, name) for owner, name in sites]
+        placements = {parameter.placements if isinstance(parameter, DTensor) else None for parameter in parameters}
+        if len(placements) > 1:
+            names = " and ".join(f"`{self._names[owner]}.{name}`" for owner, name in sites)
             raise ConfigError(
                 f"{names} are one parameter, which `tensor_parallel` must split in one way for all, but splits as "
-                f"{' and '.join(map(str, layouts))}. An embedding split 'rowwise' goes with a head split 'colwise'"
+                f"{' and '.join(map(str, placements))}. An embedding split 'rowwise' goes with a head split 'colwise'"
             )
-        for owner, name in places[1:]:
+        for owner, name in sites[1:]:
             setattr(owner, name, parameters[0])
 
 

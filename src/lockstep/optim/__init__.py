@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from lockstep.optim.amp import AmpOptimWrapper
-from lockstep.optim.build import build_optim_wrapper
 from lockstep.optim.build_schedulers import build_param_schedulers
-from lockstep.optim.constructor import DefaultOptimWrapperConstructor
-from lockstep.optim.formula import FormulaScheduler
-from lockstep.optim.momentum import (
-    ConstantMomentum,
-    CosineAnnealingMomentum,
-    CosineRestartMomentum,
-    ExponentialMomentum,
-    LinearMomentum,
-    MultiStepMomentum,
-    PolyMomentum,
-    StepMomentum,
-)
+from lockstep.optim.constructor import DefaultOptimWrapperConstructor, build_optim_wrapper
 from lockstep.optim.plateau import ReduceOnPlateauLR, ReduceOnPlateauMomentum
-from lockstep.optim.scheduler import ParamScheduler
+from lockstep.optim.scheduler import FormulaScheduler, ParamScheduler
 from lockstep.optim.schedules import (
     ConstantLR,
+    ConstantMomentum,
     CosineAnnealingLR,
+    CosineAnnealingMomentum,
     CosineRestartLR,
+    CosineRestartMomentum,
     ExponentialLR,
+    ExponentialMomentum,
     LinearLR,
+    LinearMomentum,
     MultiStepLR,
+    MultiStepMomentum,
     OneCycleLR,
     PolyLR,
+    PolyMomentum,
     StepLR,
+    StepMomentum,
 )
 from lockstep.optim.torch_schedules import TorchScheduler
 from lockstep.optim.wrapper import OptimWrapper

@@ -70,7 +70,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._given_dtype = _checked_dtype(dtype)
         self._scaler_kwargs = _checked_scale(loss_scale)
         self._only_float16 = loss_scale == "dynamic"
-        if self._clip_kwargs.get("error_if_nonfinite"):
+        if self.clip_grad is not None and self.clip_grad.get("error_if_nonfinite"):
             raise ValueError(
                 "`clip_grad['error_if_nonfinite']` must be False for an AmpOptimWrapper, but is True: gradients that "
                 "overflow are part of the search for a scale, and are skipped"
@@ -131,7 +131,7 @@ class AmpOptimWrapper(OptimWrapper):
             super().step(**kwargs)
             return
         self._scaler.unscale_(self.optimizer)
-        if self._clip_type is not None:
+        if self.clip_grad is not None:
             former = self._grad_norm
             self._clip_grad()
             self._grad_norm = _norm_of_updates(self._grad_norm, former)

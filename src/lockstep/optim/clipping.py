@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # A gradient's mesh, and those of its axes over which it is sharded.
-Layout = tuple["DeviceMesh", tuple[int, ...]]
+Sharding = tuple["DeviceMesh", tuple[int, ...]]
 
 
 def clip_by_norm(
@@ -73,13 +73,13 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: 
     if not norm_type > 0:
         raise ValueError(f"`norm_type` must be above 0, but is {norm_type!r}")
     whole = [gradient for gradient in gradients if not _is_sharded(gradient)]
-    shards: dict[Layout, list[Tensor]] = {}
+    shards: dict[Sharding, list[Tensor]] = {}
     for gradient in gradients:
         if _is_sharded(gradient):
-            layout, local = _own_part(gradient)
-            shards.setdefault(layout, []).append(local)
+            sharding, local = _own_part(gradient)
+            shards.setdefault(sharding, []).append(local)
     norms = [get_total_norm(whole, norm_type, foreach=foreach)] if whole or not shards else []
-    norms += [_norm_of_shards(locals_, *layout, norm_type, foreach) for layout, locals_ in shards.items()]
+    norms += [_norm_of_shards(locals_, *sharding, norm_type, foreach) for sharding, locals_ in shards.items()]
     if len(norms) == 1:
         return norms[0]
     device = norms[0].device
@@ -102,8 +102,8 @@ def _norm_of_shards(
     return total if infinite else total.pow(1 / norm_type)
 
 
-def _own_part(gradient: Any) -> tuple[Layout, Tensor]:
-    """Return how a DTensor is laid out, and what this rank holds of it."""
+def _own_part(gradient: Any) -> tuple[Sharding, Tensor]:
+    """Return how a DTensor is sharded, and what this rank holds of it."""
     if any(placement.is_partial() for placement in gradient.placements):
         gradient = gradient.redistribute(
             placements=[_replicated() if placement.is_partial() else placement for placement in gradient.placements]

@@ -1,22 +1,73 @@
-"""`DefaultOptimWrapperConstructor`: an optim wrapper whose parameters have options of their own."""
+"""From a config to an `OptimWrapper`, whose parameters may have options of their own."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep.errors import ConfigError
 from lockstep.model import unwrap_model
-from lockstep.optim.fused import fits_fused, keep_implementation
-from lockstep.optim.param_sites import ParamSite, param_sites
-from lockstep.optim.paramwise import Options, Paramwise
+from lockstep.optim.paramwise import Options, ParamSite, Paramwise, param_sites
 from lockstep.optim.wrapper import OptimWrapper
+from lockstep.optim.wrapper_dict import OptimWrapperDict
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.registry.signatures import Arguments
+
+# Torch's optimizers with a fused kernel for accelerators, and whether it takes DTensors, too (2.13);
+# see docs/decisions/0007-fused-optimizers.md.
+_TAKES_SHARDS: Mapping[type, bool] = {Adam: True, AdamW: True, SGD: False}
+# On the CPU a fused update rounds otherwise than a plain loop's.
+_DEVICES = ("cuda", "mps", "xpu")
+# What the user may have said of the implementation; a fused one rules out the others.
+_CHOICES = ("fused", "foreach", "differentiable")
+_IMPLEMENTATION = (*_CHOICES, "capturable")
+
+
+def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mapping[str, Any]) -> OptimWrapper:
+    """Return the optim wrapper that `cfg` describes, over the parameters of `model`.
+
+    Args:
+        model: the model as it is trained: on its device, and wrapped.
+        cfg: an optim wrapper, which is returned as it is; an optimizer, which is wrapped; or a dict whose key
+            `optimizer` is an optimizer or the config of one, and whose other keys are arguments of the wrapper (`type`,
+            by default `OptimWrapper`), `paramwise_cfg` with options of some parameters (see
+            `DefaultOptimWrapperConstructor`), and `constructor`, the name or class of another constructor; or a dict of
+            all of these by the names of parts of the model, each of which gets its own.
+
+    Raises:
+        ConfigError: `optimizer` is missing, or the model has nothing to train.
+
+    Example:
+        >>> wrapper = build_optim_wrapper(
+        ...     nn.Linear(2, 1), dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=4)
+        ... )
+    """
+    if isinstance(cfg, OptimWrapper):
+        return cfg
+    if isinstance(cfg, Optimizer):
+        return OptimWrapper(cfg)
+    if not isinstance(cfg, Mapping):
+        raise TypeError(
+            "`optim_wrapper` must be an OptimWrapper, an optimizer or a config dict, but is "
+            f"{cfg!r} of type {type(cfg).__name__}"
+        )
+    if _is_by_part(unwrap_model(model), cfg):
+        parts = {name: unwrap_model(model).get_submodule(name) for name in cfg}
+        return OptimWrapperDict(**{name: build_optim_wrapper(part, cfg[name]) for name, part in parts.items()})
+    arguments = dict(cfg)
+    kind = arguments.pop("constructor", None) or "DefaultOptimWrapperConstructor"
+    constructor = OPTIM_WRAPPER_CONSTRUCTORS.build(
+        {"type": kind, "optim_wrapper_cfg": arguments, "paramwise_cfg": arguments.pop("paramwise_cfg", None)}
+    )
+    wrapper = constructor(model)
+    if not isinstance(wrapper, OptimWrapper):
+        raise TypeError(f"the constructor {kind!r} must return an OptimWrapper, but returned {wrapper!r}")
+    return wrapper
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -140,10 +191,10 @@ class DefaultOptimWrapperConstructor:
                 "has none. Unfreeze some, or call val() or test() instead of train()"
             )
         options = dict(self.optimizer_cfg)
-        if fits_fused(_kind_of(options), options, params, model):
+        if _fits_fused(_kind_of(options), options, params, model):
             options["fused"] = True
         optimizer: Optimizer = OPTIMIZERS.build(options, params=groups)
-        keep_implementation(optimizer)
+        _keep_implementation(optimizer)
         return optimizer
 
 
@@ -177,3 +228,44 @@ def _option_names(cfg: Any) -> Collection[str] | None:
 
 def _own_options(group: Mapping[str, Any]) -> Options:
     return {name: value for name, value in group.items() if name != "params"}
+
+
+def _is_by_part(model: nn.Module, cfg: Mapping[str, Any]) -> bool:
+    children = {name for name, _ in model.named_children()}
+    return not cfg.keys() & {"optimizer", "constructor"} and bool(cfg) and cfg.keys() <= children
+
+
+def _fits_fused(kind: Any, options: Mapping[str, Any], params: Sequence[nn.Parameter], model: nn.Module) -> bool:
+    """Return whether an optimizer of these parameters is to be fused where its config does not say so.
+
+    Args:
+        kind: the optimizer's class.
+        options: its other arguments.
+        params: all that it will update.
+        model: whose they are.
+    """
+    if kind not in _TAKES_SHARDS or any(options.get(name) is not None for name in _CHOICES):
+        return False
+    meshes = {getattr(param, "device_mesh", None) for param in params}
+    if meshes != {None} and not (len(meshes) == 1 and _TAKES_SHARDS[kind]):
+        return False
+    if any(getattr(module, "sparse", False) for module in model.modules()):  # an embedding's gradients
+        return False
+    return all(torch.is_floating_point(param) and param.device.type in _DEVICES for param in params)
+
+
+def _keep_implementation(optimizer: Optimizer) -> None:
+    """Let an optimizer stay fused or not when it loads the state of one that was not or was.
+
+    A checkpoint may come from another kind of device, or from parameters that were not sharded.
+    """
+    optimizer.register_load_state_dict_pre_hook(_with_own_implementation)
+
+
+def _with_own_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    groups = [
+        {**saved, **{name: own[name] for name in _IMPLEMENTATION if name in own}}
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=False)
+    ]
+    # Where their number differs, torch says so.
+    return {**state, "param_groups": groups if len(groups) == len(state["param_groups"]) else state["param_groups"]}

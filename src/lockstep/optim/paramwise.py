@@ -1,16 +1,17 @@
-"""`Paramwise`: learning rates and weight decays that differ between parameters."""
+"""Where the parameters of a model are, and learning rates and weight decays that differ between them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from lockstep.errors import ConfigError
-from lockstep.optim.param_sites import ParamSite
+from lockstep.model import is_model_wrapper
 from lockstep.registry.nearest import did_you_mean, nearest
 
 Options = dict[str, Any]
@@ -24,6 +25,58 @@ PARAMWISE_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate")
 # ModulatedDeformConv2dPack.
 _NORM = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 _DEFORMABLE = re.compile(r"DeformConv")
+
+# Modules that torch puts around another one keep it under these names: torch.compile, activation checkpointing.
+_AROUND = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSite:
+    """One occurrence of one parameter.
+
+    Attributes:
+        name: its full name in the user's own module, without the prefixes of wrappers.
+        parameter: the parameter, as it is trained.
+        module: the module that holds it.
+        parent: the class name of the module around that one; empty at the top.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    module: nn.Module
+    parent: str
+
+    @property
+    def own_name(self) -> str:
+        """The last part of the name, such as `weight`."""
+        return self.name.rpartition(".")[2]
+
+
+def param_sites(model: nn.Module) -> list[ParamSite]:
+    """Return the occurrences of all parameters, in the order of `model.parameters()`.
+
+    A parameter that is shared has several. Wrappers around the model, or around parts of it, are looked through.
+    """
+    return list(_sites(model, "", ""))
+
+
+def _sites(module: nn.Module, prefix: str, parent: str) -> Iterator[ParamSite]:
+    module = _inside(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield ParamSite(prefix + name, parameter, module, parent)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _sites(child, f"{prefix}{name}.", type(module).__name__)
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    while True:
+        names = ("module",) if is_model_wrapper(module) else _AROUND
+        inner = next((module._modules[name] for name in names if name in module._modules), None)
+        if inner is None:
+            return module
+        module = inner
 
 
 class Paramwise:
@@ -102,17 +155,17 @@ class Paramwise:
         return next((key for key in keys if key in self._mult), None)
 
     def _read_custom(self, key: str, options: Any, known: Collection[str] | None) -> Options:
-        place = f"custom_keys[{key!r}]"
+        path = f"custom_keys[{key!r}]"
         if not isinstance(options, Mapping):
-            raise ConfigError(f"`{place}` must be a dict such as dict(lr_mult=0.1), but is {options!r}")
+            raise ConfigError(f"`{path}` must be a dict such as dict(lr_mult=0.1), but is {options!r}")
         read: Options = {}
         for name, value in options.items():
             if name in ("lr_mult", "decay_mult"):
                 target = {"lr_mult": "lr", "decay_mult": "weight_decay"}[name]
-                read[target] = self._multiplied(target, _number(f"{place}.{name}", value), f"{place}.{name}")
+                read[target] = self._multiplied(target, _number(f"{path}.{name}", value), f"{path}.{name}")
             elif known is not None and name not in known:
                 names = ("lr_mult", "decay_mult", *known)
-                raise ConfigError(f"`{place}` has the unknown key {name!r}{did_you_mean(name, names)}")
+                raise ConfigError(f"`{path}` has the unknown key {name!r}{did_you_mean(name, names)}")
             else:
                 read[name] = value
         return self._differing(read)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.optim.scheduler import ParamScheduler
+from lockstep.optim.scheduler import ParamScheduler, for_momentum
 from lockstep.registry import PARAM_SCHEDULERS
 from lockstep.registry.nearest import did_you_mean
 
@@ -116,9 +116,4 @@ class ReduceOnPlateauLR(ParamScheduler):
         self.set_values([new if old - new > self.eps else old for old, new in zip(values, reduced, strict=True)])
 
 
-@PARAM_SCHEDULERS.register_module()
-@dataclass(eq=False, repr=False)
-class ReduceOnPlateauMomentum(ReduceOnPlateauLR):
-    """`ReduceOnPlateauLR` for momentum."""
-
-    param_name: str = field(default="momentum", kw_only=True)
+ReduceOnPlateauMomentum = for_momentum(ReduceOnPlateauLR)

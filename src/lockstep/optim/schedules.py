@@ -1,4 +1,4 @@
-"""Schedules of learning rates: each is a formula of the time since it began."""
+"""Schedules of learning rates and momentum: each is a formula of the time since it began."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from lockstep.errors import ConfigError
-from lockstep.optim.formula import FloorScheduler, FormulaScheduler
+from lockstep.optim.scheduler import FloorScheduler, FormulaScheduler, for_momentum
 from lockstep.registry import PARAM_SCHEDULERS
 
 
@@ -27,12 +27,9 @@ class ConstantLR(FormulaScheduler):
 
     durations: ClassVar[tuple[str, ...]] = ("total_iters",)
     length: ClassVar[str | None] = "total_iters"
+    length_less: ClassVar[int] = 1
     factor: float = 1 / 3
     total_iters: int | None = None
-
-    def __post_init__(self) -> None:
-        self.total_iters = self._length("total_iters", less=1)
-        super().__post_init__()
 
     def multiplier(self, t: int) -> float:
         """Return `factor`, then 1."""
@@ -54,6 +51,7 @@ class LinearLR(FormulaScheduler):
 
     durations: ClassVar[tuple[str, ...]] = ("total_iters",)
     length: ClassVar[str | None] = "total_iters"
+    length_less: ClassVar[int] = 1
     start_factor: float = 1 / 3
     end_factor: float = 1.0
     total_iters: int | None = None
@@ -64,7 +62,6 @@ class LinearLR(FormulaScheduler):
                 f"{self.title}: `start_factor` must be above 0 and, like `end_factor`, at most 1, but they are "
                 f"{self.start_factor} and {self.end_factor}"
             )
-        self.total_iters = self._length("total_iters", less=1)
         super().__post_init__()
 
     def multiplier(self, t: int) -> float:
@@ -166,10 +163,6 @@ class CosineAnnealingLR(FloorScheduler):
     length: ClassVar[str | None] = "T_max"
     T_max: int | None = None
 
-    def __post_init__(self) -> None:
-        self.T_max = self._length("T_max")
-        super().__post_init__()
-
     def multiplier(self, t: int) -> float:
         """Return the height of the cosine."""
         assert self.T_max is not None
@@ -191,12 +184,9 @@ class PolyLR(FloorScheduler):
 
     durations: ClassVar[tuple[str, ...]] = ("total_iters",)
     length: ClassVar[str | None] = "total_iters"
+    length_less: ClassVar[int] = 1
     power: float = 1.0
     total_iters: int | None = None
-
-    def __post_init__(self) -> None:
-        self.total_iters = self._length("total_iters", less=1)
-        super().__post_init__()
 
     def multiplier(self, t: int) -> float:
         """Return the height of the polynomial."""
@@ -317,3 +307,13 @@ class OneCycleLR(FormulaScheduler):
         if self.anneal_strategy == "linear":
             return start + (end - start) * part
         return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
+
+
+ConstantMomentum = for_momentum(ConstantLR)
+CosineAnnealingMomentum = for_momentum(CosineAnnealingLR)
+CosineRestartMomentum = for_momentum(CosineRestartLR)
+ExponentialMomentum = for_momentum(ExponentialLR)
+LinearMomentum = for_momentum(LinearLR)
+MultiStepMomentum = for_momentum(MultiStepLR)
+PolyMomentum = for_momentum(PolyLR)
+StepMomentum = for_momentum(StepLR)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
+from lockstep.model import ModelWrapper
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
-from lockstep.optim.sample_weights import SampleWeights
 from lockstep.registry import OPTIM_WRAPPERS
 
 _logger = logging.getLogger(__name__)
@@ -42,6 +42,11 @@ class OptimWrapper:
             sent between ranks.
         clip_grad: `dict(max_norm=...)` with the further arguments of `clip_by_norm`, or `dict(type="value",
             clip_value=...)` with those of `clip_by_value`.
+
+    Attributes:
+        optimizer: the optimizer.
+        accumulative_counts: as given.
+        clip_grad: as given, with its `type`; None where gradients are not clipped.
     """
 
     def __init__(
@@ -57,22 +62,22 @@ class OptimWrapper:
         if not isinstance(accumulative_counts, int) or accumulative_counts < 1:
             raise ValueError(f"`accumulative_counts` must be an int of at least 1, but is {accumulative_counts!r}")
         self.optimizer = optimizer
-        self._accumulative_counts = accumulative_counts
+        self.accumulative_counts = accumulative_counts
         self.needs_closure = _needs_closure(optimizer)
         if self.needs_closure and accumulative_counts > 1:
             raise ValueError(
                 f"`accumulative_counts` must be 1 for {type(optimizer).__name__}, which evaluates each batch as often "
                 f"as it likes, but is {accumulative_counts}. Use larger batches"
             )
-        self._clip_type, self._clip_kwargs = _checked_clipping(clip_grad)
+        self.clip_grad = _checked_clipping(clip_grad)
         self._grad_norm: Tensor | None = None
         self._inner_count = 0
         # Batches from here on make up the last window, which is shorter than the others.
         self._max_counts: int | None = None
         self._remainder_counts = 0
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
-        self._driver: Any = None  # the wrapper whose train_step runs
-        self._sample_weights = SampleWeights()
+        self._driver: ModelWrapper | None = None  # whose train_step runs
+        self._sample_weights = _SampleWeights()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Say how many batches there have been and will be, so that the last window divides right.
@@ -84,21 +89,21 @@ class OptimWrapper:
         """
         self._inner_count = init_counts
         self._max_counts = max_counts
-        if self._accumulative_counts == 1:
+        if self.accumulative_counts == 1:
             return
         if max_counts is not None:
-            self._remainder_counts = max_counts % self._accumulative_counts
-        if init_counts % self._accumulative_counts:
+            self._remainder_counts = max_counts % self.accumulative_counts
+        if init_counts % self.accumulative_counts:
             _logger.warning(
                 "training resumes after %d batches, inside an accumulation window of %d: the "
                 "gradients of its first %d batches are lost",
-                init_counts, self._accumulative_counts, init_counts % self._accumulative_counts,
+                init_counts, self.accumulative_counts, init_counts % self.accumulative_counts,
             )  # fmt: skip
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             _logger.warning(
                 "gradients are accumulated over %d batches, but BatchNorm normalises within each "
                 "of them: the result differs from that of one large batch",
-                self._accumulative_counts,
+                self.accumulative_counts,
             )
 
     def count_samples(self, own: float, mean: float) -> None:
@@ -113,7 +118,7 @@ class OptimWrapper:
         self._sample_weights.announce(own, mean)
 
     @contextmanager
-    def driven_by(self, model: nn.Module) -> Iterator[None]:
+    def driven_by(self, model: ModelWrapper) -> Iterator[None]:
         """Let a model's wrapper see each loss before its backward pass, in its `backward_context(loss, syncs=...)`.
 
         There a wrapper prepares the exchange of gradients that this loss leads to, whatever has been called to get it.
@@ -179,7 +184,7 @@ class OptimWrapper:
             with torch.enable_grad():
                 loss = self.scale_loss(evaluate())
                 self.backward(loss)
-            if self._clip_type is not None:
+            if self.clip_grad is not None:
                 self._clip_grad()
             mean = loss.detach().clone()
             all_reduce(mean, "mean")
@@ -190,10 +195,10 @@ class OptimWrapper:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide by the number of batches in the present window; see also `count_samples`."""
-        weight = self._sample_weights.weigh(begins_window=self._inner_count % self._accumulative_counts == 0)
+        weight = self._sample_weights.weigh(begins_window=self._inner_count % self.accumulative_counts == 0)
         if weight != 1:
             loss = loss * weight
-        if self._accumulative_counts == 1:
+        if self.accumulative_counts == 1:
             return loss
         return loss / self._window()
 
@@ -205,7 +210,7 @@ class OptimWrapper:
 
     def step(self, **kwargs: Any) -> None:
         """Clip the gradients, then let the optimizer update the parameters."""
-        if self._clip_type is not None:
+        if self.clip_grad is not None:
             self._clip_grad()
         self.optimizer.step(**kwargs)
 
@@ -271,20 +276,20 @@ class OptimWrapper:
         """Restore what `extra_state` returned."""
 
     def __repr__(self) -> str:
-        clipping = f", clip_grad={self._clip_kwargs}" if self._clip_type else ""
+        clipping = f", clip_grad={self.clip_grad}" if self.clip_grad else ""
         return (
             f"{type(self).__name__}({type(self.optimizer).__name__}, "
-            f"accumulative_counts={self._accumulative_counts}{clipping})"
+            f"accumulative_counts={self.accumulative_counts}{clipping})"
         )
 
     def _ends_window(self, count: int) -> bool:
-        return count % self._accumulative_counts == 0 or count == self._max_counts
+        return count % self.accumulative_counts == 0 or count == self._max_counts
 
     def _window(self) -> int:
         """Return the length of the window that the present batch belongs to."""
         if self._max_counts is not None and self._inner_count >= self._max_counts - self._remainder_counts:
-            return self._remainder_counts or self._accumulative_counts
-        return self._accumulative_counts
+            return self._remainder_counts or self.accumulative_counts
+        return self.accumulative_counts
 
     def _even_out(self) -> None:
         """Make the gradients those of the mean over all samples of the window."""
@@ -299,12 +304,44 @@ class OptimWrapper:
         params = [
             parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
         ]
-        if not params:
+        if not params or self.clip_grad is None:
             return
-        if self._clip_type == "norm":
-            self._grad_norm = clip_by_norm(params, **self._clip_kwargs)
+        kwargs = {name: value for name, value in self.clip_grad.items() if name != "type"}
+        if self.clip_grad["type"] == "norm":
+            self._grad_norm = clip_by_norm(params, **kwargs)
         else:
-            clip_by_value(params, **self._clip_kwargs)
+            clip_by_value(params, **kwargs)
+
+
+class _SampleWeights:
+    """Makes an update follow the mean over all samples of its window, on all ranks.
+
+    Wrappers average gradients over ranks, and accumulation averages them over batches, which gives every batch one
+    vote. So the loss of a batch is multiplied by its number of samples over that of an average batch; the first batches
+    of the window, of all ranks, stand for the average. At the window's end the gradients are multiplied by what was
+    wrong about that. Where batches are equal both factors are exactly 1.
+    """
+
+    def __init__(self) -> None:
+        self._own = self._mean = self._reference = 1.0
+        self._batches = 0
+        self._samples = 0.0
+
+    def announce(self, own: float, mean: float) -> None:
+        """Say how many samples the next batch has: this rank's, and the mean over ranks."""
+        self._own, self._mean = own, mean
+
+    def weigh(self, *, begins_window: bool) -> float:
+        """Count the present batch, and return what its loss is to be multiplied by."""
+        if begins_window:
+            self._batches, self._samples, self._reference = 0, 0.0, self._mean or 1.0
+        self._batches += 1
+        self._samples += self._mean
+        return self._own / self._reference
+
+    def correction(self) -> float:
+        """Return what the gradients of a window that is complete are to be multiplied by."""
+        return self._reference * self._batches / self._samples if self._samples else 1.0
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
@@ -315,18 +352,15 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _checked_clipping(
-    clip_grad: Mapping[str, Any] | None,
-) -> tuple[str | None, dict[str, Any]]:
+def _checked_clipping(clip_grad: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if clip_grad is None:
-        return None, {}
+        return None
     if not isinstance(clip_grad, Mapping):
         raise TypeError(f"`clip_grad` must be a dict such as dict(max_norm=1.0) or None, but is {clip_grad!r}")
-    kwargs = dict(clip_grad)
-    kind = kwargs.pop("type", "norm")
-    needed = {"norm": "max_norm", "value": "clip_value"}.get(kind)
+    kwargs = {"type": "norm", **clip_grad}
+    needed = {"norm": "max_norm", "value": "clip_value"}.get(kwargs["type"])
     if needed is None:
-        raise ValueError(f"`clip_grad['type']` must be 'norm' or 'value', but is {kind!r}")
+        raise ValueError(f"`clip_grad['type']` must be 'norm' or 'value', but is {kwargs['type']!r}")
     if needed not in kwargs:
-        raise ValueError(f"`clip_grad` must have the key '{needed}', but has only {sorted(kwargs)}")
-    return kind, kwargs
+        raise ValueError(f"`clip_grad` must have the key '{needed}', but has only {sorted(clip_grad)}")
+    return kwargs

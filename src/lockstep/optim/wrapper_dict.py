@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.model import ModelWrapper
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.registry.nearest import did_you_mean
@@ -78,7 +79,7 @@ class OptimWrapperDict(OptimWrapper):
             wrapper.count_samples(own, mean)
 
     @contextmanager
-    def driven_by(self, model: nn.Module) -> Iterator[None]:
+    def driven_by(self, model: ModelWrapper) -> Iterator[None]:
         """Let a model's wrapper see the losses of all wrappers before their backward passes."""
         with ExitStack() as stack:
             for wrapper in self.values():

@@ -71,8 +71,7 @@ STRATEGIES = Registry(
     "strategy",
     scope=SCOPE,
     locations={
-        "lockstep.strategy.single": ["SingleDeviceStrategy", "single"],
-        "lockstep.strategy.ddp": ["DDPStrategy", "ddp"],
+        "lockstep.strategy.ddp": ["SingleDeviceStrategy", "single", "DDPStrategy", "ddp"],
         "lockstep.strategy.fsdp": ["FSDPStrategy", "fsdp"],
         "lockstep.strategy.deepspeed": ["DeepSpeedStrategy", "deepspeed"],
         "lockstep.strategy.colossalai": ["ColossalAIStrategy", "colossalai"],

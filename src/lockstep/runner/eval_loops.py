@@ -12,7 +12,7 @@ import torch
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
-from lockstep.model import predict_step
+from lockstep.model import ModelWrapper, predict_step
 from lockstep.registry import LOOPS
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.together import Passes, Turn
@@ -96,7 +96,8 @@ class EvalLoop:
 
     def _turns(self) -> Iterator[Turn]:
         """Yield batches, and, where the model's forward pass needs all ranks, stand-ins; see `Passes`."""
-        if self.runner.world_size > 1 and getattr(self.runner.model, "forward_is_collective", False):
+        model = self.runner.model
+        if self.runner.world_size > 1 and isinstance(model, ModelWrapper) and model.forward_is_collective:
             return Passes(self.dataloader).turns()
         return (Turn(batch, 0, 0.0, True) for batch in self.dataloader)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.runner.seeds import seed_all
-from lockstep.strategy.random_state import random_state, set_random_state
 
 if TYPE_CHECKING:
     from lockstep.runner.runner import Runner

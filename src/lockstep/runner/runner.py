@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from lockstep.dataset import DataShare, agree_on_share, build_dataloader
+from lockstep.dataset import DataShard, agree_on_shard, build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
@@ -91,7 +91,7 @@ class Runner(RunCheckpoints):
     visualizer: Visualizers
     model: nn.Module
     strategy: Strategy
-    share: DataShare
+    share: DataShard
     optim_wrapper: OptimWrapper
     train_dataloader: Any
     val_dataloader: Any
@@ -282,7 +282,7 @@ class Runner(RunCheckpoints):
         if training:
             optim = self._or_default("optim_wrapper", self.strategy.own_optim_wrapper or build.DEFAULT_OPTIM_WRAPPER)
         self.model, optim_wrapper = self.strategy.prepare(self.model, optim)
-        self.share = agree_on_share(*self.strategy.data_share)
+        self.share = agree_on_shard(*self.strategy.data_shard)
         if optim_wrapper is not None:
             self.optim_wrapper = optim_wrapper
         self.logger.info("model: %s", summary.describe_model(self.model, self.strategy))
@@ -339,7 +339,7 @@ class Runner(RunCheckpoints):
     def _dataloader(self, mode: str) -> Any:
         loader = getattr(self.given, f"{mode}_dataloader")
         try:
-            return build_dataloader(loader, seed=self.seed, evaluation=mode != "train", share=self.share[:2])
+            return build_dataloader(loader, seed=self.seed, evaluation=mode != "train", shard=self.share[:2])
         except Exception as error:
             error.add_note(f"while building `{mode}_dataloader`")
             raise

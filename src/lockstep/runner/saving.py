@@ -18,7 +18,7 @@ from lockstep.checkpoint import (
 )
 from lockstep.dist import broadcast_object, main_process_first
 from lockstep.errors import ConfigError
-from lockstep.optim.param_sites import param_sites
+from lockstep.optim.paramwise import param_sites
 from lockstep.runner.rank_state import rank_state, restart_random_state, restore_rank_state
 from lockstep.version import __version__
 
@@ -145,7 +145,7 @@ def resume_run(runner: Runner, directory: Path) -> None:
     has_own = (meta.get("rank_states"), meta.get("data_shares")) == (runner.world_size, runner.share.size)
     if has_own:
         wanted["ranks"] = {str(runner.rank): ()}
-    layout = strategy.optim_layout() if "optimizer" in wanted else {}
+    layout = strategy.optim_template() if "optimizer" in wanted else {}
     state = load_state(directory, wanted, layout)
     _check_schedulers(runner, meta, directory)
     for scheduler, saved in zip(runner.param_schedulers, meta["param_schedulers"], strict=True):

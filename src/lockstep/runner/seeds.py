@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import get_rank, sync_random_seed
 from lockstep.errors import ConfigError
-from lockstep.strategy.random_state import random_state, set_random_state
 
 RANDOMNESS_KEYS = ("seed", "deterministic", "diff_rank_seed")
 

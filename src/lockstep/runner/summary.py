@@ -9,8 +9,7 @@ from torch import nn
 
 from lockstep.dist import get_backend
 from lockstep.hooks.progress import format_metrics
-from lockstep.model import unwrap_model
-from lockstep.model.shards import full_numel
+from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 def describe_model(model: nn.Module, strategy: Strategy) -> str:
     """Return one line on the model and how it is laid out."""
     core = unwrap_model(model)
-    # A stage of a pipeline has only some of them.
-    count = getattr(model, "full_numel", None) or sum(full_numel(parameter) for parameter in core.parameters())
+    is_ours = isinstance(model, ModelWrapper)
+    count = model.num_parameters if is_ours else sum(parameter.numel() for parameter in core.parameters())
     return f"{type(core).__name__}, {count:,} parameters, {type(strategy).__name__}"
 
 

@@ -12,12 +12,11 @@ from lockstep.strategy.base import Strategy, build_strategy
 
 if TYPE_CHECKING:
     from lockstep.strategy.colossalai import ColossalAIModelWrapper, ColossalAIOptimWrapper, ColossalAIStrategy
-    from lockstep.strategy.ddp import DDPStrategy
+    from lockstep.strategy.ddp import DDPStrategy, SingleDeviceStrategy
     from lockstep.strategy.deepspeed import DeepSpeedOptimWrapper, DeepSpeedStrategy, MMDeepSpeedEngineWrapper
     from lockstep.strategy.fsdp import FSDPStrategy
     from lockstep.strategy.native import NativeStrategy
     from lockstep.strategy.optim_state import read_optim_state, write_optim_state
-    from lockstep.strategy.single import SingleDeviceStrategy
 
 _HOMES = {
     "ColossalAIModelWrapper": "lockstep.strategy.colossalai",
@@ -29,7 +28,7 @@ _HOMES = {
     "FSDPStrategy": "lockstep.strategy.fsdp",
     "MMDeepSpeedEngineWrapper": "lockstep.strategy.deepspeed",
     "NativeStrategy": "lockstep.strategy.native",
-    "SingleDeviceStrategy": "lockstep.strategy.single",
+    "SingleDeviceStrategy": "lockstep.strategy.ddp",
     "read_optim_state": "lockstep.strategy.optim_state",
     "write_optim_state": "lockstep.strategy.optim_state",
 }

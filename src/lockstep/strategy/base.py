@@ -89,9 +89,9 @@ class Strategy(ABC):
         if compile is not False:
             options = compile if isinstance(compile, Mapping) else {}
             compile_in_place(built, self.compiled_parts(built), options)
-        laid_out, wrapper = self.lay_out(built, optim_wrapper)
+        parallelized, wrapper = self.parallelize(built, optim_wrapper)
         if param_scheduler is None:
-            return laid_out, wrapper
+            return parallelized, wrapper
         if wrapper is None or len(wrapper.optimizers) != 1:
             count = 0 if wrapper is None else len(wrapper.optimizers)
             raise ConfigError(
@@ -105,10 +105,10 @@ class Strategy(ABC):
             max_epochs=lengths.get("max_epochs"),
             max_iters=lengths.get("max_iters"),
         )
-        return laid_out, wrapper, schedules
+        return parallelized, wrapper, schedules
 
     @abstractmethod
-    def lay_out(
+    def parallelize(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
         """Do what `prepare` is for: a strategy's own part of it.
@@ -145,8 +145,8 @@ class Strategy(ABC):
         **Collective**: every rank.
         """
 
-    def optim_layout(self) -> Mapping[str, Any]:
-        """Return tensors by parameter name that are laid out as the optimizer's state is to be read; as the model's.
+    def optim_template(self) -> Mapping[str, Any]:
+        """Return tensors by parameter name that are sharded as the optimizer's state is to be read; as the model's.
 
         **Collective**: every rank.
         """
@@ -157,10 +157,10 @@ class Strategy(ABC):
         return [model]
 
     @property
-    def data_share(self) -> tuple[int, int]:
-        """Which share of the samples this rank sees, and of how many: its rank, and the world size.
+    def data_shard(self) -> tuple[int, int]:
+        """Which shard of the data this rank sees, and of how many: its rank, and the world size.
 
-        Ranks that compute on the same samples together, as in tensor parallelism, have one share. It is known when the
+        Ranks that compute on the same samples together, as in tensor parallelism, see one shard. It is known when the
         model is prepared.
         """
         return get_dist_info()

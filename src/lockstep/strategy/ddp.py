@@ -1,4 +1,4 @@
-"""A replica of the model on every rank, gradients averaged."""
+"""The model whole on every rank: on the only one, or as replicas whose gradients are averaged."""
 
 from __future__ import annotations
 
@@ -7,9 +7,28 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.dist import is_distributed
+from lockstep.dist import get_rank, get_world_size, is_distributed
+from lockstep.errors import ConfigError
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.native import NativeStrategy
+
+
+@STRATEGIES.register_module(name=["SingleDeviceStrategy", "single"])
+class SingleDeviceStrategy(NativeStrategy):
+    """Train on one device of one process."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model as it is.
+
+        Raises:
+            ConfigError: there are several ranks, which would train apart from each other.
+        """
+        if get_world_size() > 1:
+            raise ConfigError(
+                "`strategy` must lay the model over all ranks, but is 'single' "
+                f"(rank {get_rank()} of {get_world_size()}). Use 'ddp', or start one process"
+            )
+        return model
 
 
 @STRATEGIES.register_module(name=["DDPStrategy", "ddp"])

@@ -1,29 +1,32 @@
-"""A share of the model on every rank."""
+"""A shard of the model on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, SGD, Adafactor, Muon, Optimizer, Rprop
 
+from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
-from lockstep.model import checkpoint_activations, is_model_wrapper, unwrap_model
+from lockstep.model import ModelWrapper, checkpoint_activations, is_model_wrapper, unwrap_model
+from lockstep.model.fsdp import MMFullyShardedDataParallel
 from lockstep.model.fsdp_policies import choose_units
 from lockstep.model.full_params import reshard
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import OptimLike
-from lockstep.strategy.fsdp_refusals import check_optimizer
 from lockstep.strategy.native import NativeStrategy
-from lockstep.strategy.random_state import share_random_state
+
+_OTHERWISE = "or strategy 'ddp', which keeps every parameter whole"
 
 
 @STRATEGIES.register_module(name=["FSDPStrategy", "fsdp"])
 class FSDPStrategy(NativeStrategy):
-    """Keep a share of the parameters, their gradients and the optimizer's state on every rank.
+    """Keep a shard of the parameters, their gradients and the optimizer's state on every rank.
 
     Blocks that the model repeats, such as the layers of a transformer, are found and gathered one by one, while they
     compute. All ranks begin with the parameters of rank 0. A model on the meta device is made block by block.
@@ -58,7 +61,7 @@ class FSDPStrategy(NativeStrategy):
         self._wrapper = {"type": "MMFullyShardedDataParallel", "sync_module_states": True, **given}
         self._recomputed = _read_check(activation_checkpointing)
 
-    def lay_out(
+    def parallelize(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
         """Shard the model, then build its optimizer.
@@ -69,17 +72,17 @@ class FSDPStrategy(NativeStrategy):
 
         Raises:
             ConfigError: an optimizer that is given has a state already, or parameters of another model; or it fails or
-                goes wrong over shards, see `lockstep.strategy.fsdp_refusals`.
+                goes wrong over shards, see `_check_optimizer`.
         """
         # By id: holding on to the tensors would keep the whole model in memory while it is sharded.
         names = {id(parameter): name for name, parameter in unwrap_model(model).named_parameters()}
-        model, wrapper = super().lay_out(model, optim_wrapper)
+        model, wrapper = super().parallelize(model, optim_wrapper)
         if wrapper is not None:
             for optimizer in wrapper.optimizers:
                 _hand_over(optimizer, self.core(), names)
-                check_optimizer(optimizer, self.core())
-        if (tensor_mesh := getattr(model, "tensor_mesh", None)) is not None:
-            share_random_state(tensor_mesh)
+                _check_optimizer(optimizer, self.core())
+        if isinstance(model, MMFullyShardedDataParallel) and model.tensor_mesh is not None:
+            sync_random_state(model.tensor_mesh)
         return model, wrapper
 
     def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
@@ -90,13 +93,13 @@ class FSDPStrategy(NativeStrategy):
         return [unit for unit in units if unit not in inner] or [model]
 
     @property
-    def data_share(self) -> tuple[int, int]:
-        """The share of this rank's group, where ranks compute together."""
+    def data_shard(self) -> tuple[int, int]:
+        """The shard of the data of this rank, which ranks of one tensor-parallel group have in common."""
         model = self._prepared_model()
-        share: tuple[int, int] | None = getattr(model, "data_share", None)
-        return super().data_share if share is None else share
+        shard = model.data_shard if isinstance(model, ModelWrapper) else None
+        return super().data_shard if shard is None else shard
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def to_device(self, model: nn.Module) -> nn.Module:
         """Return the model where it is: each part goes to the device when it is sharded."""
         return model
 
@@ -141,3 +144,74 @@ def _hand_over(optimizer: Optimizer, core: nn.Module, names: Mapping[int, str]) 
                     f"has {what}. Give its config instead, as in dict(type='{type(optimizer).__name__}', lr=...)"
                 )
             group["params"][index] = present[name]
+
+
+def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that would fail or go wrong in its first step.
+
+    Args:
+        optimizer: holds the sharded parameters.
+        model: whose they are, for their names.
+
+    Raises:
+        ConfigError: on every rank, naming a parameter, if the optimizer is Adafactor, LBFGS or Rprop; if Muon would
+            update a matrix with fewer rows than shards; if another one than SGD would update a complex parameter whose
+            shards differ in size; or if it is to be fused, or to work on lists, where some parameters are not sharded.
+
+    **Source**: found by comparing all optimizers of torch 2.13 with one process. Those over complex numbers take real
+    views of the shards in place, which of uneven DTensors are copies; Adafactor takes norms of its own shard alone.
+    """
+    kind = type(optimizer).__name__
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        params = [parameter for parameter in group["params"] if parameter.requires_grad]
+        for parameter in params:
+            reason = _reason(optimizer, parameter)
+            if reason is not None:
+                raise ConfigError(
+                    f"`optimizer` must be one that can update `{names[parameter]}` in shards, but is {kind}, which "
+                    f"{reason}, {_OTHERWISE}"
+                )
+        sharded = [parameter for parameter in params if isinstance(parameter, DTensor)]
+        whole = [parameter for parameter in params if not isinstance(parameter, DTensor)]
+        for option in ("fused", "foreach"):
+            if group.get(option) and sharded and whole:
+                raise ConfigError(
+                    f"`{option}` of {kind} must not be True where parameters that are sharded, like "
+                    f"`{names[sharded[0]]}`, and others that are whole, like `{names[whole[0]]}`, are updated together "
+                    "under FSDP. Leave it out, or use strategy 'ddp'"
+                )
+
+
+def _reason(optimizer: Optimizer, parameter: Tensor) -> str | None:
+    """Return why an optimizer must not update a parameter, and what to use instead; None where it may."""
+    if not isinstance(parameter, DTensor):
+        return None
+    if isinstance(optimizer, LBFGS):
+        return "works on all parameters in one vector. Use AdamW or SGD"
+    if isinstance(optimizer, Adafactor):
+        return "takes norms over whole parameters. Use AdamW"
+    if isinstance(optimizer, Rprop):
+        return "writes to single elements. Use AdamW or SGD"
+    if isinstance(optimizer, Muon) and parameter.shape[0] < _shards(parameter, 0):
+        return (
+            f"fails where there are more shards, {_shards(parameter, 0)}, than rows, {parameter.shape[0]}. Shard over "
+            "fewer ranks with device_mesh=(replicas, shards)"
+        )
+    if parameter.is_complex() and not isinstance(optimizer, SGD):
+        uneven = [dim for dim, size in enumerate(parameter.shape) if size % _shards(parameter, dim)]
+        if uneven:
+            return (
+                f"goes wrong on complex numbers in uneven shards: dim {uneven[0]} has {parameter.shape[uneven[0]]} "
+                f"elements for {_shards(parameter, uneven[0])} ranks. Use SGD, a number of ranks that divides it"
+            )
+    return None
+
+
+def _shards(parameter: DTensor, dim: int) -> int:
+    """Return in how many shards a dim is divided, over all axes of the mesh."""
+    shards = 1
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_shard(dim):
+            shards *= parameter.device_mesh.size(axis)
+    return shards

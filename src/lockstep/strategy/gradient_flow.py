@@ -1,6 +1,6 @@
 """Which parameters a loss reaches, and in which order: what ZeRO takes for granted to be the same on every rank.
 
-ZeRO lays gradients end to end as they come, and adds them up over ranks by their place. Where ranks reach other
+ZeRO lays gradients end to end as they come, and adds them up over ranks by their position. Where ranks reach other
 parameters, as with experts that are chosen by the data, or the same ones in another order, it adds up what does not
 belong together, or waits for ever, without a word.
 """
@@ -26,7 +26,7 @@ class GradientFlow:
         core: the user's own module.
 
     Attributes:
-        names: of the parameters, by their places.
+        names: of the parameters, by their index.
         parameters: the parameters.
         sees_all: whether no loss so far has hidden any, in a reentrant checkpoint.
 
@@ -38,10 +38,10 @@ class GradientFlow:
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
         self.sees_all = True
-        self._places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        self._indices = {id(parameter): index for index, parameter in enumerate(self.parameters)}
 
     def arrivals(self, loss: Tensor) -> list[int]:
-        """Return the places of the parameters that a loss reaches, in the order in which their gradients will come.
+        """Return the indices of the parameters that a loss reaches, in the order in which their gradients will come.
 
         What is inside of a reentrant checkpoint is not seen; see `sees_all`.
         """
@@ -51,14 +51,14 @@ class GradientFlow:
             self.sees_all &= type(node).__name__ != "CheckpointFunctionBackward"
             for parent, _ in node.next_functions:
                 leaf = getattr(parent, "variable", None)
-                if leaf is not None and (place := self._places.get(id(leaf))) is not None:
+                if leaf is not None and (index := self._indices.get(id(leaf))) is not None:
                     number = node._sequence_nr()
-                    earliest[place] = min(number, earliest.get(place, number))
-        return sorted(earliest, key=lambda place: (-earliest[place], place))
+                    earliest[index] = min(number, earliest.get(index, number))
+        return sorted(earliest, key=lambda index: (-earliest[index], index))
 
-    def reach(self, loss: Tensor, places: Iterable[int]) -> Tensor:
+    def reach(self, loss: Tensor, indices: Iterable[int]) -> Tensor:
         """Return the loss, from which these parameters will get gradients of 0."""
-        parameters = [self.parameters[place] for place in places]
+        parameters = [self.parameters[index] for index in indices]
         if not parameters:
             return loss
         reached: Tensor = _Reach.apply(loss, *parameters)  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class GradientFlow:
         """
         own = torch.zeros(len(self.parameters), dtype=torch.uint8)
         own[self.arrivals(loss)] = 1
-        own[[place for place, parameter in enumerate(self.parameters) if parameter.grad is not None]] = 1
+        own[[index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]] = 1
         anywhere = own.clone()
         all_reduce(anywhere, op="max")
         return self.reach(loss, (anywhere > own).nonzero().flatten().tolist())
@@ -92,7 +92,7 @@ class GradientFlow:
         if bounds[0] == -bounds[1]:
             return
         rank, size = get_dist_info()
-        missing = [name for place, name in enumerate(self.names) if place not in set(order)]
+        missing = [name for index, name in enumerate(self.names) if index not in set(order)]
         raise ConfigError(
             "the loss must reach the same parameters on every rank, in the same order, because gradients are laid end "
             f"to end as they come, but here it does not reach {missing[:5] or 'them in the order of another rank'} "

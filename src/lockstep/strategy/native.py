@@ -29,20 +29,20 @@ class NativeStrategy(Strategy):
         self._model: nn.Module | None = None
         self._optim_wrapper: OptimWrapper | None = None
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def to_device(self, model: nn.Module) -> nn.Module:
         """Return `model` on this rank's device."""
         return model.to(torch.device(get_device()))
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model`, which has been placed, laid over the ranks."""
+        """Return `model`, which is on this rank's device, laid over the ranks."""
 
-    def lay_out(
+    def parallelize(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
         """Move the model to this rank's device, wrap it, then build its optimizer."""
         if not is_model_wrapper(model):
-            model = self.wrap(self.place(model))
+            model = self.wrap(self.to_device(model))
         self._model = model
         if optim_wrapper is not None:
             self._optim_wrapper = build_optim_wrapper(model, optim_wrapper)
@@ -77,11 +77,11 @@ class NativeStrategy(Strategy):
         """
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-        from lockstep.strategy.layout import laid_out_as
         from lockstep.strategy.optim_state import write_optim_state
+        from lockstep.strategy.resharding import reshard_as
 
         if model_state is not None:
-            set_model_state_dict(self.core(), laid_out_as(model_state, self.model_state()))
+            set_model_state_dict(self.core(), reshard_as(model_state, self.model_state()))
         if optim_state is not None:
             write_optim_state(self.core(), self._prepared_optim().optimizers, optim_state)
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adagrad, Optimizer, SparseAdam
 
 from lockstep.errors import ConfigError
-from lockstep.optim.param_sites import param_sites
+from lockstep.optim.paramwise import param_sites
 from lockstep.strategy.base import OptimState
-from lockstep.strategy.layout import laid_out_like
+from lockstep.strategy.resharding import reshard_like
 from lockstep.tree import tree_map
 
 # What every state has of optimizers for which a step of `first_state` tells nothing.
@@ -275,16 +275,16 @@ def _names_by_group(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
 
 
 def _like(entry: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """Return copies of a parameter's state, the tensors of its shape laid out as it is."""
+    """Return copies of a parameter's state, the tensors of its shape sharded as it is."""
 
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         fits = value.shape == parameter.shape and value.dim() > 0
-        laid_out = laid_out_like(value, parameter if fits else None)
+        resharded = reshard_like(value, parameter if fits else None)
         if fits:
-            laid_out = laid_out.to(parameter.device)
-        return laid_out.clone() if _memory(laid_out) == _memory(value) else laid_out
+            resharded = resharded.to(parameter.device)
+        return resharded.clone() if _memory(resharded) == _memory(value) else resharded
 
     return {key: tree_map(convert, value) for key, value in entry.items()}
 

@@ -71,7 +71,7 @@ class Training:
 
     def run(self, start: int = 0, stop: int = STEPS) -> tuple[list[float], list[float]]:
         """Return losses and norms; each step is cut into as many batches as are accumulated."""
-        rank, shares = self.strategy.data_share
+        rank, shares = self.strategy.data_shard
         losses, norms = [], []
         for batch in TEXT[start * SAMPLES : stop * SAMPLES].split(SAMPLES // self.counts):
             words = batch[rank::shares]

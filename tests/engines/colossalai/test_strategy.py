@@ -77,7 +77,7 @@ def run(work_dir: Path, strategy: Any, batch_size: int) -> tuple[list[float], li
     )  # fmt: skip
     runner.train()
     sums = torch.stack(trace.losses)
-    shares = runner.strategy.data_share[1]
+    shares = runner.strategy.data_shard[1]
     if shares > 1:
         all_reduce(sums)
     return sums.tolist(), trace.norms, runner.val_loop.metrics["accuracy"]
@@ -167,7 +167,7 @@ def test_a_plan_may_be_the_models_own_or_stand_beside_the_degree(options: dict[s
     weight = model.module.up.weight
     assert weight.shape == (4, 6)
     assert weight.untyped_storage().nbytes() == weight.nbytes
-    assert strategy.data_share == (0, 1)
+    assert strategy.data_shard == (0, 1)
     assert whole(strategy.model_state())["up.weight"].shape == (8, 6)
 
 
@@ -205,7 +205,7 @@ def test_without_an_optim_wrapper_the_model_is_only_looked_at():
     strategy = strategy_of("tp2")
     model = Regression()
     assert strategy.prepare(model) == (model, None)
-    assert strategy.data_share == (get_rank(), 2)
+    assert strategy.data_shard == (get_rank(), 2)
     assert strategy.model_state().keys() == model.state_dict().keys()
     strategy.load_state({name: torch.zeros_like(value) for name, value in strategy.model_state().items()})
     assert model(X, Y)[0].sum() == 0

@@ -77,7 +77,7 @@ def test_each_rank_keeps_its_rows_of_what_is_gathered_and_reads_no_more(stage: i
     assert sum(moment.to_local().numel() for moment in moments) == pytest.approx(total / 2, rel=0.02)
     assert all(isinstance(value, DTensor) == (stage == 3) for value in state["model"].values())
     training.save(tmp_path / "checkpoint")
-    read = load_state(tmp_path / "checkpoint", {"optimizer": {}}, training.strategy.optim_layout())
+    read = load_state(tmp_path / "checkpoint", {"optimizer": {}}, training.strategy.optim_template())
     for name, entry in read["optimizer"]["state"].items():
         for key in ("exp_avg", "exp_avg_sq"):
             saved = state["optimizer"]["state"][name][key]

@@ -7,18 +7,31 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._pytree import tree_leaves
 
 from lockstep.dist import all_gather
 from lockstep.dist.engines import load_engine
 from lockstep.errors import ConfigError, DistError
+from lockstep.model.tensor_parallel_plan import read_plan
 from lockstep.registry.nearest import did_you_mean
 from lockstep.registry.signatures import Arguments
-from lockstep.strategy.colossalai.plan import Replacement
+
+
+class Replacement(NamedTuple):
+    """What takes the place of a linear layer.
+
+    Attributes:
+        layer: name of a class in `colossalai.shardformer.layer`.
+        options: its options.
+    """
+
+    layer: str
+    options: dict[str, Any]
 
 
 def require_engine() -> None:
@@ -73,6 +86,40 @@ def boost(plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
         booster = Booster(plugin=plugin)
         boosted, engine, *_ = booster.boost(model, optimizer)
     return booster, boosted, engine
+
+
+def replacements(model: nn.Module, plan: Mapping[str, Any] | None, tp_size: int) -> dict[str, Replacement]:
+    """Return what a plan makes of the layers of a model, by their names.
+
+    Args:
+        model: whose layers are meant.
+        plan: see `lockstep.model.tensor_parallel_plan.read_plan`; None is the model's own `_tp_plan`.
+        tp_size: number of ranks that share a replica.
+
+    Raises:
+        ConfigError: the plan does not fit the model, or has a style that ColossalAI has no layer for.
+    """
+    found: dict[str, Replacement] = {}
+    for name, style in read_plan(model, plan).items():
+        layer = model.get_submodule(name)
+        if not isinstance(layer, nn.Linear) or not isinstance(style, ColwiseParallel | RowwiseParallel):
+            raise ConfigError(
+                f"`tensor_parallel` must split linear layers 'colwise' or 'rowwise' under the strategy 'colossalai', "
+                f"but `{name}` is a {type(layer).__name__} with {type(style).__name__}. Leave it out, give the plugin "
+                "a `custom_policy`, or use strategy='fsdp'"
+            )
+        by_column = isinstance(style, ColwiseParallel)
+        size = layer.out_features if by_column else layer.in_features
+        if size % tp_size:
+            raise ConfigError(
+                f"`{name}.{'out' if by_column else 'in'}_features` must be a multiple of {tp_size}, the degree of "
+                f"tensor_parallel, but is {size}. Leave it out of the plan, or choose another degree"
+            )
+        if by_column:
+            found[name] = Replacement("Linear1D_Col", {"gather_output": _is_replicated(style.output_layouts)})
+        else:
+            found[name] = Replacement("Linear1D_Row", {"parallel_input": not _is_replicated(style.input_layouts)})
+    return found
 
 
 def replacing_policy(found: Mapping[str, Replacement]) -> Any:
@@ -151,6 +198,14 @@ def is_split(param: Tensor) -> bool:
     return bool(is_distributed_tensor(param)) or hasattr(param, "_padding_dim")
 
 
+def full_numel(param: Any) -> int:
+    """Return the number of elements that a parameter has in the user's model."""
+    from colossalai.tensor.d_tensor import is_distributed_tensor
+
+    count: int = param.dist_layout.global_shape.numel() if is_distributed_tensor(param) else param.numel()
+    return count
+
+
 def gather_like(tensor: Tensor, param: Any, tp_group: Any) -> Tensor:
     """Return the whole of a tensor that is split over the ranks as `param` is.
 
@@ -176,6 +231,10 @@ def split_like(whole: Tensor, param: Any, tp_group: Any) -> Tensor:
     if is_distributed_tensor(param):
         whole = whole.chunk(tp_group.size(), dim=get_shard_dim_1d(param))[tp_group.rank()]
     return whole
+
+
+def _is_replicated(layouts: Any) -> bool:
+    return all(layout.is_replicate() for layout in layouts)
 
 
 @contextmanager

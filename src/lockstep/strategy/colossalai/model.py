@@ -8,15 +8,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.model import steps
+from lockstep.model import ModelWrapper, steps, train_step
 from lockstep.registry import MODEL_WRAPPERS
+from lockstep.strategy.colossalai.engine import full_numel, is_split
 from lockstep.strategy.colossalai.pipeline import Pipeline
 from lockstep.strategy.own_steps import OwnStep, WholeParams
 from lockstep.strategy.trainable import TrainableParams
 
 
 @MODEL_WRAPPERS.register_module(name=["ColossalAIModelWrapper", "CollosalAIModelWrapper"])
-class ColossalAIModelWrapper(nn.Module):
+class ColossalAIModelWrapper(ModelWrapper):
     """A model that `ColossalAIStrategy` has laid over the ranks.
 
     Args:
@@ -42,29 +43,24 @@ class ColossalAIModelWrapper(nn.Module):
     ) -> None:
         super().__init__()
         self.boosted = model_wrapper
-        self._inner = (model,)  # in a tuple, lest its parameters be listed twice
+        self.__dict__["module"] = model  # not as a child, lest its parameters be listed twice
         self._booster = booster
         self._no_sync = no_sync
         self._pipeline = pipeline
+        self.is_stage = pipeline is not None
+        if self.is_stage or any(map(is_split, model.parameters())):
+            self.partitioned = "ColossalAI's tensor parallelism and pipelines keep them in pieces. Use strategy 'fsdp'"
         self._trainable = TrainableParams(model, "ColossalAI")
         self._own_step: OwnStep | None = None
         if pipeline is None and steps.defines_step(model, "train_step"):
             self._own_step = OwnStep(self, model, model_wrapper, guard, may_go_round=may_go_round)
 
     @property
-    def module(self) -> nn.Module:
-        """The user's own module."""
-        return self._inner[0]
-
-    @property
-    def is_stage(self) -> bool:
-        """Whether this rank has only some of the layers, and other ranks have others."""
-        return self._pipeline is not None
-
-    @property
-    def full_numel(self) -> int | None:
-        """Number of elements of the parameters of all stages; None where each rank has every layer."""
-        return None if self._pipeline is None else self._pipeline.full_numel
+    def num_parameters(self) -> int:
+        """Number of elements of the parameters of all stages, whole or in pieces."""
+        if self._pipeline is not None:
+            return self._pipeline.full_numel
+        return sum(map(full_numel, self.module.parameters()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model.
@@ -94,22 +90,18 @@ class ColossalAIModelWrapper(nn.Module):
         if self._pipeline is not None:
             return self._pipeline.train(self, data, optim_wrapper)
         with nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper):
-            return steps.train_step(self, data, optim_wrapper)
+            return train_step(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch.
 
         **Collective**: every rank that shares the replica, with `tp_size` or `pp_size` above 1.
         """
-        if self._pipeline is not None:
-            return self._pipeline.predict(data)
-        return steps.own_step(self.module, "val_step", data)
+        return super().val_step(data) if self._pipeline is None else self._pipeline.predict(data)
 
     def test_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch, as `val_step` does."""
-        if self._pipeline is not None:
-            return self._pipeline.predict(data)
-        return steps.own_step(self.module, "test_step", data)
+        return super().test_step(data) if self._pipeline is None else self._pipeline.predict(data)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return the context in which gradients add up on their rank; where the plugin has none, one that does nothing.

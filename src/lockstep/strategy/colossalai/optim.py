@@ -57,8 +57,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
                 f"type {type(wrapper).__name__}. For half precision give the plugin precision='bf16', or use "
                 "plugin='ddp'; for several optimizers use strategy='ddp'"
             )
-        clip_grad = {"type": wrapper._clip_type, **wrapper._clip_kwargs} if wrapper._clip_type else None
-        return cls(wrapper.optimizer, wrapper._accumulative_counts, clip_grad)
+        return cls(wrapper.optimizer, wrapper.accumulative_counts, wrapper.clip_grad)
 
     def max_norm_for_engine(self) -> float | None:
         """Return the norm that an engine is to clip to, which knows no other clipping.
@@ -66,19 +65,20 @@ class ColossalAIOptimWrapper(OptimWrapper):
         Raises:
             ConfigError: the clipping that is wanted is another one.
         """
-        if self._clip_type is None:
+        if self.clip_grad is None:
             return None
         unknown = {
             name: value
-            for name, value in self._clip_kwargs.items()
-            if not (name == "max_norm" or (name == "norm_type" and value == 2) or (name != "norm_type" and not value))
+            for name, value in self.clip_grad.items()
+            if not (name in ("type", "max_norm") or (name == "norm_type" and value == 2))
+            if name == "norm_type" or value
         }
-        if self._clip_type != "norm" or unknown:
+        if self.clip_grad["type"] != "norm" or unknown:
             raise ConfigError(
                 "`clip_grad` must be dict(max_norm=...) with this plugin, whose optimizer clips to the 2-norm alone, "
-                f"but is {self._clip_type!r} with {self._clip_kwargs}. Use plugin='ddp', or strategy='fsdp'"
+                f"but is {self.clip_grad}. Use plugin='ddp', or strategy='fsdp'"
             )
-        max_norm = float(self._clip_kwargs["max_norm"])
+        max_norm = float(self.clip_grad["max_norm"])
         if not max_norm > 0:
             raise ConfigError(f"`clip_grad['max_norm']` must be above 0, but is {max_norm}")
         return max_norm
@@ -107,7 +107,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
         self._engine = engine
         self._in_pipeline = in_pipeline
         self._gradients = gradients
-        self._engine_clips = clips and self._clip_type is not None
+        self._engine_clips = clips and self.clip_grad is not None
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch.
@@ -153,7 +153,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
     def step(self, **kwargs: Any) -> None:
         """Clip the gradients, then let the optimizer update the parameters."""
         engine = self._attached()
-        if self._clip_type is not None and not self._engine_clips:
+        if self.clip_grad is not None and not self._engine_clips:
             self._clip_grad()
         engine.step(**kwargs)
         if self._engine_clips:

@@ -15,7 +15,7 @@ from lockstep.device import get_device
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.registry.nearest import did_you_mean
-from lockstep.strategy.colossalai.micro_batches import Cutting
+from lockstep.strategy.colossalai.pipeline import Cutting
 from lockstep.strategy.trainable import check_kinds
 
 _CLASSES: Mapping[str, str] = {

@@ -1,8 +1,9 @@
-"""Which stage of a pipeline holds what of a model, by the names that the whole model has for it."""
+"""Which stage of a pipeline holds what of a model, and the state of the whole model from all of them, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Size, Tensor, nn
@@ -10,6 +11,10 @@ from torch.optim import Optimizer
 
 from lockstep.dist import all_gather_object, broadcast_object
 from lockstep.errors import ConfigError
+from lockstep.strategy.base import ModelState, OptimState
+from lockstep.strategy.colossalai.state import StateTranslator, owned_state
+from lockstep.strategy.optim_state import find_strangers, options_of
+from lockstep.strategy.resharding import shard_rows, template_of_rows
 
 T = TypeVar("T")
 
@@ -76,8 +81,6 @@ class Stages:
         self.stage: int = group.rank()
         self._parameters = frozenset(inventory.parameters)
         own = owned_state(core)
-        for parameter in core.parameters():
-            parameter.pipeline_stage = self.stage  # type: ignore[attr-defined]  # who averages weights looks for it
         shared_ids = {id(tensor) for tensor in shared}
         self._here = {inventory.first[name]: name for name in reversed(own) if name in inventory.first}
         holdings = _Holdings(
@@ -141,23 +144,102 @@ class Stages:
             _check_sharing(name, holders[name], stages)
 
 
+class PipelineStateTranslator(StateTranslator):
+    """Translates the states of a model of which each stage of a pipeline holds some layers.
+
+    What is tied has one entry in the optimizer's state, under its first name, as in one process.
+
+    Args:
+        core: what is left here of the user's own module.
+        engine: ColossalAI's optimizer.
+        tp_group: the ranks that share a stage.
+        stages: of the pipeline.
+
+    **Cost**: of `model_state` and `optim_state`: one broadcast per parameter, of it and of its state, after what
+    `StateTranslator` gathers. Of each tensor every rank keeps its rows in CPU memory.
+    """
+
+    def __init__(self, core: nn.Module, engine: Any, tp_group: Any, stages: Stages) -> None:
+        super().__init__(core, engine, tp_group)
+        self._stages = stages
+
+    def model_state(self) -> ModelState:
+        """Return the model's state, in the precision in which it is trained. **Collective**: every rank."""
+        own = self._own_state()
+        kept: dict[str, Any] = {}
+        for name in dict.fromkeys(self._stages.inventory.first.values()):
+            here = own.get(self._stages.name_here(name) or "")
+            kept[name] = _own_part(self._stages.spread(name, partial(self._canonical, here)))
+        return {name: kept[first] for name, first in self._stages.inventory.first.items()}
+
+    def load_model(self, state: ModelState) -> None:
+        """Take over a model's state. **Collective**: every rank, if there are DTensors in it.
+
+        Raises:
+            ConfigError: it is that of another model.
+        """
+        for name, shape in self._stages.inventory.shapes.items():
+            if name in state and state[name].shape != shape:
+                raise ConfigError(f"`{name}` has not the shape that is to be loaded, {tuple(state[name].shape)}")
+        super().load_model(state)
+
+    def optim_state(self) -> OptimState:
+        """Return the optimizer's state by parameter name. **Collective**: every rank.
+
+        A parameter that has had no update has no entry.
+        """
+        named = self._trained()
+        state = {}
+        for name in self._names_to_load(named):
+            # ZeRO leaves frozen parameters out, which the optimizer had.
+            make: Callable[[], dict[str, Any]] = partial(self._entry, *named[name]) if name in named else dict
+            entry = self._stages.spread(name, make)
+            if entry:
+                state[name] = {key: _own_part(value) for key, value in entry.items()}
+        return {"state": state, "param_groups": self._groups()}
+
+    def optim_template(self) -> ModelState:
+        """Return tensors by name sharded as the optimizer's state is to be read."""
+        return {name: template_of_rows(shape) for name, shape in self._stages.inventory.shapes.items()}
+
+    def _own_state(self) -> dict[str, Any]:
+        return owned_state(self._core)
+
+    def _state_names(self, present: Mapping[str, Any]) -> set[str]:
+        return set(self._stages.inventory.first)
+
+    def _names_to_load(self, own: Iterable[str]) -> Iterable[str]:
+        names = {name for group in self._stages.inventory.groups for name in group}
+        return [name for name in self._stages.inventory.parameters if name in names]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = zip(self._optimizer.param_groups, self._stages.inventory.groups, strict=True)
+        return [{**options_of(group), "params": list(names)} for group, names in groups]
+
+    def _find_strangers(self, state: OptimState) -> str | None:
+        # Of the parameters on other stages those will complain.
+        own = {self._stages.first_name(name): param for name, param in self._core.named_parameters()}
+        return find_strangers(own, self._stages.inventory.groups, state, self._stages.inventory.parameters)
+
+    def _refuse(self, complaint: str | None) -> None:
+        self._stages.agree(complaint)
+
+    def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
+        return {self._stages.first_name(name): pair for name, pair in super()._trained().items()}
+
+    def _entry(self, param: Tensor, trained: Tensor) -> dict[str, Any]:
+        return super()._entry(param, trained) if self._optimizer.state.get(trained) else {}
+
+    def _portion(self, whole: Tensor) -> Tensor:
+        return whole  # until every stage has it
+
+
 class _Holdings(NamedTuple):
     """First names of what a stage holds, shares with others and trains."""
 
     held: list[str]
     shared: list[str]
     trained: list[str]
-
-
-def owned_state(core: nn.Module) -> dict[str, Any]:
-    """Return the parameters and persistent buffers of a model as they are held here, by name."""
-    # Not by `state_dict`, in which parallel layers would gather their parameters, all at once.
-    state: dict[str, Any] = {}
-    for path, module in core.named_modules(remove_duplicate=False):
-        buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        owned: Mapping[str, Any] = {**module._parameters, **buffers}
-        state |= {f"{path}.{name}".lstrip("."): value for name, value in owned.items() if value is not None}
-    return state
 
 
 def _check_groups(groups: list[list[str]], stages: list[_Holdings]) -> None:
@@ -185,3 +267,7 @@ def _check_sharing(name: str, holders: list[int], stages: list[_Holdings]) -> No
             f"a parameter that stages of a pipeline share must be trained, because ColossalAI 0.5.0 adds up its "
             f"gradients in any case, but {name!r} is frozen. Untie it, or use strategy='fsdp'"
         )
+
+
+def _own_part(value: Any) -> Any:
+    return shard_rows(value) if isinstance(value, Tensor) else value

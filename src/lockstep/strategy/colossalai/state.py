@@ -15,8 +15,6 @@ from lockstep.dist import all_gather
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.colossalai.engine import gather_like, is_split, split_like
-from lockstep.strategy.colossalai.stages import owned_state
-from lockstep.strategy.layout import layout_of_rows, own_rows
 from lockstep.strategy.optim_state import (
     find_misfit,
     find_strangers,
@@ -27,13 +25,14 @@ from lockstep.strategy.optim_state import (
     refuse,
     write_entries,
 )
+from lockstep.strategy.resharding import shard_rows, template_of_rows
 
 
 class StateTranslator:
     """Translates the states of one model and its optimizer.
 
     What is trained may differ from what computes. Tensor parallelism splits a parameter along one dim; ZeRO makes of
-    this a flat tensor, padded, and gives each rank one share of it to train; half precision trains copies in float32.
+    this a flat tensor, padded, and gives each rank one shard of it to train; half precision trains copies in float32.
     The optimizer's state has the form of what is trained.
 
     Args:
@@ -101,12 +100,12 @@ class StateTranslator:
         }
         return {"state": state, "param_groups": self._groups()}
 
-    def optim_layout(self) -> ModelState:
-        """Return tensors by name laid out as the optimizer's state is to be read. **Collective**: every rank."""
+    def optim_template(self) -> ModelState:
+        """Return tensors by name sharded as the optimizer's state is to be read. **Collective**: every rank."""
         own = dict(self._core.named_parameters())
         gathered = {name for name, param in own.items() if param in self._zero_groups or is_split(param)}
         return {
-            name: layout_of_rows(value.shape) if name in gathered else value
+            name: template_of_rows(value.shape) if name in gathered else value
             for name, value in self.model_state().items()
         }
 
@@ -183,7 +182,7 @@ class StateTranslator:
             if has_form and param.dim() == 0:  # as counters and the like have
                 has_form = key != "step" if of_numbers is None else key in of_numbers
             if has_form:
-                own[key] = self._share(param, value).clone()
+                own[key] = self._own_shard(param, value).clone()
             elif key == "step" and type(self._optimizer).__module__.startswith("colossalai."):
                 own[key] = int(value)  # of which torch's optimizers make a tensor
             else:
@@ -205,7 +204,7 @@ class StateTranslator:
             raise ConfigError(f"`{name}` has not the shape that is to be loaded, {tuple(value.shape)}")
         own.copy_(part)
         if id(own) in self._masters:
-            self._masters[id(own)].copy_(self._share(own, value))
+            self._masters[id(own)].copy_(self._own_shard(own, value))
 
     def _entry(self, param: Tensor, trained: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of a parameter."""
@@ -214,7 +213,7 @@ class StateTranslator:
 
     def _portion(self, whole: Tensor) -> Tensor:
         """Return what this rank keeps of a tensor that had to be made whole: its rows."""
-        return own_rows(whole)
+        return shard_rows(whole)
 
     def _canonical(self, own: Any) -> Any:
         if not isinstance(own, Tensor):
@@ -235,15 +234,26 @@ class StateTranslator:
             tensor = flat[: param.numel()].view(param.shape)
         return self._portion(gather_like(tensor, param, self._tp_group))
 
-    def _share(self, param: Tensor, full: Tensor) -> Tensor:
+    def _own_shard(self, param: Tensor, full: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor, in the form in which `param` is trained."""
         part = split_like(full, param, self._tp_group) if is_split(param) else full
         group = self._zero_groups.get(param)
         if group is None:
             return part
         padded = nn.functional.pad(part.flatten(), (0, -part.numel() % group.size()))
-        share: Tensor = padded.chunk(group.size())[group.rank()]
-        return share
+        shard: Tensor = padded.chunk(group.size())[group.rank()]
+        return shard
+
+
+def owned_state(core: nn.Module) -> dict[str, Any]:
+    """Return the parameters and persistent buffers of a model as they are held here, by name."""
+    # Not by `state_dict`, in which parallel layers would gather their parameters, all at once.
+    state: dict[str, Any] = {}
+    for path, module in core.named_modules(remove_duplicate=False):
+        buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        owned: Mapping[str, Any] = {**module._parameters, **buffers}
+        state |= {f"{path}.{name}".lstrip("."): value for name, value in owned.items() if value is not None}
+    return state
 
 
 def _is_like(value: Any, trained: Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
 from lockstep.dist import broadcast, init_dist, is_distributed
 from lockstep.errors import ConfigError
@@ -22,15 +23,12 @@ from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
 from lockstep.strategy.colossalai import engine
 from lockstep.strategy.colossalai.optim import ColossalAIOptimWrapper
 from lockstep.strategy.colossalai.pipeline import Pipeline, check_model
-from lockstep.strategy.colossalai.pipeline_state import PipelineStateTranslator
-from lockstep.strategy.colossalai.plan import replacements
 from lockstep.strategy.colossalai.plugin import PluginChoice, name_and_options
-from lockstep.strategy.colossalai.stages import Inventory, Stages
+from lockstep.strategy.colossalai.stages import Inventory, PipelineStateTranslator, Stages
 from lockstep.strategy.colossalai.state import StateTranslator
 from lockstep.strategy.gradient_flow import GradientFlow
-from lockstep.strategy.layout import laid_out_as
 from lockstep.strategy.own_steps import WholeParams, called_from, cast_parts
-from lockstep.strategy.random_state import share_random_state
+from lockstep.strategy.resharding import reshard_as
 from lockstep.strategy.trainable import leave_out_frozen
 
 
@@ -85,9 +83,9 @@ class ColossalAIStrategy(Strategy):
         self._wrapper = dict(model_wrapper or {})
         self._translator: StateTranslator | None = None
         self._model: nn.Module | None = None
-        self._data_share: tuple[int, int] | None = None
+        self._data_shard: tuple[int, int] | None = None
 
-    def lay_out(
+    def parallelize(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
         """Build the optimizer, then let the booster lay both over the ranks.
@@ -142,7 +140,7 @@ class ColossalAIStrategy(Strategy):
             model.register_forward_pre_hook(partial(_cast_inputs, self._choice.dtype), with_kwargs=True)
             cast_parts(model, self._choice.dtype)
         if self._choice.tp_size * self._choice.pp_size > 1:
-            self._share_samples(plugin)
+            self._sync_replica(plugin)
         self._translator = laid.translator
         cfg = {"type": "ColossalAIModelWrapper", **self._wrapper}
         wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, model=model, **laid.options)
@@ -166,9 +164,9 @@ class ColossalAIStrategy(Strategy):
         """
         return self._prepared_translator().optim_state()
 
-    def optim_layout(self) -> ModelState:
-        """Return tensors by parameter name that are laid out as the optimizer's state is to be read."""
-        return self._prepared_translator().optim_layout()
+    def optim_template(self) -> ModelState:
+        """Return tensors by parameter name that are sharded as the optimizer's state is to be read."""
+        return self._prepared_translator().optim_template()
 
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
         """Take over states by canonical names, as `NativeStrategy.load_state` does.
@@ -178,22 +176,22 @@ class ColossalAIStrategy(Strategy):
         if model_state is not None:
             if self._translator is None:
                 model = self._prepared_model()
-                model.load_state_dict(laid_out_as(model_state, model.state_dict()))
+                model.load_state_dict(reshard_as(model_state, model.state_dict()))
             else:
                 self._translator.load_model(model_state)
         if optim_state is not None:
             self._prepared_translator().load_optim(optim_state)
 
     @property
-    def data_share(self) -> tuple[int, int]:
-        """The share of this rank's replica, where ranks share one."""
-        return super().data_share if self._data_share is None else self._data_share
+    def data_shard(self) -> tuple[int, int]:
+        """The shard of the data of this rank's replica."""
+        return super().data_shard if self._data_shard is None else self._data_shard
 
     def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
         """Return the parts that are compiled each by itself: the whole, in one.
 
         Raises:
-            ConfigError: the model will be in stages, whose layers get other code when they are laid out.
+            ConfigError: the model will be in stages, whose layers get other code when they are put into stages.
         """
         if self._choice.pp_size > 1:
             raise ConfigError("`compile` must be left out with `pp_size` above 1, but is given. Use strategy='fsdp'")
@@ -228,11 +226,11 @@ class ColossalAIStrategy(Strategy):
         }
         return _Laid(laid, PipelineStateTranslator(model, laid, plugin.tp_group, stages), options)
 
-    def _share_samples(self, plugin: Any) -> None:
+    def _sync_replica(self, plugin: Any) -> None:
         """Let the ranks of a replica see the same samples, and draw the same random numbers."""
-        self._data_share = (plugin.dp_group.rank(), plugin.dp_group.size())
-        share_random_state(plugin.pp_group)
-        share_random_state(plugin.tp_group)
+        self._data_shard = (plugin.dp_group.rank(), plugin.dp_group.size())
+        sync_random_state(plugin.pp_group)
+        sync_random_state(plugin.tp_group)
         # The short cut of nn.TransformerEncoderLayer for inference would take a part of the weights for the whole.
         torch.backends.mha.set_fastpath_enabled(False)
 
@@ -255,7 +253,7 @@ class ColossalAIStrategy(Strategy):
         if not self._splits_by_plan and engine.has_policy(model):
             _check_adapters(model)
             return {}
-        return {"custom_policy": engine.replacing_policy(replacements(model, self._plan, choice.tp_size))}
+        return {"custom_policy": engine.replacing_policy(engine.replacements(model, self._plan, choice.tp_size))}
 
     def _prepared_model(self) -> nn.Module:
         if self._model is None:

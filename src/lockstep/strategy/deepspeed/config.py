@@ -48,7 +48,7 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
     given = {name: value for name, value in arguments.items() if value is not None}
     stage, offload = given.pop("stage", None), given.pop("offload", False)
     for name, value in given.items():
-        _settle(merged, name, {"enabled": value} if _is_switch(name, value) else value)
+        _set_once(merged, name, {"enabled": value} if _is_switch(name, value) else value)
     for name in merged:
         if name in _REFUSED and merged[name]:
             raise ConfigError(f"`{name}` must not be given to DeepSpeedStrategy: {_REFUSED[name]}")
@@ -58,7 +58,7 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
         stage = 1
     zero = dict(merged.get("zero_optimization") or {})
     if stage is not None:
-        _settle(zero, "stage", stage, "zero_optimization.")
+        _set_once(zero, "stage", stage, "zero_optimization.")
     if zero.get("stage", 0) not in (0, 1, 2, 3):
         raise ConfigError(f"`zero_optimization.stage` must be 0, 1, 2 or 3, but is {zero['stage']!r}")
     if offload:
@@ -164,7 +164,7 @@ def _is_switch(name: str, value: Any) -> bool:
     return name in ("fp16", "bf16", "torch_autocast") and isinstance(value, bool)
 
 
-def _settle(config: dict[str, Any], name: str, value: Any, prefix: str = "") -> None:
+def _set_once(config: dict[str, Any], name: str, value: Any, prefix: str = "") -> None:
     if name in config and config[name] != value:
         raise ConfigError(
             f"`{prefix}{name}` must be given once, but is {config[name]!r} in the DeepSpeed config and {value!r} as an "

@@ -18,9 +18,9 @@ from lockstep.device import get_device
 from lockstep.dist import broadcast, get_backend, get_local_rank, get_rank, get_world_size, init_dist, is_distributed
 from lockstep.dist.engines import adopt_group, load_engine, undisturbed
 from lockstep.errors import ConfigError
-from lockstep.model import steps
+from lockstep.model import ModelWrapper, steps, train_step
+from lockstep.model.call_order import CallOrder
 from lockstep.registry import MODEL_WRAPPERS
-from lockstep.strategy.deepspeed.gather_order import GatherOrder
 from lockstep.strategy.own_steps import OwnStep, WholeParams, called_from, cast_parts
 from lockstep.strategy.trainable import TrainableParams
 from lockstep.tree import tree_map
@@ -87,7 +87,7 @@ def release_engine(wrapper: MMDeepSpeedEngineWrapper) -> nn.Module:
 
 
 @MODEL_WRAPPERS.register_module()
-class MMDeepSpeedEngineWrapper(nn.Module):
+class MMDeepSpeedEngineWrapper(ModelWrapper):
     """The steps of a model, around a DeepSpeed engine.
 
     Args:
@@ -100,7 +100,6 @@ class MMDeepSpeedEngineWrapper(nn.Module):
         module: the user's own module.
     """
 
-    module: nn.Module
     model: Any
 
     def __init__(self, *, model: Any, inputs_to_half: Iterable[int | str] | None = None) -> None:
@@ -108,20 +107,23 @@ class MMDeepSpeedEngineWrapper(nn.Module):
         # The engine is a module, too, and would put every parameter under two names.
         self.__dict__["model"] = model
         self.module = model.module
+        if model.zero_optimization_stage() == 3:
+            self.forward_is_collective = True
+            self.partitioned = "DeepSpeed's ZeRO stage 3 keeps them in pieces. Use stage=2, or strategy 'fsdp'"
         dtype = model.get_data_types()[0]
         cast_inputs(self.module, dtype, inputs_to_half)
         self._trainable = TrainableParams(self.module, "DeepSpeed")
         self._own_step: OwnStep | None = None
         if steps.defines_step(self.module, "train_step"):
-            guard = WholeParams(self.module, _problem_of_shares) if self.forward_is_collective else None
+            guard = WholeParams(self.module, _problem_of_partitions) if self.forward_is_collective else None
             self._own_step = OwnStep(self, self.module, model, guard, always=True)
         cast_parts(self.module, dtype)
-        self._order = GatherOrder(self.module) if self.forward_is_collective else None
+        self._order = _watch_calls(self.module) if self.forward_is_collective else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model through the engine, whose backward pass belongs to it."""
         own_step = nullcontext() if self._own_step is None else self._own_step.forward()
-        order = nullcontext() if self._order is None else self._order.watching()
+        order = nullcontext() if self._order is None else self._order.compared()
         with self._local_rank_known(), own_step, order:
             return self.model(*args, **kwargs)
 
@@ -139,7 +141,7 @@ class MMDeepSpeedEngineWrapper(nn.Module):
         try:
             own_step = nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper)
             with self._local_rank_known(), own_step:
-                return steps.train_step(self, data, optim_wrapper)
+                return train_step(self, data, optim_wrapper)
         except RuntimeError as error:
             if "Detected a disagreement" not in str(error):
                 raise
@@ -149,28 +151,16 @@ class MMDeepSpeedEngineWrapper(nn.Module):
                 "all of them, or use stage=1"
             ) from error
 
-    def val_step(self, data: Any) -> Any:
-        """Return what the model predicts for this rank's batch.
-
-        **Collective**: every rank at ZeRO stage 3, where parameters are gathered; nothing is sent at the others.
-        """
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Compute as the engine does in training."""
         with self._local_rank_known(), autocast_of(self.model):
-            return steps.own_step(self.module, "val_step", data)
-
-    def test_step(self, data: Any) -> Any:
-        """Return what the model predicts for this rank's batch; see `val_step`."""
-        with self._local_rank_known(), autocast_of(self.model):
-            return steps.own_step(self.module, "test_step", data)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: the optim wrapper tells the engine when gradients are to be averaged."""
-        return nullcontext()
+            yield
 
     @property
-    def forward_is_collective(self) -> bool:
-        """Whether a forward pass, also of a validation, needs every rank."""
-        stage: int = self.model.zero_optimization_stage()
-        return stage == 3
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters, whole or in pieces."""
+        return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.module.parameters())
 
     def _local_rank_known(self) -> AbstractContextManager[None]:
         return environ_with_local_rank() if self.forward_is_collective else nullcontext()
@@ -199,7 +189,31 @@ def autocast_of(engine: Any) -> AbstractContextManager[Any]:
     return torch.autocast(get_device(), dtype=engine.torch_autocast_dtype())
 
 
-def _problem_of_shares(parameter: Any, function: str) -> str | None:
+def _watch_calls(module: nn.Module) -> CallOrder:
+    """Return what compares over ranks which layers of a module at stage 3 are called.
+
+    **Source**: `deepspeed.runtime.zero.partitioned_param_coordinator` (0.19), which compares the order afterwards, and
+    raises on some ranks alone.
+    """
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if any(hasattr(parameter, "ds_id") for parameter in layer.parameters(recurse=False))
+    }
+    order = CallOrder(
+        list(layers),
+        rule="every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters "
+        "from all",
+        remedy=lambda _: "Let every rank call all of them, or use stage=1",
+        error=ConfigError,
+        first=3,
+    )
+    for index, layer in enumerate(layers.values()):
+        layer.register_forward_pre_hook(lambda *_, index=index: order.call(index), prepend=True)
+    return order
+
+
+def _problem_of_partitions(parameter: Any, function: str) -> str | None:
     """Return why a parameter at stage 3 can't be used in a function of torch's, called by the model's own step."""
     if not hasattr(parameter, "ds_numel") or called_from("deepspeed."):
         return None

@@ -71,7 +71,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._state: EngineState | None = None
         self._went_back = False
         self._flow: GradientFlow | None = None
-        # By places in the flow: who has been reached in the first window; None when it is over.
+        # By index in the flow: who has been reached in the first window; None when it is over.
         self._reached: set[int] | None = set()
 
     def attach(self, engine: Any, state: EngineState) -> None:
@@ -84,7 +84,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """Say how many batches there have been and will be; a scheduler of DeepSpeed's own goes on from there."""
         super().initialize_count_status(model, init_counts, max_counts)
         schedule = self.engine.lr_scheduler
-        updates = init_counts // self._accumulative_counts
+        updates = init_counts // self.accumulative_counts
         if schedule is None or updates == 0:
             return
         for group in self.param_groups:
@@ -147,7 +147,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             )
         self._went_back = False
         ends = self.should_update()
-        wants_norm = ends and self._clip_type is not None
+        wants_norm = ends and self.clip_grad is not None
         by_engine = self.engine.zero_optimization_stage() > 0
         if wants_norm and not by_engine:  # where the engine clips without telling
             self._grad_norm = gradient_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
@@ -191,7 +191,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         return self._state
 
     def _reconciled(self, loss: Tensor, *, ends: bool) -> Tensor:
-        """Return the loss, such that gradients that ZeRO adds up by their place belong together."""
+        """Return the loss, such that gradients that ZeRO adds up by their position belong together."""
         flow, stage = self._flow, self.engine.zero_optimization_stage()
         assert flow is not None  # comes with the engine
         if self._reached is not None:
@@ -250,9 +250,8 @@ def read_optim(model: nn.Module, optim_wrapper: Any, *, has_own: bool) -> Asked:
     built = build_optim_wrapper(model, optim_wrapper)
     if type(built) not in (OptimWrapper, DeepSpeedOptimWrapper):
         raise ConfigError(_not_wanted(built))
-    clip_grad = {"type": built._clip_type, **built._clip_kwargs} if built._clip_type else None
-    counts = cfg.get("accumulative_counts", None if built._accumulative_counts == 1 else built._accumulative_counts)
-    return Asked(built.optimizer, counts, clip_grad)
+    counts = cfg.get("accumulative_counts", None if built.accumulative_counts == 1 else built.accumulative_counts)
+    return Asked(built.optimizer, counts, built.clip_grad)
 
 
 def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Optimizer) -> None:
@@ -263,7 +262,7 @@ def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Opt
     anywhere = torch.zeros(len(flow.names), dtype=torch.uint8)
     anywhere[sorted(reached)] = 1
     all_reduce(anywhere, op="max")
-    names = [flow.names[place] for place in (anywhere == 0).nonzero().flatten().tolist()]
+    names = [flow.names[index] for index in (anywhere == 0).nonzero().flatten().tolist()]
     decays = any(group.get("weight_decay") for group in optimizer.param_groups)
     if names and flow.sees_all and get_rank() == 0:
         _logger.warning(

@@ -1,4 +1,4 @@
-"""The canonical state of what a DeepSpeed engine holds in flat shares, and back."""
+"""The canonical state of what a DeepSpeed engine holds in flat partitions, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lockstep.dist.engines import load_engine
 from lockstep.errors import ConfigError
 from lockstep.model.full_params import gather_full
 from lockstep.strategy.base import OptimState
-from lockstep.strategy.layout import layout_of_rows, own_rows
 from lockstep.strategy.optim_state import (
     find_misfit,
     find_strangers,
@@ -27,6 +26,7 @@ from lockstep.strategy.optim_state import (
     refuse,
     write_optim_state,
 )
+from lockstep.strategy.resharding import shard_rows, template_of_rows
 
 
 class EngineState:
@@ -41,7 +41,7 @@ class EngineState:
             is no optimizer.
 
     **Cost**: of `model_state` and `optim_state`: one all-reduce (stages 1, 2) or all-gather (stage 3) per parameter
-    and entry of its state. In CPU memory each rank's share of it all; on the device one whole tensor at a time. What
+    and entry of its state. In CPU memory each rank's rows of it all; on the device one whole tensor at a time. What
     every rank holds in full anyhow (all at stage 0, float32 weights at stages 1 and 2) is neither sent nor copied.
 
     **Source**: `deepspeed.utils.safe_get_full_fp32_param` and its neighbours, `deepspeed.zero.GatheredParameters`
@@ -83,15 +83,15 @@ class EngineState:
                 self._link(index)
             for name, parameter in self._trained(names).items():
                 get = self._doors.safe_get_full_optimizer_state
-                entry = {key: own_rows(get(parameter, key)) for key in tensors} | _copied(scalars)
+                entry = {key: shard_rows(get(parameter, key)) for key in tensors} | _copied(scalars)
                 if entry:
                     entries[name] = entry
             groups.append({**options_of(self._optimizer.param_groups[index]), "params": list(names)})
         return {"state": entries, "param_groups": groups}
 
-    def optim_layout(self) -> dict[str, Any]:
-        """Return tensors by parameter name that are laid out as the optimizer's state is to be read: by rows."""
-        return {name: layout_of_rows(_shape(parameter)) for name, parameter in self._core.named_parameters()}
+    def optim_template(self) -> dict[str, Any]:
+        """Return tensors by parameter name that are sharded as the optimizer's state is to be read: by rows."""
+        return {name: template_of_rows(_shape(parameter)) for name, parameter in self._core.named_parameters()}
 
     @torch.no_grad()
     def load_model(self, state: Mapping[str, Any]) -> None:
@@ -162,10 +162,10 @@ class EngineState:
         if not isinstance(value, nn.Parameter):
             return value
         if self._has_master(value) and (self._stage == 3 or value.dtype != torch.float32):
-            return own_rows(self._doors.safe_get_full_fp32_param(value))
+            return shard_rows(self._doors.safe_get_full_fp32_param(value))
         if _is_partitioned(value):
             with load_engine("deepspeed").zero.GatheredParameters(value):
-                return own_rows(value.detach())
+                return shard_rows(value.detach())
         return value.detach()
 
     def _write_parameter(self, name: str, parameter: nn.Parameter, value: Tensor) -> None:

@@ -43,7 +43,7 @@ _ELEMENTWISE = (
 
 @STRATEGIES.register_module(name=["DeepSpeedStrategy", "deepspeed"])
 class DeepSpeedStrategy(Strategy):
-    """Train by a DeepSpeed engine: a share of the optimizer's state, gradients and parameters on every rank (ZeRO).
+    """Train by a DeepSpeed engine: a partition of the optimizer's state, gradients and parameters on every rank (ZeRO).
 
     Accumulation and clipping may be stated in the optim wrapper or in DeepSpeed's config, and mean the same. The
     optimizer is the optim wrapper's, whatever torch has; `DeepSpeedCPUAdam` and others of DeepSpeed's by name; or the
@@ -120,7 +120,7 @@ class DeepSpeedStrategy(Strategy):
         if "scheduler" in self._config:
             self.own_schedule = f"the scheduler {self._config['scheduler'].get('type')!r} of the DeepSpeed config"
 
-    def lay_out(
+    def parallelize(
         self, model: nn.Module, optim_wrapper: OptimLike | None = None
     ) -> tuple[nn.Module, OptimWrapper | None]:
         """Start an engine for the model and its optimizer; with no optimizer, lay the model out to be evaluated.
@@ -158,9 +158,9 @@ class DeepSpeedStrategy(Strategy):
         """Return the optimizer's state by canonical names; see `EngineState` for who holds what, and the cost."""
         return self._prepared(with_optimizer=True).optim_state()
 
-    def optim_layout(self) -> ModelState:
-        """Return tensors by parameter name that are laid out as the optimizer's state is to be read."""
-        return self._prepared(with_optimizer=True).optim_layout()
+    def optim_template(self) -> ModelState:
+        """Return tensors by parameter name that are sharded as the optimizer's state is to be read."""
+        return self._prepared(with_optimizer=True).optim_template()
 
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
         """Take over states by canonical names, as `NativeStrategy.load_state` does.

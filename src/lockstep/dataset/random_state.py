@@ -14,10 +14,10 @@ from lockstep.dist import broadcast_object
 from lockstep.dist.groups import GroupLike
 
 
-def random_state() -> dict[str, Any]:
+def random_state(*, accelerator: bool = True) -> dict[str, Any]:
     """Return the state of every random generator of this process: Python's, numpy's, torch's, the accelerator's."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if get_device() != "cpu":
+    if accelerator and get_device() != "cpu":
         state["device"] = torch.get_device_module(get_device()).get_rng_state()
     if "numpy" in sys.modules:  # where nobody has imported it, nobody draws from it
         state["numpy"] = sys.modules["numpy"].random.get_state()
@@ -34,7 +34,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(state["numpy"])
 
 
-def share_random_state(group: GroupLike) -> None:
+def sync_random_state(group: GroupLike) -> None:
     """Go on with the random state of the group's first rank.
 
     From here on ranks that draw equally often draw the same. So what is dropped of an activation that all of them

@@ -13,11 +13,11 @@ from lockstep.errors import ConfigError
 from lockstep.strategy import build_strategy
 from lockstep.testing import ranks, run_ranks
 
-from ...strategy.lonely import Training
+from ...strategy.unused import Training
 from ..training import assert_equal, whole
 from .training import config_of
 
-LONELY = {"lonely.weight", "lonely.bias"}
+UNUSED = {"unused.weight", "unused.bias"}
 LATE = {"late.weight", "late.bias"}
 FIRST = {"first.weight", "first.bias"}
 
@@ -37,7 +37,7 @@ def save_after(kind: str, name: str, path: Path, steps: int) -> tuple[Any, list[
 def load_after(kind: str, name: str, path: Path, steps: int, used: int = 0) -> tuple[Any, list[float]]:
     made = training(kind, name)
     made.run(0, used)
-    state = load_state(path, made.state(), made.strategy.optim_layout())
+    state = load_state(path, made.state(), made.strategy.optim_template())
     made.strategy.load_state(state["model"], state["optimizer"])
     return whole(made.state()), made.run(steps, 7)
 
@@ -54,8 +54,8 @@ def test_checkpoints_are_resumed_whichever_parameters_have_a_state(saved_by: str
     assert_equal(loaded["model"], saved["model"])
     entries, found = saved["optimizer"]["state"], loaded["optimizer"]["state"]
     # At stage 0 DeepSpeed has given gradients of zero to those that had none.
-    assert set(entries) == FIRST | (LONELY | LATE if saved_by.startswith("zero") else set())
-    assert set(found) == set(entries) | (LONELY | LATE if loaded_by in ("zero1", "zero2", "zero3") else set())
+    assert set(entries) == FIRST | (UNUSED | LATE if saved_by.startswith("zero") else set())
+    assert set(found) == set(entries) | (UNUSED | LATE if loaded_by in ("zero1", "zero2", "zero3") else set())
     assert_equal({name: found[name] for name in entries}, entries)
     for name in found.keys() - entries.keys():  # ZeRO's part of the group's one state
         assert found[name]["step"] == 3
@@ -111,7 +111,7 @@ def test_rprop_begins_with_its_own_step_size():
     source, made = training("ddp", "Rprop"), training("zero1", "Rprop")
     source.run(0, 2)
     made.strategy.load_state(optim_state=source.strategy.optim_state())
-    entry = whole(made.strategy.optim_state())["state"]["lonely.bias"]
+    entry = whole(made.strategy.optim_state())["state"]["unused.bias"]
     assert torch.equal(entry["step_size"], torch.full((3,), 0.05))
 
 

@@ -11,7 +11,7 @@ from lockstep.checkpoint import load_state, save_state
 from lockstep.strategy import build_strategy
 from lockstep.testing import ranks, run_ranks
 
-from ...strategy.lonely import Training
+from ...strategy.unused import Training
 from ..training import assert_equal, whole
 from .training import strategy_of
 
@@ -44,7 +44,7 @@ def load_after(kind: str, name: str, path: Path, steps: int, used: int = 0) -> t
     made = training(kind, name, late_from=4 if not used else 0)
     made.run(0, used)
     made._late_from = 4
-    state = load_state(path, made.state(), made.strategy.optim_layout())
+    state = load_state(path, made.state(), made.strategy.optim_template())
     made.strategy.load_state(state["model"], state["optimizer"])
     return whole(made.state()), made.run(steps, 7)
 

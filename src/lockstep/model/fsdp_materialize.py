@@ -1,4 +1,4 @@
-"""The values that parameters have when they are sharded: made on the spot, or sent from one rank."""
+"""The values that parameters have when they are sharded: materialized on this rank, or broadcast from one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.dist import broadcast
 InitFunction: TypeAlias = Callable[[nn.Module], None]
 
 
-class Start:
-    """How the parts of a model come to their values, just before each is sharded.
+class Materializer:
+    """Gives the parts of a model their values, just before each is sharded.
 
     Args:
         device: where parameters on the meta device are made.
@@ -30,9 +30,9 @@ class Start:
         self.device = device
         self._init = init
         self._mesh = mesh
-        self._sent: set[Tensor] = set()
+        self._done: set[Tensor] = set()
 
-    def fill(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
+    def materialize(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
         """Give values to a part of the model, apart from the parameters in it that are sharded already.
 
         Args:
@@ -44,12 +44,12 @@ class Start:
         Raises:
             ValueError: a module has no `reset_parameters`, or something stays on the meta device.
         """
-        self._materialize(unit)
+        self._make(unit)
         if self._mesh is not None:
-            self._send(unit, ignored, self._mesh)
+            self._broadcast(unit, ignored, self._mesh)
 
     @torch.no_grad()
-    def _materialize(self, unit: nn.Module) -> None:
+    def _make(self, unit: nn.Module) -> None:
         waiting = [module for module in unit.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
         if not waiting:
             return
@@ -69,17 +69,17 @@ class Start:
                     f"of {type(unit).__name__} is still on the meta device"
                 )
 
-    def _send(self, unit: nn.Module, ignored: Collection[Tensor], mesh: DeviceMesh) -> None:
+    def _broadcast(self, unit: nn.Module, ignored: Collection[Tensor], mesh: DeviceMesh) -> None:
         tensors = [
             tensor.detach()
             for tensor in chain(unit.parameters(), unit.buffers())
-            if not isinstance(tensor, DTensor) and tensor not in self._sent and tensor not in ignored
+            if not isinstance(tensor, DTensor) and tensor not in self._done and tensor not in ignored
         ]
-        self._sent.update(unit.buffers())
-        send_from_first(tensors, mesh)
+        self._done.update(unit.buffers())
+        broadcast_from_first(tensors, mesh)
 
 
-def send_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:
+def broadcast_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:
     """Overwrite tensors with those of the first rank of a mesh.
 
     **Collective**: every rank of the mesh.
@@ -114,4 +114,4 @@ def ties_in(unit: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append((module, name))
-    return [places for places in owners.values() if len(places) > 1]
+    return [sites for sites in owners.values() if len(sites) > 1]

@@ -30,8 +30,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-class Lonely(nn.Module):
-    """`lonely` never has a gradient, `late` has one in later batches alone, and `frozen` wants none."""
+class PartlyUsed(nn.Module):
+    """`unused` never has a gradient, `late` has one in later batches alone, and `frozen` wants none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Lonely(nn.Module):
         self.tied = nn.Linear(3, 5, bias=False)
         self.tied.weight = self.first.weight
         self.late = nn.Linear(5, 2)
-        self.lonely = nn.Linear(2, 3)
+        self.unused = nn.Linear(2, 3)
         self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
 
     def forward(self, x: Tensor, late: Tensor) -> Tensor:
@@ -61,12 +61,12 @@ def optim(name: str, counts: int = 1) -> dict[str, Any]:
 
 
 class Training:
-    """A `Lonely` that a strategy trains."""
+    """A `PartlyUsed` that a strategy trains."""
 
     def __init__(self, strategy: Strategy, name: str = "Adam", counts: int = 1, late_from: int = 4) -> None:
         torch.manual_seed(2)
         self.strategy, self._late_from = strategy, late_from
-        self.model, self.optim_wrapper = strategy.prepare(Lonely(), optim(name, counts))
+        self.model, self.optim_wrapper = strategy.prepare(PartlyUsed(), optim(name, counts))
         self.optim_wrapper.initialize_count_status(self.model, 0, 100)
 
     def run(self, start: int, stop: int) -> list[float]:

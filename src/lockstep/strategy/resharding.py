@@ -1,4 +1,4 @@
-"""From the layout that a tensor has to the one that is wanted: whole, or sharded over some mesh."""
+"""From the sharding that a tensor has to the one that is wanted: whole, or sharded over some mesh."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.dist import get_rank, get_world_size
 from lockstep.model.full_params import gather_full, shard_like
 
 
-def laid_out_as(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested state with its tensors laid out as those of `like` under the same keys.
+def reshard_as(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested state with its tensors sharded as those of `like` under the same keys.
 
     **Collective**: every rank, where a tensor is sharded otherwise than it is wanted. **Cost**: an all-gather of each
     such tensor; one at a time is whole.
@@ -23,18 +23,18 @@ def laid_out_as(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, 
     return {key: _converted(value, like.get(key)) for key, value in state.items()}
 
 
-def laid_out_like(value: Tensor, like: Tensor | None) -> Tensor:
-    """Return a tensor laid out as another one, or whole; the tensor itself where it is already.
+def reshard_like(value: Tensor, like: Tensor | None) -> Tensor:
+    """Return a tensor sharded as another one, or whole; the tensor itself where it is already.
 
     **Collective**: every rank, where it is sharded otherwise. **Cost**: an all-gather in that case.
     """
-    if _layout(value) == _layout(like):
+    if _sharding(value) == _sharding(like):
         return value
     full = gather_full(value)
     return full if like is None else shard_like(full, like)
 
 
-def own_rows(full: Tensor) -> Tensor:
+def shard_rows(full: Tensor) -> Tensor:
     """Return a tensor that every rank has whole as one that is sharded by rows, of which each rank keeps its own.
 
     They are kept in CPU memory: for states that are made whole one tensor at a time, and would not fit at once.
@@ -47,8 +47,8 @@ def own_rows(full: Tensor) -> Tensor:
     return _of_rows(own.detach().to("cpu", copy=True), full.shape, full.stride())
 
 
-def layout_of_rows(shape: Sequence[int]) -> Tensor:
-    """Return a tensor that is laid out as one of `own_rows`, but takes no memory; its values mean nothing."""
+def template_of_rows(shape: Sequence[int]) -> Tensor:
+    """Return a tensor that is sharded as one of `shard_rows`, but takes no memory; its values mean nothing."""
     ranks = get_world_size()
     nothing = torch.zeros(())
     if ranks == 1 or not shape:
@@ -66,11 +66,11 @@ def _of_rows(own: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
 
 def _converted(value: Any, like: Any) -> Any:
     if isinstance(value, Mapping) and isinstance(like, Mapping):
-        return laid_out_as(value, like)
+        return reshard_as(value, like)
     if not isinstance(value, Tensor) or not isinstance(like, Tensor):
         return value
-    return laid_out_like(value, like)
+    return reshard_like(value, like)
 
 
-def _layout(tensor: Tensor | None) -> Any:
+def _sharding(tensor: Tensor | None) -> Any:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None

@@ -1,0 +1,207 @@
+"""Wrappers, which lay a model over ranks: their base class, telling them, and stepping through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.model import steps
+from lockstep.model.steps import ParseLosses, UpdatesParams
+from lockstep.registry import MODEL_WRAPPERS
+
+
+class ModelWrapper(nn.Module):
+    r"""A module that lays another one over ranks; the base class of lockstep's wrappers.
+
+    A subclass sets `module`, and overrides what is otherwise than here. A wrapper that is registered in
+    `MODEL_WRAPPERS` need not inherit from this class; lockstep then takes these defaults for it.
+
+    Attributes:
+        module: the user's own module.
+        forward_is_collective: whether ranks must call `forward` equally often, also in validation, which a loop over
+            uneven data has to see to.
+        prepares_backward: whether `backward_context` has to be entered for each backward pass.
+        is_stage: whether this rank has only some of the layers, and other ranks have others.
+        partitioned: what holds the parameters in pieces that only an engine can put together, and what to use instead,
+            in words; None where each rank has them whole or in DTensors.
+        data_shard: which of how many shards of the data this rank must be given, as `(index, count)`; None for each
+            rank its own.
+    """
+
+    module: nn.Module
+    forward_is_collective: bool = False
+    prepares_backward: bool = False
+    is_stage: bool = False
+    partitioned: str | None = None
+    data_shard: tuple[int, int] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    def train_step(self, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:
+        """Train on this rank's part of the batch, and return this rank's values to log."""
+        return train_step(self, data, optim_wrapper)
+
+    def val_step(self, data: Any) -> Any:
+        """Return what the module predicts for this rank's batch."""
+        with self.evaluation_context():
+            return own_step(self.module, "val_step", data)
+
+    def test_step(self, data: Any) -> Any:
+        """Return what the module predicts for this rank's batch."""
+        with self.evaluation_context():
+            return own_step(self.module, "test_step", data)
+
+    def evaluation_context(self) -> AbstractContextManager[Any]:
+        """Return what `val_step` and `test_step` run in."""
+        return nullcontext()
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return the context in which gradients add up on each rank, and are not averaged."""
+        return nullcontext()
+
+    def backward_context(self, loss: Tensor, *, syncs: bool) -> AbstractContextManager[Any]:
+        """Return the context of the backward pass of a loss, whatever was called to get it.
+
+        Args:
+            loss: from which the backward pass begins.
+            syncs: whether gradients are averaged in it.
+        """
+        return nullcontext()
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:
+    """Train `model` on one batch, by the `train_step` of the module inside a wrapper where that defines one.
+
+    In a module's own `train_step`, `self(...)` and `self.forward(...)` go through the wrapper. Backward passes go
+    through the optim wrapper: `update_params(loss)`, or `backward(loss)` and `step()`.
+
+    Args:
+        model: the module, wrapped or not.
+        data: the batch. A dict is unpacked to keyword arguments of `forward`, a list or tuple to positional ones.
+        optim_wrapper: runs the backward pass and the update.
+
+    Returns:
+        The values to log, detached and on their device; `"loss"` is what was minimised.
+    """
+    core = unwrap_model(model)
+    prepares = isinstance(model, ModelWrapper) and model.prepares_backward
+    drive = getattr(optim_wrapper, "driven_by", None) if prepares else None
+    with nullcontext() if drive is None else drive(model):
+        if model is core or not steps.defines_step(core, "train_step"):
+            return _default_train_step(model, core, data, optim_wrapper)
+        own: Callable[..., dict[str, Tensor]] = core.train_step  # type: ignore[assignment]
+        with forwarded(core, model):
+            return own(data, optim_wrapper)
+
+
+@contextmanager
+def forwarded(core: nn.Module, wrapper: nn.Module) -> Iterator[None]:
+    """Let calls of `core`, and of its `forward`, go through the wrapper around it, from outside of the wrapper.
+
+    **Source**: `nn.Module.__call__` (2.13), which looks at `_compiled_call_impl` before it runs any hook, so that each
+    hook of `core` runs once.
+    """
+    names = ("_compiled_call_impl", "forward")
+    before = {name: vars(core)[name] for name in names if name in vars(core)}
+
+    def through_wrapper(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        try:
+            return wrapper(*args, **kwargs)
+        finally:
+            vars(core).update(redirected)
+
+    def restore() -> None:
+        for name in names:
+            vars(core).pop(name, None)
+        vars(core).update(before)
+
+    redirected = dict.fromkeys(names, through_wrapper)
+    vars(core).update(redirected)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _default_train_step(
+    model: nn.Module, core: nn.Module, data: Any, optim_wrapper: UpdatesParams
+) -> dict[str, Tensor]:
+    parse: ParseLosses = getattr(core, "parse_losses", steps.parse_losses)
+    if getattr(optim_wrapper, "needs_closure", False):
+        return _step_by_closure(model, core, parse, data, optim_wrapper)
+    with optim_wrapper.optim_context(model):
+        losses = steps.call_forward(model, core, steps.preprocess(core, data, training=True), "loss")
+    loss, log_vars = parse(losses)
+    optim_wrapper.update_params(loss)
+    return log_vars
+
+
+def _step_by_closure(
+    model: nn.Module, core: nn.Module, parse: ParseLosses, data: Any, optim_wrapper: Any
+) -> dict[str, Tensor]:
+    """Train with an optimizer that evaluates the loss as often as it likes; the first evaluation is logged."""
+    batch = steps.preprocess(core, data, training=True)
+    logged: list[dict[str, Tensor]] = []
+
+    def evaluate() -> Tensor:
+        with optim_wrapper.optim_context(model):
+            loss, log_vars = parse(steps.call_forward(model, core, batch, "loss"))
+        logged.append(log_vars)
+        return loss
+
+    optim_wrapper.update_by_closure(evaluate)
+    return logged[0]
+
+
+def predict_step(model: nn.Module, data: Any) -> Any:
+    """Return what `model` predicts for one batch, in the form that the model itself chose.
+
+    Wrappers are stepped around: a wrapper's own forward talks between ranks, which may hold different numbers of
+    validation batches.
+    """
+    core = unwrap_model(model)
+    return steps.call_forward(core, core, steps.preprocess(core, data, training=False), "predict")
+
+
+def own_step(module: nn.Module, name: str, data: Any) -> Any:
+    """Call the step of that name (`val_step`, `test_step`) where the module has one, else `predict_step`."""
+    step = getattr(module, name, None)
+    return predict_step(module, data) if step is None else step(data)
+
+
+def is_model_wrapper(model: nn.Module) -> bool:
+    """Return whether `model` lays another module over ranks, which is then its `.module`.
+
+    True of every `ModelWrapper`, of torch's `DistributedDataParallel` and `DataParallel`, and of every class in
+    `MODEL_WRAPPERS`.
+    """
+    kind: type = type(model)
+    return _wraps(kind, len(MODEL_WRAPPERS))
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the user's own module under any number of wrappers."""
+    while is_model_wrapper(model):
+        inner = model.module
+        assert isinstance(inner, nn.Module)
+        model = inner
+    return model
+
+
+@cache  # every step asks; the number of wrappers tells whether another has been registered since
+def _wraps(kind: type, _registered: int) -> bool:
+    known = tuple(entry for entry in MODEL_WRAPPERS.module_dict.values() if isinstance(entry, type))
+    return issubclass(kind, (ModelWrapper, DistributedDataParallel, nn.DataParallel, *known))
