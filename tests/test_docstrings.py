@@ -46,6 +46,7 @@ COLLECTIVES = (
     "init_local_group",
     "local_main_process_first",
     "main_process_first",
+    "run_on_main",
     "reduce",
     "reduce_scatter",
     "scatter",

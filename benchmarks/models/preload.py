@@ -11,7 +11,7 @@ from benchmarks.models import (
     rank,  # noqa: F401
     rows,
 )
-from lockstep.dist.engines import load_engine
+from lockstep.engines import load_engine
 
 for _engine, _part in (("deepspeed", "deepspeed"), ("colossalai", "colossalai.booster")):
     if find_spec(_engine) is not None:

@@ -1,10 +1,15 @@
-"""Accelerators of this process, through `torch.accelerator` wherever it can do the job."""
+"""Accelerators of this process, and trees of tensors on their way between devices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from lockstep.tree import tree_items, tree_map
 
 
 def get_device() -> str:
@@ -96,6 +101,76 @@ def peak_memory() -> int:
     return _peak_resident_bytes()
 
 
+def get_data_device(data: Any) -> torch.device:
+    """Return the device on which all tensors in `data` live.
+
+    Args:
+        data: a tensor, or any tree of tensors and other leaves; the others are passed over.
+
+    **Raises**: ValueError where tensors live on different devices, naming one of each; TypeError where there is no
+    tensor.
+
+    **Example**::
+
+        >>> get_data_device({"image": torch.zeros(2), "label": 3})
+        device(type='cpu')
+    """
+    first_path, device = "", None
+    for path, leaf in tree_items(data):
+        if not isinstance(leaf, Tensor):
+            continue
+        if device is None:
+            first_path, device = path, leaf.device
+        elif leaf.device != device:
+            raise ValueError(
+                f"`data` must live on one device, but `{first_path}` is on {device} and `{path}` on {leaf.device}. "
+                "Move it with cast_data_device()"
+            )
+    if device is None:
+        raise TypeError(f"`data` must hold a tensor, but holds none: {_shortened(data)}")
+    return device
+
+
+def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> Any:
+    """Return `data` with its tensors on `device`, all types of containers kept.
+
+    Args:
+        data: a tensor, or any tree of tensors and other leaves; the others are passed on as they are.
+        device: where to.
+        out: a tree shaped as `data`, into whose tensors the values are copied; it is then what is returned.
+
+    **Raises**: ValueError where `out` differs from `data` in its leaves or the shape of a tensor, or its tensors do not
+    live on `device`; nothing is copied then.
+    """
+    target = torch.device(device)
+    if out is None:
+        return tree_map(lambda x: x.to(target) if isinstance(x, Tensor) else x, data)
+    sources, sinks = (sorted(tree_items(tree), key=itemgetter(0)) for tree in (data, out))
+    paths, sink_paths = [path for path, _ in sources], [path for path, _ in sinks]
+    if paths != sink_paths:
+        raise ValueError(f"`out` must have the leaves of `data`, {paths}, but has {sink_paths}")
+    pairs = [
+        (path, source, sink)
+        for (path, source), (_, sink) in zip(sources, sinks, strict=True)
+        if isinstance(source, Tensor)
+    ]
+    for path, source, sink in pairs:
+        _check_sink(sink, source, path, target)
+    for _, source, sink in pairs:
+        copy_into(sink, source)
+    return out
+
+
+def copy_into(data: Tensor, result: Tensor) -> None:
+    """Copy a result, of any shape with as many elements, into a tensor, outside the graph of gradients."""
+    result = result.reshape(data.shape)
+    if data.requires_grad:
+        with torch.no_grad():
+            data.copy_(result)
+    else:
+        data.copy_(result)
+
+
 def _accelerator() -> torch.device | None:
     # check_available: a build with CUDA on a machine without a GPU has an accelerator type, but no device.
     return torch.accelerator.current_accelerator(check_available=True)
@@ -132,3 +207,16 @@ def _peak_resident_bytes() -> int:
 
     # It counts KiB on Linux and bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _check_sink(sink: Any, source: Tensor, path: str, target: torch.device) -> None:
+    if not isinstance(sink, Tensor) or sink.shape != source.shape:
+        got = tuple(sink.shape) if isinstance(sink, Tensor) else type(sink).__name__
+        raise ValueError(f"`out` at `{path}` must be a tensor of shape {tuple(source.shape)}, but is {got}")
+    if sink.device.type != target.type or (target.index is not None and sink.device.index != target.index):
+        raise ValueError(f"`out` at `{path}` must live on {target}, but is on {sink.device}")
+
+
+def _shortened(data: Any) -> str:
+    text = repr(data)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -39,7 +39,7 @@ ODD = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float
 
 LAYOUTS = ("plain", "transposed", "strided", "offset")
 SHAPES = ((), (0,), (1,), (5,), (2, 3), (0, 2), (3, 1, 2))
-LARGE_SHAPES = ((600,), (40, 25))  # more than fits into a slot, whatever the dtype
+LARGE_SHAPES = ((600,), (40, 25))  # more than fits into a header, whatever the dtype
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def tensors(draw: Callable[..., Any], dtype: torch.dtype, shape: tuple[int, ...]
 
 @st.composite
 def any_tensors(draw: Callable[..., Any]) -> Sent:
-    """Draw a tensor of any dtype and shape, small or larger than a slot, from random bytes."""
+    """Draw a tensor of any dtype and shape, small or larger than a header, from random bytes."""
     dtype = draw(st.sampled_from([*REDUCIBLE, *ODD]))
     shape = draw(st.sampled_from([*SHAPES, *LARGE_SHAPES]))
     return Sent(raw_tensor(dtype, shape, draw(st.integers(0, 2**16))))

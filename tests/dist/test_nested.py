@@ -47,6 +47,8 @@ DTYPES = (
 )
 SHAPES = ((), (0,), (3,), (2, 3))
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+
 
 class Plan(NamedTuple):
     """How to make a value, another one on each rank."""
@@ -177,13 +179,31 @@ def test_a_loss_in_a_graph_of_gradients_is_reduced_outside_of_it() -> None:
     assert weight.grad.item() == get_rank() + 1
 
 
+@pytest.mark.parametrize(("numel", "all_reduces"), [(6, 0), (200, 2)])
 @ranks(2)
-def test_a_dict_of_one_dtype_takes_one_all_reduce() -> None:
+def test_a_dict_takes_one_all_reduce_for_each_dtype_or_none_where_it_fits_into_the_header(numel, all_reduces) -> None:
     data = {f"loss{number}": torch.ones(()) for number in range(20)}
-    data |= {"map": torch.ones(2, 3), "hits": 1}
+    data |= {"map": torch.ones(numel), "hits": 1}
     with torch.autograd.profiler.profile() as profile:
         all_reduce_dict(data)
-    assert sum(event.name == "gloo:all_reduce" for event in profile.function_events) == 2
+    assert sum(event.name == "gloo:all_reduce" for event in profile.function_events) == all_reduces
+    assert data["hits"] == 2
+    assert torch.equal(data["map"], torch.full((numel,), 2.0))
+
+
+@ranks(1, 3)
+def test_a_dict_that_fits_into_the_header_is_reduced_as_a_large_one() -> None:
+    for dtype in (*INTEGERS, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+        for op in ("sum", "mean", "product", "min", "max", "band", "bor", "bxor"):
+            values = (torch.tensor([1, 2, 3, 0]) + 3 * get_rank()).to(dtype)
+            try:
+                small = all_reduce_dict({"a": values.clone(), "empty": torch.empty(0, dtype=dtype)}, op)["a"]
+            except (TypeError, ValueError) as error:  # without a meaning, or a mean that is no whole number
+                with pytest.raises(type(error)):
+                    all_reduce_dict({"a": values.repeat(200)}, op)
+            else:
+                assert torch.equal(small, all_reduce_dict({"a": values.repeat(200)}, op)["a"][:4]), (dtype, op)
+                assert small.dtype == dtype
 
 
 MISMATCHES = {

@@ -266,7 +266,7 @@ def test_one_rank_sends_megabytes_where_others_send_nothing() -> None:
 
 
 @ranks(2)
-def test_so_many_segments_that_their_sizes_alone_fill_a_slot() -> None:
+def test_so_many_segments_that_their_sizes_alone_fill_a_header() -> None:
     # Each of another size, so that none can be taken for another.
     masks = [torch.full((2**14 + number,), number, dtype=torch.int32) for number in range(520)]
     for way in (by_all_gather, by_gather, by_broadcast, by_scatter):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lockstep.dist as dist
-from lockstep.dist.arguments import NOT_GIVEN
+from lockstep.dist.validate import NOT_GIVEN
 from lockstep.testing import ranks
 
 # As MMEngine 0.10.7 publishes them (read off with inspect.signature), without annotations.

@@ -2,13 +2,25 @@
 
 from torch.distributed import ReduceOp
 
-from lockstep.device import get_device
-from lockstep.dist.agreement import local_main_process_first, main_process_first, run_on_main
-from lockstep.dist.devices import cast_data_device, get_comm_device, get_data_device
-from lockstep.dist.gathering import all_gather, gather
-from lockstep.dist.guard import check_collectives
-from lockstep.dist.handles import Handle
-from lockstep.dist.moving import all_to_all, barrier, broadcast
+from lockstep.device import cast_data_device, get_data_device, get_device
+from lockstep.dist.broadcast import all_to_all, barrier, broadcast
+from lockstep.dist.consistency import check_collectives, local_main_process_first, main_process_first
+from lockstep.dist.gather import all_gather, gather, scatter
+from lockstep.dist.groups import (
+    get_backend,
+    get_comm_device,
+    get_default_group,
+    get_dist_info,
+    get_local_group,
+    get_local_rank,
+    get_local_size,
+    get_node_rank,
+    get_num_nodes,
+    get_rank,
+    get_world_size,
+    is_main_process,
+    master_only,
+)
 from lockstep.dist.nested import (
     all_gather_tree,
     all_reduce_dict,
@@ -22,27 +34,13 @@ from lockstep.dist.objects import (
     broadcast_object,
     broadcast_object_list,
     gather_object,
+    run_on_main,
     scatter_object_list,
 )
-from lockstep.dist.queries import (
-    get_backend,
-    get_default_group,
-    get_dist_info,
-    get_local_group,
-    get_local_rank,
-    get_local_size,
-    get_node_rank,
-    get_num_nodes,
-    get_rank,
-    get_world_size,
-    init_local_group,
-    is_main_process,
-    master_only,
-)
-from lockstep.dist.reducing import all_reduce, reduce, reduce_scatter
+from lockstep.dist.reduce import all_reduce, reduce, reduce_scatter
 from lockstep.dist.results import collect_results, collect_results_cpu, collect_results_gpu
-from lockstep.dist.scattering import scatter
-from lockstep.dist.world import destroy_dist, infer_launcher, init_dist, is_distributed
+from lockstep.dist.transport import Handle
+from lockstep.dist.world import destroy_dist, infer_launcher, init_dist, init_local_group, is_distributed
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
 
 __all__ = [

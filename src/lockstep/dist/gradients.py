@@ -22,10 +22,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lockstep.dist.groups import Group
-from lockstep.dist.packets import SLOT_BYTES, failure_in, pack_failure, require_no_failure
-from lockstep.dist.reductions import reduction
-from lockstep.dist.slots import swap_slots
+from lockstep.dist.groups import Comm
+from lockstep.dist.header import (
+    TENSOR_HEADER_BYTES,
+    all_gather_header,
+    decode_failure,
+    encode_failure,
+    require_no_failure,
+)
+from lockstep.dist.reduce_ops import reduction
 from lockstep.errors import CollectiveMismatchError, DistError
 
 Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -33,7 +38,7 @@ Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OWN_ROOM = os.path.dirname(__file__) + os.sep
 
-# status as in every slot, what a rank wants, digest of the call; as much of the call as there is room for follows
+# status as in every header, what a rank wants, digest of the call; as much of the call as there is room for follows
 _HEAD = struct.Struct("<2q16s")
 _NO_GRADIENT, _GRADIENT, _GRAD_MODE_OFF = 0, 1, 2
 
@@ -50,16 +55,16 @@ class LinearMap(NamedTuple):
     Attributes:
         apply: this rank's inputs -> its outputs, which are new tensors; never sees a graph.
         transpose: the gradients of the outputs -> those of the inputs, likewise.
-        here: the group.
+        comm: the group.
     """
 
     apply: Apply
     transpose: Apply
-    here: Group
+    comm: Comm
 
     def transposed(self) -> LinearMap:
         """Return the map that takes gradients back."""
-        return LinearMap(self.transpose, self.apply, self.here)
+        return LinearMap(self.transpose, self.apply, self.comm)
 
 
 class _Mapped(Function):
@@ -75,10 +80,11 @@ class _Mapped(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        here: Group = ctx.linear.here
-        if here.reference is not None and here.pg is None:
+        comm: Comm = ctx.linear.comm
+        if comm.reference is not None and comm.pg is None:
             raise DistError(
-                f"backward through a collective needs its group, which is gone ({here.here}). Call destroy_dist() later"
+                f"backward through a collective needs its group, which is gone ({comm.this_rank}). "
+                "Call destroy_dist() later"
             )
         return None, None, *_applied(ctx.linear.transposed(), gradients)
 
@@ -97,11 +103,11 @@ def _applied(linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return outputs
 
 
-def agree_on_gradients(here: Group, check: Callable[[], tuple[str, Sequence[Tensor]]]) -> bool:
+def agree_on_gradients(comm: Comm, check: Callable[[], tuple[str, Sequence[Tensor]]]) -> bool:
     """Return whether any rank's inputs require grad, so that every rank has to take part in the backward.
 
     Args:
-        here: the group.
+        comm: the group.
         check: returns the call as text, which must be the same on every rank, and this rank's inputs; raises where
             this rank's arguments are wrong, which is told to the others.
 
@@ -112,17 +118,17 @@ def agree_on_gradients(here: Group, check: Callable[[], tuple[str, Sequence[Tens
         call, inputs = check()
         wants = _wish(inputs)
     except (TypeError, ValueError) as error:
-        swap_slots(pack_failure(error), here)
+        all_gather_header(encode_failure(error), comm)
         raise
     text = call.encode()
     head = _HEAD.pack(0, wants, hashlib.blake2b(text, digest_size=16).digest())
-    slots = swap_slots((head + text)[:SLOT_BYTES].ljust(SLOT_BYTES, b"\0"), here)
-    require_no_failure([failure_in(slot) for slot in slots], here)
-    said = [_HEAD.unpack_from(slot) for slot in slots]
+    headers = all_gather_header((head + text)[:TENSOR_HEADER_BYTES].ljust(TENSOR_HEADER_BYTES, b"\0"), comm)
+    require_no_failure([decode_failure(header) for header in headers], comm)
+    said = [_HEAD.unpack_from(header) for header in headers]
     wishes = [wish for _, wish, _ in said]
     is_wanted = _GRADIENT in wishes
     if len({digest for _, _, digest in said}) > 1 or (is_wanted and _GRAD_MODE_OFF in wishes):
-        raise _mismatch([bytes(slot[_HEAD.size :]).rstrip(b"\0").decode(errors="replace") for slot in slots], wishes)
+        raise _mismatch([header[_HEAD.size :].rstrip(b"\0").decode(errors="replace") for header in headers], wishes)
     return is_wanted
 
 
@@ -131,27 +137,27 @@ def describe(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors)
 
 
-def require_linear(op: str, here: Group) -> None:
+def require_linear(op: str, comm: Comm) -> None:
     """Raise ValueError unless gradients can flow through a reduction."""
     if op not in ("sum", "mean"):
         raise ValueError(
-            f"`op` must be sum or mean with sync_grads, but is {op!r} ({here.here}). Leave sync_grads out, and hand in "
-            "a detached tensor"
+            f"`op` must be sum or mean with sync_grads, but is {op!r} ({comm.this_rank}). Leave sync_grads out, and "
+            "hand in a detached tensor"
         )
 
 
-def require_blocking(async_op: bool, here: Group) -> None:
+def require_blocking(async_op: bool, comm: Comm) -> None:
     """Raise TypeError where a handle is asked for beside gradients."""
     if async_op:
-        raise TypeError(f"`async_op` must be False with sync_grads, but is {async_op!r} ({here.here})")
+        raise TypeError(f"`async_op` must be False with sync_grads, but is {async_op!r} ({comm.this_rank})")
 
 
-def require_fillable(name: str, outputs: Sequence[Tensor], here: Group) -> None:
+def require_fillable(name: str, outputs: Sequence[Tensor], comm: Comm) -> None:
     """Raise ValueError where an output is a leaf that requires grad, which autograd lets nobody fill."""
     if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in outputs):
         raise ValueError(
             f"`{name}` must not require grad with sync_grads, as it gets the graph of what fills it, but does "
-            f"({here.here}). Hand in torch.empty_like({name})"
+            f"({comm.this_rank}). Hand in torch.empty_like({name})"
         )
 
 

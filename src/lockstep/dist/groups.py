@@ -1,11 +1,15 @@
-"""What a `group` argument means: `None`, a `ProcessGroup` or a one-axis `DeviceMesh`, as one frozen `Group`."""
+"""Process groups: what a `group` argument means, and who this process is in a group. Nothing here communicates."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections import deque
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from numbers import Integral
+from typing import ParamSpec, TypeAlias, TypeGuard, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -15,6 +19,11 @@ from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.device import get_device
+from lockstep.errors import DistError, TopologyError
+from lockstep.topology import Topology, infer_launcher, read_topology
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 GroupLike: TypeAlias = ProcessGroup | DeviceMesh | None
 
@@ -32,14 +41,13 @@ _NATIVE_DEVICES = {
 
 
 # Reductions that a backend can't run, by lockstep's names. Of others than these two only the mean is in doubt.
-_LACKING = {"gloo": frozenset[str](), "nccl": frozenset({"band", "bor", "bxor"})}
-_KEPT_BYTES = 2**16
+_MISSING_OPS = {"gloo": frozenset[str](), "nccl": frozenset({"band", "bor", "bxor"})}
 _MEAN_IN_DOUBT = frozenset({"mean"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """A resolved group, as seen from this process.
+class Comm:
+    """A communicator: one process group as seen from this rank.
 
     Attributes:
         reference: to torch's process group; None where no group exists (one process). Weak, so that a group that its
@@ -49,11 +57,7 @@ class Group:
         backend: torch's name of the backend, e.g. ``"gloo"``; None without a process group.
         devices: device types whose tensors the group moves without staging.
         comm_device: where everything else is staged to.
-        lacks: reductions that the backend can't run.
-        in_pairs: whether to talk pair by pair where that is possible, which is so on the CPU: gloo's sends and receives
-            change no threads and copy nothing, so that an all_gather of 1 KiB takes half as long as gloo's own, and
-            one of 16 MiB a third (2 and 4 ranks, torch 2.13). Accelerators order their messages; pairs could block.
-        kept: what `keep` keeps.
+        missing_ops: reductions that the backend can't run.
     """
 
     reference: ReferenceType[ProcessGroup] | None
@@ -62,18 +66,7 @@ class Group:
     backend: str | None
     devices: frozenset[str]
     comm_device: torch.device
-    lacks: frozenset[str] = frozenset()
-    in_pairs: bool = False
-    kept: deque[Tensor] = field(default_factory=lambda: deque(maxlen=8))
-
-    def keep(self, sent: Tensor) -> None:
-        """Keep a small tensor, which nobody else holds any more, until the backend's thread has let go of it.
-
-        Otherwise that thread frees it, for which it has to get hold of the interpreter, and the next call waits for it:
-        ten times as long as it takes itself (gloo, torch 2.13).
-        """
-        if sent.nbytes <= _KEPT_BYTES:
-            self.kept.append(sent)
+    missing_ops: frozenset[str] = frozenset()
 
     @property
     def pg(self) -> ProcessGroup | None:
@@ -86,17 +79,40 @@ class Group:
         return torch.device("cpu") if "cpu" in self.devices or self.reference is None else self.comm_device
 
     @property
-    def here(self) -> str:
-        """Who speaks, for error messages."""
+    def this_rank(self) -> str:
+        """This process in words, for error messages: ``rank 0 of 2``."""
         return f"rank {self.rank} of {self.size}"
 
+    def to_wire(self, data: Tensor) -> Tensor:
+        """Return `data`, or a contiguous copy on a device that the group moves, outside the graph of gradients."""
+        if data.requires_grad:
+            data = data.detach()
+        if data.is_conj() or data.is_neg():  # backends see the memory, not what torch still has to apply to it
+            data = data.resolve_conj().resolve_neg()
+        # The first question is a cheap one, and answers for the usual case.
+        is_moved = (data.is_cpu and "cpu" in self.devices) or data.device.type in self.devices
+        if not is_moved and self.reference is not None:
+            data = data.to(self.comm_device)
+        return data.contiguous()
 
-SOLO = Group(None, 0, 1, None, frozenset(), torch.device("cpu"))
+    def to_comm_device(self, data: Tensor) -> Tensor:
+        """Return `data`, or a copy, as `to_wire` does, but always on `comm_device`.
 
-_resolved: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
+        For collectives that leave devices free: where a group serves several, the ranks have to agree on one.
+        """
+        wire = self.to_wire(data)
+        return wire if wire.device == self.comm_device else wire.to(self.comm_device)
 
 
-def resolve(group: GroupLike = None) -> Group:
+SOLO = Comm(None, 0, 1, None, frozenset(), torch.device("cpu"))
+
+_resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
+# Weak, so that nothing here keeps a destroyed group alive.
+_local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_topologies: WeakKeyDictionary[ProcessGroup, Topology] = WeakKeyDictionary()
+
+
+def resolve(group: GroupLike = None) -> Comm:
     """Resolve `group` to what the collectives need to know of it.
 
     Raises:
@@ -116,11 +132,6 @@ def resolve(group: GroupLike = None) -> Group:
     return known if known is not None else _describe(pg)
 
 
-def process_group(group: GroupLike = None) -> ProcessGroup | None:
-    """Return torch's process group behind `group`, or None where there is none."""
-    return resolve(group).pg
-
-
 def forget_groups() -> None:
     """Drop what is known of groups; their process groups are being destroyed."""
     _resolved.clear()
@@ -131,6 +142,138 @@ def forget_groups() -> None:
 
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
         torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def get_backend(group: GroupLike = None) -> str | None:
+    """Return the name of the group's backend, or None where no group exists."""
+    return resolve(group).backend
+
+
+def get_rank(group: GroupLike = None) -> int:
+    """Return this process's rank within the group; 0 where no group exists."""
+    return resolve(group).rank
+
+
+def get_world_size(group: GroupLike = None) -> int:
+    """Return the number of ranks in the group; 1 where no group exists."""
+    return resolve(group).size
+
+
+def get_dist_info(group: GroupLike = None) -> tuple[int, int]:
+    """Return ``(rank, world_size)`` within the group; ``(0, 1)`` where no group exists."""
+    comm = resolve(group)
+    return comm.rank, comm.size
+
+
+def is_main_process(group: GroupLike = None) -> bool:
+    """Return whether this process is rank 0 of the group."""
+    return resolve(group).rank == 0
+
+
+def get_default_group() -> ProcessGroup | None:
+    """Return the default process group, or None where there is none."""
+    return resolve().pg
+
+
+def get_comm_device(group: GroupLike = None) -> torch.device:
+    """Return the device on which the group communicates; data that lives elsewhere is staged through it.
+
+    The accelerator bound to this process where the backend serves it (nccl: ``cuda``), else the CPU.
+    """
+    return resolve(group).comm_device
+
+
+def get_local_rank() -> int:
+    """Return this process's rank among those on the same node; 0 where no group exists.
+
+    **Raises**: DistError where the default group was made by other means and nothing says how it lies on nodes.
+    """
+    local = _initialised_local_group()
+    if local is not None:
+        return resolve(local).rank
+    topology = _known_topology("local rank")
+    return 0 if topology is None else topology.local_rank
+
+
+def get_local_size() -> int:
+    """Return the number of ranks on this node; 1 where no group exists. Raises as `get_local_rank`."""
+    local = _initialised_local_group()
+    if local is not None:
+        return resolve(local).size
+    topology = _known_topology("local size")
+    return 1 if topology is None else topology.local_size
+
+
+def get_node_rank() -> int:
+    """Return the number of this node, counted from 0; 0 where no group exists. Raises as `get_local_rank`."""
+    topology = _known_topology("node rank")
+    return 0 if topology is None else topology.node_rank
+
+
+def get_num_nodes() -> int:
+    """Return the number of nodes; 1 where no group exists. Raises as `get_local_rank`."""
+    topology = _known_topology("number of nodes")
+    return 1 if topology is None else topology.num_nodes
+
+
+def get_local_group() -> ProcessGroup | None:
+    """Return the group of the ranks on this node, or None where no group exists.
+
+    On a single node that is the default group itself.
+
+    **Raises**: DistError on several nodes, before `init_local_group`.
+    """
+    if not torch_dist.is_initialized():
+        return None
+    local = _initialised_local_group()
+    if local is not None:
+        return local
+    if get_num_nodes() == 1:
+        return get_default_group()
+    raise DistError(
+        f"`get_local_group` on several nodes needs init_local_group() first, called on every rank "
+        f"({resolve().this_rank})"
+    )
+
+
+def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
+    """Let only rank 0 of the default group run `func`; the others get None at once.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import get_rank, master_only
+        >>> @master_only
+        ... def greet() -> str:
+        ...     return "hello"
+        >>> greet() == ("hello" if get_rank() == 0 else None)
+        True
+    """
+
+    @wraps(func)
+    def on_main_process(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return func(*args, **kwargs) if is_main_process() else None
+
+    return on_main_process
+
+
+def remember_local_group(group: ProcessGroup) -> None:
+    """Keep, for as long as the default group lives, the group of the ranks on this node."""
+    pg = resolve().pg
+    assert pg is not None  # the ranks of it have just made this one
+    _local_groups.clear()
+    _local_groups[pg] = group
+
+
+def remember_topology(topology: Topology) -> None:
+    """Keep, for as long as the default group lives, what `init_dist` read of this process's job."""
+    pg = resolve().pg
+    assert pg is not None  # init_dist has just made it
+    _topologies[pg] = topology
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Return whether `value` is an integer, perhaps one of numpy's, and no bool."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _process_group_of(group: object) -> ProcessGroup:
@@ -159,7 +302,7 @@ def _not_a_member() -> str:
     )
 
 
-def _describe(pg: ProcessGroup) -> Group:
+def _describe(pg: ProcessGroup) -> Comm:
     backends = [entry.split(":") for entry in str(torch_dist.get_backend_config(pg)).split(",")]
     # Some backends name every device type there is; those that are not there can't be talked on.
     present = {"cpu", get_device()}
@@ -169,10 +312,35 @@ def _describe(pg: ProcessGroup) -> Group:
         comm_device = torch.device(accelerators[0], torch.accelerator.current_device_index())
     else:
         comm_device = torch.device("cpu")
-    lacks = frozenset[str]().union(*(_LACKING.get(name, _MEAN_IN_DOUBT) for _, name in backends))
-    group = Group(
-        ref(pg), pg.rank(), pg.size(), torch_dist.get_backend(pg), frozenset(devices), comm_device, lacks,
-        in_pairs=comm_device.type == "cpu",
-    )  # fmt: skip
-    _resolved[pg] = group
-    return group
+    missing = frozenset[str]().union(*(_MISSING_OPS.get(name, _MEAN_IN_DOUBT) for _, name in backends))
+    backend = torch_dist.get_backend(pg)
+    comm = _resolved[pg] = Comm(ref(pg), pg.rank(), pg.size(), backend, frozenset(devices), comm_device, missing)
+    return comm
+
+
+def _initialised_local_group() -> ProcessGroup | None:
+    # Keyed by the default group, so that nothing outlives destroy_dist.
+    pg = resolve().pg
+    return None if pg is None else _local_groups.get(pg)
+
+
+def _known_topology(what: str) -> Topology | None:
+    """Return where this process stands among nodes; None where no group exists.
+
+    That is what `init_dist` read, or, where somebody else initialised the default group, what the environment says as
+    long as it agrees with that group.
+    """
+    if not torch_dist.is_initialized():
+        return None
+    comm = resolve()
+    known = None if comm.pg is None else _topologies.get(comm.pg)
+    if known is not None:
+        return known
+    with suppress(TopologyError):
+        read = read_topology(os.environ, infer_launcher(os.environ))
+        if (read.rank, read.world_size) == (comm.rank, comm.size):
+            return read
+    raise DistError(
+        f"the {what} is unknown, because the default group was not made by init_dist and the environment "
+        f"does not describe it ({comm.this_rank}). Start with init_dist, or set LOCAL_RANK and LOCAL_WORLD_SIZE"
+    )

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import sys
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from math import prod
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.dist.arguments import NOT_GIVEN, either, group_rank, require_memory, require_tensor
-from lockstep.dist.bundles import is_of_numpy, join, part, reduce_leaves, telling
+from lockstep.dist.consistency import check_call, report_refusals
 from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
-from lockstep.dist.groups import GroupLike, resolve
-from lockstep.dist.guard import check_call, watch
-from lockstep.dist.parcels import spread_object, swap_objects
-from lockstep.dist.reducing import all_reduce
-from lockstep.dist.reductions import op_name, reduction
+from lockstep.dist.groups import Comm, GroupLike, resolve
+from lockstep.dist.header import (
+    TENSOR_HEADER_BYTES,
+    all_gather_header,
+    decode_failure,
+    encode_failure,
+    require_no_failure,
+)
+from lockstep.dist.objects import all_gather_packed, broadcast_packed
+from lockstep.dist.reduce import all_reduce
+from lockstep.dist.reduce_ops import OpLike, OpName, combine_in_place, op_name, reduction
+from lockstep.dist.transport import bytes_of, transport_of
+from lockstep.dist.validate import NOT_GIVEN, either, require_memory, require_rank, require_tensor
+from lockstep.errors import CollectiveMismatchError
 from lockstep.tree import tree_items, tree_unflatten
 
 T = TypeVar("T")
@@ -28,11 +40,14 @@ D = TypeVar("D", bound=MutableMapping[Any, Any])
 
 _ALONE_MIN_BYTES = 2**20
 _MIB = 2**20
+_DIGEST_BYTES = 32
+_HEAD_BYTES = 16 + _DIGEST_BYTES  # zeros, as in every header without a failure, then the digest
+_NUMBERS = ((bool, torch.bool), (int, torch.int64), (float, torch.float64), (complex, torch.complex128))
 
 
 def all_reduce_dict(
     data: D = NOT_GIVEN,
-    op: str | ReduceOp.RedOpType = "sum",
+    op: OpLike = "sum",
     group: GroupLike = None,
     to_float: bool = False,
     *,
@@ -65,15 +80,15 @@ def all_reduce_dict(
         {'loss': tensor(3.), 'samples': 16}
     """
     data = either("data", data, "py_dict", py_dict)
-    here = resolve(group)
-    check_call("all_reduce_dict", here, op)
-    with telling(here):
+    comm = resolve(group)
+    check_call("all_reduce_dict", comm, op)
+    with _report(comm):
         if not isinstance(data, MutableMapping):
             raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
         values = [(repr(key), value) for key, value in data.items()]
         if any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for _, x in values):
             warn_of_lost_gradients("all_reduce_dict", STAYS_LOCAL)
-    reduced = reduce_leaves(values, op, here, torch.float32 if to_float else None)
+    reduced = _reduce_leaves(values, op, comm, torch.float32 if to_float else None)
     with torch.no_grad():
         for (key, value), result in zip(list(data.items()), reduced, strict=True):
             if isinstance(value, Tensor) and value.dtype == result.dtype:
@@ -83,7 +98,7 @@ def all_reduce_dict(
     return data
 
 
-def all_reduce_tree(data: T, op: str | ReduceOp.RedOpType = "sum", group: GroupLike = None) -> T:
+def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
     """Return a tree with every leaf reduced over all ranks; `data` stays as it is.
 
     Args:
@@ -99,13 +114,13 @@ def all_reduce_tree(data: T, op: str | ReduceOp.RedOpType = "sum", group: GroupL
         >>> all_reduce_tree({"hits": [get_rank(), 2]})
         {'hits': [1, 4]}
     """
-    here = resolve(group)
-    check_call("all_reduce_tree", here, op)
-    with telling(here):  # of a tree that can't be walked
+    comm = resolve(group)
+    check_call("all_reduce_tree", comm, op)
+    with _report(comm):  # of a tree that can't be walked
         items = list(tree_items(data))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
             warn_of_lost_gradients("all_reduce_tree", ENDS_HERE)
-    reduced = reduce_leaves(items, op, here)
+    reduced = _reduce_leaves(items, op, comm)
     leaves = [_as_leaf(result, leaf) for result, (_, leaf) in zip(reduced, items, strict=True)]
     return tree_unflatten(data, leaves)  # type: ignore[no-any-return]
 
@@ -121,9 +136,9 @@ def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
         >>> all_gather_tree((get_rank(), torch.ones(get_rank())))
         [(0, tensor([])), (1, tensor([1.]))]
     """
-    here = resolve(group)
-    check_call("all_gather_tree", here)
-    return swap_objects(data, here, on_graph=lambda: warn_of_lost_gradients("all_gather_tree", ENDS_HERE))
+    comm = resolve(group)
+    check_call("all_gather_tree", comm)
+    return all_gather_packed(data, comm, on_graph=lambda: warn_of_lost_gradients("all_gather_tree", ENDS_HERE))
 
 
 def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
@@ -137,10 +152,10 @@ def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
         >>> broadcast_tree({"a": torch.tensor([get_rank()])}, src=1)
         {'a': tensor([1])}
     """
-    here = resolve(group)
-    src = group_rank("src", src, here)
-    check_call("broadcast_tree", here, src)
-    received: T = spread_object(data, src, here, lambda: warn_of_lost_gradients("broadcast_tree", ENDS_HERE))
+    comm = resolve(group)
+    src = require_rank("src", src, comm)
+    check_call("broadcast_tree", comm, src)
+    received: T = broadcast_packed(data, src, comm, lambda: warn_of_lost_gradients("broadcast_tree", ENDS_HERE))
     return received
 
 
@@ -148,7 +163,7 @@ def all_reduce_params(
     params: Iterable[Tensor],
     coalesce: bool = True,
     bucket_size_mb: float = -1,
-    op: str | ReduceOp.RedOpType = "sum",
+    op: OpLike = "sum",
     group: GroupLike = None,
 ) -> None:
     """Reduce many tensors over all ranks, in place.
@@ -176,8 +191,8 @@ def all_reduce_params(
         >>> weights
         [tensor([2., 2.]), tensor([2])]
     """
-    here = resolve(group)
-    with watch("all_reduce_params", here):
+    comm = resolve(group)
+    with report_refusals("all_reduce_params", comm):
         tensors = _listed(params)
         name = op_name(op)
         for index, tensor in enumerate(tensors):
@@ -188,11 +203,11 @@ def all_reduce_params(
         warn_of_lost_gradients("all_reduce_params", STAYS_LOCAL)
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)
     alone_from = min(_ALONE_MIN_BYTES, limit_bytes) if coalesce else 0
-    handles = [all_reduce(x, name, here.pg, async_op=True) for x in tensors if x.nbytes >= alone_from]
+    handles = [all_reduce(x, name, comm.pg, async_op=True) for x in tensors if x.nbytes >= alone_from]
     buckets = _buckets([x for x in tensors if x.nbytes < alone_from], limit_bytes)
     uniform = [len({x.shape for x in bucket}) == 1 for bucket in buckets]
-    flats = [join(bucket, alike) for bucket, alike in zip(buckets, uniform, strict=True)]
-    handles += [all_reduce(flat, name, here.pg, async_op=True) for flat in flats]
+    flats = [_join(bucket, alike) for bucket, alike in zip(buckets, uniform, strict=True)]
+    handles += [all_reduce(flat, name, comm.pg, async_op=True) for flat in flats]
     refusal: ValueError | None = None
     for handle in handles:
         try:
@@ -201,7 +216,7 @@ def all_reduce_params(
             refusal = refusal or error
     with torch.no_grad():
         for bucket, flat, alike in zip(buckets, flats, uniform, strict=True):
-            for tensor, reduced in zip(bucket, part(flat, bucket, alike), strict=True):
+            for tensor, reduced in zip(bucket, _part(flat, bucket, alike), strict=True):
                 tensor.copy_(reduced)
     if refusal is not None:
         raise refusal
@@ -227,12 +242,12 @@ def sync_random_seed(
     """
     if isinstance(seed, ProcessGroup | DeviceMesh):
         seed, group = None, seed
-    here = resolve(group)
-    check_call("sync_random_seed", here)
+    comm = resolve(group)
+    check_call("sync_random_seed", comm)
     # 31 bits: what numpy's and Python's generators and data loaders all take
-    agreed = spread_object(secrets.randbelow(2**31) if seed is None else seed, 0, here)
+    agreed = broadcast_packed(secrets.randbelow(2**31) if seed is None else seed, 0, comm)
     if isinstance(agreed, bool) or not isinstance(agreed, Integral) or not 0 <= int(agreed) < 2**63:
-        raise ValueError(f"`seed` must be an int from 0 to 2**63 - 1, but is {agreed!r} on rank 0 ({here.here})")
+        raise ValueError(f"`seed` must be an int from 0 to 2**63 - 1, but is {agreed!r} on rank 0 ({comm.this_rank})")
     return int(agreed)
 
 
@@ -247,7 +262,7 @@ def _listed(params: Any) -> list[Tensor]:
 def _as_leaf(reduced: Tensor, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return reduced.clone()
-    if is_of_numpy(leaf):
+    if _is_of_numpy(leaf):
         array = reduced.cpu().numpy().copy()
         return array if isinstance(leaf, sys.modules["numpy"].ndarray) else array[()]
     return reduced.item()
@@ -266,3 +281,216 @@ def _buckets(tensors: list[Tensor], limit_bytes: int) -> list[list[Tensor]]:
         bucket.append(tensor)
         filling[key] = (bucket, filled_bytes + tensor.nbytes)
     return buckets
+
+
+# Path, dtype and shape of every leaf.
+_Structure: TypeAlias = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+
+
+class _Bundle(NamedTuple):
+    """The leaves of one dtype, which are reduced as one tensor.
+
+    Attributes:
+        dtype: theirs.
+        indices: which leaves, in the order that all ranks share.
+        is_uniform: whether all of them have one shape.
+        numel: elements of all.
+        offset: where their bytes begin in a header that holds all bundles.
+    """
+
+    dtype: torch.dtype
+    indices: tuple[int, ...]
+    is_uniform: bool
+    numel: int
+    offset: int
+
+
+class _Plan(NamedTuple):
+    """What follows from a structure alone.
+
+    Attributes:
+        head: how a header begins that shows to the other ranks, as a digest, which structure it is.
+        bundles: one for each dtype.
+        is_inline: whether the bytes of all bundles fit into the header.
+    """
+
+    head: bytes
+    bundles: tuple[_Bundle, ...]
+    is_inline: bool
+
+
+def _reduce_leaves(
+    items: list[tuple[str, Any]], op: object, comm: Comm, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return every leaf's reduction, in `dtype` or its own, on its device; some are views of one tensor.
+
+    Where all leaves fit into the header that compares the structures, they travel in it, and each rank reduces for
+    itself, in rank order: one exchange instead of one and one for each dtype.
+
+    **Collective**: every rank, with the same structure; the order of the leaves is free.
+    """
+    with _report(comm):
+        name = op_name(op)
+        tensors = [_as_tensor(path, leaf, dtype) for path, leaf in items]
+        structure = tuple([(item[0], x.dtype, x.shape) for item, x in zip(items, tensors, strict=True)])
+        plan = _plan_of(structure)
+        for bundle in plan.bundles:
+            reduction(name, bundle.dtype)
+    joined = []
+    for bundle in plan.bundles:
+        members = [tensors[index] for index in bundle.indices]
+        device = members[0].device if comm.pg is None else comm.comm_device
+        joined.append(_join([x if x.device == device else x.to(device) for x in members], bundle.is_uniform))
+    headers = None if comm.pg is None else _exchange_structures(plan, joined, structure, comm)
+    if headers is None or not plan.is_inline:
+        for one in joined:
+            all_reduce(one, name, comm.pg)
+            transport_of(comm).keep_alive(one)
+    else:
+        joined = [
+            _reduce_inline(headers, bundle, name, comm).reshape(one.shape).to(one.device)
+            for bundle, one in zip(plan.bundles, joined, strict=True)
+        ]
+    reduced = list(tensors)
+    for bundle, one in zip(plan.bundles, joined, strict=True):
+        members = [tensors[index] for index in bundle.indices]
+        for index, result in zip(bundle.indices, _part(one, members, bundle.is_uniform), strict=True):
+            home = tensors[index].device
+            reduced[index] = result if home == result.device else result.to(home)
+    return reduced
+
+
+def _exchange_structures(plan: _Plan, joined: Sequence[Tensor], structure: _Structure, comm: Comm) -> list[bytes]:
+    """Return every rank's header, when all have shown that their leaves can be reduced, and are alike."""
+    header = bytearray(TENSOR_HEADER_BYTES)
+    header[: len(plan.head)] = plan.head
+    if plan.is_inline:
+        for bundle, one in zip(plan.bundles, joined, strict=True):
+            if bundle.numel:
+                header[bundle.offset : bundle.offset + one.nbytes] = bytes_of(one.cpu())
+    headers = all_gather_header(bytes(header), comm)
+    if not all(other.startswith(plan.head) for other in headers):
+        require_no_failure([decode_failure(other) for other in headers], comm)
+        raise _mismatch(_lines(structure), comm)
+    return headers
+
+
+def _reduce_inline(headers: Sequence[bytes], bundle: _Bundle, name: OpName, comm: Comm) -> Tensor:
+    """Return the reduction of what every rank's header holds of a bundle, flat or as decoded."""
+    plan = reduction(name, bundle.dtype)
+    if not bundle.numel:
+        return torch.empty(0, dtype=bundle.dtype)
+    # A copy for each rank: what is encoded may be a view, and the first is reduced in place.
+    parts = [
+        torch.frombuffer(bytearray(header), dtype=bundle.dtype, count=bundle.numel, offset=bundle.offset)
+        for header in headers
+    ]
+    wires = parts if plan.encode is None else [plan.encode(one) for one in parts]
+    total = wires[0]
+    for wire in wires[1:]:
+        combine_in_place(total, wire, plan.wire_op)
+    if plan.wire_op == "mean":
+        total.div_(comm.size)
+    return parts[0] if plan.decode is None else plan.decode(total, comm.size)
+
+
+@torch.no_grad()
+def _join(tensors: Sequence[Tensor], is_uniform: bool) -> Tensor:
+    """Return one contiguous tensor with the elements of all; they share dtype and device.
+
+    Args:
+        tensors: at least one.
+        is_uniform: whether they share their shape, too.
+    """
+    if is_uniform:
+        return torch.stack(tuple(tensors))  # a fifth of the time of the general case, which counts for scalars
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _part(joined: Tensor, like: Sequence[Tensor], is_uniform: bool) -> Sequence[Tensor]:
+    """Return the parts that `join` put together, shaped as they were, as views."""
+    if is_uniform:
+        return joined.unbind()
+    parts = torch.split_with_sizes(joined, [x.numel() for x in like])
+    return [one.view(x.shape) for one, x in zip(parts, like, strict=True)]
+
+
+@contextmanager
+def _report(comm: Comm) -> Iterator[None]:
+    """Tell the others, who wait for this rank's structure, what keeps it from sending one."""
+    try:
+        yield
+    except Exception as error:
+        all_gather_header(encode_failure(error), comm)
+        raise
+
+
+@lru_cache(maxsize=256)
+def _plan_of(structure: _Structure) -> _Plan:
+    """Return the plan; mostly it was made before, as training reduces the same things again and again."""
+    digest = hashlib.blake2b(repr(_lines(structure)).encode(), digest_size=_DIGEST_BYTES).digest()
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    # By path: in dicts, every rank has an order of its own.
+    for index in sorted(range(len(structure)), key=lambda index: structure[index][0]):
+        by_dtype.setdefault(structure[index][1], []).append(index)
+    bundles, offset = [], _HEAD_BYTES
+    for dtype in sorted(by_dtype, key=lambda dtype: (-dtype.itemsize, str(dtype))):  # each aligned for its dtype
+        shapes = [structure[index][2] for index in by_dtype[dtype]]
+        numel = sum(map(prod, shapes))
+        bundles.append(_Bundle(dtype, tuple(by_dtype[dtype]), len(set(shapes)) == 1, numel, offset))
+        offset += numel * dtype.itemsize
+    return _Plan(digest.rjust(_HEAD_BYTES, b"\0"), tuple(bundles), offset <= TENSOR_HEADER_BYTES)
+
+
+def _lines(structure: _Structure) -> list[str]:
+    return sorted(f"{path}: {str(dtype).removeprefix('torch.')}{list(shape)}" for path, dtype, shape in structure)
+
+
+def _mismatch(lines: list[str], comm: Comm) -> CollectiveMismatchError:
+    """Return the error that lists what each rank has beyond what all share. **Collective**: every rank."""
+    structures = [set(other) for other in all_gather_packed(lines, comm)]
+    shared = set.intersection(*structures)
+    table = "\n".join(
+        f"  rank {rank}: {', '.join(sorted(structure - shared)) or '(nothing else)'}"
+        for rank, structure in enumerate(structures)
+    )
+    return CollectiveMismatchError(
+        f"all ranks must hand in the same keys, shapes and dtypes; beyond the {len(shared)} that they share they have\n"
+        f"{table}"
+    )
+
+
+def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None) -> Tensor:
+    if not isinstance(leaf, Tensor):
+        leaf = _tensor_of(path or "data", leaf)
+    require_tensor(path or "data", leaf)
+    tensor: Tensor = leaf if dtype is None else leaf.detach().to(dtype)
+    return tensor
+
+
+def _tensor_of(path: str, leaf: Any) -> Tensor:
+    if _is_of_numpy(leaf):
+        numpy = sys.modules["numpy"]
+        try:
+            return torch.from_numpy(numpy.array(leaf, dtype=leaf.dtype.newbyteorder("=")))
+        except TypeError as error:
+            raise TypeError(
+                f"`{path}` must be an array of numbers that torch knows, but is one of {leaf.dtype}. "
+                "Other objects go through all_gather_object"
+            ) from error
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        raise ValueError(f"`{path}` must be an int that fits into 64 bits, but is {leaf}")
+    for kind, dtype in _NUMBERS:
+        if isinstance(leaf, kind):
+            return torch.tensor(leaf, dtype=dtype, device="cpu")
+    raise TypeError(
+        f"`{path}` must be a tensor, an array or a number, but is {type(leaf).__name__}. "
+        "Other objects go through all_gather_object"
+    )
+
+
+def _is_of_numpy(leaf: object) -> bool:
+    """Return whether a leaf is an array or a scalar of numpy's."""
+    # Asked without importing numpy: where nobody has imported it, nothing is.
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(leaf, numpy.ndarray | numpy.generic)

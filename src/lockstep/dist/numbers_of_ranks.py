@@ -40,8 +40,8 @@ class NumbersOfRanks:
     """
 
     def __init__(self, group: GroupLike = None) -> None:
-        self._here = resolve(group)
-        self._streams = open_streams(self._here) if self._here.size > 1 else None
+        self._comm = resolve(group)
+        self._streams = open_streams(self._comm) if self._comm.size > 1 else None
         self.travels_beside = self._streams is not None
         self._numbers: Mapping[str, float] = {}
         self._unsent = b""
@@ -53,7 +53,7 @@ class NumbersOfRanks:
             PeerError: rank 0 has gone.
         """
         self._numbers = numbers
-        if self._streams is None or self._here.rank == 0:
+        if self._streams is None or self._comm.rank == 0:
             return
         message = json.dumps(dict(numbers)).encode()
         if len(message) > _AT_ONCE_BYTES:
@@ -69,8 +69,8 @@ class NumbersOfRanks:
             CollectiveTimeoutError: a rank has not sent anything in time.
         """
         if self._streams is None:
-            return gather_object(self._numbers, group=self._here.pg)
-        if self._here.rank == 0:
+            return gather_object(self._numbers, group=self._comm.pg)
+        if self._comm.rank == 0:
             return [self._numbers, *(json.loads(stream.receive(timeout)) for stream in self._streams.values())]
         if self._unsent:
             message, self._unsent = self._unsent, b""

@@ -1,7 +1,7 @@
-"""The only pickle: objects become a short byte string, and their large tensors and arrays segments beside it.
+"""The only pickle: objects become a short byte string, and their large tensors and arrays become segments beside it.
 
 Protocol 5 hands the memory of large arrays out of band (PEP 574); tensors, which torch would pickle by copying
-their storage, take the same way. Nothing is copied on the way out, and what arrives is built upon the memory it
+their storage, travel the same way. Nothing is copied on the way out, and what arrives is built upon the memory it
 arrived in.
 """
 
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.dist.devices import as_bytes
-from lockstep.dist.groups import Group
-from lockstep.dist.slots import bytes_of
+from lockstep.dist.groups import Comm
+from lockstep.dist.transport import as_bytes, bytes_of
 
 # Below this a segment costs more as a message of its own than as a copy.
 _SEGMENT_MIN_BYTES = 64 * 1024
@@ -44,10 +43,10 @@ class Pickled:
     in_graph: bool = False
 
 
-def dump(obj: object, here: Group) -> Pickled:
+def dump(obj: object, comm: Comm) -> Pickled:
     """Take an object apart.
 
-    **Raises**: TypeError where it can't be pickled, from the cause, naming this rank of `here`.
+    **Raises**: TypeError where it can't be pickled, from the cause, naming this rank of `comm`.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
@@ -55,7 +54,7 @@ def dump(obj: object, here: Group) -> Pickled:
         pickler.dump(obj)
     except Exception as error:  # objects pickle themselves in code of their own, which may raise anything
         raise TypeError(
-            f"the object must be picklable, but {type(obj).__name__} is not: {error} ({here.here})"
+            f"the object must be picklable, but {type(obj).__name__} is not: {error} ({comm.this_rank})"
         ) from error
     return Pickled(stream.getvalue(), pickler.tensors + pickler.buffers, len(pickler.tensors), pickler.in_graph)
 

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final, TypeAlias, TypeVar
 
 import torch
 
-from lockstep.dist.agreement import together
-from lockstep.dist.arguments import NOT_GIVEN, either, is_int
-from lockstep.dist.groups import Group, resolve
-from lockstep.dist.guard import check_call
-from lockstep.dist.packets import require_no_failure
-from lockstep.dist.parcels import collect_objects, spread_object
-from lockstep.dist.spill import Part, collect_on_disk
+from lockstep.dist.consistency import check_call, fail_together
+from lockstep.dist.groups import Comm, is_int, resolve
+from lockstep.dist.header import require_no_failure
+from lockstep.dist.objects import broadcast_packed, gather_packed
+from lockstep.dist.pickling import Pickled, dump, load
+from lockstep.dist.transport import bytes_of
+from lockstep.dist.validate import NOT_GIVEN, either
 
+_Part: TypeAlias = tuple[list[Any], list[int] | None]
+
+T = TypeVar("T")
+
+_CHUNK = 256  # results held in pickled form at a time
+_HEAD = struct.Struct("<3q")  # bytes of the pickle, number of segments, of which tensors'
 _ABSENT: Final = object()
 
 
 def collect_results(
-    results: Sequence[Any] = NOT_GIVEN,
+    results: Sequence[T] = NOT_GIVEN,
     size: int = NOT_GIVEN,
     device: str = "cpu",
     tmpdir: str | Path | None = None,
     indices: Sequence[int] | None = None,
     *,
-    result_part: Sequence[Any] = NOT_GIVEN,
-) -> list[Any] | None:
+    result_part: Sequence[T] = NOT_GIVEN,
+) -> list[T] | None:
     """Return all ranks' results in the order of the data set on rank 0, None elsewhere.
 
     Args:
@@ -41,7 +50,7 @@ def collect_results(
         indices: for each result, which sample of the data set it belongs to.
         result_part: `results` by its other published name.
 
-    Without `indices` the parts are taken to be interleaved as samplers deal them (rank 0's first, rank 1's first,
+    Without `indices` the parts are taken to be interleaved as samplers assign them (rank 0's first, rank 1's first,
     ...), and what exceeds `size`, padding, is cut off. With `indices` results are ordered by index, and of padding
     duplicates the first kept, in the order of the ranks.
 
@@ -63,27 +72,27 @@ def collect_results(
         True
     """
     results = either("results", results, "result_part", result_part)
-    here = resolve()
+    comm = resolve()
     _check_arguments(size, device)
     size = int(size)
-    check_call("collect_results", here, size)
-    with together(here):
-        part = _own_part(results, indices, here)
-    parts: Iterable[Part] | None
+    check_call("collect_results", comm, size)
+    with fail_together(comm):
+        part = _own_part(results, indices, comm)
+    parts: Iterable[_Part] | None
     if tmpdir is None:
-        parts = collect_objects(part, 0, here, copy_own=False)
+        parts = gather_packed(part, 0, comm, copy_own=False)
     else:
-        parts = collect_on_disk(part, Path(tmpdir), here)
-    return _agreed(parts, size, here)
+        parts = _gather_on_disk(part, Path(tmpdir), comm)
+    return _agreed(parts, size, comm)
 
 
 def collect_results_cpu(
-    results: Sequence[Any] = NOT_GIVEN,
+    results: Sequence[T] = NOT_GIVEN,
     size: int = NOT_GIVEN,
     tmpdir: str | Path | None = None,
     *,
-    result_part: Sequence[Any] = NOT_GIVEN,
-) -> list[Any] | None:
+    result_part: Sequence[T] = NOT_GIVEN,
+) -> list[T] | None:
     """Return all ranks' results on rank 0: `collect_results` by the name that older callers know.
 
     **Collective**: every rank of the default group.
@@ -98,8 +107,8 @@ def collect_results_cpu(
 
 
 def collect_results_gpu(
-    results: Sequence[Any] = NOT_GIVEN, size: int = NOT_GIVEN, *, result_part: Sequence[Any] = NOT_GIVEN
-) -> list[Any] | None:
+    results: Sequence[T] = NOT_GIVEN, size: int = NOT_GIVEN, *, result_part: Sequence[T] = NOT_GIVEN
+) -> list[T] | None:
     """Return all ranks' results on rank 0: `collect_results` by the name that older callers know.
 
     **Collective**: every rank of the default group.
@@ -125,20 +134,20 @@ def _check_arguments(size: int, device: str) -> None:
             raise ValueError(f"`device` must be 'cpu' or an accelerator such as 'gpu', but is {device!r}") from error
 
 
-def _own_part(results: Sequence[Any], indices: Sequence[int] | None, here: Group) -> Part:
+def _own_part(results: Sequence[Any], indices: Sequence[int] | None, comm: Comm) -> _Part:
     if not hasattr(results, "__len__"):
-        raise TypeError(f"`results` must be a list, but is {type(results).__name__} ({here.here})")
+        raise TypeError(f"`results` must be a list, but is {type(results).__name__} ({comm.this_rank})")
     if indices is None:
         return list(results), None
     if len(indices) != len(results):
         raise ValueError(
             f"`indices` must name one sample for each of the {len(results)} results, but has {len(indices)} entries "
-            f"({here.here})"
+            f"({comm.this_rank})"
         )
     return list(results), [int(index) for index in indices]
 
 
-def _agreed(parts: Iterable[Part] | None, size: int, here: Group) -> list[Any] | None:
+def _agreed(parts: Iterable[_Part] | None, size: int, comm: Comm) -> list[Any] | None:
     """Order the parts on rank 0, and let every rank learn whether that went well."""
     ordered: list[Any] | None = None
     error: Exception | None = None
@@ -147,16 +156,16 @@ def _agreed(parts: Iterable[Part] | None, size: int, here: Group) -> list[Any] |
             ordered = _in_order(list(parts), size)
         except Exception as refused:  # loading what arrived may raise anything
             error = refused
-    kind, message = spread_object((None, "") if error is None else (type(error).__name__, str(error)), 0, here)
+    kind, message = broadcast_packed((None, "") if error is None else (type(error).__name__, str(error)), 0, comm)
     if error is not None:
         raise error
     if kind == "ValueError":
-        raise ValueError(f"{message} (seen on {here.here})")
-    require_no_failure([kind and f"{kind}: {message}"], here, ranks=[0])
+        raise ValueError(f"{message} (seen on {comm.this_rank})")
+    require_no_failure([kind and f"{kind}: {message}"], comm, ranks=[0])
     return ordered
 
 
-def _in_order(parts: list[Part], size: int) -> list[Any]:
+def _in_order(parts: list[_Part], size: int) -> list[Any]:
     without = [str(rank) for rank, (_, indices) in enumerate(parts) if indices is None]
     if not without:
         return _by_index(parts, size)
@@ -166,15 +175,15 @@ def _in_order(parts: list[Part], size: int) -> list[Any]:
 
 
 def _interleaved(parts: list[list[Any]], size: int) -> list[Any]:
-    dealt = chain.from_iterable(zip_longest(*parts, fillvalue=_ABSENT))
-    ordered = list(islice((result for result in dealt if result is not _ABSENT), size))
+    interleaved = chain.from_iterable(zip_longest(*parts, fillvalue=_ABSENT))
+    ordered = list(islice((result for result in interleaved if result is not _ABSENT), size))
     if len(ordered) < size:
         counts = ", ".join(f"rank {rank}: {len(part)}" for rank, part in enumerate(parts))
         raise ValueError(f"`size` must not exceed the results of all ranks, {len(ordered)}, but is {size} ({counts})")
     return ordered
 
 
-def _by_index(parts: list[Part], size: int) -> list[Any]:
+def _by_index(parts: list[_Part], size: int) -> list[Any]:
     ordered: list[Any] = [_ABSENT] * size
     for rank, (part, indices) in enumerate(parts):
         for result, index in zip(part, indices or [], strict=True):
@@ -189,3 +198,74 @@ def _by_index(parts: list[Part], size: int) -> list[Any]:
         shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise ValueError(f"every sample must have a result, but {len(missing)} of {size} have none: {shown}")
     return ordered
+
+
+def _gather_on_disk(part: _Part, tmpdir: Path, comm: Comm) -> list[_Part] | None:
+    """Return all ranks' parts on rank 0, None elsewhere, through files below rank 0's `tmpdir`.
+
+    **Collective**: every rank. **Raises**: on every rank where one can't write or pickle, or rank 0 can't read;
+    PeerError on those that could.
+    """
+    folder: Path | None = None
+    try:
+        with fail_together(comm):
+            if comm.rank == 0:
+                tmpdir.mkdir(parents=True, exist_ok=True)
+                folder = Path(tempfile.mkdtemp(prefix="lockstep-results-", dir=tmpdir.resolve()))
+        shared = Path(broadcast_packed(str(folder), 0, comm))
+        with fail_together(comm):
+            if comm.rank != 0:
+                _write(part, shared / str(comm.rank), comm)
+        parts: list[_Part] | None = None
+        with fail_together(comm):
+            if comm.rank == 0:
+                parts = [part, *(_read(shared / str(rank), comm) for rank in range(1, comm.size))]
+        return parts
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(part: _Part, path: Path, comm: Comm) -> None:
+    _require_shared(path.parent, "the folder made by rank 0", comm)
+    results, indices = part
+    with path.open("wb") as file:
+        _write_one(indices, file, comm)
+        for first in range(0, len(results), _CHUNK):
+            _write_one(results[first : first + _CHUNK], file, comm)
+
+
+def _read(path: Path, comm: Comm) -> _Part:
+    _require_shared(path, f"the file of rank {path.name}", comm)
+    with path.open("rb") as file:
+        indices, *chunks = _read_each(file)
+    return [result for chunk in chunks for result in chunk], indices
+
+
+def _require_shared(path: Path, what: str, comm: Comm) -> None:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"`tmpdir` must be a folder that all ranks share, but {what} is not at {path} ({comm.this_rank}). "
+            "Leave `tmpdir` out to collect in memory"
+        )
+
+
+def _write_one(obj: object, file: BinaryIO, comm: Comm) -> None:
+    pickled = dump(obj, comm)
+    sizes = [segment.numel() for segment in pickled.segments]
+    file.write(_HEAD.pack(len(pickled.body), len(sizes), pickled.num_tensors))
+    file.write(struct.pack(f"<{len(sizes)}q", *sizes))
+    file.write(pickled.body)
+    for segment in pickled.segments:
+        file.write(bytes_of(segment.cpu()))
+
+
+def _read_each(file: BinaryIO) -> Iterator[Any]:
+    while head := file.read(_HEAD.size):
+        body_bytes, num_segments, num_tensors = _HEAD.unpack(head)
+        sizes = struct.unpack(f"<{num_segments}q", file.read(8 * num_segments))
+        body = file.read(body_bytes)
+        segments = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        for segment in segments:
+            file.readinto(bytes_of(segment))  # type: ignore[attr-defined]  # every buffered file has it
+        yield load(Pickled(body, segments, num_tensors))

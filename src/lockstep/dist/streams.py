@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 
-from lockstep.dist.groups import Group
+from lockstep.dist.groups import Comm
 from lockstep.dist.objects import all_gather_object, broadcast_object
 from lockstep.errors import CollectiveTimeoutError, PeerError
 
@@ -30,14 +30,14 @@ class Stream:
     Args:
         connection: to the other rank.
         peer: that rank.
-        here: the group, as seen from this process.
+        comm: the group, as seen from this process.
     """
 
-    def __init__(self, connection: socket.socket, peer: int, here: Group) -> None:
+    def __init__(self, connection: socket.socket, peer: int, comm: Comm) -> None:
         self._connection = connection
         self._peer = peer
-        self._here = here
-        self._timeout = _timeout_of(here)
+        self._comm = comm
+        self._timeout = _timeout_of(comm)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KEPT_BYTES)
 
     def send(self, message: bytes) -> None:
@@ -90,44 +90,44 @@ class Stream:
 
     def _gone(self, cause: str) -> PeerError:
         return PeerError(
-            f"rank {self._peer} of the group has ended or lost its connection ({self._here.here}). Look for its own "
-            f"error first. The system says: {cause}",
+            f"rank {self._peer} of the group has ended or lost its connection ({self._comm.this_rank}). Look for its "
+            f"own error first. The system says: {cause}",
             rank=self._peer,
             cause=cause,
         )
 
     def _too_late(self, what: str) -> CollectiveTimeoutError:
-        return CollectiveTimeoutError(f"rank {self._peer} of the group has not {what} in time ({self._here.here})")
+        return CollectiveTimeoutError(f"rank {self._peer} of the group has not {what} in time ({self._comm.this_rank})")
 
 
-def open_streams(here: Group) -> dict[int, Stream] | None:
+def open_streams(comm: Comm) -> dict[int, Stream] | None:
     """Connect rank 0 with every other rank, if all are on one host.
 
     **Collective**: every rank of the group.
 
     Args:
-        here: the group, as seen from this process.
+        comm: the group, as seen from this process.
 
     Returns:
         Streams by rank: rank 0 has one to each other rank, each other rank has the one to rank 0. None on every rank
         where one of them cannot reach rank 0 in this way.
     """
     with ExitStack() as setting_up, ExitStack() as opened:
-        listener = _listen(here.size, setting_up) if here.rank == 0 else None
-        address = broadcast_object(None if listener is None else listener.getsockname(), group=here.pg)
+        listener = _listen(comm.size, setting_up) if comm.rank == 0 else None
+        address = broadcast_object(None if listener is None else listener.getsockname(), group=comm.pg)
         connections: dict[int, socket.socket] = {}
-        own = None if here.rank == 0 or address is None else _connect(address, here.rank)
+        own = None if comm.rank == 0 or address is None else _connect(address, comm.rank)
         if own is not None:
             connections[0] = opened.enter_context(own)
         # Whoever has connected waits in the listener's queue by now.
-        if not all(all_gather_object(here.rank == 0 or own is not None, group=here.pg)) or address is None:
+        if not all(all_gather_object(comm.rank == 0 or own is not None, group=comm.pg)) or address is None:
             return None
         if listener is not None:
-            for _ in range(here.size - 1):
+            for _ in range(comm.size - 1):
                 connection, name = listener.accept()
                 connections[int(Path(name).name)] = opened.enter_context(connection)
         opened.pop_all()
-    return {peer: Stream(connections[peer], peer, here) for peer in sorted(connections)}
+    return {peer: Stream(connections[peer], peer, comm) for peer in sorted(connections)}
 
 
 def _listen(size: int, stack: ExitStack) -> socket.socket | None:
@@ -154,8 +154,8 @@ def _connect(address: str, rank: int) -> socket.socket | None:
     return connection
 
 
-def _timeout_of(here: Group) -> timedelta:
+def _timeout_of(comm: Comm) -> timedelta:
     """Return how long a collective waits, which torch 2.13 tells in no public way."""
-    backend = None if here.pg is None else here.pg._get_backend(here.comm_device)
+    backend = None if comm.pg is None else comm.pg._get_backend(comm.comm_device)
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else _TIMEOUT

@@ -1,32 +1,41 @@
-"""The default group's beginning and end: the only caller of `init_process_group` and `destroy_process_group`."""
+"""The default group's beginning and end: the only caller of `init_process_group` and `destroy_process_group`.
+
+Ranks meet at torch's TCPStore, which listens on the loopback interface only where one machine holds all of them.
+"""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import os
+import socket
+import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, cast, overload
 from weakref import ref
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import DistError as TorchDistError
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from lockstep.device import get_device
 from lockstep.dist import groups
-from lockstep.dist.engines import adopt_group, load_engine
-from lockstep.dist.guard import check_collectives
-from lockstep.dist.stores import loopback_interface, open_store, port_file, prefix_of
+from lockstep.dist.consistency import CheckMode, check_collectives
+from lockstep.dist.validate import NOT_GIVEN, either
+from lockstep.engines import adopt_group, load_engine
 from lockstep.errors import CollectiveTimeoutError, DistError, TopologyError
-from lockstep.topology import Topology, environ, read_topology
+from lockstep.topology import LauncherName, Topology, environ, read_topology
 
-Launcher: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
-
-_THREADS_SETTLE_SECONDS = 0.1
+_SECONDS_FOR_THREADS = 0.1
+LOOPBACK = "127.0.0.1"
+_STORE_TIMEOUT = timedelta(minutes=5)
+_OPEN_KEY = "open"  # rank 0 sets this key in the store that it serves for a group
 _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
 # Each backend's variable for the network interface it opens its own connections on.
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
@@ -42,13 +51,13 @@ class _World:
 
 
 _world: _World | None = None
-_generation = 0  # how many groups this process has joined; tells the meeting points of one job apart
+_generation = 0  # how many groups this process has joined; tells the stores of one job apart
 
 
 def init_dist(
-    launcher: Launcher | str | None = None,
+    launcher: LauncherName | None = None,
     backend: str | None = None,
-    init_backend: str = "torch",
+    init_backend: Literal["torch", "deepspeed", "colossalai"] = "torch",
     *,
     timeout: float | timedelta | None = None,
     port: int | None = None,
@@ -137,7 +146,54 @@ def destroy_dist() -> None:
         _clean_up(world)
 
 
-def infer_launcher() -> str:
+@overload
+def init_local_group(group_size: int, /) -> None: ...
+@overload
+def init_local_group(*, group_size: int) -> None: ...
+@overload
+def init_local_group(node_rank: int, num_gpus_per_node: int) -> None: ...
+def init_local_group(
+    node_rank: int = NOT_GIVEN, num_gpus_per_node: int | None = None, *, group_size: int = NOT_GIVEN
+) -> None:
+    """Make one group for each run of consecutive ranks, normally those of a node.
+
+    Call it as ``init_local_group(node_rank, num_gpus_per_node)`` or ``init_local_group(group_size)``. The local queries
+    work without it; it is needed for `get_local_group` on several nodes.
+
+    **Collective**: every rank of the default group. **Raises**: ValueError where the size does not divide the world
+    size, or `node_rank` is not where this rank falls.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import get_local_rank, get_local_size, init_local_group
+        >>> init_local_group(1)
+        >>> get_local_rank(), get_local_size()
+        (0, 1)
+    """
+    comm = groups.resolve()
+    if num_gpus_per_node is None:
+        size = either("node_rank", node_rank, "group_size", group_size)
+    elif group_size is NOT_GIVEN:
+        node_rank, size = either("node_rank", node_rank, "group_size", group_size), num_gpus_per_node
+    else:
+        raise TypeError("init_local_group() takes `node_rank` and `num_gpus_per_node`, or `group_size` alone")
+    if not groups.is_int(size):
+        raise TypeError(f"the size of a local group must be an int, but is {size!r} ({comm.this_rank})")
+    if size < 1 or comm.size % size:
+        raise ValueError(
+            f"the size of a local group must divide the world size, {comm.size}, but is {size} ({comm.this_rank})"
+        )
+    node = comm.rank // size
+    if num_gpus_per_node is not None and node_rank != node:
+        raise ValueError(f"`node_rank` must be {node} for {size} ranks per node, but is {node_rank} ({comm.this_rank})")
+    if comm.pg is None:
+        return
+    # Every rank takes part in making every group, as torch asks.
+    made = [torch_dist.new_group(list(range(first, first + size))) for first in range(0, comm.size, size)]
+    groups.remember_local_group(made[node])
+
+
+def infer_launcher() -> LauncherName:
     """Return who started this process, by its environment: ``"pytorch"``, ``"slurm"``, ``"mpi"``, else ``"none"``."""
     return environ.infer_launcher(os.environ)
 
@@ -145,22 +201,6 @@ def infer_launcher() -> str:
 def is_distributed() -> bool:
     """Return whether there is a default group (of any size)."""
     return torch_dist.is_initialized()
-
-
-def current_topology() -> Topology | None:
-    """Return where this process stands among nodes; None where nothing says so.
-
-    That is what `init_dist` read, or, where somebody else initialised the default group, what the environment says as
-    long as it agrees with that group.
-    """
-    if _world is not None:
-        return _world.topology
-    try:
-        topology = read_topology(os.environ, infer_launcher())
-    except TopologyError:
-        return None
-    group = groups.resolve()
-    return topology if (topology.rank, topology.world_size) == (group.rank, group.size) else None
 
 
 def is_one_node(topology: Topology) -> bool:
@@ -181,14 +221,15 @@ def _start(
         if store is None:
             store = _open_store(world, port, timeout)
         else:
-            store = PrefixStore(prefix_of(topology, _generation), store)
+            store = PrefixStore(_prefix_of(topology, _generation), store)
         torch_dist.init_process_group(store=store, rank=topology.rank, world_size=topology.world_size, **options)
     except BaseException as error:
         _clean_up(world)
         if isinstance(error, (torch_dist.DistStoreError, torch_dist.DistNetworkError)):
-            raise _not_together(error, topology) from error
+            raise _not_met(error, topology) from error
         raise
     _world = world
+    groups.remember_topology(topology)
     if topology.world_size > 1:
         _generation += 1
     atexit.register(destroy_dist)
@@ -202,7 +243,7 @@ def _open_store(world: _World, port: int | None, timeout: timedelta | None) -> S
     publishes = port is None and topology.master_port is None and topology.world_size > 1
     if loopback and topology.rank == 0 and publishes:
         world.leftovers.append(port_file(topology, _generation))
-    return open_store(topology, port=port, timeout=timeout, loopback=loopback, generation=_generation)
+    return _connect_store(topology, port=port, timeout=timeout, loopback=loopback, generation=_generation)
 
 
 def _checked_backend(backend: str | None) -> str:
@@ -244,7 +285,7 @@ def _choose_checks() -> None:
     if mode is None:
         return
     try:
-        check_collectives(mode)
+        check_collectives(cast(CheckMode, mode))
     except ValueError as error:
         raise ValueError(f"LOCKSTEP_CHECK is not understood: {error}") from None
 
@@ -271,10 +312,10 @@ def _keep_on_loopback(backend: str, world: _World) -> None:
     for name, variable in _INTERFACE_VARIABLES.items():
         if name in backend and variable not in os.environ:
             world.environment_set.append(variable)
-            os.environ[variable] = loopback_interface()
+            os.environ[variable] = _loopback_interface()
 
 
-def _not_together(error: Exception, topology: Topology) -> Exception:
+def _not_met(error: Exception, topology: Topology) -> Exception:
     """Return what it means that the ranks did not find each other, in torch's words."""
     text = str(error)
     kind = CollectiveTimeoutError if "time" in text else DistError
@@ -294,7 +335,7 @@ def _end_group() -> None:
     if held() is not None:
         # Somebody still refers to the group, so its threads live on. One of them may be about to free the tensors of
         # the last collective, for which it needs the interpreter; if that is ending, the process aborts (torch 2.13).
-        time.sleep(_THREADS_SETTLE_SECONDS)
+        time.sleep(_SECONDS_FOR_THREADS)
 
 
 def _clean_up(world: _World) -> None:
@@ -302,3 +343,190 @@ def _clean_up(world: _World) -> None:
         os.environ.pop(variable, None)
     for path in world.leftovers:
         path.unlink(missing_ok=True)
+
+
+def _connect_store(
+    topology: Topology,
+    *,
+    port: int | None,
+    timeout: timedelta | None,
+    loopback: bool,
+    generation: int,
+) -> Store:
+    """Return a connected store that all ranks of the job share.
+
+    Args:
+        topology: who this process is.
+        port: port on rank 0, in place of the environment's.
+        timeout: how long to wait for the others; also the store's own timeout.
+        loopback: all ranks are on this machine, so that nothing needs to listen elsewhere.
+        generation: how many groups this process has joined before; every rank counts alike.
+
+    **Raises**: TopologyError where no address is known, or the port is taken; where rank 0 is not found in time,
+    CollectiveTimeoutError if it had to publish its port, else torch's DistError.
+    """
+    timeout = timeout or _STORE_TIMEOUT
+    prefix = _prefix_of(topology, generation)
+    if topology.agent_store:
+        host, port = _address(topology, port)
+        return PrefixStore(prefix, _connect(host, port, topology, timeout))
+    if not loopback:
+        host, port = _address(topology, port)
+        if topology.rank == 0:
+            return _opened(prefix, _serve_everywhere(host, port, topology, timeout))
+        return _joined(prefix, host, port, topology, timeout)
+    port = port if port is not None else topology.master_port
+    if topology.world_size == 1:
+        return PrefixStore(prefix, _serve_on_loopback(port, topology, timeout))
+    published = None if port is not None else port_file(topology, generation)
+    if topology.rank == 0:
+        store = _serve_on_loopback(port, topology, timeout)
+        if published is not None:
+            _publish_port(store.port, published)
+        return _opened(prefix, store)
+    if published is not None:
+        port = _await_published_port(published, topology, timeout)
+    assert port is not None
+    return _joined(prefix, LOOPBACK, port, topology, timeout)
+
+
+def _prefix_of(topology: Topology, generation: int) -> str:
+    """Return what keeps the keys of a group apart from those of former ones in a store that outlives them.
+
+    A launcher that restarts a job may come to the same store again (without this, 5 of 6 restarts over gloo hang or
+    fail, torch 2.13), and so may a process that leaves a group and joins another.
+    """
+    return f"lockstep/attempt_{topology.restart_count}/group_{generation}"
+
+
+def _loopback_interface() -> str:
+    """Return the name of the loopback interface on this system."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def _address(topology: Topology, port: int | None) -> tuple[str, int]:
+    if topology.master_addr is None:
+        raise TopologyError(
+            "MASTER_ADDR must name the host of rank 0, since the ranks are on several nodes and the launcher "
+            f"{topology.launcher!r} does not say it (rank {topology.rank} of {topology.world_size}). "
+            "Export MASTER_ADDR and MASTER_PORT, e.g. mpirun -x MASTER_ADDR=node0 -x MASTER_PORT=29500"
+        )
+    try:
+        socket.getaddrinfo(topology.master_addr, None)
+    except OSError as error:  # TCPStore would look it up again and again until the timeout
+        raise TopologyError(
+            f"MASTER_ADDR must be a host that can be found, but is {topology.master_addr!r}: {error} "
+            f"(rank {topology.rank} of {topology.world_size}). Export the address of rank 0's host"
+        ) from error
+    if port is None:
+        port = topology.master_port
+    if port is None:
+        # The same on every node without asking anybody, and different for two jobs that share a node.
+        digest = sha256(topology.job_key.encode()).digest()
+        port = 20000 + int.from_bytes(digest[:4], "big") % 10000
+    return topology.master_addr, port
+
+
+def _opened(prefix: str, store: TCPStore) -> Store:
+    opened = PrefixStore(prefix, store)
+    opened.set(_OPEN_KEY, "")
+    return opened
+
+
+def _joined(prefix: str, host: str, port: int, topology: Topology, timeout: timedelta) -> Store:
+    """Connect to the store that rank 0 has opened for this group; one of a former group may still be closing there."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+        try:
+            store = _connect(host, port, topology, left)
+            joined = PrefixStore(prefix, store)
+            joined.wait([_OPEN_KEY], left)
+        except TorchDistError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            store.set_timeout(timeout)
+            return joined
+
+
+def _connect(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:
+    return TCPStore(host, port, topology.world_size, False, timeout, wait_for_workers=False)
+
+
+def _serve_everywhere(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:
+    try:
+        return TCPStore(host, port, topology.world_size, True, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise TopologyError(_port_taken(host, port)) from error
+
+
+def _serve_on_loopback(port: int | None, topology: Topology, timeout: timedelta) -> TCPStore:
+    # TCPStore binds all addresses even for host 127.0.0.1, unless it is given a socket that listens already.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port or 0))
+    except OSError as error:
+        listener.close()
+        raise TopologyError(_port_taken(LOOPBACK, port or 0)) from error
+    listener.listen(1024)
+    bound = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK,
+        bound,
+        topology.world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _port_taken(host: str, port: int) -> str:
+    return (
+        f"MASTER_PORT must be free on rank 0, but {host}:{port} can't be bound. "
+        "Choose another port, or on a single node leave it out: a free one is then found"
+    )
+
+
+def port_file(topology: Topology, generation: int) -> Path:
+    """Return where rank 0 writes the port it found, and the others look for it.
+
+    **Raises**: TopologyError where nothing tells this job from others on the machine.
+    """
+    if not topology.job_key:
+        raise TopologyError(
+            f"MASTER_PORT must be set, since the launcher {topology.launcher!r} gives its ranks nothing by which "
+            f"to find each other (rank {topology.rank} of {topology.world_size})"
+        )
+    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise TopologyError(
+            f"{folder} must belong to the user of this process, but does not. Set MASTER_PORT, or TMPDIR"
+        )
+    return folder / f"{topology.job_key}.{topology.restart_count}.{generation}.port"
+
+
+def _publish_port(port: int, path: Path) -> None:
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(str(port))
+    draft.rename(path)
+
+
+def _await_published_port(path: Path, topology: Topology, timeout: timedelta) -> int:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        # A file that a killed job left behind names a port where nobody listens: look again until somebody does.
+        try:
+            port = int(path.read_text())
+            with socket.create_connection((LOOPBACK, port), timeout=1):
+                return port
+        except (OSError, ValueError):
+            time.sleep(0.02)
+    raise CollectiveTimeoutError(
+        f"rank 0 must publish its port within {timeout.total_seconds():g} s, but did not "
+        f"(rank {topology.rank} of {topology.world_size}). Did it start?"
+    )

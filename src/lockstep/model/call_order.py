@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist import all_gather, get_world_size
-from lockstep.dist.guard import check_mode
+from lockstep.dist.consistency import check_mode
 from lockstep.errors import PeerError
 
 # Of the passes of each kind, those that are compared after the first ones.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from lockstep.dist import (
     main_process_first,
 )
 from lockstep.errors import ConfigError
+from lockstep.topology import LauncherName
 
 ENV_KEYS = ("dist_cfg", "cudnn_benchmark", "mp_cfg", "resource_limit")
 _logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     lacks_gpu = arguments.get("backend") == "nccl" and not torch.cuda.is_available()
     if lacks_gpu:
         del arguments["backend"]
-    init_dist(launcher, **arguments)
+    init_dist(cast(LauncherName, launcher), **arguments)  # which it checks
     if lacks_gpu and is_main_process():
         _logger.warning("`env_cfg.dist_cfg.backend` is nccl, which needs a GPU, and there is none: the ranks use gloo")
 

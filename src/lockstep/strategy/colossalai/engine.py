@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._pytree import tree_leaves
 
 from lockstep.dist import all_gather
-from lockstep.dist.engines import load_engine
+from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, DistError
 from lockstep.model.tensor_parallel_plan import read_plan
 from lockstep.registry.nearest import did_you_mean

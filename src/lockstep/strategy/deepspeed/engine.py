@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.device import get_device
 from lockstep.dist import broadcast, get_backend, get_local_rank, get_rank, get_world_size, init_dist, is_distributed
-from lockstep.dist.engines import adopt_group, load_engine, undisturbed
+from lockstep.engines import adopt_group, load_engine, undisturbed
 from lockstep.errors import ConfigError
 from lockstep.model import ModelWrapper, steps, train_step
 from lockstep.model.call_order import CallOrder

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce, get_rank
-from lockstep.dist.engines import load_engine
+from lockstep.engines import load_engine
 from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
-from lockstep.dist.engines import load_engine
+from lockstep.engines import load_engine
 from lockstep.errors import ConfigError
 from lockstep.model.full_params import gather_full
 from lockstep.strategy.base import OptimState

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
+OpName: TypeAlias = Literal["sum", "mean", "avg", "product", "prod", "min", "max", "band", "bor", "bxor"]
+OpLike: TypeAlias = OpName | ReduceOp.RedOpType
+
+OPS: tuple[OpName, ...] = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
 _ALIASES = {"avg": "mean", "prod": "product"}
-TORCH_OPS = {
+TORCH_OPS: dict[OpName, Any] = {
     "sum": ReduceOp.SUM,
     "mean": ReduceOp.AVG,
     "product": ReduceOp.PRODUCT,
@@ -27,7 +31,17 @@ TORCH_OPS = {
     "bor": ReduceOp.BOR,
     "bxor": ReduceOp.BXOR,
 }
-_BIT_OPS = frozenset({"band", "bor", "bxor"})
+BIT_OPS = frozenset({"band", "bor", "bxor"})
+_COMBINE: dict[OpName, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,  # the division comes at the end
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 _ORDERED_OPS = frozenset({"product", "min", "max"})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NATIVE_INTS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
@@ -47,20 +61,20 @@ class Reduction:
             the backend's result is the result, in place.
     """
 
-    wire_op: str
+    wire_op: OpName
     encode: Callable[[Tensor], Tensor] | None = None
     decode: Callable[[Tensor, int], Tensor] | None = None
 
 
-def op_name(op: object) -> str:
+def op_name(op: object) -> OpName:
     """Return the plain name of an operation given by name or as `torch.distributed.ReduceOp`.
 
     **Raises**: ValueError, naming the operations there are.
     """
     if isinstance(op, str):
-        name = _ALIASES.get(op.lower(), op.lower())
-        if name in TORCH_OPS:
-            return name
+        for name in OPS:
+            if name == _ALIASES.get(op.lower(), op.lower()):
+                return name
     elif isinstance(op, ReduceOp | ReduceOp.RedOpType):  # 0 and False would be equal to SUM, too
         for name, torch_op in TORCH_OPS.items():
             if op == torch_op:
@@ -68,8 +82,13 @@ def op_name(op: object) -> str:
     raise ValueError(f"`op` must be one of {', '.join(OPS)} (or avg, prod, torch's ReduceOp), but is {op!r}")
 
 
+def combine_in_place(total: Tensor, other: Tensor, wire_op: OpName) -> None:
+    """Combine two encoded tensors as a backend does, into the first."""
+    _COMBINE[wire_op](total, other, out=total)
+
+
 @cache
-def reduction(op: str, dtype: torch.dtype) -> Reduction:
+def reduction(op: OpName, dtype: torch.dtype) -> Reduction:
     """Return how `op` runs on `dtype`.
 
     **Raises**: TypeError where the pair has no meaning (the order of complex numbers, the bits of a float).
@@ -78,7 +97,7 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
         return _bool_reduction(op)
     if dtype in _INTS:
         return _int_mean(dtype) if op == "mean" else _int_reduction(op, dtype)
-    if op in _BIT_OPS:
+    if op in BIT_OPS:
         raise TypeError(f"`op` must not be {op!r} for {dtype}: only integers and bool have bits")
     if dtype in _FLOATS:
         if op == "mean" and dtype.itemsize == 2:
@@ -98,17 +117,17 @@ def reduction(op: str, dtype: torch.dtype) -> Reduction:
     )
 
 
-def _bool_reduction(op: str) -> Reduction:
+def _bool_reduction(op: OpName) -> Reduction:
     if op == "mean":
         return _int_mean(torch.bool)
     if op == "bxor":
         # Odd counts; as a sum, since NCCL has no bit operations.
         return Reduction("sum", lambda x: x.to(torch.int32), lambda x, n: (x & 1).bool())
-    any_or_all = "max" if op in ("sum", "max", "bor") else "min"
+    any_or_all: OpName = "max" if op in ("sum", "max", "bor") else "min"
     return Reduction(any_or_all, lambda x: x.view(torch.uint8))
 
 
-def _int_reduction(op: str, dtype: torch.dtype) -> Reduction:
+def _int_reduction(op: OpName, dtype: torch.dtype) -> Reduction:
     if dtype in _NATIVE_INTS:
         return Reduction(op)
     if dtype in _WIDER_INTS:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.dist import all_gather, gather, get_default_group, get_dist_info, get_rank, get_world_size, scatter
-from lockstep.dist.handles import Handle
+from lockstep.dist.transport import Handle
 from lockstep.errors import PeerError
 from lockstep.testing import ranks
 
@@ -36,7 +36,7 @@ from .strategies import (
 
 # How a rank calls: all_gather(data) or all_gather(list, data), and that with a handle.
 FORMS = ("returns", "fills", "fills later")
-LARGE = 1000  # elements: more than fits into a slot
+LARGE = 1000  # elements: more than fits into a header
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from functools import reduce as fold
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ReduceOp, ReduceOptions, ReduceScatterOptions, Work
+from torch.distributed import AllreduceOptions, ReduceOptions, ReduceScatterOptions, Work
 
-from lockstep.dist.arguments import (
-    NOT_GIVEN,
-    PLAIN_TYPES,
-    either,
-    group_rank,
-    require_alike,
-    require_list,
-    require_memory,
-    require_tensor,
-)
-from lockstep.dist.devices import as_bytes, copy_back, to_comm, to_wire
+from lockstep.device import copy_into
+from lockstep.dist.consistency import check_call, report_refusals
 from lockstep.dist.gradients import (
     ENDS_HERE,
     STAYS_LOCAL,
@@ -34,19 +24,25 @@ from lockstep.dist.gradients import (
     synced,
     warn_of_lost_gradients,
 )
-from lockstep.dist.groups import Group, GroupLike, resolve
-from lockstep.dist.guard import check_call, watch
-from lockstep.dist.handles import Handle, settled, wait_for
-from lockstep.dist.reductions import TORCH_OPS, Reduction, op_name, reduction
-from lockstep.dist.segments import broadcast_each
-
-_BIT_OPS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+from lockstep.dist.groups import Comm, GroupLike, resolve
+from lockstep.dist.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine_in_place, op_name, reduction
+from lockstep.dist.transport import Handle, as_bytes, transport_of, wait_for, wait_unless_async
+from lockstep.dist.validate import (
+    NOT_GIVEN,
+    PLAIN_TYPES,
+    either,
+    require_alike,
+    require_list,
+    require_memory,
+    require_rank,
+    require_tensor,
+)
 
 
 @overload
 def all_reduce(
     data: Tensor = ...,
-    op: str | ReduceOp.RedOpType = ...,
+    op: OpLike = ...,
     group: GroupLike = ...,
     async_op: Literal[False] = ...,
     *,
@@ -56,7 +52,7 @@ def all_reduce(
 @overload
 def all_reduce(
     data: Tensor = ...,
-    op: str | ReduceOp.RedOpType = ...,
+    op: OpLike = ...,
     group: GroupLike = ...,
     *,
     async_op: Literal[True],
@@ -66,7 +62,7 @@ def all_reduce(
 @overload
 def all_reduce(
     data: Tensor = ...,
-    op: str | ReduceOp.RedOpType = ...,
+    op: OpLike = ...,
     group: GroupLike = ...,
     async_op: Literal[False] = ...,
     *,
@@ -76,7 +72,7 @@ def all_reduce(
 @overload
 def all_reduce(
     data: Tensor = ...,
-    op: str | ReduceOp.RedOpType = ...,
+    op: OpLike = ...,
     group: GroupLike = ...,
     async_op: bool = ...,
     *,
@@ -85,7 +81,7 @@ def all_reduce(
 ) -> Handle | Tensor | None: ...
 def all_reduce(
     data: Tensor = NOT_GIVEN,
-    op: str | ReduceOp.RedOpType = "sum",
+    op: OpLike = "sum",
     group: GroupLike = None,
     async_op: bool = False,
     *,
@@ -117,7 +113,7 @@ def all_reduce(
     shapes differ, and PeerError where the arguments of another rank are wrong.
 
     **Cost**: about ``2 * nbytes`` sent per rank; twice that for the mean of half types (averaged in float32) and of
-    int64. With `sync_grads` a slot of 512 bytes from each rank to each before, and the same bytes again in backward.
+    int64. With `sync_grads` a header of 512 bytes from each rank to each before, and the same bytes again in backward.
 
     **Example (2 ranks)**::
 
@@ -135,22 +131,52 @@ def all_reduce(
     **Source**: `torch.distributed.all_reduce` (2.13). On gloo the mean of integers, bool and int16 fail there, and a
     non-contiguous tensor is reduced in part without an error.
     """
-    here = resolve(group)
+    comm = resolve(group)
     data = either("data", data, "tensor", tensor)
     if sync_grads:
-        return _all_reduce_with_grads(data, op, here, async_op)
-    with watch("all_reduce", here):
+        return _all_reduce_with_grads(data, op, comm, async_op)
+    with report_refusals("all_reduce", comm):
         name, plan = _planned(data, op)
         require_memory("data", data)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("all_reduce", STAYS_LOCAL, has_sync_grads=True)
-    return _all_reduce(data, name, plan, here, async_op)
+    return _all_reduce(data, name, plan, comm, async_op)
 
 
+@overload
+def reduce(
+    data: Tensor = ...,
+    dst: int = ...,
+    op: OpLike = ...,
+    group: GroupLike = ...,
+    async_op: Literal[False] = ...,
+    *,
+    tensor: Tensor = ...,
+) -> None: ...
+@overload
+def reduce(
+    data: Tensor = ...,
+    dst: int = ...,
+    op: OpLike = ...,
+    group: GroupLike = ...,
+    *,
+    async_op: Literal[True],
+    tensor: Tensor = ...,
+) -> Handle: ...
+@overload
+def reduce(
+    data: Tensor = ...,
+    dst: int = ...,
+    op: OpLike = ...,
+    group: GroupLike = ...,
+    async_op: bool = ...,
+    *,
+    tensor: Tensor = ...,
+) -> Handle | None: ...
 def reduce(
     data: Tensor = NOT_GIVEN,
     dst: int = 0,
-    op: str | ReduceOp.RedOpType = "sum",
+    op: OpLike = "sum",
     group: GroupLike = None,
     async_op: bool = False,
     *,
@@ -173,74 +199,94 @@ def reduce(
         >>> data.tolist() if get_rank() == 1 else [3, 5]
         [3, 5]
     """
-    here = resolve(group)
+    comm = resolve(group)
     data = either("data", data, "tensor", tensor)
-    with watch("reduce", here):
+    with report_refusals("reduce", comm):
         name, plan = _planned(data, op)
         require_memory("data", data)
-        dst = group_rank("dst", dst, here)
+        dst = require_rank("dst", dst, comm)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("reduce", STAYS_LOCAL)
-    return _reduce_to(data, dst, name, plan, here, async_op)
+    return _reduce_to(data, dst, name, plan, comm, async_op)
 
 
-def _all_reduce(data: Tensor, name: str, plan: Reduction, here: Group, async_op: bool) -> Handle | None:
-    check_call("all_reduce", here, data, name)
-    if here.pg is None:
+def _all_reduce(data: Tensor, name: OpName, plan: Reduction, comm: Comm, async_op: bool) -> Handle | None:
+    check_call("all_reduce", comm, data, name)
+    if comm.pg is None:
         _alone(data, plan)
-        return Handle((), here) if async_op else None
-    pg = here.pg
-    if _is_plain(data, plan, here, async_op):
-        wait_for(pg.allreduce([data], _allreduce_options(plan.wire_op, False)), here)
+        return Handle((), comm) if async_op else None
+    pg = comm.pg
+    if _is_plain(data, plan, comm, async_op):
+        wait_for(pg.allreduce([data], _allreduce_options(plan.wire_op, False)), comm)
         return None
 
-    def start(travelling: Tensor, wire_op: str) -> Work:
+    def start(travelling: Tensor, wire_op: OpName) -> Work:
         return pg.allreduce([travelling], _allreduce_options(wire_op, async_op))
 
-    return settled(_reduce(data, plan, here, start, keeps=True), async_op)
+    return wait_unless_async(_reduce(data, plan, comm, start, keeps=True), async_op)
 
 
-def _reduce_to(data: Tensor, dst: int, name: str, plan: Reduction, here: Group, async_op: bool) -> Handle | None:
-    check_call("reduce", here, data, name, dst)
-    if here.pg is None:
+def _reduce_to(data: Tensor, dst: int, name: OpName, plan: Reduction, comm: Comm, async_op: bool) -> Handle | None:
+    check_call("reduce", comm, data, name, dst)
+    if comm.pg is None:
         _alone(data, plan)
-        return Handle((), here) if async_op else None
-    pg = here.pg
+        return Handle((), comm) if async_op else None
+    pg = comm.pg
 
-    if _is_plain(data, plan, here, async_op):
-        wait_for(pg.reduce([data], _reduce_options(plan.wire_op, dst)), here)
+    if _is_plain(data, plan, comm, async_op):
+        wait_for(pg.reduce([data], _reduce_options(plan.wire_op, dst)), comm)
         return None
 
-    def start(travelling: Tensor, wire_op: str) -> Work:
+    def start(travelling: Tensor, wire_op: OpName) -> Work:
         return pg.reduce([travelling], _reduce_options(wire_op, dst))
 
-    return settled(_reduce(data, plan, here, start, keeps=here.rank == dst), async_op)
+    return wait_unless_async(_reduce(data, plan, comm, start, keeps=comm.rank == dst), async_op)
 
 
 @overload
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
-    op: str | ReduceOp.RedOpType = ...,
+    op: OpLike = ...,
     group: GroupLike = ...,
-    async_op: bool = ...,
+    async_op: Literal[False] = ...,
     *,
     sync_grads: Literal[False] = ...,
-) -> Handle | None: ...
+) -> None: ...
 @overload
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
-    op: str | ReduceOp.RedOpType = ...,
+    op: OpLike = ...,
+    group: GroupLike = ...,
+    *,
+    async_op: Literal[True],
+    sync_grads: Literal[False] = ...,
+) -> Handle: ...
+@overload
+def reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: OpLike = ...,
     group: GroupLike = ...,
     async_op: Literal[False] = ...,
     *,
     sync_grads: Literal[True],
 ) -> Tensor: ...
+@overload
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
-    op: str | ReduceOp.RedOpType = "sum",
+    op: OpLike = ...,
+    group: GroupLike = ...,
+    async_op: bool = ...,
+    *,
+    sync_grads: bool = ...,
+) -> Handle | Tensor | None: ...
+def reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: OpLike = "sum",
     group: GroupLike = None,
     async_op: bool = False,
     *,
@@ -262,7 +308,7 @@ def reduce_scatter(
 
     **Gradients**: as for `all_reduce`: the gradient of ``input_list[i]`` is that of rank i's output, on every rank.
 
-    **Cost**: about the bytes of the whole list sent per rank. With `sync_grads` a slot of 512 bytes from each rank to
+    **Cost**: about the bytes of the whole list sent per rank. With `sync_grads` a header of 512 bytes from each rank to
     each before, and in backward the gradient of every rank's output to each.
 
     **Example (2 ranks)**::
@@ -273,178 +319,180 @@ def reduce_scatter(
         >>> output.tolist() == ([2.0] if get_rank() == 0 else [2.0, 2.0])
         True
     """
-    here = resolve(group)
+    comm = resolve(group)
     if sync_grads:
-        return _reduce_scatter_with_grads(output, input_list, op, here, async_op)
-    with watch("reduce_scatter", here):
+        return _reduce_scatter_with_grads(output, input_list, op, comm, async_op)
+    with report_refusals("reduce_scatter", comm):
         name, plan = _planned(output, op, "output")
-        is_plain = not async_op and _is_plain_list(input_list, output, plan, here)
+        is_plain = not async_op and _is_plain_list(input_list, output, plan, comm)
         if not is_plain:
-            _require_entries(output, input_list, here)
+            _require_entries(output, input_list, comm)
     if is_plain:
-        check_call("reduce_scatter", here, *input_list, name)
-        assert here.pg is not None  # it moves tensors
-        work = here.pg.reduce_scatter([output], [list(input_list)], _reduce_scatter_options(plan.wire_op))
-        wait_for(work, here)
+        check_call("reduce_scatter", comm, *input_list, name)
+        assert comm.pg is not None  # it moves tensors
+        work = comm.pg.reduce_scatter([output], [list(input_list)], _reduce_scatter_options(plan.wire_op))
+        wait_for(work, comm)
         return None
     if (output.requires_grad and not output.is_leaf) or any(x.requires_grad for x in input_list):
         warn_of_lost_gradients("reduce_scatter", ENDS_HERE, has_sync_grads=True)
-    return settled(_reduce_scatter(output, input_list, name, plan, here), async_op)
+    return wait_unless_async(_reduce_scatter(output, input_list, name, plan, comm), async_op)
 
 
-def _require_entries(output: Tensor, input_list: Sequence[Tensor], here: Group) -> None:
-    require_list("input_list", input_list, here)
-    require_alike("output", output, "input_list[rank]", input_list[here.rank], here)
+def _require_entries(output: Tensor, input_list: Sequence[Tensor], comm: Comm) -> None:
+    require_list("input_list", input_list, comm)
+    require_alike("output", output, "input_list[rank]", input_list[comm.rank], comm)
     if any(entry.dtype != output.dtype for entry in input_list):
         dtypes = sorted({str(entry.dtype) for entry in input_list})
-        raise ValueError(f"`input_list` must have one dtype, but has {', '.join(dtypes)} ({here.here})")
+        raise ValueError(f"`input_list` must have one dtype, but has {', '.join(dtypes)} ({comm.this_rank})")
     require_memory("output", output)
 
 
-def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], name: str, plan: Reduction, here: Group) -> Handle:
-    check_call("reduce_scatter", here, *input_list, name)
-    if here.pg is None:
-        copy_back(output, input_list[0])
+def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], name: OpName, plan: Reduction, comm: Comm) -> Handle:
+    check_call("reduce_scatter", comm, *input_list, name)
+    if comm.pg is None:
+        copy_into(output, input_list[0])
         _alone(output, plan)
-        return Handle((), here)
+        return Handle((), comm)
     shape = input_list[0].shape
-    if plan.wire_op in here.lacks or any(entry.shape != shape for entry in input_list):
-        return _reduce_to_each(output, input_list, name, plan, here)
-    pg = here.pg
-    wires = [to_wire(entry, here) for entry in input_list]
+    if plan.wire_op in comm.missing_ops or any(entry.shape != shape for entry in input_list):
+        return _reduce_to_each(output, input_list, name, plan, comm)
+    pg = comm.pg
+    wires = [comm.to_wire(entry) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
 
-    def start(received: Tensor, wire_op: str) -> Work:
+    def start(received: Tensor, wire_op: OpName) -> Work:
         return pg.reduce_scatter([received], [travelling], _reduce_scatter_options(wire_op))
 
-    return _reduce(output, plan, here, start, keeps=True)
+    return _reduce(output, plan, comm, start, keeps=True)
 
 
-def _reduce_to_each(output: Tensor, input_list: Sequence[Tensor], name: str, plan: Reduction, here: Group) -> Handle:
+def _reduce_to_each(output: Tensor, input_list: Sequence[Tensor], name: OpName, plan: Reduction, comm: Comm) -> Handle:
     """Run one reduction to each rank, all in flight at once, since the entries differ in shape."""
     copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in input_list]
-    handles = [_reduce_to(x, dst, name, plan, here, async_op=True) for dst, x in enumerate(copies)]
+    handles = [_reduce_to(x, dst, name, plan, comm, async_op=True) for dst, x in enumerate(copies)]
 
     started = [handle for handle in handles if handle is not None]
-    return Handle(started, here, lambda: copy_back(output, copies[here.rank]))
+    return Handle(started, comm, lambda: copy_into(output, copies[comm.rank]))
 
 
-def _all_reduce_with_grads(data: Tensor, op: object, here: Group, async_op: bool) -> Tensor:
+def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:
     def check() -> tuple[str, Sequence[Tensor]]:
-        require_blocking(async_op, here)
+        require_blocking(async_op, comm)
         name, _ = _planned(data, op)
-        require_linear(name, here)
+        require_linear(name, comm)
         return f"all_reduce({describe([data])}, {name})", [data]
 
-    wanted = agree_on_gradients(here, check)
+    wanted = agree_on_gradients(comm, check)
     name, plan = _planned(data, op)
 
     def total(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result = inputs[0].clone(memory_format=torch.contiguous_format)
-        _all_reduce(result, name, plan, here, async_op=False)
+        _all_reduce(result, name, plan, comm, async_op=False)
         return [result]
 
-    return synced(LinearMap(total, total, here), [data], wanted)[0]
+    return synced(LinearMap(total, total, comm), [data], wanted)[0]
 
 
 def _reduce_scatter_with_grads(
-    output: Tensor, input_list: Sequence[Tensor], op: object, here: Group, async_op: bool
+    output: Tensor, input_list: Sequence[Tensor], op: object, comm: Comm, async_op: bool
 ) -> Tensor:
     def check() -> tuple[str, Sequence[Tensor]]:
-        require_blocking(async_op, here)
+        require_blocking(async_op, comm)
         name, _ = _planned(output, op, "output")
-        require_linear(name, here)
-        _require_entries(output, input_list, here)
-        require_fillable("output", [output], here)
+        require_linear(name, comm)
+        _require_entries(output, input_list, comm)
+        require_fillable("output", [output], comm)
         return f"reduce_scatter({describe(input_list)}, {name})", input_list
 
-    wanted = agree_on_gradients(here, check)
+    wanted = agree_on_gradients(comm, check)
     name, plan = _planned(output, op, "output")
     like = [(x.shape, x.device) for x in input_list]
 
     def scatter(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        result = torch.empty(like[here.rank][0], dtype=inputs[0].dtype, device=like[here.rank][1])
-        _reduce_scatter(result, inputs, name, plan, here).wait()
+        result = torch.empty(like[comm.rank][0], dtype=inputs[0].dtype, device=like[comm.rank][1])
+        _reduce_scatter(result, inputs, name, plan, comm).wait()
         return [result]
 
-    def spread(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        own = gradients[0] / here.size if name == "mean" else gradients[0]
-        return _on_every_rank(own, like, here)
+    def send_back(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        own = gradients[0] / comm.size if name == "mean" else gradients[0]
+        return _on_every_rank(own, like, comm)
 
-    output.copy_(synced(LinearMap(scatter, spread, here), input_list, wanted)[0])
+    output.copy_(synced(LinearMap(scatter, send_back, comm), input_list, wanted)[0])
     return output
 
 
-def scatter_sums(entries: Sequence[Tensor], here: Group) -> Tensor:
+def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:
     """Return the sum of all ranks' ``entries[rank]``: the transpose of what `all_gather` does."""
-    own = entries[here.rank]
+    own = entries[comm.rank]
     output = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-    _reduce_scatter(output, entries, "sum", reduction("sum", own.dtype), here).wait()
+    _reduce_scatter(output, entries, "sum", reduction("sum", own.dtype), comm).wait()
     return output
 
 
-def _on_every_rank(own: Tensor, like: Sequence[tuple[torch.Size, torch.device]], here: Group) -> list[Tensor]:
+def _on_every_rank(own: Tensor, like: Sequence[tuple[torch.Size, torch.device]], comm: Comm) -> list[Tensor]:
     """Return every rank's tensor, whose shapes all know: the transpose of what `reduce_scatter` does."""
-    wire = to_comm(own, here)
-    landing = [torch.empty(shape, dtype=wire.dtype, device=here.comm_device) for shape, _ in like]
-    segments = [[as_bytes(x)] if x.numel() else [] for x in landing]
-    broadcast_each([as_bytes(wire)] if wire.numel() else [], segments, here).wait()
-    return [x.to(device) for x, (_, device) in zip(landing, like, strict=True)]
+    wire = comm.to_comm_device(own)
+    received = [torch.empty(shape, dtype=wire.dtype, device=comm.comm_device) for shape, _ in like]
+    own_segments = [as_bytes(wire)] if wire.numel() else []
+    transport_of(comm).all_gather_segments(own_segments, [[as_bytes(x)] if x.numel() else [] for x in received]).wait()
+    return [x.to(device) for x, (_, device) in zip(received, like, strict=True)]
 
 
 def _reduce(
     data: Tensor,
     plan: Reduction,
-    here: Group,
-    start: Callable[[Tensor, str], Work],
+    comm: Comm,
+    start: Callable[[Tensor, OpName], Work],
     *,
     keeps: bool,
 ) -> Handle:
     """Encode, start, and say how to finish; only a rank that `keeps` the result writes it back."""
-    wire = to_wire(data, here)
+    wire = comm.to_wire(data)
     travelling = wire if plan.encode is None else plan.encode(wire)
     wire_op = plan.wire_op
-    if wire_op in here.lacks and wire_op in _BIT_OPS:
-        return _reduce_bits(data, wire, travelling, plan, here)
-    divides = wire_op in here.lacks  # the mean
+    if wire_op in comm.missing_ops and wire_op in BIT_OPS:
+        return _reduce_bits(data, wire, travelling, plan, comm)
+    divides = wire_op in comm.missing_ops  # the mean
     work = start(travelling, "sum" if divides else wire_op)
 
     def finish() -> None:
         if keeps:
             if divides:
-                travelling.div_(here.size)
-            _deliver(data, wire, travelling, plan, here)
+                travelling.div_(comm.size)
+            _deliver(data, wire, travelling, plan, comm)
 
-    return Handle([work], here, finish)
+    return Handle([work], comm, finish)
 
 
-def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction, here: Group) -> Handle:
+def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction, comm: Comm) -> Handle:
     """Gather and combine locally: NCCL has no bit operations."""
-    assert here.pg is not None
-    parts = [torch.empty_like(travelling) for _ in range(here.size)]
-    work = here.pg.allgather([parts], [travelling])
+    assert comm.pg is not None
+    parts = [torch.empty_like(travelling) for _ in range(comm.size)]
+    work = comm.pg.allgather([parts], [travelling])
 
     def finish() -> None:
-        travelling.copy_(fold(_BIT_OPS[plan.wire_op], parts))
-        _deliver(data, wire, travelling, plan, here)
+        travelling.copy_(parts[0])
+        for part in parts[1:]:
+            combine_in_place(travelling, part, plan.wire_op)
+        _deliver(data, wire, travelling, plan, comm)
 
-    return Handle([work], here, finish)
+    return Handle([work], comm, finish)
 
 
-def _deliver(data: Tensor, wire: Tensor, travelled: Tensor, plan: Reduction, here: Group) -> None:
-    result = wire if plan.decode is None else plan.decode(travelled, here.size)
+def _deliver(data: Tensor, wire: Tensor, travelled: Tensor, plan: Reduction, comm: Comm) -> None:
+    result = wire if plan.decode is None else plan.decode(travelled, comm.size)
     if result.data_ptr() != data.data_ptr() or result.device != data.device:
-        copy_back(data, result)
+        copy_into(data, result)
 
 
 def _alone(data: Tensor, plan: Reduction) -> None:
     """Reduce over one rank: through the same coding, so that one process answers as many do."""
     if plan.decode is not None and plan.encode is not None:
         wire = data.detach().contiguous()
-        copy_back(data, plan.decode(plan.encode(wire).clone(), 1))
+        copy_into(data, plan.decode(plan.encode(wire).clone(), 1))
 
 
-def _is_plain(data: Tensor, plan: Reduction, here: Group, async_op: bool) -> bool:
+def _is_plain(data: Tensor, plan: Reduction, comm: Comm, async_op: bool) -> bool:
     """Return whether the backend can take `data` as it is.
 
     The usual case, kept short, as small calls are all overhead.
@@ -455,14 +503,14 @@ def _is_plain(data: Tensor, plan: Reduction, here: Group, async_op: bool) -> boo
         and data.is_contiguous()
         and not data.is_neg()
         and not data.requires_grad  # gloo divides and copies in sight of autograd
-        and plan.wire_op not in here.lacks
-        and data.device.type in here.devices
+        and plan.wire_op not in comm.missing_ops
+        and data.device.type in comm.devices
     )
 
 
-def _is_plain_list(entries: Sequence[Tensor], output: Tensor, plan: Reduction, here: Group) -> bool:
+def _is_plain_list(entries: Sequence[Tensor], output: Tensor, plan: Reduction, comm: Comm) -> bool:
     """Return whether the backend can take `entries` and `output` as they are; anything wrong with them is no."""
-    if not isinstance(entries, list | tuple) or len(entries) != here.size or not _is_plain(output, plan, here, False):
+    if not isinstance(entries, list | tuple) or len(entries) != comm.size or not _is_plain(output, plan, comm, False):
         return False
     shape, dtype = output.shape, output.dtype
     return all(
@@ -471,33 +519,33 @@ def _is_plain_list(entries: Sequence[Tensor], output: Tensor, plan: Reduction, h
         and entry.dtype is dtype
         and entry.shape == shape
         and entry.layout is torch.strided
-        and _is_plain(entry, plan, here, False)
+        and _is_plain(entry, plan, comm, False)
         for entry in entries
     )
 
 
-def _planned(data: Tensor, op: object, argument: str = "data") -> tuple[str, Reduction]:
+def _planned(data: Tensor, op: object, argument: str = "data") -> tuple[OpName, Reduction]:
     name = op_name(op)
     require_tensor(argument, data)
     return name, reduction(name, data.dtype)
 
 
 @cache
-def _allreduce_options(wire_op: str, async_op: bool) -> AllreduceOptions:
+def _allreduce_options(wire_op: OpName, async_op: bool) -> AllreduceOptions:
     options = AllreduceOptions()
-    options.reduceOp, options.asyncOp = TORCH_OPS[wire_op], async_op  # type: ignore[assignment]
+    options.reduceOp, options.asyncOp = TORCH_OPS[wire_op], async_op
     return options
 
 
 @cache
-def _reduce_options(wire_op: str, dst: int) -> ReduceOptions:
+def _reduce_options(wire_op: OpName, dst: int) -> ReduceOptions:
     options = ReduceOptions()
-    options.reduceOp, options.rootRank = TORCH_OPS[wire_op], dst  # type: ignore[assignment]
+    options.reduceOp, options.rootRank = TORCH_OPS[wire_op], dst
     return options
 
 
 @cache
-def _reduce_scatter_options(wire_op: str) -> ReduceScatterOptions:
+def _reduce_scatter_options(wire_op: OpName) -> ReduceScatterOptions:
     options = ReduceScatterOptions()
-    options.reduceOp = TORCH_OPS[wire_op]  # type: ignore[assignment]  # torch's stubs know no ReduceOp.RedOpType
+    options.reduceOp = TORCH_OPS[wire_op]
     return options

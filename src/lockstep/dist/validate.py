@@ -1,16 +1,15 @@
-"""Arguments: two names for one, and wrong calls, which every rank can see by itself before anything is sent."""
+"""Wrong calls, which every rank can see by itself before anything is sent; and arguments that have two names."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from numbers import Integral
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.dist.groups import Group, resolve
+from lockstep.dist.groups import Comm, is_int, resolve
 
 
 class _NotGiven:
@@ -45,23 +44,18 @@ def either(name: str, value: Any, published: str, other: Any) -> Any:
     return other
 
 
-def is_int(value: object) -> TypeGuard[int]:
-    """Return whether `value` is an integer, perhaps one of numpy's, and no bool."""
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
-def group_rank(name: str, rank: object, group: Group) -> int:
-    """Return `rank`, which may be an integer of numpy's, if it is a rank within `group`.
+def require_rank(name: str, rank: object, comm: Comm) -> int:
+    """Return `rank`, which may be an integer of numpy's, if it is a rank within the group of `comm`.
 
     Raises:
         TypeError: it is no int.
         ValueError: it is out of range.
     """
     if not is_int(rank):
-        raise TypeError(f"`{name}` must be an int, but is {rank!r} ({group.here})")
-    if not 0 <= rank < group.size:
+        raise TypeError(f"`{name}` must be an int, but is {rank!r} ({comm.this_rank})")
+    if not 0 <= rank < comm.size:
         raise ValueError(
-            f"`{name}` must be a rank within the group, 0 to {group.size - 1}, but is {rank} ({group.here})"
+            f"`{name}` must be a rank within the group, 0 to {comm.size - 1}, but is {rank} ({comm.this_rank})"
         )
     return int(rank)
 
@@ -76,7 +70,7 @@ def require_tensor(name: str, data: object) -> None:
         return
     refusal = _refusal_of(data)
     if refusal is not None:
-        raise TypeError(f"`{name}` must be {refusal[0]} ({resolve().here}). {refusal[1]}")
+        raise TypeError(f"`{name}` must be {refusal[0]} ({resolve().this_rank}). {refusal[1]}")
 
 
 def _refusal_of(data: object) -> tuple[str, str] | None:
@@ -107,29 +101,29 @@ def require_memory(name: str, data: Tensor) -> None:
     if not data.is_contiguous() and torch._debug_has_internal_overlap(data) == 1:
         raise ValueError(
             f"`{name}` must have memory for each of its elements, as a result is written there, but is an expanded "
-            f"view, {tuple(data.shape)} with strides {data.stride()} ({resolve().here}). Hand in {name}.contiguous() "
-            f"or {name}.clone()"
+            f"view, {tuple(data.shape)} with strides {data.stride()} ({resolve().this_rank}). Hand in "
+            f"{name}.contiguous() or {name}.clone()"
         )
 
 
-def require_list(name: str, tensors: Sequence[Tensor], here: Group) -> None:
+def require_list(name: str, tensors: Sequence[Tensor], comm: Comm) -> None:
     """Raise unless `tensors` has one dense tensor for each rank."""
     if not isinstance(tensors, Sequence):
         raise TypeError(
-            f"`{name}` must be a list of tensors, one for each rank, but is {type(tensors).__name__} ({here.here})"
+            f"`{name}` must be a list of tensors, one for each rank, but is {type(tensors).__name__} ({comm.this_rank})"
         )
-    if len(tensors) != here.size:
+    if len(tensors) != comm.size:
         raise ValueError(
-            f"`{name}` must have {here.size} entries, one for each rank, but has {len(tensors)} ({here.here})"
+            f"`{name}` must have {comm.size} entries, one for each rank, but has {len(tensors)} ({comm.this_rank})"
         )
     for index, tensor in enumerate(tensors):
         require_tensor(f"{name}[{index}]", tensor)
 
 
-def require_alike(name: str, tensor: Tensor, model_name: str, model: Tensor, here: Group) -> None:
+def require_alike(name: str, tensor: Tensor, model_name: str, model: Tensor, comm: Comm) -> None:
     """Raise ValueError unless `tensor` has shape and dtype of `model`."""
     if tensor.shape != model.shape or tensor.dtype != model.dtype:
         raise ValueError(
             f"`{name}` must be like `{model_name}`, {tuple(model.shape)} {model.dtype}, but is {tuple(tensor.shape)} "
-            f"{tensor.dtype} ({here.here})"
+            f"{tensor.dtype} ({comm.this_rank})"
         )

@@ -43,7 +43,7 @@ from lockstep.testing import ranks
 from .reference import assert_group_works
 from .strategies import NO_GROUP, run_on
 
-LARGE = 5000  # elements: more than fits into a slot
+LARGE = 5000  # elements: more than fits into a header
 
 
 def odd_tensors() -> dict[str, tuple[Any, str]]:

@@ -1,0 +1,242 @@
+"""Collectives that move tensors of shapes that every rank knows, adding nothing: broadcast, all_to_all, barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from lockstep.device import copy_into
+from lockstep.dist.consistency import check_call, report_refusals
+from lockstep.dist.gradients import (
+    ENDS_HERE,
+    STAYS_LOCAL,
+    Apply,
+    LinearMap,
+    agree_on_gradients,
+    require_blocking,
+    require_fillable,
+    synced,
+    warn_of_lost_gradients,
+)
+from lockstep.dist.groups import Comm, GroupLike, resolve
+from lockstep.dist.transport import Handle, transport_of, wait_unless_async
+from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_memory, require_rank, require_tensor
+
+
+@overload
+def broadcast(
+    data: Tensor = ...,
+    src: int = ...,
+    group: GroupLike = ...,
+    async_op: Literal[False] = ...,
+    *,
+    tensor: Tensor = ...,
+) -> None: ...
+@overload
+def broadcast(
+    data: Tensor = ..., src: int = ..., group: GroupLike = ..., *, async_op: Literal[True], tensor: Tensor = ...
+) -> Handle: ...
+@overload
+def broadcast(
+    data: Tensor = ..., src: int = ..., group: GroupLike = ..., async_op: bool = ..., *, tensor: Tensor = ...
+) -> Handle | None: ...
+def broadcast(
+    data: Tensor = NOT_GIVEN,
+    src: int = 0,
+    group: GroupLike = None,
+    async_op: bool = False,
+    *,
+    tensor: Tensor = NOT_GIVEN,
+) -> Handle | None:
+    """Copy rank `src`'s `data` into every other rank's, in place.
+
+    Args:
+        data: contiguous or not, of any dtype, on any device. A leaf that requires grad, such as a parameter, gets its
+            new values as it would under ``torch.no_grad()``.
+        src: rank within the group.
+        group: where; None is the default group.
+        async_op: return at once, with a handle to wait for.
+        tensor: `data` by its other published name.
+
+    **Collective**: every rank of the group. **Shapes**: the same on every rank, any.
+
+    **Cost**: ``nbytes`` to every rank.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import broadcast, get_rank
+        >>> data = torch.arange(2) + get_rank()
+        >>> broadcast(data, src=0)
+        >>> data.tolist()
+        [0, 1]
+    """
+    comm = resolve(group)
+    data = either("data", data, "tensor", tensor)
+    with report_refusals("broadcast", comm):
+        require_tensor("data", data)
+        require_memory("data", data)
+        src = require_rank("src", src, comm)
+    if data.requires_grad and not data.is_leaf:
+        warn_of_lost_gradients("broadcast", STAYS_LOCAL)
+    check_call("broadcast", comm, data, src)
+    if comm.pg is None or data.numel() == 0:
+        return Handle((), comm) if async_op else None
+    wire = comm.to_wire(data)
+    handle = transport_of(comm).broadcast([wire], src, async_op=async_op)
+    if wire is not data and comm.rank != src:
+        handle = Handle([handle], comm, lambda: copy_into(data, wire))
+    return wait_unless_async(handle, async_op)
+
+
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: GroupLike = ...,
+    async_op: Literal[False] = ...,
+    *,
+    sync_grads: Literal[False] = ...,
+) -> None: ...
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: GroupLike = ...,
+    *,
+    async_op: Literal[True],
+    sync_grads: Literal[False] = ...,
+) -> Handle: ...
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: GroupLike = ...,
+    async_op: Literal[False] = ...,
+    *,
+    sync_grads: Literal[True],
+) -> list[Tensor]: ...
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: GroupLike = ...,
+    async_op: bool = ...,
+    *,
+    sync_grads: bool = ...,
+) -> Handle | list[Tensor] | None: ...
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: GroupLike = None,
+    async_op: bool = False,
+    *,
+    sync_grads: bool = False,
+) -> Handle | list[Tensor] | None:
+    """Send the i-th input to rank i, and fill the i-th output with what rank i sent here.
+
+    Args:
+        output_tensor_list: one tensor for each rank, filled in place.
+        input_tensor_list: one tensor for each rank.
+        group: where; None is the default group.
+        async_op: return at once, with a handle to wait for.
+        sync_grads: fill the outputs within the graph, so that gradients flow back to the ranks they came from, and
+            return them. Every rank has to run backward through them then.
+
+    **Collective**: every rank of the group. **Shapes**: rank a's ``input_tensor_list[b]`` has as many elements as rank
+    b's ``output_tensor_list[a]``; otherwise sizes are free. One dtype throughout.
+
+    **Gradients**: as for `all_reduce`: rank a's ``input_tensor_list[b]`` gets the gradient of rank b's
+    ``output_tensor_list[a]``.
+
+    **Cost**: the bytes of all inputs sent per rank. With `sync_grads` a header of 512 bytes from each rank to each
+    before, and the same bytes again in backward.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import all_to_all, get_rank
+        >>> outputs = [torch.empty(1), torch.empty(1)]
+        >>> all_to_all(outputs, [torch.full((1,), 10.0 * get_rank() + i) for i in range(2)])
+        >>> [x.item() for x in outputs] == ([0.0, 10.0] if get_rank() == 0 else [1.0, 11.0])
+        True
+    """
+    comm = resolve(group)
+    if sync_grads:
+        return _all_to_all_with_grads(output_tensor_list, input_tensor_list, comm, async_op)
+    with report_refusals("all_to_all", comm):
+        _require_exchange(output_tensor_list, input_tensor_list, comm)
+    if any(x.requires_grad for x in input_tensor_list):
+        warn_of_lost_gradients("all_to_all", ENDS_HERE, has_sync_grads=True)
+    return wait_unless_async(_exchange(output_tensor_list, input_tensor_list, comm), async_op)
+
+
+def _require_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm) -> None:
+    require_list("output_tensor_list", outputs, comm)
+    require_list("input_tensor_list", inputs, comm)
+    dtypes = {x.dtype for x in (*outputs, *inputs)}
+    if len(dtypes) != 1:
+        raise ValueError(f"`all_to_all` must have one dtype, but has {sorted(map(str, dtypes))} ({comm.this_rank})")
+    own_in, own_out = inputs[comm.rank], outputs[comm.rank]
+    if own_in.numel() != own_out.numel():
+        raise ValueError(
+            f"`output_tensor_list[{comm.rank}]` must have the {own_in.numel()} elements this rank sends itself, "
+            f"but has {own_out.numel()} ({comm.this_rank})"
+        )
+    for rank, output in enumerate(outputs):
+        require_memory(f"output_tensor_list[{rank}]", output)
+
+
+def _all_to_all_with_grads(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, async_op: bool
+) -> list[Tensor]:
+    def check() -> tuple[str, Sequence[Tensor]]:
+        require_blocking(async_op, comm)
+        _require_exchange(outputs, inputs, comm)
+        require_fillable("output_tensor_list", outputs, comm)
+        return f"all_to_all({inputs[0].dtype})", inputs
+
+    def exchange_into(like: Sequence[Tensor]) -> Apply:
+        shapes = [(x.shape, x.dtype, x.device) for x in like]
+
+        def apply(sent: Sequence[Tensor]) -> Sequence[Tensor]:
+            received = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
+            _exchange(received, sent, comm).wait()
+            return received
+
+        return apply
+
+    wanted = agree_on_gradients(comm, check)
+    exchange = LinearMap(exchange_into(outputs), exchange_into(inputs), comm)
+    for output, received in zip(outputs, synced(exchange, inputs, wanted), strict=True):
+        output.copy_(received)
+    return list(outputs)
+
+
+def _exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm) -> Handle:
+    check_call("all_to_all", comm, inputs[comm.rank].dtype)
+    return transport_of(comm).all_to_all(outputs, inputs)
+
+
+@overload
+def barrier(group: GroupLike = ..., async_op: Literal[False] = ...) -> None: ...
+@overload
+def barrier(group: GroupLike = ..., *, async_op: Literal[True]) -> Handle: ...
+@overload
+def barrier(group: GroupLike = ..., async_op: bool = ...) -> Handle | None: ...
+def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
+    """Wait until every rank of the group has come here.
+
+    **Collective**: every rank of the group.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import barrier
+        >>> barrier()  # here both ranks go on at about the same time
+    """
+    comm = resolve(group)
+    check_call("barrier", comm)
+    if comm.pg is None:
+        return Handle((), comm) if async_op else None
+    return wait_unless_async(Handle([comm.pg.barrier()], comm), async_op)

@@ -1,0 +1,190 @@
+"""Consistency over ranks: does everybody call the same, and does everybody learn of what failed on one rank?"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import count
+from typing import Final, Literal, TypeAlias
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lockstep.dist.groups import Comm, GroupLike, get_local_group, resolve
+from lockstep.dist.header import (
+    CALL_HEADER_BYTES,
+    TENSOR_HEADER_BYTES,
+    all_gather_header,
+    broadcast_header,
+    decode_failure,
+    encode_failure,
+    require_no_failure,
+)
+from lockstep.errors import CollectiveMismatchError
+
+CheckMode: TypeAlias = Literal["off", "sample", "always"]
+
+_MODES = ("off", "sample", "always")
+_SAMPLE_FIRST, _SAMPLE_EVERY = 20, 100
+_LENGTH = struct.Struct("<H")
+_NO_FAILURE = bytes(TENSOR_HEADER_BYTES)
+_UNREPORTED: Final = nullcontext()
+
+_mode: CheckMode = "off"
+_calls: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
+
+
+def check_collectives(mode: CheckMode = "always") -> None:
+    """Choose how often ranks compare what they call before they call it.
+
+    Ranks that call different collectives, or the same one with other shapes, abort each other or hang; a check turns
+    that into a `CollectiveMismatchError` on every rank that lists what each of them called.
+
+    Args:
+        mode: ``"off"`` (as at the start), ``"always"``, or ``"sample"``: the first 20 calls of each group and every
+            hundredth after. The environment variable ``LOCKSTEP_CHECK`` sets the mode when `init_dist` is called.
+
+    **Collective**: every rank, at the same place; nothing is sent. **Cost**: of a checked call, one message of 256
+    bytes from every rank to every rank.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import all_reduce, check_collectives, get_rank
+        >>> check_collectives("always")
+        >>> try:
+        ...     all_reduce(torch.ones(2 + get_rank()))
+        ... except CollectiveMismatchError as error:
+        ...     "rank 1: all_reduce(float32[3], sum)" in str(error)
+        True
+        >>> check_collectives("off")
+    """
+    global _mode
+    if mode not in _MODES:
+        raise ValueError(f"`mode` must be one of {', '.join(_MODES)}, but is {mode!r}")
+    _mode = mode
+
+
+def check_mode() -> CheckMode:
+    """Return what `check_collectives` has chosen."""
+    return _mode
+
+
+def check_call(name: str, comm: Comm, *arguments: object) -> None:
+    """Compare this call with every rank's, if the mode says so.
+
+    **Raises**: CollectiveMismatchError, on every rank.
+    """
+    if _mode != "off":
+        _compare(f"{name}({', '.join(map(_described, arguments))})", comm)
+
+
+def report_refusals(name: str, comm: Comm) -> AbstractContextManager[None]:
+    """Return a context for the checks of a call's arguments, before `check_call`.
+
+    Where they refuse the call on this rank, the others learn it by their `check_call`, if the mode says so.
+    """
+    return _UNREPORTED if _mode == "off" else _reporting_refusals(name, comm)
+
+
+@contextmanager
+def fail_together(comm: Comm) -> Iterator[None]:
+    """Run a block on every rank; where it raises on one, it raises on all.
+
+    The block itself must hold no collective.
+
+    **Collective**: every rank. **Raises**: on a failing rank its own error; PeerError, naming the first such rank, on
+    the others.
+    """
+    try:
+        yield
+    except BaseException as error:
+        all_gather_header(encode_failure(error), comm)
+        raise
+    require_no_failure([decode_failure(header) for header in all_gather_header(_NO_FAILURE, comm)], comm)
+
+
+@contextmanager
+def main_process_first(group: GroupLike = None) -> Iterator[None]:
+    """Let rank 0 run a block before the others do, for instance to download what they then find in the cache.
+
+    **Collective**: every rank of the group. The others wait at most for the group's timeout.
+
+    **Raises**: on rank 0 what the block raises; on the others PeerError, without running the block.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import main_process_first
+        >>> with main_process_first():
+        ...     data = "loaded, or found in the cache"
+    """
+    comm = resolve(group)
+    if comm.rank != 0:
+        require_no_failure([decode_failure(broadcast_header(_NO_FAILURE, 0, comm))], comm, ranks=[0])
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        broadcast_header(encode_failure(error), 0, comm)
+        raise
+    broadcast_header(_NO_FAILURE, 0, comm)
+
+
+@contextmanager
+def local_main_process_first() -> Iterator[None]:
+    """Let the first rank of each node run a block before the others of that node do; see `main_process_first`.
+
+    **Collective**: every rank of the node. On several nodes it needs `init_local_group` first.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import local_main_process_first
+        >>> with local_main_process_first():
+        ...     data = "unpacked to this node's disk, or found there"
+    """
+    with main_process_first(get_local_group()):
+        yield
+
+
+@contextmanager
+def _reporting_refusals(name: str, comm: Comm) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        with suppress(CollectiveMismatchError):  # this rank has an error of its own
+            _compare(f"{name}, refused: {type(error).__name__}: {error}", comm)
+        raise
+
+
+def _compare(call: str, comm: Comm) -> None:
+    if comm.pg is None or not _is_due(comm.pg):
+        return
+    text = call.encode(errors="replace")[: CALL_HEADER_BYTES - _LENGTH.size]
+    header = (_LENGTH.pack(len(text)) + text).ljust(CALL_HEADER_BYTES, b"\0")
+    calls = [_text_of(other) for other in all_gather_header(header, comm)]
+    if len(set(calls)) > 1:
+        table = "\n".join(f"  rank {rank}: {other}" for rank, other in enumerate(calls))
+        raise CollectiveMismatchError(
+            f"all ranks must call the same collective with arguments that belong together, but call\n{table}"
+        )
+
+
+def _is_due(pg: ProcessGroup) -> bool:
+    if _mode == "always":
+        return True
+    number = next(_calls.setdefault(pg, count()))
+    return number < _SAMPLE_FIRST or number % _SAMPLE_EVERY == 0
+
+
+def _text_of(header: bytes) -> str:
+    (length,) = _LENGTH.unpack_from(header)
+    return header[_LENGTH.size : _LENGTH.size + length].decode(errors="replace")
+
+
+def _described(argument: object) -> str:
+    if isinstance(argument, Tensor):
+        dims = ", ".join(map(str, argument.shape))
+        return f"{str(argument.dtype).removeprefix('torch.')}[{dims}]"
+    return str(argument)

@@ -1,0 +1,646 @@
+"""all_gather, gather and scatter: tensors whose shapes may differ from rank to rank.
+
+Every call sends one header first, with shape and dtype. Tensors small enough to fit behind them have then arrived
+already; larger ones follow in a second message of exactly their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.device import copy_into
+from lockstep.dist.consistency import check_call, report_refusals
+from lockstep.dist.gradients import (
+    ENDS_HERE,
+    LinearMap,
+    agree_on_gradients,
+    require_blocking,
+    require_fillable,
+    synced,
+    warn_of_lost_gradients,
+)
+from lockstep.dist.groups import Comm, GroupLike, resolve
+from lockstep.dist.header import (
+    TENSOR_HEADER_BYTES,
+    Header,
+    encode_failure,
+    fill_inline,
+    header_of,
+    new_inline,
+    read_header,
+    read_headers,
+    require_agreement,
+    require_expected,
+    require_no_failure,
+)
+from lockstep.dist.reduce import scatter_sums
+from lockstep.dist.transport import Handle, HeaderMemory, as_bytes, is_plain_memory, transport_of, wait_all
+from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_memory, require_rank, require_tensor
+
+
+@overload
+def all_gather(data: Tensor, group: GroupLike = ..., /, *, sync_grads: bool = ...) -> list[Tensor]: ...
+@overload
+def all_gather(data: Tensor, *, group: GroupLike = ..., sync_grads: bool = ...) -> list[Tensor]: ...
+@overload
+def all_gather(
+    data: Sequence[Tensor] = ...,
+    tensor: Tensor = ...,
+    group: GroupLike = ...,
+    async_op: Literal[False] = ...,
+    *,
+    sync_grads: Literal[False] = ...,
+    tensor_list: Sequence[Tensor] = ...,
+) -> None: ...
+@overload
+def all_gather(
+    data: Sequence[Tensor] = ...,
+    tensor: Tensor = ...,
+    group: GroupLike = ...,
+    *,
+    async_op: Literal[True],
+    sync_grads: Literal[False] = ...,
+    tensor_list: Sequence[Tensor] = ...,
+) -> Handle: ...
+@overload
+def all_gather(
+    data: Sequence[Tensor] = ...,
+    tensor: Tensor = ...,
+    group: GroupLike = ...,
+    async_op: Literal[False] = ...,
+    *,
+    sync_grads: Literal[True],
+    tensor_list: Sequence[Tensor] = ...,
+) -> list[Tensor]: ...
+def all_gather(
+    data: Tensor | Sequence[Tensor] = NOT_GIVEN,
+    tensor: Tensor | GroupLike = None,
+    group: GroupLike = None,
+    async_op: bool = False,
+    *,
+    sync_grads: bool = False,
+    tensor_list: Sequence[Tensor] = NOT_GIVEN,
+) -> list[Tensor] | Handle | None:
+    """Give every rank every rank's tensor, as ``all_gather(data) -> list`` or ``all_gather(tensor_list, tensor)``.
+
+    Args:
+        data: this rank's tensor; or the list to fill, with one tensor for each rank.
+        tensor: this rank's tensor, in the filling form; in the other form the second place is the group's.
+        group: where; None is the default group.
+        async_op: in the filling form, return a handle while larger tensors are still on their way.
+        sync_grads: let gradients flow back to every rank through the tensors that are returned, or through those that
+            are filled, which are then returned, too. Every rank has to run backward through them then.
+        tensor_list: `data` of the filling form, by its published name.
+
+    **Collective**: every rank of the group; ranks may mix the two forms. **Shapes**: free on every rank, as is the
+    dtype; in the filling form ``tensor_list[i]`` is as rank i's tensor.
+
+    **Returns**: the tensors in rank order, each with memory of its own, on the device of `data`; or None, or a handle.
+
+    **Gradients**: without `sync_grads` no gradient flows, of which a warning tells once for each calling line. With it,
+    the gradient of `data` is the sum, over the ranks, of the gradients of what they received: that of the sum of all
+    ranks' losses. Where DDP or FSDP average the gradients of the parameters, they come out as those of the mean of all
+    ranks' losses: those of one process that has the whole batch, in the second example.
+
+    **Raises**: ValueError on a rank whose list does not fit what comes, TypeError on one that hands in something else
+    than tensors, PeerError on the others, before any tensor that does not fit into a header is sent. With `sync_grads`
+    CollectiveMismatchError on every rank where dtypes differ.
+
+    **Cost**: a header of 512 bytes from each rank, and the bytes of those tensors that don't fit in it; never padded.
+    With `sync_grads` one more header, and in backward the bytes of the gradients of all that was received.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import all_gather, get_rank
+        >>> [x.tolist() for x in all_gather(torch.arange(get_rank() + 1))]
+        [[0], [0, 1]]
+        >>> filled = [torch.empty(2), torch.empty(2)]
+        >>> all_gather(filled, torch.full((2,), float(get_rank())))
+        >>> filled[1].tolist()
+        [1.0, 1.0]
+
+    **Example (2 ranks)**: a contrastive loss, as in CLIP, over the features of all ranks::
+
+        >>> from lockstep.dist import all_reduce
+        >>> images, texts = torch.tensor([[0.2], [-0.5]]), torch.tensor([[0.3], [0.9]])  # a batch of two pairs
+        >>> def loss_of(weight, image, text):  # of the whole batch
+        ...     logits = (image * weight) @ (text * weight).T
+        ...     pairs = torch.arange(len(image))
+        ...     return torch.nn.functional.cross_entropy(logits, pairs)
+        >>> weight = torch.tensor(2.0, requires_grad=True)
+        >>> own = slice(get_rank(), get_rank() + 1)  # one pair for each rank
+        >>> image = torch.cat(all_gather(images[own] * weight, sync_grads=True))
+        >>> text = torch.cat(all_gather(texts[own] * weight, sync_grads=True))
+        >>> loss_of(1.0, image, text).backward()
+        >>> gradient = weight.grad.clone()
+        >>> all_reduce(gradient, "mean")  # which DDP does
+        >>> whole = torch.tensor(2.0, requires_grad=True)
+        >>> loss_of(whole, images, texts).backward()  # on one process
+        >>> torch.allclose(gradient, whole.grad)
+        True
+
+    **Source**: `torch.distributed.all_gather` (2.13), which on gloo aborts the process where shapes differ.
+    """
+    data = either("data", data, "tensor_list", tensor_list)
+    if isinstance(data, Tensor):
+        if async_op:
+            raise TypeError("`async_op` needs the form all_gather(tensor_list, tensor)")
+        comm = resolve(_group_argument(tensor, group))
+        if sync_grads:
+            return _all_gather_with_grads(data, comm)
+        if data.requires_grad:
+            warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
+        return _all_gather(data, comm)
+    comm = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
+    if sync_grads:
+        return _all_gather_into_with_grads(data, tensor, comm, async_op)
+    if isinstance(tensor, Tensor) and tensor.requires_grad:
+        warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
+    return _wait_unless_async(_all_gather_into(data, tensor, comm), async_op, comm)
+
+
+@overload
+def gather(data: Tensor = ..., dst: int = ..., group: GroupLike = ..., *, tensor: Tensor = ...) -> list[Tensor]: ...
+@overload
+def gather(
+    data: Tensor = ...,
+    gather_list: Sequence[Tensor] | None = ...,
+    dst: int = ...,
+    group: GroupLike = ...,
+    *,
+    async_op: Literal[True],
+    tensor: Tensor = ...,
+) -> Handle: ...
+@overload
+def gather(
+    data: Tensor = ...,
+    gather_list: Sequence[Tensor] | None = ...,
+    dst: int = ...,
+    group: GroupLike = ...,
+    async_op: bool = ...,
+    *,
+    tensor: Tensor = ...,
+) -> list[Tensor] | Handle | None: ...
+def gather(  # type: ignore[misc]  # the overloads share their places, not their names
+    data: Tensor = NOT_GIVEN,
+    gather_list: Sequence[Tensor] | Integral | int | None = None,
+    dst: int | GroupLike = 0,
+    group: GroupLike = None,
+    async_op: bool = False,
+    *,
+    tensor: Tensor = NOT_GIVEN,
+) -> list[Tensor] | Handle | None:
+    """Give rank `dst` every rank's tensor, as ``gather(data, dst) -> list`` or ``gather(tensor, gather_list, dst)``.
+
+    Args:
+        data: this rank's tensor.
+        gather_list: on `dst`, the tensors to fill, one for each rank; elsewhere None.
+        dst: rank within the group.
+        group: where; None is the default group.
+        async_op: in the filling form, return a handle.
+        tensor: `data` by its other published name.
+
+    **Collective**: every rank of the group. **Shapes**: free on every rank, as is the dtype.
+
+    **Returns**: on `dst` the tensors in rank order, on its `data`'s device, or None where it filled a list; ``[]``
+    elsewhere.
+
+    **Raises**: ValueError on `dst` where its list does not fit what came, as only it sees that; everything has been
+    received then.
+
+    **Cost**: a header of 512 bytes from each rank to `dst`, and the bytes of those tensors that don't fit in it.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import gather, get_rank
+        >>> parts = gather(torch.ones(get_rank() + 1), dst=1)
+        >>> [x.tolist() for x in parts] == ([[1.0], [1.0, 1.0]] if get_rank() == 1 else [])
+        True
+    """
+    if isinstance(gather_list, Integral):
+        third = None if isinstance(dst, int) and dst == 0 else dst  # the group, if anything was given there
+        gather_list, dst, group = None, gather_list, _group_argument(third, group)
+    comm = resolve(group)
+    data = either("data", data, "tensor", tensor)
+    with report_refusals("gather", comm):
+        dst = require_rank("dst", dst, comm)
+    check_call("gather", comm, dst)
+    wire, header, memory = _gather_headers(data, dst, comm)
+    if data.requires_grad:
+        warn_of_lost_gradients("gather", ENDS_HERE)
+    if comm.rank != dst:
+        sent = None if header.is_inline else transport_of(comm).send([as_bytes(wire)], dst)
+        handle = _wait_unless_async(sent, async_op, comm)
+        return handle if async_op else []
+    if gather_list is not None:
+        return _wait_unless_async(
+            _gather_into(cast(Sequence[Tensor], gather_list), wire, header, memory, comm), async_op, comm
+        )
+    parts = _gather(wire, header, memory, comm)
+    if async_op:
+        raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
+    return _on_device_of(data, parts)
+
+
+@overload
+def scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = ...,
+    src: int = ...,
+    group: GroupLike = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = ...,
+    src: int = ...,
+    group: GroupLike = ...,
+    *,
+    async_op: Literal[True],
+) -> Handle: ...
+@overload
+def scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = ...,
+    src: int = ...,
+    group: GroupLike = ...,
+    async_op: bool = ...,
+) -> Handle | None: ...
+def scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Handle | None:
+    """Fill rank i's `tensor` with the i-th of rank `src`'s list.
+
+    Args:
+        tensor: filled in place.
+        scatter_list: on `src`, one tensor for each rank; elsewhere None.
+        src: rank within the group.
+        group: where; None is the default group.
+        async_op: return a handle (the work is done by then; there is one for the sake of the calling form).
+
+    **Collective**: every rank of the group. **Shapes**: ``scatter_list[i]`` is as rank i's `tensor`; the entries may
+    differ.
+
+    **Raises**: ValueError on `src` where its list is no list of one tensor for each rank, PeerError on the others;
+    ValueError on a rank whose `tensor` is not as what was sent to it.
+
+    **Cost**: a header of 512 bytes from `src` to each rank, and the bytes of those tensors that don't fit in it.
+
+    **Example (2 ranks)**::
+
+        >>> from lockstep.dist import get_rank, scatter
+        >>> data = torch.empty(get_rank() + 1)
+        >>> scatter(data, [torch.tensor([5.0]), torch.tensor([6.0, 7.0])] if get_rank() == 0 else None)
+        >>> data.tolist() == ([5.0] if get_rank() == 0 else [6.0, 7.0])
+        True
+    """
+    comm = resolve(group)
+    with report_refusals("scatter", comm):
+        src = require_rank("src", src, comm)
+    check_call("scatter", comm, src)
+    if comm.rank == src:
+        _send_parts(tensor, scatter_list, comm)
+    else:
+        _receive_part(tensor, src, comm)
+    sent = scatter_list if comm.rank == src and scatter_list is not None else ()
+    if (tensor.requires_grad and not tensor.is_leaf) or any(x.requires_grad for x in sent):
+        warn_of_lost_gradients("scatter", ENDS_HERE)
+    return Handle((), comm) if async_op else None
+
+
+def _wait_unless_async(handle: Handle | None, async_op: bool, comm: Comm) -> Handle | None:
+    """Wait, or leave that to the caller; None is a handle with nothing to wait for."""
+    if async_op:
+        return handle or Handle((), comm)
+    if handle is not None:
+        handle.wait()
+    return None
+
+
+def _all_gather(data: Tensor, comm: Comm) -> list[Tensor]:
+    check_call("all_gather", comm)
+    wire, header, memory = _exchange_headers("data", data, NOT_GIVEN, comm)
+    outputs = new_inline(memory, header)
+    if outputs is None:
+        headers = _agreed(memory, header, comm)
+        outputs = [header.tensor(memory, rank, comm.comm_device) for rank, header in enumerate(headers)]
+        _exchange(wire, headers, outputs, comm).wait()
+    return _on_device_of(data, outputs)
+
+
+def _all_gather_into(tensor_list: Sequence[Tensor], data: object, comm: Comm) -> Handle | None:
+    """Start gathering; return what to wait for, if anything."""
+    check_call("all_gather", comm)
+    wire, header, memory = _exchange_headers("tensor", data, tensor_list, comm)
+    if fill_inline(memory, header, tensor_list):
+        return None
+    headers = _agreed(memory, header, comm, tensor_list)
+    destinations = [
+        _destination_for(output, headers[rank], memory, rank, comm) for rank, output in enumerate(tensor_list)
+    ]
+    exchange = _exchange(wire, headers, destinations, comm)
+    return Handle([exchange], comm, lambda: _copy_out(destinations, tensor_list))
+
+
+def _all_gather_with_grads(data: Any, comm: Comm, tensor_list: Sequence[Tensor] = NOT_GIVEN) -> list[Tensor]:
+    def check() -> tuple[str, Sequence[Tensor]]:
+        if tensor_list is NOT_GIVEN:
+            require_tensor("data", data)
+        else:
+            _require_filling(data, tensor_list, comm)
+            require_fillable("tensor_list", tensor_list, comm)
+        return f"all_gather({data.dtype})", [data]
+
+    def gather_all(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if tensor_list is NOT_GIVEN:
+            return _all_gather(inputs[0], comm)
+        parts = [torch.empty(x.shape, dtype=x.dtype, device=data.device) for x in tensor_list]
+        _wait_unless_async(_all_gather_into(parts, inputs[0], comm), False, comm)
+        return parts
+
+    def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [scatter_sums(gradients, comm)]
+
+    wanted = agree_on_gradients(comm, check)
+    return list(synced(LinearMap(gather_all, sum_up, comm), [data], wanted))
+
+
+def _all_gather_into_with_grads(
+    tensor_list: Sequence[Tensor], data: object, comm: Comm, async_op: bool
+) -> list[Tensor]:
+    require_blocking(async_op, comm)
+    gathered = _all_gather_with_grads(data, comm, tensor_list)
+    for output, part in zip(tensor_list, gathered, strict=True):
+        output.copy_(part)
+    return list(tensor_list)
+
+
+def _require_filling(data: object, tensor_list: Sequence[Tensor], comm: Comm) -> None:
+    if not isinstance(data, Tensor):
+        raise TypeError(
+            "`data` must be a tensor, or a list to fill with a tensor in second place, but they are "
+            f"{type(tensor_list).__name__} and {type(data).__name__} ({comm.this_rank})"
+        )
+    require_tensor("tensor", data)
+    require_list("tensor_list", tensor_list, comm)
+    for rank, output in enumerate(tensor_list):
+        require_memory(f"tensor_list[{rank}]", output)
+
+
+def _on_device_of(data: Tensor, outputs: list[Tensor]) -> list[Tensor]:
+    return outputs if data.is_cpu and outputs[0].is_cpu else [output.to(data.device) for output in outputs]
+
+
+def _exchange_headers(
+    name: str, data: Any, outputs: Sequence[Tensor], comm: Comm
+) -> tuple[Tensor, Header, HeaderMemory]:
+    """Give every rank every rank's header; return what travels, this rank's header, and the memory with all of them."""
+    transport = transport_of(comm)
+    buffers = transport.buffers(TENSOR_HEADER_BYTES)
+    try:
+        if outputs is NOT_GIVEN:
+            require_tensor(name, data)
+        else:
+            _require_filling(data, outputs, comm)
+        wire = comm.to_comm_device(data)
+        header = header_of(wire, None if outputs is NOT_GIVEN else outputs)
+    except (TypeError, ValueError) as error:
+        # Only this rank can see it, so it has to tell the others, who wait.
+        buffers.own.data[:] = encode_failure(error)
+        transport.all_gather_headers(buffers)
+        raise
+    header.write(buffers.own, 0, wire)
+    transport.all_gather_headers(buffers)
+    return wire, header, buffers.every
+
+
+def _agreed(memory: HeaderMemory, own: Header, comm: Comm, outputs: Sequence[Tensor] | None = None) -> list[Header]:
+    """Return what every rank says; where a rank can't take part, or the list of one does not fit, all raise."""
+    headers = read_headers(memory, own)
+    require_no_failure([header.failure for header in headers], comm)
+    if outputs is not None:
+        require_expected(headers, outputs, comm)
+    require_agreement(headers, comm)
+    return headers
+
+
+def _exchange(wire: Tensor, headers: Sequence[Header], destinations: Sequence[Tensor], comm: Comm) -> Handle:
+    """Move what did not fit behind the headers."""
+    if all(header.is_inline for header in headers):
+        return Handle((), comm)
+    own = [] if headers[comm.rank].is_inline else [as_bytes(wire)]
+    targets = [
+        [] if header.is_inline else [as_bytes(target)] for header, target in zip(headers, destinations, strict=True)
+    ]
+    return transport_of(comm).all_gather_segments(own, targets)
+
+
+def _gather_headers(data: Any, dst: int, comm: Comm) -> tuple[Tensor, Header, HeaderMemory]:
+    """Give rank `dst` every rank's header; return what travels, this rank's header and, there, the memory with all."""
+    transport = transport_of(comm)
+    buffers = transport.buffers(TENSOR_HEADER_BYTES)
+    try:
+        require_tensor("data", data)
+        wire = comm.to_comm_device(data)
+        header = header_of(wire)
+    except (TypeError, ValueError) as error:
+        buffers.own.data[:] = encode_failure(error)
+        transport.gather_headers(buffers, dst)
+        if comm.rank == dst:
+            _receive_and_discard(read_headers(buffers.every), buffers.every, comm)
+        raise
+    header.write(buffers.own, 0, wire)
+    transport.gather_headers(buffers, dst)
+    return wire, header, buffers.every
+
+
+def _all_there(memory: HeaderMemory, own: Header, comm: Comm) -> list[Header]:
+    """Return what every rank says, on `dst`; where one can't take part, raise when all is received that is sent."""
+    headers = read_headers(memory, own)
+    if any(header.failure is not None for header in headers):
+        _receive_and_discard(headers, memory, comm)
+        require_no_failure([header.failure for header in headers], comm)
+    return headers
+
+
+def _receive_and_discard(headers: Sequence[Header], memory: HeaderMemory, comm: Comm) -> None:
+    destinations = [header.tensor(memory, rank, comm.comm_device) for rank, header in enumerate(headers)]
+    _receive(headers, destinations, destinations[comm.rank], comm).wait()
+
+
+def _gather(wire: Tensor, own: Header, memory: HeaderMemory, comm: Comm) -> list[Tensor]:
+    """Return every rank's tensor, on `dst`."""
+    parts = new_inline(memory, own)
+    if parts is None:
+        headers = _all_there(memory, own, comm)
+        parts = [header.tensor(memory, rank, comm.comm_device) for rank, header in enumerate(headers)]
+        _receive(headers, parts, wire, comm).wait()
+    return parts
+
+
+def _gather_into(
+    outputs: Sequence[Tensor], wire: Tensor, own: Header, memory: HeaderMemory, comm: Comm
+) -> Handle | None:
+    """Start receiving on `dst`; return what to wait for, if anything.
+
+    A list that does not fit raises in the end, when all is received that is sent.
+    """
+    if fill_inline(memory, own, outputs):
+        return None
+    headers = _all_there(memory, own, comm)
+    fitting = _are_like(outputs, headers)
+    destinations = [
+        _destination_for(outputs[rank], header, memory, rank, comm)
+        if fitting
+        else header.tensor(memory, rank, comm.comm_device)
+        for rank, header in enumerate(headers)
+    ]
+
+    def finish() -> None:
+        if not fitting:
+            require_list("gather_list", outputs, comm)
+            for rank, (output, received) in enumerate(zip(outputs, destinations, strict=True)):
+                _require_like_what_arrived(f"gather_list[{rank}]", output, received, comm)
+        for rank, output in enumerate(outputs):
+            require_memory(f"gather_list[{rank}]", output)
+        _copy_out(destinations, outputs)
+
+    return Handle([_receive(headers, destinations, wire, comm)], comm, finish)
+
+
+def _receive(headers: Sequence[Header], destinations: Sequence[Tensor], wire: Tensor, comm: Comm) -> Handle:
+    """Receive what did not fit behind the headers; this rank's own is `wire`."""
+    handles = []
+    for rank, header in enumerate(headers):
+        if not header.is_inline:
+            if rank == comm.rank:
+                copy_into(destinations[rank], wire)
+            else:
+                handles.append(transport_of(comm).receive([as_bytes(destinations[rank])], rank))
+    return Handle(handles, comm)
+
+
+def _group_argument(second: object, group: GroupLike) -> GroupLike:
+    """Return the group of the short form, which may stand in the place after the data."""
+    return group if second is None else cast(GroupLike, second)  # resolve() checks it
+
+
+def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Comm) -> None:
+    """Send each rank its tensor; fill this rank's own."""
+    transport = transport_of(comm)
+    buffers = transport.buffers(TENSOR_HEADER_BYTES)
+    try:
+        if scatter_list is None:
+            raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({comm.this_rank})")
+        require_list("scatter_list", scatter_list, comm)
+        _require_target(tensor)
+        wires = [comm.to_comm_device(entry) for entry in scatter_list]
+        headers = [header_of(wire) for wire in wires]
+    except (TypeError, ValueError) as error:
+        # Only this rank can see it, so it has to tell the others, who wait.
+        buffers.every.data[:] = encode_failure(error) * comm.size
+        transport.scatter_headers(buffers, comm.rank)
+        raise
+    for rank, header in enumerate(headers):
+        header.write(buffers.every, rank, wires[rank])
+    transport.scatter_headers(buffers, comm.rank)
+    following = [rank for rank, header in enumerate(headers) if not header.is_inline and rank != comm.rank]
+    sent = [transport_of(comm).send([as_bytes(wires[rank])], rank) for rank in following]
+    own = wires[comm.rank]
+    fitting = tensor.shape == own.shape and tensor.dtype == own.dtype
+    # While they are on their way; unless what is filled may be a part of what is sent.
+    at_once = fitting and all(_are_apart(tensor, wires[rank]) for rank in following)
+    if at_once:
+        copy_into(tensor, own)
+    wait_all(sent)
+    _require_like_what_arrived("tensor", tensor, own, comm)
+    if not at_once:
+        copy_into(tensor, own)
+
+
+def _require_target(tensor: Tensor) -> None:
+    require_tensor("tensor", tensor)
+    require_memory("tensor", tensor)
+
+
+def _are_apart(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
+def _receive_part(tensor: Tensor, src: int, comm: Comm) -> None:
+    """Receive this rank's tensor, into `tensor` where it fits there."""
+    refusal: TypeError | ValueError | None = None
+    expected: Header | None = None
+    try:
+        _require_target(tensor)
+        expected = header_of(tensor)
+    except (TypeError, ValueError) as error:
+        refusal = error  # to be raised when all is received that is sent
+    transport = transport_of(comm)
+    buffers = transport.buffers(TENSOR_HEADER_BYTES)
+    transport.scatter_headers(buffers, src)
+    if expected is not None and fill_inline(buffers.own, expected, [tensor]):
+        return
+    header = read_header(buffers.own, 0)
+    if refusal is None:
+        require_no_failure([header.failure], comm, ranks=[src])
+    if refusal is None and _are_like([tensor], [header]):
+        received = _destination_for(tensor, header, buffers.own, 0, comm)
+    else:
+        received = header.tensor(buffers.own, 0, comm.comm_device)
+    if not header.is_inline:
+        transport_of(comm).receive([as_bytes(received)], src).wait()
+    if refusal is not None:
+        raise refusal
+    if received is not tensor:
+        _require_like_what_arrived("tensor", tensor, received, comm)
+        copy_into(tensor, received)
+
+
+def _destination_for(output: Tensor, header: Header, memory: HeaderMemory, rank: int, comm: Comm) -> Tensor:
+    """Return where a rank's tensor arrives: `output` itself if that can be; else it is copied out later."""
+    # What is inline has arrived already, the rest is to be received.
+    if header.is_inline:
+        if output.is_cpu and is_plain_memory(output):
+            header.fill(output, memory, rank)
+            return output
+    elif is_plain_memory(output) and output.device == comm.comm_device:
+        return output
+    return header.tensor(memory, rank, comm.comm_device)
+
+
+def _copy_out(destinations: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Copy what arrived elsewhere into the caller's tensors."""
+    for received, output in zip(destinations, outputs, strict=True):
+        if received is not output:
+            copy_into(output, received)
+
+
+def _are_like(outputs: Sequence[Tensor], headers: Sequence[Header]) -> bool:
+    """Return whether `outputs` is a list of tensors of just the shapes and dtypes that are announced."""
+    is_list = isinstance(outputs, Sequence) and len(outputs) == len(headers)
+    return is_list and all(
+        isinstance(output, Tensor) and output.shape == header.shape and output.dtype is header.dtype
+        for output, header in zip(outputs, headers, strict=True)
+    )
+
+
+def _require_like_what_arrived(name: str, output: Tensor, part: Tensor, comm: Comm) -> None:
+    """Raise ValueError unless the caller's tensor has the shape and dtype of what arrived."""
+    if output.shape != part.shape or output.dtype != part.dtype:
+        raise ValueError(
+            f"`{name}` must be like what arrived, {tuple(part.shape)} {part.dtype}, but is "
+            f"{tuple(output.shape)} {output.dtype} ({comm.this_rank})"
+        )

@@ -1,0 +1,253 @@
+"""Headers: what a rank is about to send, the data themselves where they are small, or why it can't send.
+
+Every collective whose shapes are free sends one first, so that all ranks know what follows, and a 4-byte all_gather
+stays one message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lockstep.dist.groups import Comm
+from lockstep.dist.transport import HeaderMemory, transport_of
+from lockstep.errors import PeerError
+
+# Sizes of headers: a call's name and arguments; a tensor's shape and dtype, or a dict's digest; an object's sizes.
+CALL_HEADER_BYTES = 256
+TENSOR_HEADER_BYTES = 512
+OBJECT_HEADER_BYTES = 4096
+
+_CPU = torch.device("cpu")
+
+_OK, _FAILED = 0, 1
+# status, fingerprint of what is expected, dtype, number of dims; the dims follow, then the tensor
+_HEAD = struct.Struct("<4q")
+_MOST_DIMS = (TENSOR_HEADER_BYTES - _HEAD.size) // 8
+_FAILURE = struct.Struct("<2q")
+_DTYPES = sorted(
+    {x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str
+)  # the same order on every rank, whatever order torch defines them in
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+# ctypes.memmove lets go of the interpreter, and gets it back late where the backend's thread is waiting for it.
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+
+
+class Header:
+    """What one rank says of its tensor.
+
+    Headers that say the same are one object most of the time, which makes them cheap to compare.
+
+    Attributes:
+        shape: shape of its tensor.
+        dtype: dtype of its tensor.
+        nbytes: bytes of its tensor.
+        expected: fingerprint of what this rank expects to receive; 0 where it takes what comes.
+        failure: why this rank has nothing to send; None where it has.
+        encoded: all that as bytes.
+        is_inline: whether the tensor's bytes travel behind these; they follow in a message of their own otherwise.
+    """
+
+    __slots__ = ("dtype", "encoded", "expected", "failure", "is_inline", "nbytes", "shape")
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], expected: int, failure: str | None = None) -> None:
+        self.dtype, self.shape, self.expected, self.failure = dtype, shape, expected, failure
+        self.nbytes = prod(shape) * dtype.itemsize
+        self.encoded = struct.pack(f"<{4 + len(shape)}q", _OK, expected, _CODES[dtype], len(shape), *shape)
+        self.is_inline = len(self.encoded) + self.nbytes <= TENSOR_HEADER_BYTES
+
+    def write(self, memory: HeaderMemory, index: int, data: Tensor) -> None:
+        """Write this, and the tensor where it is inline, to position `index`."""
+        start = index * memory.header_bytes
+        memory.data[start : start + len(self.encoded)] = self.encoded
+        if self.is_inline and self.nbytes:
+            on_cpu = data if data.is_cpu else data.cpu()
+            _memmove(memory.address + start + len(self.encoded), on_cpu.data_ptr(), self.nbytes)
+
+    def fill(self, target: Tensor, memory: HeaderMemory, index: int) -> None:
+        """Copy the inline tensor at position `index` into a contiguous one on the CPU."""
+        if self.nbytes:
+            source = memory.address + index * memory.header_bytes + len(self.encoded)
+            _memmove(target.data_ptr(), source, self.nbytes)
+
+    def tensor(self, memory: HeaderMemory, index: int, device: torch.device) -> Tensor:
+        """Return a new tensor: filled, on the CPU, where it is inline, else as announced, on `device`."""
+        if not self.is_inline:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        data = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(data, memory, index)
+        return data
+
+
+@lru_cache(maxsize=1024)
+def _header(dtype: torch.dtype, shape: tuple[int, ...], expected: int) -> Header:
+    return Header(dtype, shape, expected)
+
+
+def header_of(data: Tensor, expected: Sequence[Tensor] | None = None) -> Header:
+    """Return the header of a contiguous tensor.
+
+    **Raises**: ValueError for more dims than a header can name.
+    """
+    shape = data.shape
+    if len(shape) > _MOST_DIMS:
+        raise ValueError(f"`data` must have at most {_MOST_DIMS} dims, but has {len(shape)}")
+    if expected is None:
+        return _header(data.dtype, shape, 0)
+    return _header(data.dtype, shape, _fingerprint(tuple((x.dtype, x.shape) for x in expected)))
+
+
+def read_header(memory: HeaderMemory, index: int, likely: Header | None = None) -> Header:
+    """Return the header at position `index`; `likely`, where it says the same."""
+    start = index * memory.header_bytes
+    # Ranks mostly say the same, so that nothing has to be read.
+    if likely is not None and memory.data.startswith(likely.encoded, start):
+        return likely
+    status, expected, code, ndim = _HEAD.unpack_from(memory.data, start)
+    if status == _FAILED:
+        return Header(torch.uint8, (), 0, decode_failure(memory.views[index]))
+    shape = struct.unpack_from(f"<{ndim}q", memory.data, start + _HEAD.size)
+    return _header(_DTYPES[code], shape, expected)
+
+
+def read_headers(memory: HeaderMemory, likely: Header | None = None) -> list[Header]:
+    """Return every rank's header."""
+    return [read_header(memory, index, likely) for index in range(len(memory.views))]
+
+
+def encode_failure(error: BaseException, size: int = TENSOR_HEADER_BYTES) -> bytes:
+    """Return a header that says why this rank has nothing to send; the text is cut to what fits."""
+    # A file's name in a message may hold what utf-8 can't; that must not keep the other ranks waiting.
+    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[: size - _FAILURE.size]
+    return (_FAILURE.pack(_FAILED, len(text)) + text).ljust(size, b"\0")
+
+
+def decode_failure(header: bytes | memoryview) -> str | None:
+    """Return the failure that a header reports, if it does."""
+    status, length = _FAILURE.unpack_from(header)
+    if status != _FAILED:
+        return None
+    return bytes(header[_FAILURE.size : _FAILURE.size + length]).decode(errors="replace")
+
+
+def fill_inline(memory: HeaderMemory, own: Header, outputs: Sequence[Tensor]) -> bool:
+    """Fill `outputs` where every rank's header is like this rank's, with the tensor inline; else do nothing.
+
+    The usual case of small tensors, kept short, as small calls are all overhead.
+    """
+    if not isinstance(outputs, list | tuple) or len(outputs) != len(memory.views) or not _all_inline(memory, own):
+        return False
+    for output in outputs:
+        if not isinstance(output, Tensor) or output.shape != own.shape or output.dtype is not own.dtype:
+            return False
+        if not (output.is_cpu and output.is_contiguous()) or output.is_neg() or output.is_conj():
+            return False
+    for index, output in enumerate(outputs):
+        own.fill(output, memory, index)
+    return True
+
+
+def new_inline(memory: HeaderMemory, own: Header) -> list[Tensor] | None:
+    """Return new tensors where every rank's header is like this rank's, with the tensor inline; else None."""
+    if not _all_inline(memory, own):
+        return None
+    return [own.tensor(memory, index, _CPU) for index in range(len(memory.views))]
+
+
+def _all_inline(memory: HeaderMemory, own: Header) -> bool:
+    if not own.is_inline:
+        return False
+    starts = range(0, len(memory.data), memory.header_bytes)
+    return all(memory.data.startswith(own.encoded, start) for start in starts)
+
+
+def all_gather_header(header: bytes, comm: Comm) -> list[bytes]:
+    """Return every rank's header, all of one size. **Collective**."""
+    transport = transport_of(comm)
+    buffers = transport.buffers(len(header))
+    buffers.own.data[:] = header
+    transport.all_gather_headers(buffers)
+    return [bytes(view) for view in buffers.every.views]
+
+
+def scatter_header(headers: Sequence[bytes] | None, header_bytes: int, src: int, comm: Comm) -> bytes:
+    """Return the header that rank `src`, which alone hands in some, has for this rank. **Collective**."""
+    transport = transport_of(comm)
+    buffers = transport.buffers(header_bytes)
+    if headers is not None:
+        buffers.every.data[:] = b"".join(headers)
+    transport.scatter_headers(buffers, src)
+    return bytes(buffers.own.data)
+
+
+def broadcast_header(header: bytes, src: int, comm: Comm) -> bytes:
+    """Return rank `src`'s header; the others hand in any of the same size. **Collective**."""
+    transport = transport_of(comm)
+    buffers = transport.buffers(len(header))
+    buffers.own.data[:] = header
+    transport.broadcast_header(buffers, src)
+    return bytes(buffers.own.data)
+
+
+def require_no_failure(failures: Sequence[str | None], comm: Comm, ranks: Sequence[int] | None = None) -> None:
+    """Raise if some rank failed, naming the first.
+
+    **Raises**: PeerError. The failing rank itself should raise its own error before it comes here.
+    """
+    for index, failure in enumerate(failures):
+        if failure is not None:
+            rank = index if ranks is None else ranks[index]
+            raise PeerError(
+                f"rank {rank} of {comm.size} could not take part: {failure} (seen on {comm.this_rank}). "
+                "Nothing was exchanged, and the group can be used further",
+                rank=rank,
+                cause=failure,
+            )
+
+
+def require_expected(headers: Sequence[Header], outputs: Sequence[Tensor], comm: Comm) -> None:
+    """Raise if this rank's output list does not fit what the headers announce.
+
+    **Raises**: ValueError; `require_agreement` tells the others.
+    """
+    for rank, (header, output) in enumerate(zip(headers, outputs, strict=True)):
+        if header.shape != output.shape or header.dtype != output.dtype:
+            raise ValueError(
+                f"`tensor_list[{rank}]` must be like rank {rank}'s tensor, {tuple(header.shape)} {header.dtype}, but "
+                f"is {tuple(output.shape)} {output.dtype} ({comm.this_rank}). Or leave the list out: all_gather(data)"
+            )
+
+
+def require_agreement(headers: Sequence[Header], comm: Comm) -> None:
+    """Raise if some rank's output list does not fit what the headers announce, naming the first.
+
+    **Raises**: PeerError. A rank whose own list is wrong should raise its own error before it comes here.
+    """
+    own = headers[comm.rank]
+    # What this rank expects was compared with the headers already.
+    if all(header is own or header.expected in (0, own.expected) for header in headers):
+        return
+    actual = own.expected or _fingerprint(tuple((header.dtype, header.shape) for header in headers))
+    require_no_failure(
+        [
+            "ValueError: its `tensor_list` does not fit the tensors of all ranks"
+            if header.expected not in (0, actual)
+            else None
+            for header in headers
+        ],
+        comm,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _fingerprint(entries: tuple[tuple[torch.dtype, tuple[int, ...]], ...]) -> int:
+    # Python's hash of integers is the same in every process; 0 means "takes what comes".
+    return hash(tuple((_CODES[dtype], *shape) for dtype, shape in entries)) or 1

@@ -1,0 +1,542 @@
+"""How bytes travel between ranks: headers, small and of one fixed size, and segments, whose sizes both sides know.
+
+A `Transport` is chosen once for each group. On the CPU messages go from rank to rank (`PairwiseCpu`); elsewhere the
+collectives of the backend carry them (`Backend`). Either can be deleted without the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import cache
+from threading import Thread
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, GatherOptions, ProcessGroup, ScatterOptions, Work
+
+from lockstep.device import copy_into
+from lockstep.dist.groups import SOLO, Comm
+from lockstep.errors import CollectiveTimeoutError, DistError, PeerError
+
+# gloo matches sends and receives between two ranks by tag, in order; any two numbers will do.
+_HEADER_TAG, _SEGMENT_TAG = 0x10C4, 0x10C5
+
+# gloo's words (torch 2.13) for a connection whose other end went away, and for one that stays silent.
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_SILENT = ("Timed out", "timed out", "timeout")
+
+# Dtypes that every backend moves by name; all others travel as bytes.
+_NATIVE_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)  # fmt: skip
+
+# Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
+_ALL_GATHER_SINGLE = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+
+_KEPT_BYTES = 2**16
+
+
+class Handle:
+    """A collective in flight. `wait` completes it, the moving back to the caller's device and dtype included."""
+
+    __slots__ = ("_comm", "_finish", "_pending")
+
+    def __init__(self, pending: Sequence[Work | Handle], comm: Comm, finish: Callable[[], None] | None = None) -> None:
+        self._pending: tuple[Work | Handle, ...] = tuple(pending)
+        self._comm = comm
+        self._finish = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the result is there; further calls return at once, or raise again.
+
+        **Raises**: PeerError where a rank went away; CollectiveTimeoutError where one did not come in time;
+        ValueError where the mean of integers is no whole number.
+        """
+        for one in self._pending:
+            if isinstance(one, Handle):
+                one.wait(timeout)
+            else:
+                wait_for(one, self._comm, timeout)
+        self._pending = ()
+        if self._finish is not None:
+            self._finish()
+        self._finish = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not block."""
+        return all(one.is_completed() for one in self._pending)
+
+
+class _PairwiseHandle(Handle):
+    """Sends and receives in flight, of which gloo does not say whether they are completed (torch 2.13).
+
+    Where somebody asks, a thread waits for them.
+    """
+
+    __slots__ = ("_outcome",)
+
+    def __init__(self, pending: Sequence[Work], comm: Comm) -> None:
+        super().__init__(pending, comm)
+        self._outcome: Future[bool] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all are completed; see `Handle.wait`."""
+        if self._outcome is None:
+            return super().wait(timeout)
+        try:
+            return self._outcome.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError as error:
+            raise _too_late(self._comm, f"{timeout} are over") from error
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not block."""
+        if self._outcome is None:
+            self._outcome = Future()
+            Thread(target=self._watch, args=(self._outcome,), daemon=True).start()
+        return self._outcome.done()
+
+    def _watch(self, outcome: Future[bool]) -> None:
+        try:
+            outcome.set_result(super().wait())
+        except Exception as error:
+            outcome.set_exception(error)
+
+
+class HeaderMemory:
+    """Headers of one size, one after the other in one piece of memory.
+
+    Attributes:
+        data: their bytes.
+        address: where the memory begins.
+        header_bytes: size of each.
+        views: one for each header.
+    """
+
+    __slots__ = ("address", "data", "header_bytes", "views")
+
+    def __init__(self, number: int, header_bytes: int) -> None:
+        self.data = bytearray(number * header_bytes)
+        self.address = ctypes.addressof((ctypes.c_char * len(self.data)).from_buffer(self.data))
+        self.header_bytes = header_bytes
+        self.views = [memoryview(self.data)[k * header_bytes : (k + 1) * header_bytes] for k in range(number)]
+
+
+class HeaderBuffers:
+    """Memory for the headers of one group and size, used again by every call: this rank's own, and every rank's.
+
+    Not only for the allocations: a tensor that Python has let go of is freed by the backend's thread, which has to wait
+    for the interpreter then; that costs a small collective a third of its time (gloo, torch 2.13).
+    """
+
+    def __init__(self, header_bytes: int, comm: Comm) -> None:
+        self.own, self.every = HeaderMemory(1, header_bytes), HeaderMemory(comm.size, header_bytes)
+        self._on_cpu = [torch.frombuffer(x.data, dtype=torch.uint8) for x in (self.own, self.every)]
+        self.own_staged, self.every_staged = (x.to(comm.comm_device) for x in self._on_cpu)
+        self.parts = list(torch.split(self.every_staged, header_bytes))
+        self.of_others = {rank: part for rank, part in enumerate(self.parts) if rank != comm.rank}
+        self.own_to_others = dict.fromkeys(self.of_others, self.own_staged)
+        self.in_flight: list[Work] = []
+        self._own_slice = slice(comm.rank * header_bytes, (comm.rank + 1) * header_bytes)
+        self._is_staged = comm.comm_device.type != "cpu"
+
+    def copy_own(self) -> None:
+        """Copy this rank's header to its position among every rank's."""
+        self.every.data[self._own_slice] = self.own.data
+
+    def stage(self) -> None:
+        """Copy what was written into the memory here to the device of the group."""
+        if self._is_staged:
+            self.own_staged.copy_(self._on_cpu[0])
+            self.every_staged.copy_(self._on_cpu[1])
+
+    def fetch(self) -> None:
+        """Copy what arrived on the device of the group into the memory here."""
+        if self._is_staged:
+            self._on_cpu[0].copy_(self.own_staged)
+            self._on_cpu[1].copy_(self.every_staged)
+
+
+class Transport(ABC):
+    """Carries headers and segments over one group.
+
+    Headers: each method takes `HeaderBuffers`, and moves what is in `own` or `every` to where it belongs. Segments are
+    contiguous tensors on the device of the group. All methods but `send` and `receive` are collective.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self._buffers: dict[int, HeaderBuffers] = {}
+        self._kept: deque[Tensor] = deque(maxlen=8)
+
+    @property
+    def pg(self) -> ProcessGroup:
+        """Torch's process group."""
+        pg = self.comm.pg
+        assert pg is not None  # whoever has a transport of it holds the group
+        return pg
+
+    def buffers(self, header_bytes: int) -> HeaderBuffers:
+        """Return the buffers for headers of this size, which all calls of the group share."""
+        buffers = self._buffers.get(header_bytes)
+        if buffers is None:
+            buffers = self._buffers[header_bytes] = HeaderBuffers(header_bytes, self.comm)
+        return buffers
+
+    def keep_alive(self, sent: Tensor) -> None:
+        """Keep a small tensor, which nobody else holds any more, until the backend's thread has let go of it.
+
+        Otherwise that thread frees it, for which it has to get hold of the interpreter, and the next call waits for it:
+        ten times as long as it takes itself (gloo, torch 2.13).
+        """
+        if sent.nbytes <= _KEPT_BYTES:
+            self._kept.append(sent)
+
+    @abstractmethod
+    def all_gather_headers(self, buffers: HeaderBuffers) -> None:
+        """Give every rank every rank's header: from `own` to `every`."""
+
+    @abstractmethod
+    def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
+        """Give rank `dst` every rank's header: from `own` to its `every`."""
+
+    @abstractmethod
+    def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
+        """Give rank i the i-th header of rank `src`: from its `every` to `own`."""
+
+    def broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
+        """Give every rank `src`'s header: from its `own` to every `own`."""
+        buffers.stage()
+        wait_for(self.pg.broadcast([buffers.own_staged], _broadcast_options(src, False)), self.comm)
+        buffers.fetch()
+
+    @abstractmethod
+    def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
+        """Give every rank every rank's segments, each once to each rank, without padding.
+
+        Args:
+            own: this rank's segments, flat uint8.
+            received: for each rank, the segments to fill, of exactly its sizes; those of this rank get a copy.
+        """
+
+    @abstractmethod
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
+        """Send the i-th of `inputs`, anywhere, to rank i, and fill the i-th of `outputs` with what rank i sent."""
+
+    def broadcast(self, segments: Sequence[Tensor], src: int, *, async_op: bool = True) -> Handle:
+        """Give every rank `src`'s segments, in place."""
+        pg, options = self.pg, _broadcast_options(src, async_op)
+        return Handle([pg.broadcast([as_native(segment)], options) for segment in segments], self.comm)
+
+    def send(self, segments: Sequence[Tensor], dst: int) -> Handle:
+        """Send segments to rank `dst`, which calls `receive` with the same sizes."""
+        return self._send_and_receive([], [(segment, dst) for segment in segments])
+
+    def receive(self, segments: Sequence[Tensor], src: int) -> Handle:
+        """Fill segments with what rank `src` sends with `send`."""
+        return self._send_and_receive([(segment, src) for segment in segments], [])
+
+    def _send_and_receive(
+        self, receiving: Sequence[tuple[Tensor, int]], sending: Sequence[tuple[Tensor, int]]
+    ) -> Handle:
+        pg = self.pg
+        try:
+            works = [pg.recv([segment], rank, _SEGMENT_TAG) for segment, rank in receiving]
+            works += [pg.send([segment], rank, _SEGMENT_TAG) for segment, rank in sending]
+        except RuntimeError as error:  # gloo refuses to send to a rank that is known to be gone
+            raise translate_error(error, self.comm) from error
+        return _PairwiseHandle(works, self.comm)
+
+
+class PairwiseCpu(Transport):
+    """From rank to rank, on the CPU.
+
+    gloo's sends and receives change no threads and copy nothing, so that an all_gather of 1 KiB takes half as long as
+    gloo's own, and one of 16 MiB a third (2 and 4 ranks, torch 2.13; docs/decisions/0008-pairs-on-the-cpu.md).
+    Accelerators order their messages; there pairs could block.
+    """
+
+    def all_gather_headers(self, buffers: HeaderBuffers) -> None:
+        """See `Transport`."""
+        buffers.copy_own()
+        self._exchange_headers(buffers, buffers.of_others, buffers.own_to_others)
+
+    def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
+        """See `Transport`."""
+        if self.comm.rank == dst:
+            buffers.copy_own()
+            self._exchange_headers(buffers, buffers.of_others, {})
+        else:
+            self._exchange_headers(buffers, {}, {dst: buffers.own_staged})
+
+    def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
+        """See `Transport`."""
+        if self.comm.rank == src:
+            buffers.own.data[:] = buffers.every.views[src]
+            self._exchange_headers(buffers, {}, buffers.of_others)
+        else:
+            self._exchange_headers(buffers, {src: buffers.own_staged}, {})
+
+    def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
+        """See `Transport`."""
+        _copy_all(own, received[self.comm.rank])
+        others = self._others()
+        return self._send_and_receive(
+            [(segment, rank) for rank in others for segment in received[rank]],
+            [(segment, rank) for rank in others for segment in own],
+        )
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
+        """See `Transport`. Sends from the caller's own memory, and receives into it where it is free."""
+        comm = self.comm
+        sent = {x.untyped_storage().data_ptr() for x in inputs}  # memory that must not change before it has left
+        received = [
+            x
+            if x.is_cpu and is_plain_memory(x) and x.untyped_storage().data_ptr() not in sent
+            else torch.empty(x.shape, dtype=x.dtype, device=comm.comm_device)
+            for x in outputs
+        ]
+        others = self._others()
+        exchange = self._send_and_receive(
+            [(as_native(received[rank].detach()), rank) for rank in others if received[rank].numel()],
+            [(as_native(comm.to_comm_device(inputs[rank])), rank) for rank in others if inputs[rank].numel()],
+        )
+        copy_into(received[comm.rank], inputs[comm.rank].detach())
+
+        def finish() -> None:
+            for output, one in zip(outputs, received, strict=True):
+                if one is not output:
+                    copy_into(output, one)
+
+        return Handle([exchange], comm, finish)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
+
+    def _exchange_headers(
+        self, buffers: HeaderBuffers, receiving: Mapping[int, Tensor], sending: Mapping[int, Tensor]
+    ) -> None:
+        """Receive from some ranks and send to some, all at once.
+
+        Where that fails with one, as it is gone, the others are served all the same, and left in flight: they may be
+        waiting for it, and shall find out in their own time.
+        """
+        pg = self.pg
+        works = buffers.in_flight = []
+        refusal = None
+        for start, parts in ((pg.recv, receiving), (pg.send, sending)):
+            for rank, part in parts.items():
+                try:
+                    works.append(start([part], rank, _HEADER_TAG))
+                except RuntimeError as error:
+                    refusal = error
+        if refusal is not None:
+            raise translate_error(refusal, self.comm) from refusal
+        for work in works:
+            wait_for(work, self.comm)
+        buffers.in_flight = []
+
+
+class Backend(Transport):
+    """By the collectives of the backend, on any device."""
+
+    def all_gather_headers(self, buffers: HeaderBuffers) -> None:
+        """See `Transport`."""
+        buffers.stage()
+        wait_for(getattr(self.pg, _ALL_GATHER_SINGLE)(buffers.every_staged, buffers.own_staged), self.comm)
+        buffers.fetch()
+
+    def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
+        """See `Transport`."""
+        buffers.stage()
+        outputs = [buffers.parts] if self.comm.rank == dst else []
+        wait_for(self.pg.gather(outputs, [buffers.own_staged], _gather_options(dst)), self.comm)
+        buffers.fetch()
+
+    def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
+        """See `Transport`."""
+        buffers.stage()
+        inputs = [buffers.parts] if self.comm.rank == src else []
+        wait_for(self.pg.scatter([buffers.own_staged], inputs, _scatter_options(src)), self.comm)
+        buffers.fetch()
+
+    def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
+        """See `Transport`."""
+        _copy_all(own, received[self.comm.rank])
+        handles = [
+            self.broadcast(own if rank == self.comm.rank else segments, rank) for rank, segments in enumerate(received)
+        ]
+        return Handle(handles, self.comm)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
+        """See `Transport`. One tensor holds the data for all ranks."""
+        comm = self.comm
+        parts = [as_native(comm.to_comm_device(x)).view(-1) for x in inputs]
+        item_bytes = parts[0].element_size()
+        sizes_out = [x.nbytes // item_bytes for x in outputs]
+        received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=comm.comm_device)
+        work = self.pg.alltoall_base(received, torch.cat(parts), sizes_out, [x.numel() for x in parts])
+
+        def finish() -> None:
+            for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
+                if part.dtype != output.dtype:
+                    part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
+                copy_into(output, part)
+
+        return Handle([work], comm, finish)
+
+
+class _Alone(Transport):
+    """One process, where no group exists: what is sent is what arrives."""
+
+    def buffers(self, header_bytes: int) -> HeaderBuffers:
+        """Return new buffers: threads may call side by side, as no order of messages is to be kept."""
+        return HeaderBuffers(header_bytes, self.comm)
+
+    def all_gather_headers(self, buffers: HeaderBuffers) -> None:
+        """See `Transport`."""
+        buffers.copy_own()
+
+    def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
+        """See `Transport`."""
+        buffers.copy_own()
+
+    def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
+        """See `Transport`."""
+        buffers.own.data[:] = buffers.every.data
+
+    def broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
+        """See `Transport`."""
+
+    def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
+        """See `Transport`."""
+        _copy_all(own, received[0])
+        return Handle((), self.comm)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
+        """See `Transport`."""
+        copy_into(outputs[0], inputs[0])
+        return Handle((), self.comm)
+
+    def broadcast(self, segments: Sequence[Tensor], src: int, *, async_op: bool = True) -> Handle:
+        """See `Transport`."""
+        return Handle((), self.comm)
+
+
+_ALONE = _Alone(SOLO)
+_transports: WeakKeyDictionary[ProcessGroup, Transport] = WeakKeyDictionary()
+
+
+def transport_of(comm: Comm) -> Transport:
+    """Return the transport of a group; it is chosen at the first call."""
+    pg = comm.pg
+    if pg is None:
+        return _ALONE
+    transport = _transports.get(pg)
+    if transport is None:
+        kind = PairwiseCpu if comm.comm_device.type == "cpu" else Backend
+        transport = _transports[pg] = kind(comm)
+    return transport
+
+
+def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
+    """Return the handle to a caller who wants to wait himself, else wait."""
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def wait_all(handles: Sequence[Handle]) -> None:
+    """Wait for every one of `handles`."""
+    for handle in handles:
+        handle.wait()
+
+
+def wait_for(work: Work, comm: Comm, timeout: timedelta | None = None) -> None:
+    """Wait for one piece of work; see `Handle.wait` for what it raises."""
+    try:
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timeout)
+    except RuntimeError as error:
+        raise translate_error(error, comm) from error
+
+
+def translate_error(error: RuntimeError, comm: Comm) -> Exception:
+    """Return what a backend's error means; `error` itself where nothing better is known."""
+    text = str(error)
+    if any(words in text for words in _GONE):
+        return PeerError(
+            f"a rank of the group ended or lost its connection during a collective ({comm.this_rank}). "
+            f"Look for its own error first. The backend says: {text}",
+            rank=None,
+            cause=text,
+        )
+    if any(words in text for words in _SILENT):
+        return _too_late(comm, f"The backend says: {text}")
+    return error if isinstance(error, DistError) else DistError(f"{text} ({comm.this_rank})")
+
+
+def is_plain_memory(data: Tensor) -> bool:
+    """Return whether a tensor's memory holds its values one after the other, so that bytes may be written there."""
+    return data.is_contiguous() and not data.is_neg() and not data.is_conj()
+
+
+def as_bytes(data: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, as a flat uint8 view of the same memory."""
+    # Any dtype can travel so, also those for which a backend has no name. Neither a 0-dim tensor can change its item
+    # size nor one element of a strided view, which counts as contiguous whatever its stride.
+    return data.detach().as_strided((data.numel(),), (1,)).view(torch.uint8)
+
+
+def as_native(wire: Tensor) -> Tensor:
+    """Return a contiguous tensor as it is, or as bytes where not every backend moves its dtype."""
+    return wire if wire.dtype in _NATIVE_DTYPES else as_bytes(wire)
+
+
+def bytes_of(data: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """Return a writable buffer over a contiguous CPU tensor's memory, which it keeps alive."""
+    buffer = (ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr())
+    buffer._owner = data  # type: ignore[attr-defined]  # the buffer borrows the tensor's memory
+    return buffer
+
+
+def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def _too_late(comm: Comm, detail: str) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(
+        f"a rank of the group did not take part in a collective in time ({comm.this_rank}). Do all ranks call the same "
+        f"collectives in the same order? {detail}"
+    )
+
+
+@cache
+def _gather_options(dst: int) -> GatherOptions:
+    options = GatherOptions()
+    options.rootRank = dst
+    return options
+
+
+@cache
+def _scatter_options(src: int) -> ScatterOptions:
+    options = ScatterOptions()
+    options.rootRank = src
+    return options
+
+
+@cache
+def _broadcast_options(src: int, async_op: bool) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank, options.asyncOp = src, async_op
+    return options

@@ -1,0 +1,91 @@
+"""Either transport carries every collective: the fast one can be deleted without a change of any result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from lockstep.dist import (
+    PeerError,
+    all_gather,
+    all_gather_object,
+    all_reduce_dict,
+    all_to_all,
+    broadcast_object,
+    gather,
+    gather_object,
+    get_rank,
+    get_world_size,
+    main_process_first,
+    run_on_main,
+    scatter,
+    scatter_object_list,
+)
+from lockstep.dist import transport as transports
+from lockstep.dist.groups import resolve
+from lockstep.dist.transport import Backend, PairwiseCpu, Transport, transport_of
+from lockstep.testing import ranks
+
+KINDS = pytest.mark.parametrize("kind", [PairwiseCpu, Backend])
+SIZES = pytest.mark.parametrize("numel", [0, 1, 50_000])
+
+
+def group_with(kind: type[Transport]) -> torch_dist.ProcessGroup:
+    """Return a group of all ranks that the given transport serves."""
+    group = torch_dist.new_group()
+    transports._transports[group] = kind(resolve(group))
+    return group
+
+
+@ranks(2)
+def test_the_cpu_is_served_from_rank_to_rank() -> None:
+    assert type(transport_of(resolve())) is PairwiseCpu
+    assert transport_of(resolve()) is transport_of(resolve())
+
+
+@SIZES
+@KINDS
+@ranks(1, 3)
+def test_tensors_arrive(kind: type[Transport], numel: int) -> None:
+    group, rank, size = group_with(kind), get_rank(), get_world_size()
+    sizes = [numel + number for number in range(size)]  # another one on each rank
+    own = torch.full((sizes[rank],), float(rank))
+    expected = [torch.full((sizes[number],), float(number)) for number in range(size)]
+    for got in (all_gather(own, group), gather(own, size - 1, group)):
+        assert got == [] or all(map(torch.equal, got, expected))
+    filled = torch.empty(sizes[rank])
+    scatter(filled, expected if rank == 0 else None, 0, group)
+    assert torch.equal(filled, own)
+    outputs = [torch.empty(numel) for _ in range(size)]
+    all_to_all(outputs, [torch.full((numel,), 10.0 * rank + number) for number in range(size)], group)
+    assert all(torch.equal(x, torch.full((numel,), 10.0 * number + rank)) for number, x in enumerate(outputs))
+
+
+@SIZES
+@KINDS
+@ranks(1, 3)
+def test_objects_arrive(kind: type[Transport], numel: int) -> None:
+    group, rank, size = group_with(kind), get_rank(), get_world_size()
+    texts = [str(number) * numel for number in range(size)]
+    own = {"text": texts[rank], "tensor": torch.full((numel,), rank)}
+    for got in (all_gather_object(own, group), gather_object(own, 0, group) or []):
+        assert [one["text"] for one in got] in ([], texts)
+        assert all(torch.equal(one["tensor"], torch.full((numel,), number)) for number, one in enumerate(got))
+    assert broadcast_object(own, size - 1, group)["text"] == texts[-1]
+    places = [None]
+    scatter_object_list(places, texts if rank == 0 else None, 0, group)
+    assert places == [texts[rank]]
+    assert run_on_main(lambda: texts[0], group) == texts[0]
+    assert all_reduce_dict({"a": 1.0, "b": torch.ones(numel)}, "sum", group)["a"] == size
+
+
+@KINDS
+@ranks(2)
+def test_what_one_rank_refuses_is_an_error_on_every_rank(kind: type[Transport]) -> None:
+    group = group_with(kind)
+    with pytest.raises(TypeError if get_rank() == 1 else PeerError):
+        all_gather(torch.ones(2) if get_rank() == 0 else "no tensor", group)
+    with pytest.raises(OSError if get_rank() == 0 else PeerError), main_process_first(group):
+        raise OSError("no space left")
+    assert all_gather_object(get_rank(), group) == [0, 1]
