@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.launch import launch
+from lockstep.launch import JobSpec, launch
 
 PARTS = ("tensors", "nested", "objects", "results", "training")
 PEERS = "peers"  # the training part with other frameworks, where they are installed
@@ -44,7 +44,7 @@ def _measured(parts: Sequence[str], nproc: int) -> list[dict[str, Any]]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        launch(["-m", "benchmarks.rank", str(path), *parts], nproc=nproc)
+        launch(["-m", "benchmarks.rank", str(path), *parts], JobSpec(nproc))
         rows: list[dict[str, Any]] = json.loads(path.read_text())
     return rows
 

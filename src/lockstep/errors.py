@@ -81,6 +81,10 @@ class CollectiveTimeoutError(DistError, TimeoutError):
     """A rank did not take part in a collective within the group's timeout."""
 
 
+# What the user has to put right: a traceback through lockstep would only hide the message.
+INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, ReportError, TopologyError)
+
+
 def _rebuild_peer_error(message: str, rank: int | None, cause: str) -> PeerError:
     return PeerError(message, rank=rank, cause=cause)
 

@@ -9,20 +9,47 @@ import pytest
 from lockstep.version import __version__
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["--help"], ["train", "-h"], ["launch", "--help"], ["config", "print", "--help"], ["doctor", "-h"]]
-)
-def test_help_does_not_import_torch(words):
+def without_torch(words, folder):
+    """Run `lockstep` where torch cannot be imported; return its exit code, output and errors."""
     code = (
         "import sys\n"
+        "sys.modules['torch'] = None\n"
         "from lockstep.cli.main import main\n"
         f"sys.argv = ['lockstep', *{words!r}]\n"
-        "try:\n    main()\n"
-        "finally:\n    print('torch' in sys.modules, file=sys.stderr)\n"
+        "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "Usage: lockstep" in done.stdout
-    assert done.stderr == "False\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "-h"], ["launch", "--help"], ["config", "print", "--help"], ["doctor", "-h"]]
+)
+def test_help_does_not_import_torch(words, tmp_path):
+    code, out, err = without_torch(words, tmp_path)
+    assert (code, err) == (0, "")
+    assert "Usage: lockstep" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--version"], 0, __version__),
+        (["config", "print", "line.py", "model.width=3"], 0, "width=3"),
+        (["config", "diff", "line.py", "line.py"], 0, ""),
+        (["report", "."], 0, "report.html"),
+        (["doctor"], 1, "lockstep     │"),
+        (["train", "none.py", "--nproc", "2"], 1, "there is no config file"),
+        (["train", "line.py", "--launcher", "torch"], 1, "`launcher` must be one of"),
+        (["train", "line.py", "--nnodes", "2"], 2, "`rdzv` must be HOST:PORT"),
+        (["launch", "none.py", "--nproc", "2"], 1, "there is no script `none.py`"),
+    ],
+)
+def test_what_does_not_compute_does_not_import_torch(folder, words, code, says):
+    (folder / "metrics.jsonl").write_text('{"mode": "train", "epoch": 1, "iter": 10, "loss": 1.5}\n')
+    got, out, err = without_torch(words, folder)
+    assert (got, "Traceback" in err) == (code, False)
+    assert says in out + err
 
 
 def test_the_installed_command_and_the_module_are_the_same(lockstep):

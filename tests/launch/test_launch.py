@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from lockstep.launch import launch
+from lockstep.launch import JobSpec, launch
 
 SUM_OF_RANKS = """
     import os, sys, time
@@ -218,5 +218,6 @@ def test_nothing_is_left_in_the_temporary_folder(scripts, tmp_path):
     ],
 )
 def test_wrong_arguments_are_refused(arguments, says):
+    given = {"command": ["x.py"], "nproc": 1, **arguments}
     with pytest.raises(ValueError, match=says):
-        launch(**{"command": ["x.py"], "nproc": 1, **arguments})
+        launch(given.pop("command"), JobSpec(given.pop("nproc")), **given)

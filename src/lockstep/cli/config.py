@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lockstep.cli.errors import tell
 from lockstep.cli.options import CfgOptions, ConfigPath
-from lockstep.cli.telling import INPUT_ERRORS, tell
 from lockstep.config import Config, Difference, differences, parse_options
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.errors import INPUT_ERRORS, ConfigError, did_you_mean
 
 _SAME, _DIFFERENT, _TROUBLE = 0, 1, 2  # as diff exits
 _STYLES = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
@@ -25,34 +25,40 @@ def read_config(path: Path) -> Config:
 
     Modules beside it and in the current folder can be imported from now on, as they could from a script there.
     """
-    for folder in (os.getcwd(), str(path.resolve().parent)):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+    import_from_beside(path)
     try:
         return Config.fromfile(path)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
 
 
+def import_from_beside(path: Path) -> None:
+    """Let this process import modules beside the config at `path` and in the current folder."""
+    for folder in (os.getcwd(), str(path.resolve().parent)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+
+
 def apply_options(cfg: Config, options: Sequence[str]) -> None:
-    """Lay the ``--cfg-options``, texts ``key=value``, over a config.
+    """Change a config by its ``--cfg-options``, strings ``key=value``.
 
     Raises:
         ConfigError: a top-level key is neither in the config nor an argument of Runner: nobody would look at it.
     """
-    if not options:
-        return
-    from lockstep.runner import Runner  # imports torch
-
-    known = signature(Runner).parameters
     changes = parse_options(options)
     for dotted in changes:
         key = dotted.partition(".")[0]
-        if key not in cfg and key not in known:
+        if key not in cfg and key not in (known := _arguments_of_runner()):
             raise ConfigError(
                 f"the config has no key `{key}` for the option `{dotted}`" + did_you_mean(key, {*cfg, *known})
             )
     cfg.merge_from_dict(changes)
+
+
+def _arguments_of_runner() -> Collection[str]:
+    from lockstep.runner import Runner  # imports torch
+
+    return signature(Runner).parameters
 
 
 def print_config(config: ConfigPath, cfg_options: CfgOptions = None) -> None:

@@ -1,9 +1,10 @@
-"""`lockstep doctor`: what this machine has, and whether ranks can meet on it."""
+"""`lockstep doctor` and `lockstep strategies`: what this machine has, whether ranks can meet on it, and what works."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 import typer
@@ -16,26 +17,71 @@ _OPTIONAL = ("scikit-learn", "deepspeed", "colossalai", "tensorboard", "mlflow",
 
 
 def doctor() -> None:
-    """Show versions, accelerators, backends and launcher, and try the loopback interface."""
-    from rich.console import Console
-    from rich.table import Table
-
-    meeting, works = _loopback()
-    table = Table(show_header=False, title="lockstep doctor", title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    table.add_row("lockstep", __version__)
-    table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
-    table.add_row("torch", version("torch"))
-    table.add_row("cores", str(os.cpu_count()))
-    table.add_row("accelerators", _accelerators())
-    table.add_row("backends", _backends())
-    table.add_row("launcher", _launcher())
-    table.add_row("loopback", meeting, style=None if works else "bold red")
-    table.add_row("optional", ", ".join(map(_package, _OPTIONAL)))
-    Console().print(table)
+    """Show versions, launcher, accelerators and backends, and try the loopback interface."""
+    _print_table(
+        "lockstep doctor",
+        {
+            "lockstep": __version__,
+            "python": f"{platform.python_version()} on {platform.platform()}",
+            "torch": _version("torch") or "-",
+            "cores": str(os.cpu_count()),
+            "launcher": _launcher(),
+            "optional": ", ".join(f"{name} {_version(name) or '-'}" for name in _OPTIONAL),
+        },
+    )
+    try:
+        loopback, works = _loopback()
+        _print_table(
+            "as torch finds it",
+            {
+                "accelerators": _accelerators(),
+                "backends": _backends(),
+                "loopback": loopback,
+            },
+            wrong="" if works else "loopback",
+        )
+    except ImportError as error:
+        works = False
+        _print_table("as torch finds it", {"torch": f"cannot be imported: {error}"}, wrong="torch")
     if not works:
         raise typer.Exit(1)
+
+
+def strategies() -> None:
+    """Show the strategies: what a config may say, whose work they are, what works on this machine and why not."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from lockstep.strategy.survey import survey_strategies  # imports torch, and the engines that are installed
+
+    table = Table(title="strategy=..., or --strategy ...", title_justify="left", show_lines=True)
+    table.add_column("name", style="bold")
+    table.add_column("package")
+    table.add_column("works here")
+    table.add_column("refused here, and what to do instead", overflow="fold", ratio=1)
+    for standing in survey_strategies():
+        reasons = [f"{variant}: {reason}" if variant else reason for variant, reason in standing.refused.items()]
+        table.add_row(
+            standing.name,
+            f"{standing.package} {standing.version or '-'}",
+            "\n".join(standing.works) or "[bold red]no[/]",
+            escape("\n".join(reasons)),
+        )
+    Console().print(table)
+
+
+def _print_table(title: str, rows: Mapping[str, str], wrong: str = "") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, title=title, title_justify="left")
+    table.add_column(style="bold", min_width=len("accelerators"))
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, escape(value), style="bold red" if name == wrong else None)
+    Console().print(table)
 
 
 def _accelerators() -> str:
@@ -80,8 +126,8 @@ def _loopback() -> tuple[str, bool]:
     """Meet ourselves in a store, as the ranks of a job on this machine would."""
     from torch.distributed import TCPStore
 
-    from lockstep.launch.loopback import LoopbackRendezvous
     from lockstep.launch.network import LOOPBACK, interface_towards
+    from lockstep.launch.rendezvous import LoopbackRendezvous
 
     rendezvous = LoopbackRendezvous("doctor")
     try:
@@ -94,8 +140,8 @@ def _loopback() -> tuple[str, bool]:
     return f"works ({LOOPBACK}, interface {interface_towards(LOOPBACK) or 'not known'})", True
 
 
-def _package(name: str) -> str:
+def _version(package: str) -> str | None:
     try:
-        return f"{name} {version(name)}"
+        return version(package)
     except PackageNotFoundError:
-        return f"{name} -"
+        return None

@@ -7,17 +7,15 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.options import MaxRestarts, Nnodes, NodeRank, Nproc, Rdzv, layout_of
+from lockstep.cli.options import MaxRestarts, RankOptions, takes_options
 from lockstep.errors import LaunchError
 
 
+@takes_options
 def launch_script(
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A script and its arguments.")],
+    options: RankOptions,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
-    nproc: Nproc = None,
-    nnodes: Nnodes = 1,
-    node_rank: NodeRank = 0,
-    rdzv: Rdzv = None,
     max_restarts: MaxRestarts = 0,
     log_dir: Annotated[
         Path | None, typer.Option(help="Write what ranks other than 0 print to rank_N.log in this folder.")
@@ -27,17 +25,14 @@ def launch_script(
 
     The options may stand before or after SCRIPT; what comes after -- is the script's in any case.
     """
-    layout = layout_of(nproc, nnodes, node_rank, rdzv)
+    job = options.job_spec()
     if not module and not Path(script[0]).is_file():
         raise LaunchError(f"there is no script `{script[0]}`; a module takes -m")
     from lockstep.launch import launch  # imports torch
 
     launch(
         ["-m", *script] if module else script,
-        nproc=layout.nproc,
-        nnodes=layout.nnodes,
-        node_rank=layout.node_rank,
-        rdzv=layout.rdzv,
+        job,
         max_restarts=max_restarts,
         log_dir=log_dir,
     )

@@ -7,15 +7,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lockstep.cli.arguments import CfgOptionsCommand, ScriptCommand
 from lockstep.cli.config import check, diff, print_config
-from lockstep.cli.doctor import doctor
-from lockstep.cli.evaluate import evaluate
+from lockstep.cli.doctor import doctor, strategies
+from lockstep.cli.errors import tell
+from lockstep.cli.jobs import test, train
 from lockstep.cli.launch import launch_script
 from lockstep.cli.report import report
-from lockstep.cli.strategies import strategies
-from lockstep.cli.telling import INPUT_ERRORS, tell
-from lockstep.cli.train import train
+from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
+from lockstep.errors import INPUT_ERRORS
 from lockstep.version import __version__
 
 _INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -30,8 +29,6 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
         except INPUT_ERRORS as error:
-            if ctx.obj == "rank":  # whoever started this rank tells it, once for all of them
-                raise
             tell(error)
             raise typer.Exit(1) from None
 
@@ -46,7 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", cls=CfgOptionsCommand)(train)
-app.command("test", cls=CfgOptionsCommand)(evaluate)
+app.command("test", cls=CfgOptionsCommand)(test)
 app.command("launch", cls=ScriptCommand)(launch_script)
 app.command("doctor")(doctor)
 app.command("strategies")(strategies)

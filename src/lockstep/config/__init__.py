@@ -11,5 +11,15 @@ from lockstep.config.dictionary import ConfigDict
 from lockstep.config.differences import Difference, differences
 from lockstep.config.options import DictAction, parse_options
 from lockstep.config.read_base import read_base
+from lockstep.config.resolved import ResolvedConfig
 
-__all__ = ["Config", "ConfigDict", "DictAction", "Difference", "differences", "parse_options", "read_base"]
+__all__ = [
+    "Config",
+    "ConfigDict",
+    "DictAction",
+    "Difference",
+    "ResolvedConfig",
+    "differences",
+    "parse_options",
+    "read_base",
+]

@@ -100,7 +100,7 @@ class Config(ConfigDict):
         cfg = cls(values, filename=path, text=text)
         if import_custom_modules:
             with neighbours_importable(path):
-                _import_custom(cfg)
+                import_custom(cfg)
         return cfg
 
     @classmethod
@@ -213,7 +213,8 @@ class Config(ConfigDict):
         return f"Config({self.filename or ''}): {super().__repr__()}"
 
 
-def _import_custom(cfg: Config) -> None:
+def import_custom(cfg: Config) -> None:
+    """Import the modules that a config names in `custom_imports`."""
     custom = cfg.get("custom_imports", {})
     names = custom.get("imports", []) if isinstance(custom, dict) else custom
     names = [names] if isinstance(names, str) else names

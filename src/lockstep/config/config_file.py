@@ -87,6 +87,13 @@ class ConfigFile(ABC):
         gone, all names.
         """
 
+    def imports(self) -> list[str] | None:
+        """Return the import statements of the file; None where it does more than import and give values.
+
+        Whoever has the values, and has run these statements, need not run the file again.
+        """
+        return []
+
     def bases(self) -> list[BaseFile]:
         """Return the files that this one builds upon; their paths are relative to its own folder."""
         named = self.base

@@ -87,6 +87,18 @@ class PythonFile(ConfigFile):
             or (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == BASE)
         }
 
+    def imports(self) -> list[str] | None:
+        """Return the imports at the top level; None where something else may have done more than give a value.
+
+        That is a definition with a decorator, which may register what it defines, a class, whose bases may, a call that
+        stands by itself, and an import that depends on something.
+        """
+        outer = [statement for statement in self._tree.body if isinstance(statement, ast.Import | ast.ImportFrom)]
+        if not all(_only_gives_values(statement) for statement in self._tree.body if statement not in outer):
+            return None
+        future = (isinstance(statement, ast.ImportFrom) and statement.module == "__future__" for statement in outer)
+        return [ast.unparse(statement) for statement, skip in zip(outer, future, strict=True) if not skip]
+
     def _run(self, module: ModuleType, imported: list[Mapping[str, Any]]) -> None:
         for statement in self._tree.body:
             if is_read_base(statement):
@@ -124,6 +136,19 @@ def neighbours_importable(path: Path) -> Iterator[None]:
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
+
+
+def _only_gives_values(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.Delete() | ast.Pass() | ast.Assert():
+            return True
+        case ast.Expr(ast.Constant()) | ast.Expr(ast.Call(func=ast.Attribute(attr=("update" | "merge" | "append")))):
+            return True
+        case ast.FunctionDef(decorator_list=decorators):
+            return not decorators
+        case ast.If(body=body, orelse=orelse) | ast.For(body=body, orelse=orelse):
+            return all(map(_only_gives_values, [*body, *orelse]))
+    return is_read_base(statement)
 
 
 def _names_assigned(statement: ast.stmt) -> list[str]:

@@ -20,17 +20,27 @@ def python_source(values: Mapping[str, Any]) -> str:
     Classes and functions are written by the name under which they are imported. Where a value has no source form (an
     open file, a lambda), its description is written as a string, and a comment at the top says which keys these are.
     """
+    source, lost = _source(values)
+    described = f"# without a source form, so described only: {', '.join(lost)}\n" if lost else ""
+    return described + source
+
+
+def python_source_if_whole(values: Mapping[str, Any]) -> str | None:
+    """Return what `python_source` does, or None where a value has no source form."""
+    source, lost = _source(values)
+    return None if lost else source
+
+
+def _source(values: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return assignments, and the keys whose values have no source form."""
     writer = _Writer()
     body = [
         f"{left} = {writer.write(value, key, indent=0, used=len(left) + 3)}\n"
         for key, value in values.items()
         for left in [key if _is_name(key) else f"globals()[{key!r}]"]
     ]
-    head = []
-    if writer.lost:
-        head.append(f"# without a source form, so described only: {', '.join(writer.lost)}\n")
-    head += [f"import {module}\n" for module in sorted(writer.imports)]
-    return "".join([*head, "\n" if head else "", *body])
+    head = [f"import {module}\n" for module in sorted(writer.imports)]
+    return "".join([*head, "\n" if head or writer.lost else "", *body]), writer.lost
 
 
 def python_value(value: Any) -> str:
@@ -152,12 +162,21 @@ def _place(value: Any) -> tuple[str, str] | None:
     module, name = getattr(value, "__module__", None) or "", value.__qualname__
     if module == "__main__":
         return None  # another script in another process
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not value or not all(part.isidentifier() for part in module.split(".")):
-        return None  # a lambda, something local to a function or to the config file
-    return module, name
+    if not all(part.isidentifier() for part in module.split(".")):
+        return None  # local to the config file
+    # A package may hide its modules, as torch.optim does: it has AdamW, but not torch.optim.adamw.
+    while module:
+        top, *path = module.split(".")
+        if _attribute(sys.modules.get(top), [*path, *name.split(".")]) is value:
+            return module, name
+        module = module.rpartition(".")[0]
+    return None  # a lambda, or local to a function
+
+
+def _attribute(owner: Any, path: list[str]) -> Any:
+    for part in path:
+        owner = getattr(owner, part, None)
+    return owner
 
 
 def _description(value: Any) -> str:

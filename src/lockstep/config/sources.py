@@ -40,6 +40,10 @@ class Sources:
         """Return the keys that have done their work when the files have been read."""
         return self._file.helpers().union(*(base.helpers() for base in self._bases))
 
+    def files(self) -> list[ConfigFile]:
+        """Return all of the files, bases first."""
+        return [*(file for base in self._bases for file in base.files()), self._file]
+
     def _find(self, key: str) -> tuple[Path, Place] | None:
         place = self._file.place_of(key)
         found = None if place is None else (self._file.path, place)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.launch.layout import Layout
+from lockstep.launch.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from lockstep.launch.elastic import launch as launch
 
-__all__ = ["Layout", "launch"]
+__all__ = ["JobSpec", "launch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """`launch`: ranks of this machine, under torch's elastic agent.
 
-The agent is the one that torchrun runs. What is lockstep's own is where the ranks meet (`loopback`, `nodes`), what
+The agent is the one that torchrun runs. What is lockstep's own is where the ranks meet (`rendezvous`), what
 each of them does at its beginning and end (`worker`), and what the user is told (`failures`).
 """
 
@@ -27,10 +27,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 
 from lockstep.errors import LaunchError
 from lockstep.launch.failures import describe, is_follow_up
-from lockstep.launch.layout import Layout
-from lockstep.launch.loopback import LoopbackRendezvous
+from lockstep.launch.job_spec import JobSpec
 from lockstep.launch.network import LOOPBACK, interface_towards
-from lockstep.launch.nodes import NodesRendezvous
+from lockstep.launch.rendezvous import LoopbackRendezvous, NodesRendezvous
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # How long a rank that failed first may take to say so, when others have already reported that it failed.
@@ -39,11 +38,8 @@ _SECONDS_FOR_CAUSE = 3.0
 
 def launch(
     command: Sequence[str],
+    job: JobSpec,
     *,
-    nproc: int,
-    nnodes: int = 1,
-    node_rank: int = 0,
-    rdzv: str | None = None,
     max_restarts: int = 0,
     log_dir: str | os.PathLike[str] | None = None,
     rdzv_timeout_seconds: float = 900.0,
@@ -55,39 +51,33 @@ def launch(
 
     Args:
         command: what comes after ``python``: a script, or ``-m`` and a module, and its arguments.
-        nproc: ranks on this node.
-        nnodes: nodes of the job; `launch` is called on each.
-        node_rank: which of them this one is.
-        rdzv: ``"HOST:PORT"`` where several nodes meet: an address of node 0 and a free port there.
+        job: the ranks on this node, and the nodes; `launch` is called on each.
         max_restarts: how often all ranks are started again after one has failed.
         log_dir: folder to whose ``rank_N.log`` the local ranks after the first write what they print; without it
             they print to the terminal too.
         rdzv_timeout_seconds: how long to wait for all nodes.
 
     Raises:
-        ValueError: a number is out of range, or `rdzv` does not fit `nnodes`.
+        ValueError: `max_restarts` is negative, or `command` is empty.
         LaunchError: a rank failed (names it, and shows its traceback), or the nodes did not meet.
     """
-    layout = Layout(nproc, nnodes, node_rank, rdzv)
     if max_restarts < 0:
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
     if not command:
         raise ValueError("`command` must name a script, or -m and a module, but is empty")
     rendezvous = (
-        LoopbackRendezvous(uuid.uuid4().hex)
-        if layout.nnodes == 1
-        else NodesRendezvous(layout, rdzv_timeout_seconds, _say)
+        LoopbackRendezvous(uuid.uuid4().hex) if job.nnodes == 1 else NodesRendezvous(job, rdzv_timeout_seconds, _say)
     )
     spec = WorkerSpec(
         role="rank",
-        local_world_size=layout.nproc,
+        local_world_size=job.nproc,
         entrypoint=sys.executable,
         args=_worker_arguments(command, log_dir),
         rdzv_handler=rendezvous,
         max_restarts=max_restarts,
     )
     try:
-        _run(spec, _environment_additions(layout), None if log_dir is None else Path(log_dir))
+        _run(spec, _environment_additions(job), None if log_dir is None else Path(log_dir))
     except SignalException as error:
         # The ranks are gone; now the signal does to this process what it would have done without them.
         _say(f"{error.sigval.name}: all ranks were stopped")
@@ -212,19 +202,19 @@ class _RankSetup(DefaultLogsSpecs):
         return destinations
 
 
-def _environment_additions(layout: Layout) -> dict[str, str]:
+def _environment_additions(job: JobSpec) -> dict[str, str]:
     additions = {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // layout.nproc)
-    ranks = f"{layout.nproc} rank{'s'[: layout.nproc > 1]}"
-    place = "" if layout.nnodes == 1 else f" on node {layout.node_rank} of {layout.nnodes}"
+    threads = max(1, cores // job.nproc)
+    ranks = f"{job.nproc} rank{'s'[: job.nproc > 1]}"
+    place = "" if job.nnodes == 1 else f" on node {job.node_rank} of {job.nnodes}"
     if "OMP_NUM_THREADS" in os.environ:
         _say(f"starting {ranks}{place}")
     else:
         # torch would start as many threads as there are cores, in every rank.
         additions["OMP_NUM_THREADS"] = str(threads)
         _say(f"starting {ranks}{place}, OMP_NUM_THREADS={threads} each ({cores} cores)")
-    interface = interface_towards(LOOPBACK if layout.nnodes == 1 else layout.endpoint()[0])
+    interface = interface_towards(LOOPBACK if job.nnodes == 1 else job.endpoint()[0])
     if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         additions["GLOO_SOCKET_IFNAME"] = interface
     return additions

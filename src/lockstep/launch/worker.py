@@ -32,10 +32,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.errors import ConfigError, LaunchError, RegistryError, TopologyError
+from lockstep.errors import INPUT_ERRORS
 
-# What the user has to put right, and where a traceback through lockstep would only hide the message.
-_INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, TopologyError)
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
 _SECONDS_TO_CLEAN_UP = 10
 _PR_SET_PDEATHSIG = 1
@@ -123,7 +121,7 @@ def _record(error: BaseException) -> bool:
     if not path:
         return False
     now = time.time()
-    shown = None if isinstance(error, (SystemExit, *_INPUT_ERRORS)) else _own_frames(error.__traceback__)
+    shown = None if isinstance(error, (SystemExit, *INPUT_ERRORS)) else _own_frames(error.__traceback__)
     lines = traceback.format_exception(error.with_traceback(shown))
     report = {
         "message": f"{type(error).__name__}: {error}",

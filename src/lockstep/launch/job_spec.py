@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How many ranks run on how many nodes.
+class JobSpec:
+    """How many ranks run on how many nodes, and where those meet.
 
     Attributes:
         nproc: ranks on this node.

@@ -6,8 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lockstep.cli.arguments import CfgOptionsCommand, ScriptCommand
 from lockstep.cli.options import CfgOptions, Nproc
+from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
 
 
 def invoke(function, cls, words):

@@ -1,15 +1,13 @@
-"""How errors of input are told: one message, no traceback, once for each node."""
+"""How an error that the user has to put right is printed: one message, no traceback, once for each node."""
 
 from __future__ import annotations
 
 import os
 import time
 
-from lockstep.errors import ConfigError, LaunchError, RegistryError, ReportError, TopologyError
+from lockstep.errors import TopologyError
 from lockstep.topology import infer_launcher, read_topology
 
-# What the user has to put right.
-INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, ReportError, TopologyError)
 _SECONDS_FOR_THE_FIRST_RANK = 3.0
 
 

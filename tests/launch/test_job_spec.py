@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.launch import Layout
+from lockstep.launch import JobSpec
 
 
 def test_an_endpoint_is_host_and_port():
-    assert Layout(2, nnodes=2, rdzv="node0:29500").endpoint() == ("node0", 29500)
-    assert Layout(2, nnodes=2, node_rank=1, rdzv="[fe80::1]:1").endpoint() == ("fe80::1", 1)
+    assert JobSpec(2, nnodes=2, rdzv="node0:29500").endpoint() == ("node0", 29500)
+    assert JobSpec(2, nnodes=2, node_rank=1, rdzv="[fe80::1]:1").endpoint() == ("fe80::1", 1)
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_an_endpoint_is_host_and_port():
 )
 def test_what_does_not_fit_is_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
-        Layout(**arguments)
+        JobSpec(**arguments)

@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from lockstep.launch import Layout
+from lockstep.launch import JobSpec
 from lockstep.launch.network import LOOPBACK, interface_towards
-from lockstep.launch.nodes import NodesRendezvous
+from lockstep.launch.rendezvous import NodesRendezvous
 
 TALK = """
     import os, sys, time
@@ -49,7 +49,7 @@ def node(rdzv):
     made = []
 
     def node(rank, nnodes=2, seconds=10.0):
-        rendezvous = NodesRendezvous(Layout(1, nnodes, rank, rdzv), seconds, lambda text: None)
+        rendezvous = NodesRendezvous(JobSpec(1, nnodes, rank, rdzv), seconds, lambda text: None)
         made.append(rendezvous)
         return rendezvous
 

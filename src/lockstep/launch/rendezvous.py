@@ -1,4 +1,4 @@
-"""The meeting point of a job on several machines, at an address of the first."""
+"""Where the agents and ranks of a job meet: on the loopback interface of one machine, or at an address of node 0."""
 
 from __future__ import annotations
 
@@ -16,11 +16,69 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from lockstep.launch.layout import Layout
-from lockstep.launch.network import answers, listener
+from lockstep.launch.job_spec import JobSpec
+from lockstep.launch.network import LOOPBACK, answers, listener
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then say what is being waited for
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """A rendezvous of one node, whose store listens on the loopback interface.
+
+    torch's own rendezvous (static, c10d) make stores that listen on all addresses, whatever address they are given
+    (2.13). Each attempt gets a store of its own, so that ranks which are started again do not meet what their
+    predecessors left; bare torch scripts recover as well.
+
+    Attributes:
+        port: where the store of the present attempt listens.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._store: TCPStore | None = None
+        self.port = 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open a new store; nobody has to be waited for."""
+        sock = listener(LOOPBACK, 0)
+        self.port = sock.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK, self.port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach()
+        )
+        # A prefix for the agent's own keys keeps them apart from the ranks'.
+        agents = PrefixStore("agent", self._store)
+        return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(LOOPBACK, self.port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks join the agent's store as clients, instead of opening one that listens everywhere."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return "lockstep-loopback"
+
+    def get_run_id(self) -> str:
+        """Return what tells this job from others."""
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: there is no other node."""
+        return 0
+
+    def is_closed(self) -> bool:
+        """Return whether the job is over."""
+        return self._store is None
+
+    def set_closed(self) -> None:
+        """End the job."""
+        self._store = None
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self._store = None
+        return True
 
 
 class NodesRendezvous(RendezvousHandler):
@@ -31,14 +89,14 @@ class NodesRendezvous(RendezvousHandler):
     theirs again, so that attempts count alike everywhere; and a node that gives up ends the job on all of them.
 
     Args:
-        layout: of several nodes.
+        job: its nodes, several.
         timeout_seconds: how long to wait for all nodes.
         say: tells the user what is being waited for.
     """
 
-    def __init__(self, layout: Layout, timeout_seconds: float, say: Callable[[str], None]) -> None:
-        self._layout = layout
-        self._host, self._port = layout.endpoint()
+    def __init__(self, job: JobSpec, timeout_seconds: float, say: Callable[[str], None]) -> None:
+        self._job = job
+        self._host, self._port = job.endpoint()
         self._timeout_seconds = timeout_seconds
         self._say = say
         self._store: TCPStore | None = None
@@ -57,10 +115,8 @@ class NodesRendezvous(RendezvousHandler):
             self._await_all(attempt, deadline)
             port = self._open_for_ranks(attempt, deadline)
         except DistError as error:
-            raise RendezvousClosedError(f"node 0 at {self._layout.rdzv} is gone: {error}") from error
-        return RendezvousInfo(
-            attempt, self._layout.node_rank, self._layout.nnodes, RendezvousStoreInfo(self._host, port)
-        )
+            raise RendezvousClosedError(f"node 0 at {self._job.rdzv} is gone: {error}") from error
+        return RendezvousInfo(attempt, self._job.node_rank, self._job.nnodes, RendezvousStoreInfo(self._host, port))
 
     def num_nodes_waiting(self) -> int:
         """Return whether another node wants all ranks started again; the agent then does so here."""
@@ -81,9 +137,9 @@ class NodesRendezvous(RendezvousHandler):
         if self._store is None:
             return
         try:
-            self._store.set(f"done_{self._layout.node_rank}", "")
-            if self._layout.node_rank == 0:
-                done = [f"done_{node}" for node in range(self._layout.nnodes)]
+            self._store.set(f"done_{self._job.node_rank}", "")
+            if self._job.node_rank == 0:
+                done = [f"done_{node}" for node in range(self._job.nnodes)]
                 while not self._store.check(done) and not self._store.check(["closed"]):
                     time.sleep(_POLL_SECONDS)
         except DistError:
@@ -91,7 +147,7 @@ class NodesRendezvous(RendezvousHandler):
 
     def give_up(self) -> int | None:
         """Tell all nodes that this one has failed for good; return the node that had done so before, if any."""
-        own = str(self._layout.node_rank)
+        own = str(self._job.node_rank)
         if self._store is None:
             return None
         try:
@@ -102,22 +158,22 @@ class NodesRendezvous(RendezvousHandler):
 
     def _open(self, deadline: float) -> TCPStore:
         """Open the store in which the agents meet."""
-        if self._layout.node_rank == 0:
+        if self._job.node_rank == 0:
             try:
                 return self._serve(self._port)
             except OSError as error:
                 raise RendezvousConnectionError(
-                    f"node 0 cannot listen at {self._layout.rdzv}: {error}; choose an address of this machine "
+                    f"node 0 cannot listen at {self._job.rdzv}: {error}; choose an address of this machine "
                     "and a free port"
                 ) from error
-        wait = _Wait(deadline, self._say, lambda: f"node 0 at {self._layout.rdzv}")
+        wait = _Wait(deadline, self._say, lambda: f"node 0 at {self._job.rdzv}")
         while not answers(self._host, self._port, timeout_seconds=1.0):
             wait.a_little()
         return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
 
     def _open_for_ranks(self, attempt: PrefixStore, deadline: float) -> int:
         """Open, on node 0, a new store for the ranks, who must not meet what their predecessors left."""
-        if self._layout.node_rank == 0:
+        if self._job.node_rank == 0:
             self._ranks_store = self._serve(0)
             attempt.set("port", str(self._ranks_store.port))
         wait = _Wait(deadline, self._say, lambda: "node 0")
@@ -133,7 +189,7 @@ class NodesRendezvous(RendezvousHandler):
 
     def _claim(self, store: PrefixStore) -> None:
         """Take this node's place in the attempt."""
-        rank, nnodes = self._layout.node_rank, self._layout.nnodes
+        rank, nnodes = self._job.node_rank, self._job.nnodes
         agreed = int(store.compare_set("nnodes", "", str(nnodes)))
         if agreed != nnodes:
             raise RendezvousError(
@@ -146,7 +202,7 @@ class NodesRendezvous(RendezvousHandler):
 
     def _await_all(self, attempt: PrefixStore, deadline: float) -> None:
         def missing() -> list[int]:
-            return [node for node in range(self._layout.nnodes) if not attempt.check([f"node_{node}"])]
+            return [node for node in range(self._job.nnodes) if not attempt.check([f"node_{node}"])]
 
         wait = _Wait(deadline, self._say, lambda: f"node {', '.join(map(str, missing()))}")
         while left := missing():

@@ -1,0 +1,208 @@
+"""`lockstep train` and `lockstep test`: a config, run by the ranks that are here, found or started."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import typer
+
+from lockstep.cli.config import apply_options, import_from_beside, read_config
+from lockstep.cli.options import MaxRestarts, RunOptions, takes_options
+from lockstep.config import Config, ResolvedConfig
+from lockstep.errors import ConfigError, TopologyError
+from lockstep.launch import JobSpec
+from lockstep.topology import infer_launcher, read_topology
+
+if TYPE_CHECKING:
+    from lockstep.runner import Runner
+
+
+@takes_options
+def train(
+    options: RunOptions,
+    max_restarts: MaxRestarts = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the work dir.")] = False,
+) -> None:
+    """Train what CONFIG describes.
+
+    In this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in the ranks found.
+    """
+    _run(_Request.of("train", options, resume=resume), options, max_restarts)
+
+
+@takes_options
+def test(
+    options: RunOptions,
+    checkpoint: Annotated[
+        Path, typer.Option(metavar="PATH", help="The model: a checkpoint of a run, or a file of weights.")
+    ],
+) -> None:
+    """Test the model of a checkpoint on the test data of CONFIG, or on its validation data where it has no other.
+
+    In this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in the ranks found.
+    """
+    _run(_Request.of("test", options, checkpoint=str(checkpoint)), options, max_restarts=0)
+
+
+def run_as_rank(file: Path) -> None:
+    """Do, as one of the ranks that `lockstep train` or `lockstep test` has started, what a file asks for."""
+    asked = json.loads(file.read_text(encoding="utf-8"))
+    sys.argv = asked["argv"]  # records of the run tell what the user typed
+    request = _Request(**asked["request"])
+    import_from_beside(Path(request.file))
+    cfg = request.read() if asked["resolved"] is None else ResolvedConfig(**asked["resolved"]).config()
+    cfg.launcher = "pytorch"
+    request.execute(cfg)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """A command, and what it makes of its config, in plain values."""
+
+    command: Literal["train", "test"]
+    file: str
+    strategy: str | None
+    cfg_options: list[str]
+    work_dir: str | None
+    resume: bool = False
+    checkpoint: str = ""
+
+    @classmethod
+    def of(
+        cls, command: Literal["train", "test"], options: RunOptions, *, resume: bool = False, checkpoint: str = ""
+    ) -> Self:
+        return cls(
+            command=command,
+            file=str(options.config),
+            strategy=options.strategy,
+            cfg_options=options.cfg_options or [],
+            work_dir=None if options.work_dir is None else str(options.work_dir),
+            resume=resume,
+            checkpoint=checkpoint,
+        )
+
+    def read(self) -> Config:
+        """Return the config with all changes.
+
+        Raises:
+            ConfigError: it cannot be read, or a change does not fit.
+        """
+        cfg = read_config(Path(self.file))
+        if self.strategy is not None:
+            cfg.strategy = {"type": self.strategy}
+        apply_options(cfg, self.cfg_options)
+        cfg.work_dir = self.work_dir or str(cfg.get("work_dir") or default_work_dir(Path(self.file)))
+        if self.command == "test":
+            cfg.update(load_from=str(_existing(Path(self.checkpoint))), resume=False)
+        else:
+            cfg.resume = self.resume or cfg.get("resume") or False
+        return cfg
+
+    def mode(self, cfg: Config) -> Literal["train", "val", "test"]:
+        """Return which data are gone through."""
+        if self.command == "train":
+            return "train"
+        return "val" if cfg.get("test_dataloader") is None and cfg.get("val_dataloader") is not None else "test"
+
+    def execute(self, cfg: Config) -> None:
+        """Run the config in this process, which is one of the ranks or the only one."""
+        from lockstep.runner import Runner  # imports torch
+
+        runner = Runner.from_cfg(cfg)
+        mode = self.mode(cfg)
+        if mode == "train":
+            runner.train()
+            return
+        metrics = runner.test() if mode == "test" else runner.val()
+        if runner.rank == 0:
+            _print_table(mode, metrics, runner)
+
+
+def _run(request: _Request, options: RunOptions, max_restarts: int) -> None:
+    spec = options.job_spec()
+    cfg = request.read()
+    cfg.launcher = options.launcher or infer_launcher(os.environ)
+    if cfg.launcher != "none":
+        _check_ranks_found(cfg.launcher, options)
+    if options.check:
+        from lockstep.lint import check_config  # imports torch
+
+        check_config(cfg, needed=("model", f"{request.mode(cfg)}_dataloader"))
+    if cfg.launcher == "none" and (spec.nproc > 1 or spec.nnodes > 1 or max_restarts > 0):
+        _start_ranks(request, cfg, spec, max_restarts)
+    else:
+        request.execute(cfg)
+
+
+def _start_ranks(request: _Request, cfg: Config, spec: JobSpec, max_restarts: int) -> None:
+    """Run a config on ranks that are started here, until they have ended."""
+    from lockstep.launch import launch  # imports torch
+    from lockstep.runner import Runner
+    from lockstep.runner.start import make_folder
+
+    Runner.from_cfg(cfg)  # builds nothing, but refuses what cannot be meant
+    log_dir = Path(cfg.work_dir) / "ranks"
+    make_folder(log_dir)
+    resolved = ResolvedConfig.of(cfg)
+    asked = {
+        "argv": sys.argv,
+        "request": asdict(request),
+        "resolved": None if resolved is None else asdict(resolved),
+    }
+    with TemporaryDirectory(prefix="lockstep-") as folder:
+        file = Path(folder) / "request.json"
+        file.write_text(json.dumps(asked), encoding="utf-8")
+        launch(["-m", "lockstep.cli.rank", str(file)], spec, max_restarts=max_restarts, log_dir=log_dir)
+
+
+def default_work_dir(config: Path) -> Path:
+    """Return ``work_dirs/`` and the name of the config, or of its folder where it is just called config."""
+    path = config.resolve()
+    return Path("work_dirs") / (path.parent.name if path.stem == "config" else path.stem)
+
+
+def _check_ranks_found(launcher: str, options: RunOptions) -> None:
+    """Compare the options with the ranks that are found.
+
+    Raises:
+        TopologyError: they contradict each other.
+    """
+    topology = read_topology(os.environ, launcher)
+    for option, wanted, found in (
+        ("--nproc", options.nproc, topology.local_size),
+        ("--nnodes", options.nnodes if options.nnodes > 1 else None, topology.num_nodes),
+    ):
+        if wanted is not None and wanted != found:
+            raise TopologyError(
+                f"`{option}` must agree with the ranks found in the environment ({launcher}), {found}, but is "
+                f"{wanted}. Leave it out to join them, or give --launcher none to start others"
+            )
+    if topology.rank == 0:
+        print(f"lockstep: joining the ranks found ({launcher}): {topology.world_size}", file=sys.stderr)
+
+
+def _existing(checkpoint: Path) -> Path:
+    from lockstep.checkpoint import is_checkpoint
+
+    if not (checkpoint.is_file() or is_checkpoint(checkpoint)):
+        raise ConfigError(f"`--checkpoint` must be a checkpoint of a run or a file of weights, but is {checkpoint}")
+    return checkpoint.resolve()
+
+
+def _print_table(mode: Literal["val", "test"], metrics: Mapping[str, Any], runner: Runner) -> None:
+    from rich.table import Table
+
+    data = {"test": "test data", "val": "validation data"}[mode]
+    units = getattr(runner, f"{mode}_evaluator").units
+    table = Table("metric", data, title=str(runner.given.load_from), title_justify="left")
+    for name, value in metrics.items():
+        number = f"{value:.6g}" if isinstance(value, float) else str(value)
+        table.add_row(name, f"{number} {units.get(name, '')}".rstrip())
+    runner.console.print(table)
