@@ -175,7 +175,7 @@ class Loose(Parts):
 
 @ranks(2)
 def test_parameters_of_nobody_or_of_two_are_refused():
-    with pytest.raises(ValueError, match="Loose itself has scale, which nobody would average"):
+    with pytest.raises(ValueError, match="Loose itself has scale, which would not be averaged"):
         MMSeparateDistributedDataParallel(Loose())
     tied = Parts(2)
     tied.parts[1].weight = tied.parts[0].weight

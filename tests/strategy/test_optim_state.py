@@ -226,7 +226,7 @@ def test_states_that_do_not_fit_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"does not update 'late.weight', 'late.bias'. Give them .* or freeze them"):
         strategy.load_state(optim_state=saved)
     other = {**saved, "state": {**saved["state"], "head": saved["state"]["late.bias"]}}
-    with pytest.raises(ConfigError, match=r"has 'head', which the model has not"):
+    with pytest.raises(ConfigError, match=r"has entries for 'head', which the model does not have"):
         parts(["first", "late"])[0].load_state(optim_state=other)
     one = {**saved, "param_groups": [{"lr": 0.1, "params": list(saved["state"])}]}
     with pytest.raises(

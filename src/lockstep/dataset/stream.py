@@ -185,7 +185,7 @@ class StreamLoader(DataLoader[Any]):
         """
         whole = self.dataset.dataset
         if not isinstance(whole, Sized) or not self.dataset.deals_out:
-            raise TypeError(f"nobody knows how many batches of {type(whole).__name__} there are")
+            raise TypeError(f"the number of batches of {type(whole).__name__} is not known in advance")
         rank, ranks = self.dataset.shard
         samples, size = len(range(rank, len(whole), ranks)), self.dataset.batch_size
         return samples // size if self.drop_last else -(-samples // size)

@@ -124,7 +124,7 @@ def _check_ownership(module: nn.Module) -> None:
     if orphans := [known[0] for parameter, known in names.items() if not owners[parameter]]:
         raise ValueError(
             f"`module` must hold its trainable parameters in children that have a forward, but {type(module).__name__} "
-            f"itself has {', '.join(orphans)}, which nobody would average over ranks. Move them into a child, or use "
+            f"itself has {', '.join(orphans)}, which would not be averaged over ranks. Move them into a child, or use "
             "MMDistributedDataParallel"
         )
     if shared := ["=".join(known) for parameter, known in names.items() if owners[parameter] > 1]:

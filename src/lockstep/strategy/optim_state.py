@@ -183,8 +183,9 @@ def find_strangers(
     unknown = [name for name in others if name not in parameters and name not in set(known)]
     if unknown:
         return (
-            f"the optimizer's state must be that of this model, but has {listed(unknown)}, which the model has not. "
-            "Resume with the model that was saved, or load its weights alone, by `load_from` with resume=False"
+            f"the optimizer's state must be that of this model, but has entries for {listed(unknown)}, which the "
+            "model does not have. Resume with the model that was saved, or load its weights alone, by `load_from` with "
+            "resume=False"
         )
     trained = [name for name in others if name in parameters and parameters[name].requires_grad]
     if trained:

@@ -132,8 +132,8 @@ class PluginChoice:
         name = type(optimizer).__name__
         if isinstance(optimizer, LBFGS):
             raise ConfigError(
-                "`optimizer` must take one step per loss, but is LBFGS, which asks for the loss several times, and "
-                "ColossalAI has but one to go back from. Use AdamW or SGD"
+                "`optimizer` must take one step per loss, but is LBFGS, which evaluates the loss several times, while "
+                "ColossalAI runs one backward pass per update. Use AdamW or SGD"
             )
         if (self.zero_stage or self.tp_size * self.pp_size > 1) and name in _WHOLE_PARAMETERS:
             raise ConfigError(

@@ -180,7 +180,10 @@ class PipelineStateTranslator(StateTranslator):
         """
         for name, shape in self._stages.inventory.shapes.items():
             if name in state and state[name].shape != shape:
-                raise ConfigError(f"`{name}` has not the shape that is to be loaded, {tuple(state[name].shape)}")
+                raise ConfigError(
+                    f"`{name}` must have the shape of the model's, but has {tuple(state[name].shape)} in the state. "
+                    "Load the state of this model"
+                )
         super().load_model(state)
 
     def optim_state(self) -> OptimState:

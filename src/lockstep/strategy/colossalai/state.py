@@ -201,7 +201,10 @@ class StateTranslator:
     def _load_tensor(self, name: str, own: Tensor, value: Tensor) -> None:
         part = split_like(value, own, self._tp_group) if is_split(own) else value
         if part.shape != own.shape:
-            raise ConfigError(f"`{name}` has not the shape that is to be loaded, {tuple(value.shape)}")
+            raise ConfigError(
+                f"`{name}` must have the shape of the model's, but has {tuple(value.shape)} in the state. Load the "
+                "state of this model"
+            )
         own.copy_(part)
         if id(own) in self._masters:
             self._masters[id(own)].copy_(self._own_shard(own, value))

@@ -256,8 +256,8 @@ def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None
         full["optimizer"] = section
     elif isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
-            "`optimizer` must take one step per loss, but is LBFGS, which asks for the loss several times, and "
-            "DeepSpeed has but one to go back from. Use AdamW or SGD"
+            "`optimizer` must take one step per loss, but is LBFGS, which evaluates the loss several times, while "
+            "DeepSpeed runs one backward pass per update. Use AdamW or SGD"
         )
     elif type(optimizer) in _ELEMENTWISE:
         full.setdefault(_UNTESTED, True)
