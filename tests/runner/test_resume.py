@@ -323,15 +323,16 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
+import torch.distributed.checkpoint as dcp
 import lockstep.checkpoint.directory as directory
 
 target = Path(sys.argv[1])
 directory.save_state(target, {"w": torch.ones(1)}, {"n": 1})
-original = directory.dcp.save
+original = dcp.save
 def die_after(*args, **kwargs):
     original(*args, **kwargs)
     os.kill(os.getpid(), signal.SIGKILL)
-directory.dcp.save = die_after
+dcp.save = die_after
 directory.save_state(target, {"w": torch.zeros(1)}, {"n": 2})
 """
 
