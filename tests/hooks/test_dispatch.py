@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.hooks import Hook
+from lockstep.runner import Run, TrainRun
 from lockstep.testing import ranks
 
 from .runs import Scripted, make_runner
@@ -81,6 +82,58 @@ def test_hooks_can_be_looked_through_and_get_a_priority(tmp_path: Path):
     assert len(runner.hooks) == len(names)
     assert names[:2] == ["EmptyCacheHook", "InAllModes"]
     assert list(runner.hooks)[1] is second
+
+
+class Registering(Hook):
+    """Registers another hook in the first iteration."""
+
+    def __init__(self, other: Hook, priority: str) -> None:
+        self.other, self.chosen = other, priority
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
+        if runner.iter == 0:
+            runner.register_hook(self.other, priority=self.chosen)
+
+
+def test_a_hook_that_is_registered_during_a_run_is_called_from_then_on(tmp_path: Path):
+    late = InAllModes()
+    runner = make_runner(tmp_path, [Registering(late, "HIGHEST")], train_cfg={"max_epochs": 1})
+    runner.train()
+    # Not at the point at which it is registered; at the next ones in its order.
+    assert late.seen[:2] == [("after_iter 0", "train"), ("before_iter 1", "train")]
+    assert next(iter(runner.hooks)) is late
+    last = InAllModes()
+    runner.register_hook(last)
+    assert last in list(runner.hooks)
+
+
+class OfTheRun(Hook):
+    def before_run(self, runner) -> None:
+        self.run = runner
+
+
+def test_a_hook_gets_the_run_and_a_runner_has_its_parts(tmp_path: Path):
+    hook = OfTheRun()
+    runner = make_runner(tmp_path, [hook], train_cfg={"max_epochs": 1})
+    runner.train()
+    assert hook.run is runner.run
+    for name in ("model", "optim_wrapper", "train_loop", "val_loop", "message_hub", "work_dir", "logger", "cfg"):
+        assert getattr(hook.run, name) is getattr(runner, name) or name == "work_dir"
+    assert (hook.run.epoch, hook.run.iter, hook.run.max_iters) == (runner.epoch, runner.iter, runner.max_iters)
+    assert isinstance(runner.run, TrainRun)
+
+
+def test_a_run_that_trains_nothing_has_no_optim_wrapper(tmp_path: Path):
+    hook = OfTheRun()
+    runner = make_runner(tmp_path, [hook], Scripted([1.0]))
+    runner.val()
+    assert type(hook.run) is Run
+    assert (hook.run.epoch, hook.run.iter, hook.run.max_iters, hook.run.param_schedulers) == (0, 0, 0, [])
+    assert not hasattr(hook.run, "optim_wrapper")
+    with pytest.raises(AttributeError, match="this run has no `test_dataloader`"):
+        _ = hook.run.test_dataloader
+    with pytest.raises(AttributeError, match="`optim_wrapper` is built by train"):
+        _ = runner.optim_wrapper
 
 
 @pytest.mark.parametrize(("start", "due"), [(0, [2, 4, 6]), (3, [3, 5, 7])])

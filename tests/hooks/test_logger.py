@@ -58,7 +58,7 @@ class Reader(Hook):
     ids=["slow steps", "fast steps"],
 )
 def test_records_wait_for_others_unless_they_are_old(tmp_path: Path, monkeypatch, seconds, expected):
-    monkeypatch.setattr(logger, "_TOGETHER_SECONDS", seconds)
+    monkeypatch.setattr(logger, "_BATCH_SECONDS", seconds)
     reader, without = Reader(), {"logger": None, "checkpoint": None}
     cfg = {"max_iters": 6}
     runner = make_runner(tmp_path, [LoggerHook(interval=2), reader], default_hooks=without, train_cfg=cfg)
@@ -82,7 +82,7 @@ class FullDisk(Hook):
 
 @ranks(2)
 def test_a_record_that_cannot_be_shown_costs_no_other(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(logger, "_TOGETHER_SECONDS", 60.0)
+    monkeypatch.setattr(logger, "_BATCH_SECONDS", 60.0)
     disk, without = FullDisk(), {"logger": None, "checkpoint": None, "nan_check": None}
     hooks, changes = [LoggerHook(interval=2), disk], {"train_cfg": {"max_iters": 8}, "visualizer": disk}
     runner = make_runner(tmp_path, hooks, default_hooks=without, **changes)

@@ -208,7 +208,7 @@ def test_steps_of_a_loop_that_nobody_would_call_are_refused(tmp_path: Path):
         make(tmp_path, train_cfg={"type": OwnLoop, "max_epochs": 1}).train()
     runner = make(tmp_path, train_cfg={"type": OwnRun, "max_epochs": 1})
     runner.train()
-    assert runner.ran
+    assert runner.run.ran
 
 
 @pytest.mark.parametrize(("argument", "value"), [("default_scope", 3), ("resume", "auto")])

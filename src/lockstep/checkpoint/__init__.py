@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from lockstep.checkpoint.directory import is_checkpoint, load_state, read_meta, read_shapes, save_state
-from lockstep.checkpoint.pointer import find_last_checkpoint, point_to_checkpoint
+from lockstep.checkpoint.directory import (
+    find_last_checkpoint,
+    is_checkpoint,
+    load_state,
+    point_to_checkpoint,
+    read_meta,
+    read_shapes,
+    save_state,
+)
 from lockstep.checkpoint.weights import read_weights_file
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""A checkpoint as a directory: tensors through `torch.distributed.checkpoint`, facts as JSON.
+"""A checkpoint as a directory: tensors through `torch.distributed.checkpoint`, metadata as JSON.
 
 ```
 epoch_3/
 ├── .metadata          where each tensor is, by its canonical name
-├── __0_0.distcp ...   tensors, as each rank wrote its share
+├── __0_0.distcp ...   tensors, as each rank wrote its shards
 └── meta.json          how far the training was
 ```
 
@@ -20,17 +20,19 @@ and a run may need it late or never.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lockstep.dist import is_distributed, is_main_process, main_process_first
+from lockstep.dist import is_distributed, run_on_main
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 META_FILE = "meta.json"
 OPTIMIZER = "optimizer"
+POINTER_FILE = "last_checkpoint"  # in the work_dir, says where the newest one is
 _INDEX_FILE = ".metadata"
 _DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
 _REMEDY = "Resume with the model that was saved, or load what fits of the weights, by `load_from` with resume=False"
@@ -50,7 +53,7 @@ def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any
         directory: the checkpoint's path, on a disk that all ranks see. One that exists is replaced.
         state: nested dicts and lists whose leaves are tensors and plain values, the same keys on every rank. Each
             tensor is written once, whoever holds it.
-        meta: facts in values that JSON knows. Rank 0's are written.
+        meta: metadata in values that JSON knows. Rank 0's are written.
 
     **Collective**: every rank.
 
@@ -60,16 +63,10 @@ def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any
     import torch.distributed.checkpoint as dcp
 
     draft = directory.with_name(f".{directory.name}.draft")
-    with main_process_first():
-        if is_main_process():
-            shutil.rmtree(draft, ignore_errors=True)  # left behind by a run that was killed
-            draft.mkdir(parents=True)
+    run_on_main(partial(_make_draft, draft))
     with _failures_as(OSError, f"the checkpoint {directory} could not be written"):
         dcp.save(dict(state), checkpoint_id=draft, no_dist=not is_distributed())
-    with main_process_first():
-        if is_main_process():
-            (draft / META_FILE).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-            _publish(draft, directory)
+    run_on_main(partial(_publish, draft, directory, meta))
 
 
 def load_state(
@@ -108,7 +105,7 @@ def load_state(
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """Return the facts that were saved with a checkpoint.
+    """Return the metadata that were saved with a checkpoint.
 
     Raises:
         ConfigError: the directory is not a checkpoint.
@@ -142,6 +139,25 @@ def read_shapes(directory: Path, part: str) -> dict[str, tuple[int, ...] | None]
 def is_checkpoint(directory: Path) -> bool:
     """Return whether there is a complete checkpoint of that name."""
     return all((directory / name).is_file() for name in (_INDEX_FILE, META_FILE))
+
+
+def point_to_checkpoint(work_dir: Path, directory: Path) -> None:
+    """Make `directory` the last checkpoint of `work_dir`. Rank 0 does this, after saving.
+
+    The path is stored relative to the work_dir, which may therefore be moved.
+    """
+    draft = work_dir / f".{POINTER_FILE}.draft"
+    draft.write_text(os.path.relpath(directory, work_dir) + "\n", encoding="utf-8")
+    draft.replace(work_dir / POINTER_FILE)
+
+
+def find_last_checkpoint(work_dir: Path) -> Path | None:
+    """Return the last checkpoint of `work_dir`, or None if there is none that is complete."""
+    pointer = work_dir / POINTER_FILE
+    if not pointer.is_file():
+        return None
+    directory = work_dir / pointer.read_text(encoding="utf-8").strip()
+    return directory if is_checkpoint(directory) else None
 
 
 def _require_checkpoint(directory: Path) -> None:
@@ -212,7 +228,13 @@ def _put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
     tree[part] = value
 
 
-def _publish(draft: Path, directory: Path) -> None:
+def _make_draft(draft: Path) -> None:
+    shutil.rmtree(draft, ignore_errors=True)  # left behind by a run that was killed
+    draft.mkdir(parents=True)
+
+
+def _publish(draft: Path, directory: Path, meta: Mapping[str, Any]) -> None:
+    (draft / META_FILE).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     if not directory.exists():
         draft.rename(directory)
         return

@@ -201,7 +201,7 @@ def _print_table(mode: Literal["val", "test"], metrics: Mapping[str, Any], runne
 
     data = {"test": "test data", "val": "validation data"}[mode]
     units = getattr(runner, f"{mode}_evaluator").units
-    table = Table("metric", data, title=str(runner.given.load_from), title_justify="left")
+    table = Table("metric", data, title=str(runner.args.load_from), title_justify="left")
     for name, value in metrics.items():
         number = f"{value:.6g}" if isinstance(value, float) else str(value)
         table.add_row(name, f"{number} {units.get(name, '')}".rstrip())

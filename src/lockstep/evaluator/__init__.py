@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.evaluator.accuracy import Accuracy
-from lockstep.evaluator.evaluator import Evaluator
+from lockstep.evaluator.evaluator import Evaluator, format_metrics
 from lockstep.evaluator.metric import BaseMetric
 
-__all__ = ["Accuracy", "BaseMetric", "Evaluator"]
+__all__ = ["Accuracy", "BaseMetric", "Evaluator", "format_metrics"]

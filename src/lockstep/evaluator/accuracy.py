@@ -45,7 +45,7 @@ class Accuracy(BaseMetric):
         self.units = dict.fromkeys(self._names.values(), "%")
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Append, for each sample of the batch, at which place among the scores its class came."""
+        """Append, for each sample of the batch, how many scores are higher than that of its class."""
         scores, labels = _scores_and_labels(data_batch, data_samples)
         if labels.dim() != 1 or scores.shape[:1] != labels.shape or scores.dim() not in (1, 2):
             raise ValueError(
@@ -67,8 +67,8 @@ class Accuracy(BaseMetric):
         self.results += torch.where(right.any(1), right.int().argmax(1), most).tolist()
 
     def compute_metrics(self, results: list[int]) -> dict[str, float]:
-        """Return the share of samples whose class came early enough."""
-        return {name: 100.0 * sum(place < k for place in results) / len(results) for k, name in self._names.items()}
+        """Return the percentage of samples whose class came early enough."""
+        return {name: 100.0 * sum(higher < k for higher in results) / len(results) for k, name in self._names.items()}
 
 
 def _scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tensor]:

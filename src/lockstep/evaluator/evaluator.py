@@ -72,3 +72,13 @@ class Evaluator:
                     )
                 merged[name] = value
         return merged
+
+
+def format_metrics(metrics: Mapping[str, Any], units: Mapping[str, str]) -> str:
+    """Return metrics as one reads them, for example `accuracy 98.61 %`."""
+    parts = []
+    for name, value in metrics.items():
+        unit = f" {units[name]}" if name in units else ""
+        shown = f"{value:.2f}" if unit else f"{value:.4g}"
+        parts.append(f"{name} {shown}{unit}")
+    return "  ".join(parts)

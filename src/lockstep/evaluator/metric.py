@@ -11,11 +11,10 @@ import torch
 
 from lockstep.dist import (
     all_reduce,
-    broadcast_object,
     collect_results,
     get_rank,
     get_world_size,
-    main_process_first,
+    run_on_main,
 )
 
 _logger = logging.getLogger(__name__)
@@ -104,15 +103,7 @@ class BaseMetric(ABC):
             device=self.collect_device,
             tmpdir=self.collect_dir,
         )
-        return self._computed_on_main(collected)
-
-    def _computed_on_main(self, collected: list[Any] | None) -> dict[str, Any]:
-        metrics: dict[str, Any] = {}
-        with main_process_first():
-            if collected is not None:
-                metrics = self._named(self.compute_metrics(collected))
-        shared: dict[str, Any] = broadcast_object(metrics)
-        return shared
+        return run_on_main(lambda: self._named(self.compute_metrics(collected or [])))
 
     def _named(self, metrics: Any) -> dict[str, Any]:
         if not isinstance(metrics, Mapping) or not metrics:

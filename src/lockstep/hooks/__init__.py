@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from lockstep.hooks.buffers import SyncBuffersHook
 from lockstep.hooks.checkpoint import CheckpointHook
-from lockstep.hooks.dispatch import HookList
 from lockstep.hooks.early_stopping import EarlyStoppingHook
 from lockstep.hooks.ema import EMAHook
 from lockstep.hooks.empty_cache import EmptyCacheHook
 from lockstep.hooks.garbage_collection import GarbageCollectionHook
-from lockstep.hooks.hook import PRIORITIES, Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.hooks.logger import LoggerHook
 from lockstep.hooks.nan_check import NaNCheckHook
 from lockstep.hooks.profiler import ProfilerHook
@@ -19,6 +16,7 @@ from lockstep.hooks.runtime_info import RuntimeInfoHook
 from lockstep.hooks.sampler_seed import DistSamplerSeedHook
 from lockstep.hooks.scheduler import ParamSchedulerHook
 from lockstep.hooks.timer import IterTimerHook
+from lockstep.runner.hook import PRIORITIES, Hook, HookList
 
 __all__ = [
     "PRIORITIES",
@@ -36,7 +34,6 @@ __all__ = [
     "ParamSchedulerHook",
     "ProfilerHook",
     "ProgressHook",
-    "RunnerLike",
     "RuntimeInfoHook",
     "SyncBuffersHook",
 ]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.dist import all_reduce_params, broadcast
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.model import ModelWrapper
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run, TrainRun
 
 
 @HOOKS.register_module()
@@ -26,15 +26,15 @@ class SyncBuffersHook(Hook):
     **Cost**: one all_reduce and one broadcast for each dtype.
     """
 
-    def before_val_epoch(self, runner: RunnerLike) -> None:
+    def before_val_epoch(self, runner: Run) -> None:
         """Average before validating."""
         _average_alike(runner.model)
 
-    def before_test_epoch(self, runner: RunnerLike) -> None:
+    def before_test_epoch(self, runner: Run) -> None:
         """Average before testing."""
         _average_alike(runner.model)
 
-    def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+    def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Average before saving; the checkpoint holds the very tensors."""
         _average_alike(runner.model)
 
@@ -63,9 +63,9 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
     if floating:
         all_reduce_params(floating, op="mean")
     for members in whole.values():
-        together = torch.cat([buffer.flatten() for buffer in members])
-        broadcast(together)
-        parts = torch.split_with_sizes(together, [buffer.numel() for buffer in members])
+        flat = torch.cat([buffer.flatten() for buffer in members])
+        broadcast(flat)
+        parts = torch.split_with_sizes(flat, [buffer.numel() for buffer in members])
         for buffer, part in zip(members, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
 

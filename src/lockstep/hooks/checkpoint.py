@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.hooks.rules import check_rule, rule_of
 from lockstep.hooks.storage import check_local
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run, TrainRun
 
 _KEY = "checkpoint_hook"
 _logger = logging.getLogger(__name__)
@@ -93,11 +93,7 @@ class CheckpointHook(Hook):
         self._metrics: dict[str, Any] = {}
 
     def after_train_iter(
-        self,
-        runner: RunnerLike,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Save every few iterations."""
         if self.by_epoch:
@@ -107,7 +103,7 @@ class CheckpointHook(Hook):
             done = runner.iter + 1
             self._save(runner, done, epoch=runner.epoch, iteration=done)
 
-    def after_train_epoch(self, runner: RunnerLike) -> None:
+    def after_train_epoch(self, runner: TrainRun) -> None:
         """Save every few epochs."""
         if not self.by_epoch:
             return
@@ -116,7 +112,7 @@ class CheckpointHook(Hook):
             done = runner.epoch + 1
             self._save(runner, done, epoch=done, iteration=runner.iter)
 
-    def before_train(self, runner: RunnerLike) -> None:
+    def before_train(self, runner: TrainRun) -> None:
         """Refuse to wait for epochs in a loop that has none."""
         if self.by_epoch and runner.max_epochs is None:
             raise ConfigError(
@@ -124,14 +120,14 @@ class CheckpointHook(Hook):
                 "Use CheckpointHook(by_epoch=False, interval=<iterations>)"
             )
 
-    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Keep the metrics until every hook has seen them, so that what is saved knows of this validation."""
         self._metrics = metrics or {}
 
-    def after_val(self, runner: RunnerLike) -> None:
+    def after_val(self, runner: Run) -> None:
         """Save again if a metric is better than ever before."""
         metrics, self._metrics = self._metrics, {}
-        if self.save_best is None or not metrics or not runner.max_iters:  # a validation without a training
+        if self.save_best is None or not metrics or not isinstance(runner, TrainRun):
             return
         if self.save_best == "auto":
             self.save_best = next(iter(metrics))
@@ -140,31 +136,31 @@ class CheckpointHook(Hook):
                 raise ConfigError(f"`save_best` must be one of the metrics {', '.join(metrics)}, but is {name!r}")
             self._save_if_best(runner, name, float(metrics[name]))
 
-    def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+    def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Note the best values so far."""
         checkpoint["meta"][_KEY] = {"best": self._best}
 
-    def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+    def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Go on from the best values so far; their checkpoints stay in the former run's folder."""
         state = checkpoint["meta"].get(_KEY, {})
         self._best = {}
         for name, best in state.get("best", {}).items():
             self._note_best(runner, name, best["value"], best["path"])
 
-    def _save(self, runner: RunnerLike, done: int, *, epoch: int, iteration: int) -> None:
+    def _save(self, runner: TrainRun, done: int, *, epoch: int, iteration: int) -> None:
         name = self.filename_tmpl.format(done)
         self._write(runner, name, epoch=epoch, iteration=iteration, is_last=True)
         self._kept = [*(kept for kept in self._kept if kept != name), name]
         while 0 < self.max_keep_ckpts < len(self._kept):
             self._remove(runner, self._kept.pop(0))
 
-    def _save_if_best(self, runner: RunnerLike, metric: str, value: float) -> None:
+    def _save_if_best(self, runner: TrainRun, metric: str, value: float) -> None:
         rule = self.rules.get(metric, self.rules.get("")) or rule_of(metric, self.greater_keys, self.less_keys)
         former = self._best.get(metric)
         if former is not None and not (value > former["value"] if rule == "greater" else value < former["value"]):
             return
-        place = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
-        checkpoint = f"best_{metric.replace('/', '_')}_{place}"
+        when = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
+        checkpoint = f"best_{metric.replace('/', '_')}_{when}"
         # Noted in the checkpoint itself, so before it is written.
         self._note_best(runner, metric, value, str(self._folder(runner) / checkpoint))
         self._best[metric]["checkpoint"] = checkpoint
@@ -172,13 +168,13 @@ class CheckpointHook(Hook):
         if former is not None and former.get("checkpoint", checkpoint) != checkpoint:
             self._remove(runner, former["checkpoint"])
 
-    def _note_best(self, runner: RunnerLike, metric: str, value: float, path: str) -> None:
+    def _note_best(self, runner: TrainRun, metric: str, value: float, path: str) -> None:
         self._best[metric] = {"value": value, "path": path}
         suffix = f"_{metric}" if isinstance(self.save_best, list | tuple) else ""
         runner.message_hub.update_info(f"best_ckpt{suffix}", path)
         runner.message_hub.update_info(f"best_score{suffix}", value)
 
-    def _write(self, runner: RunnerLike, name: str, *, epoch: int, iteration: int, is_last: bool) -> Path:
+    def _write(self, runner: TrainRun, name: str, *, epoch: int, iteration: int, is_last: bool) -> Path:
         path = runner.save_checkpoint(
             self._folder(runner),
             name,
@@ -191,11 +187,11 @@ class CheckpointHook(Hook):
             runner.message_hub.update_info("last_ckpt", str(path))
         return path
 
-    def _remove(self, runner: RunnerLike, name: str) -> None:
+    def _remove(self, runner: TrainRun, name: str) -> None:
         if runner.rank == 0:
             shutil.rmtree(self._folder(runner) / name)
 
-    def _folder(self, runner: RunnerLike) -> Path:
+    def _folder(self, runner: TrainRun) -> Path:
         if self.out_dir is None:
             return runner.run_dir
         return Path(self.out_dir) / runner.work_dir.name / runner.run_dir.name

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.hooks.rules import check_rule, rule_of
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run, TrainRun
 
 _KEY = "early_stopping"
 
@@ -18,8 +18,9 @@ _KEY = "early_stopping"
 class EarlyStoppingHook(Hook):
     """Stop training when a metric of the validation has not become better for a while.
 
-    All ranks have the same metrics, and so stop together. What was best, and for how long, is saved with checkpoints. A
-    run that goes on from one is as patient as if it had never been interrupted. One that had stopped early stops again.
+    All ranks have the same metrics, and so stop at the same time. What was best, and for how long, is saved with
+    checkpoints. A run that goes on from one is as patient as if it had never been interrupted. One that had stopped
+    early stops again.
 
     Args:
         monitor: the name of the metric.
@@ -58,9 +59,9 @@ class EarlyStoppingHook(Hook):
         self.best: float | None = None
         self.wait_count = 0
 
-    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Compare the metric with the best one so far."""
-        if not runner.max_iters:  # a validation without a training
+        if not isinstance(runner, TrainRun):  # a validation without a training
             return
         if self.monitor not in (metrics or {}):
             known = f"`monitor` must be one of the metrics {', '.join(metrics or {})}, but is {self.monitor!r}"
@@ -73,11 +74,11 @@ class EarlyStoppingHook(Hook):
             runner.train_loop.stop_training = True
             runner.logger.info("training stops early: %s %s", self.monitor, reason)
 
-    def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+    def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Note how far patience has gone."""
         checkpoint["meta"][_KEY] = {"best": self.best, "wait_count": self.wait_count}
 
-    def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+    def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Go on being patient from there."""
         saved = checkpoint["meta"].get(_KEY, {"best": None, "wait_count": 0})
         self.best, self.wait_count = saved["best"], saved["wait_count"]

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.hooks.buffers import average_buffers
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.averaged import BaseAveragedModel
 from lockstep.registry import HOOKS, MODELS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run, TrainRun
 
 _KEY = "ema"
 _WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -89,40 +89,36 @@ class EMAHook(Hook):
         # The weights that training goes on from, while the average is in their place.
         self._put_aside: dict[str, Tensor] | None = None
 
-    def before_train(self, runner: RunnerLike) -> None:
+    def before_train(self, runner: TrainRun) -> None:
         """Copy the model, whose weights are loaded by now."""
         self._build(runner)
         if self.average_initial and not self._has_average():
             self.ema_model.update_parameters(self.src_model)
 
     def after_train_iter(
-        self,
-        runner: RunnerLike,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Let the weights enter the average."""
         if runner.iter + 1 >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch:
             self.ema_model.update_parameters(self.src_model)
 
-    def before_val_epoch(self, runner: RunnerLike) -> None:
+    def before_val_epoch(self, runner: Run) -> None:
         """Put the average in the model's place."""
         self._swap_in()
 
-    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Put the model's own weights back."""
         self._swap_out()
 
-    def before_test_epoch(self, runner: RunnerLike) -> None:
+    def before_test_epoch(self, runner: Run) -> None:
         """Put the average in the model's place."""
         self._swap_in()
 
-    def after_test_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Put the model's own weights back."""
         self._swap_out()
 
-    def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+    def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Make the average the checkpoint's model, and add the weights that training goes on from."""
         if "ema_model" not in vars(self):
             return
@@ -137,7 +133,7 @@ class EMAHook(Hook):
             checkpoint["model"][name] = weight.averaged
         checkpoint[_KEY] = trained
 
-    def before_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+    def before_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Ask for both sets of weights.
 
         Raises:
@@ -159,7 +155,7 @@ class EMAHook(Hook):
             checkpoint["model"][name] = weight.averaged
         checkpoint[_KEY] = trained
 
-    def after_load_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+    def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Go on from the weights that training had come to."""
         if _KEY not in checkpoint:
             return
@@ -171,7 +167,7 @@ class EMAHook(Hook):
         """Put the model's own weights back, if a validation has failed."""
         self._swap_out()
 
-    def _build(self, runner: RunnerLike) -> None:
+    def _build(self, runner: Run) -> None:
         if "ema_model" in vars(self):
             return
         if isinstance(runner.model, ModelWrapper) and runner.model.partitioned is not None:
@@ -234,7 +230,7 @@ class EMAHook(Hook):
 
 
 def _reshard(model: nn.Module) -> None:
-    """Make FSDP let go of parameters that it has gathered for a forward pass without a backward one."""
+    """Make FSDP free parameters that it has gathered for a forward pass without a backward one."""
     for module in model.modules():
         reshard = getattr(type(module), "reshard", None)
         if reshard is not None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run
 
 
 @HOOKS.register_module()
@@ -29,46 +29,18 @@ class EmptyCacheHook(Hook):
         self._empties_after_epoch = after_epoch
         self._empties_after_iter = after_iter
 
-    def before_train_epoch(self, runner: RunnerLike) -> None:
-        """Give memory back before an epoch, if asked for."""
+    def _before_epoch(self, runner: Run, mode: str = "train") -> None:
+        """Give memory back before an epoch, a validation or a test, if asked for."""
         _empty_cache(self._empties_before_epoch)
 
-    def before_val_epoch(self, runner: RunnerLike) -> None:
-        """Give memory back before a validation, if asked for."""
-        _empty_cache(self._empties_before_epoch)
-
-    def before_test_epoch(self, runner: RunnerLike) -> None:
-        """Give memory back before a test, if asked for."""
-        _empty_cache(self._empties_before_epoch)
-
-    def after_train_epoch(self, runner: RunnerLike) -> None:
-        """Give memory back after an epoch, if asked for."""
+    def _after_epoch(self, runner: Run, mode: str = "train") -> None:
+        """Give memory back after an epoch, a validation or a test, if asked for."""
         _empty_cache(self._empties_after_epoch)
 
-    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
-        """Give memory back after a validation, if asked for."""
-        _empty_cache(self._empties_after_epoch)
-
-    def after_test_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
-        """Give memory back after a test, if asked for."""
-        _empty_cache(self._empties_after_epoch)
-
-    def after_train_iter(
-        self,
-        runner: RunnerLike,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+    def _after_iter(
+        self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        """Give memory back after a training batch, if asked for."""
-        _empty_cache(self._empties_after_iter)
-
-    def after_val_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Give memory back after a validation batch, if asked for."""
-        _empty_cache(self._empties_after_iter)
-
-    def after_test_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Give memory back after a test batch, if asked for."""
+        """Give memory back after a batch, if asked for."""
         _empty_cache(self._empties_after_iter)
 
 

@@ -67,8 +67,8 @@ class _Meter:
             samples = self._samples(exchanges)
             total = _exposed_seconds(data) * samples
             mean = (total - self._total) / (samples - self._samples(self._exchanges))
-            share = min(1.0, (exchanges - self._exchanges) / self._iters)
-            self._mean = max(0.0, mean) * share
+            fraction = min(1.0, (exchanges - self._exchanges) / self._iters)
+            self._mean = max(0.0, mean) * fraction
             self._exchanges, self._total, self._iters = exchanges, total, 0
         return self._mean
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import TrainRun
 
 
 @HOOKS.register_module()
@@ -36,7 +36,7 @@ class GarbageCollectionHook(Hook):
         self._was_enabled: bool | None = None
         self._unfreezes = False
 
-    def before_train(self, runner: RunnerLike) -> None:
+    def before_train(self, runner: TrainRun) -> None:
         """Collect once, set aside what is left, and stop automatic collection."""
         self._was_enabled = gc.isenabled()
         self._unfreezes = gc.get_freeze_count() == 0
@@ -45,21 +45,17 @@ class GarbageCollectionHook(Hook):
         gc.disable()
 
     def after_train_iter(
-        self,
-        runner: RunnerLike,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Collect every few iterations."""
         if (runner.iter + 1) % self.interval == 0:
             gc.collect(self.generation)
 
-    def after_train_epoch(self, runner: RunnerLike) -> None:
+    def after_train_epoch(self, runner: TrainRun) -> None:
         """Collect everything: an epoch leaves its data loader's workers and queues behind."""
         gc.collect()
 
-    def after_train(self, runner: RunnerLike) -> None:
+    def after_train(self, runner: TrainRun) -> None:
         """Leave the collector as it was found."""
         self.close()
 

@@ -13,17 +13,17 @@ from lockstep.device import peak_memory
 from lockstep.dist.numbers_of_ranks import NumbersOfRanks
 from lockstep.errors import DistError
 from lockstep.hooks.exchange import ExchangeTimer
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.hooks.rank_times import RankTimes
 from lockstep.hooks.storage import check_local
 from lockstep.logging import MessageHub
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run, TrainRun
 
 _PREFIX = "train/"
 _PATIENCE = timedelta(seconds=5)  # with ranks that were alive when a run failed
-# Records that come faster are written together: code in a row takes a fraction of the time that it takes now and then.
-_TOGETHER_SECONDS = 0.5
+# Records that come faster are written in batches: code in a row takes a fraction of what it takes now and then.
+_BATCH_SECONDS = 0.5
 _RETURNED = "returned:"  # marks what the model returned, where ranks send their numbers
 
 
@@ -36,7 +36,7 @@ class _Begun(NamedTuple):
         moment: when it was begun, on `perf_counter`.
     """
 
-    runner: RunnerLike
+    runner: TrainRun
     epoch: int
     iteration: int
     length: int
@@ -74,7 +74,7 @@ class LoggerHook(Hook):
 
     Records go to the run's `metrics.jsonl`, to its log file and to the visualizer. A training record holds means over
     all ranks and over the iterations since the last record, of what the model returns over all samples; the samples per
-    second of all ranks together; and the most memory that any rank has held. What each rank spends its time on goes to
+    second of all ranks, added up; and the most memory that any rank has held. What each rank spends its time on goes to
     `ranks.jsonl`. Between records values are only put aside: nothing is sent, and an accelerator is not waited for. On
     one host the ranks' numbers travel while the next iteration computes. A record is written after an iteration as soon
     as it is half a second old, and in any case before a validation, a checkpoint and the end of an epoch, and when the
@@ -119,34 +119,31 @@ class LoggerHook(Hook):
         self._samples: list[int] = []
         self._logged: set[str] = set()
         self._begun: _Begun | None = None
-        # Records that rank 0 has yet to write, and the ranks' shares of each.
+        # Records that rank 0 has yet to write, and the ranks' numbers for each.
         self._unwritten: deque[tuple[_Begun, Sequence[Mapping[str, float]]]] = deque()
         self._ranks: NumbersOfRanks | None = None
         self._epoch = _EpochSums()
         self._exchange: ExchangeTimer | None = None
         self._rank_times: RankTimes | None = None
 
-    def before_train(self, runner: RunnerLike) -> None:
+    def before_train(self, runner: TrainRun) -> None:
         """Begin to measure the exchange of gradients."""
         self._exchange = ExchangeTimer(runner.model, self.interval)
-        self._ranks = NumbersOfRanks()
+        self._ranks = NumbersOfRanks() if runner.world_size > 1 else None
         if runner.rank == 0:
             self._rank_times = RankTimes(runner.run_dir / "ranks.jsonl")
 
-    def before_train_epoch(self, runner: RunnerLike) -> None:
+    def before_train_epoch(self, runner: TrainRun) -> None:
         """Forget the sums of the former epoch."""
         self._epoch = _EpochSums()
 
     def after_train_iter(
-        self,
-        runner: RunnerLike,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Put the values aside; make a record when it is time."""
-        self._receive()
-        if self._unwritten and perf_counter() - self._unwritten[0][0].moment > _TOGETHER_SECONDS:
+        if self._begun is not None:
+            self._receive()
+        if self._unwritten and perf_counter() - self._unwritten[0][0].moment > _BATCH_SECONDS:
             self._write_all()
         hub = runner.message_hub
         if outputs:
@@ -160,7 +157,7 @@ class LoggerHook(Hook):
         if (runner.iter + 1) % self.interval == 0:
             self._begin(runner, runner.iter + 1)
 
-    def after_train_epoch(self, runner: RunnerLike) -> None:
+    def after_train_epoch(self, runner: TrainRun) -> None:
         """Record what is left, and the means of the whole epoch."""
         self._complete()
         if self._samples and not self.ignore_last:
@@ -170,22 +167,21 @@ class LoggerHook(Hook):
         if runner.rank == 0 and self._epoch.iters:
             means = {**self._epoch.means(), **_first_rates(runner)}
             runner.message_hub.update_info("epoch_means", means)
-            place = {"epoch": runner.epoch + 1, "iter": runner.iter}
-            runner.records.write({"mode": "epoch", **place, **means})
+            runner.records.write({"mode": "epoch", "epoch": runner.epoch + 1, "iter": runner.iter, **means})
 
-    def before_val_epoch(self, runner: RunnerLike) -> None:
+    def before_val_epoch(self, runner: Run) -> None:
         """Write the records that come before those of the validation."""
         self._complete()
 
-    def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+    def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Write the records that a run which goes on from here would lack."""
         self._complete()
 
-    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Record the metrics of a validation."""
         self._record_metrics(runner, "val", metrics or {})
 
-    def after_test_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Record the metrics of a test."""
         self._record_metrics(runner, "test", metrics or {})
 
@@ -201,13 +197,17 @@ class LoggerHook(Hook):
             if self._rank_times is not None:
                 self._rank_times.close()
 
-    def _begin(self, runner: RunnerLike, iteration: int) -> None:
-        """Send this rank's share of a record, which is completed at once where nothing can travel meanwhile."""
-        assert self._ranks is not None
+    def _begin(self, runner: TrainRun, iteration: int) -> None:
+        """Send this rank's numbers for a record, which is completed at once where nothing can travel meanwhile."""
         samples, self._samples = self._samples, []
         rates = _first_rates(runner) if runner.rank == 0 else {}
-        self._begun = _Begun(runner, runner.epoch + 1, iteration, len(samples), rates, perf_counter())
-        self._ranks.send(self._share_of(runner.message_hub, samples))
+        begun = _Begun(runner, runner.epoch + 1, iteration, len(samples), rates, perf_counter())
+        own = self._own_numbers(runner.message_hub, samples)
+        if self._ranks is None:
+            self._unwritten.append((begun, [own]))
+            return
+        self._begun = begun
+        self._ranks.send(own)
         if not self._ranks.travels_beside:
             self._complete()
 
@@ -217,65 +217,63 @@ class LoggerHook(Hook):
         self._write_all()
 
     def _receive(self, timeout: timedelta | None = None) -> None:
-        """Take the ranks' shares of the record that has been begun, if there is one."""
+        """Take the ranks' numbers for the record that has been begun, if there is one."""
         begun, self._begun = self._begun, None
         if begun is None or self._ranks is None:
             return
-        shares = self._ranks.receive(timeout)
-        if shares is not None:
-            self._unwritten.append((begun, shares))
+        numbers = self._ranks.receive(timeout)
+        if numbers is not None:
+            self._unwritten.append((begun, numbers))
 
     def _write_all(self) -> None:
         while self._unwritten:
             self._write_training(*self._unwritten.popleft())
 
-    def _write_training(self, begun: _Begun, shares: Sequence[Mapping[str, float]]) -> None:
+    def _write_training(self, begun: _Begun, ranks: Sequence[Mapping[str, float]]) -> None:
         runner, count = begun.runner, begun.length
-        values, logged = _merge(shares)
-        # Ranks that compute together have seen the same samples.
-        total = sum(share["samples"] for share in shares) * runner.share.size / runner.world_size
+        values, logged = _merge(ranks)
+        # Ranks that compute on the same samples count them once.
+        total = sum(numbers["samples"] for numbers in ranks) * runner.data_shard.size / runner.world_size
         self._epoch.add(values, logged, samples=total, iters=count)
-        seconds = max(share.get("time", 0.0) for share in shares) * count
+        seconds = max(numbers.get("time", 0.0) for numbers in ranks) * count
         values.update(begun.rates)
         values["samples_per_second"] = total / seconds if seconds else 0.0
-        values["memory_mib"] = max(share["memory_mib"] for share in shares)
+        values["memory_mib"] = max(numbers["memory_mib"] for numbers in ranks)
         if self._rank_times is not None:
-            self._rank_times.add(begun.iteration, count, shares)
+            self._rank_times.add(begun.iteration, count, ranks)
         self._write(runner, "train", begun.epoch, begun.iteration, values, step=begun.iteration)
 
-    def _share_of(self, hub: MessageHub, samples: list[int]) -> dict[str, float]:
+    def _own_numbers(self, hub: MessageHub, samples: list[int]) -> dict[str, float]:
         """Return what this rank knows of the iterations since the last record.
 
         Means over its samples of what the model returned, whose names are marked, and means over iterations of all
         else.
         """
         count, is_even = len(samples), len(set(samples)) == 1
-        share: dict[str, float] = {}
+        own: dict[str, float] = {}
         for key, buffer in hub.log_scalars.items():
             name = key.removeprefix(_PREFIX)
             if name == key or name == "samples":
                 continue
             if name not in self._logged:
-                share[name] = buffer.mean(count)
+                own[name] = buffer.mean(count)
             elif any(samples):
-                share[_RETURNED + name] = buffer.mean(count) if is_even else buffer.weighted_mean(samples)
+                own[_RETURNED + name] = buffer.mean(count) if is_even else buffer.weighted_mean(samples)
         waited = None if self._exchange is None else self._exchange.mean_seconds(count)
         if waited is not None:
-            share["comm_time"] = waited
-        share["samples"] = sum(samples)
-        share["memory_mib"] = peak_memory() / 2**20
-        return share
+            own["comm_time"] = waited
+        own["samples"] = sum(samples)
+        own["memory_mib"] = peak_memory() / 2**20
+        return own
 
-    def _record_metrics(self, runner: RunnerLike, mode: str, metrics: dict[str, Any]) -> None:
+    def _record_metrics(self, runner: Run, mode: str, metrics: dict[str, Any]) -> None:
         if runner.rank == 0:
             # A loop by epochs has counted the epoch that it validates after.
             epoch = runner.epoch + (runner.max_epochs is None)
             step = epoch if self.log_metric_by_epoch and runner.max_epochs is not None else runner.iter
             self._write(runner, mode, epoch, runner.iter, metrics, step)
 
-    def _write(
-        self, runner: RunnerLike, mode: str, epoch: int, iteration: int, values: dict[str, Any], step: int
-    ) -> None:
+    def _write(self, runner: Run, mode: str, epoch: int, iteration: int, values: dict[str, Any], step: int) -> None:
         runner.records.write({"mode": mode, "epoch": epoch, "iter": iteration, **values})
         shown = "  ".join(
             f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
@@ -284,17 +282,17 @@ class LoggerHook(Hook):
         runner.visualizer.add_scalars({f"{mode}/{name}": value for name, value in values.items()}, step=step)
 
 
-def _first_rates(runner: RunnerLike) -> dict[str, float]:
+def _first_rates(runner: TrainRun) -> dict[str, float]:
     """Return each optimizer's first learning rate: `{"lr": ...}`, or of several `{"generator.lr": ..., ...}`."""
     return {name: rates[0] for name, rates in runner.optim_wrapper.get_lr().items()}
 
 
-def _merge(shares: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], set[str]]:
+def _merge(ranks: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], set[str]]:
     """Return means over the ranks that have a value, and the names of those of them that are over samples."""
     sums: dict[str, tuple[float, float]] = {}
-    for share in shares:
-        for name, value in share.items():
-            weight = share["samples"] if name.startswith(_RETURNED) else 1.0
+    for numbers in ranks:
+        for name, value in numbers.items():
+            weight = numbers["samples"] if name.startswith(_RETURNED) else 1.0
             total, weights = sums.get(name, (0.0, 0.0))
             sums[name] = total + value * weight, weights + weight
     del sums["samples"]

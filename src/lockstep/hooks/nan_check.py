@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lockstep.dist import Handle, all_gather_object, all_reduce, get_comm_device
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.logging import read_scalars
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run, TrainRun
 
 
 class _Fault(NamedTuple):
@@ -38,7 +38,7 @@ class NaNCheckHook(Hook):
     it.
 
     Losses are not read at each step, which would make the host wait for an accelerator. They are put aside on their
-    device, and read all together now and then: right after `LoggerHook` has waited for the device, where the interval
+    device, and read in one go now and then: right after `LoggerHook` has waited for the device, where the interval
     is a multiple of its own, so that there is nothing left to wait for.
 
     Args:
@@ -65,14 +65,11 @@ class NaNCheckHook(Hook):
         self._telling: Handle | None = None
 
     def after_train_iter(
-        self,
-        runner: RunnerLike,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Put the losses aside; look at them when it is time."""
-        self._judge(runner)
+        if self._found is not None:
+            self._judge(runner)
         iteration = runner.iter + 1
         for name, value in (outputs or {}).items():
             if "loss" in name and (isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)):
@@ -83,20 +80,20 @@ class NaNCheckHook(Hook):
             if runner.world_size == 1 or get_comm_device().type != "cpu":
                 self._judge(runner)
 
-    def after_train_epoch(self, runner: RunnerLike) -> None:
+    def after_train_epoch(self, runner: TrainRun) -> None:
         """Look at what is left."""
         self._look_at_once(runner)
 
-    def before_save_checkpoint(self, runner: RunnerLike, checkpoint: dict[str, Any]) -> None:
+    def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Look before anything is written."""
         self._look_at_once(runner)
 
-    def _look_at_once(self, runner: RunnerLike) -> None:
+    def _look_at_once(self, runner: Run) -> None:
         self._judge(runner)
         self._look(runner)
         self._judge(runner)
 
-    def _look(self, runner: RunnerLike) -> None:
+    def _look(self, runner: Run) -> None:
         """Look at this rank's losses, and tell the others."""
         self._fault = _first_fault(self._seen)
         self._seen.clear()
@@ -104,7 +101,7 @@ class NaNCheckHook(Hook):
         if runner.world_size > 1:
             self._telling = all_reduce(self._found, op="max", async_op=True)
 
-    def _judge(self, runner: RunnerLike) -> None:
+    def _judge(self, runner: Run) -> None:
         """Raise where a rank has found something at the last look."""
         if self._telling is not None:
             self._telling.wait()

@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile, supported_activities, tens
 from torch.profiler import schedule as make_schedule
 
 from lockstep.errors import ConfigError
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run, TrainRun
 
 TraceHandler: TypeAlias = Callable[[profile], object]
 
@@ -87,7 +87,7 @@ class ProfilerHook(Hook):
         self._done = 0
         self._iteration = 0
 
-    def before_train(self, runner: RunnerLike) -> None:
+    def before_train(self, runner: TrainRun) -> None:
         """Begin to profile."""
         if self.by_epoch and runner.max_epochs is None:
             raise ConfigError(
@@ -103,11 +103,7 @@ class ProfilerHook(Hook):
         self._profiler.start()
 
     def after_train_iter(
-        self,
-        runner: RunnerLike,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Mark the end of an iteration; stop if it was the last one."""
         if self._profiler is None:
@@ -120,12 +116,12 @@ class ProfilerHook(Hook):
         if not self.by_epoch:
             self._count()
 
-    def after_train_epoch(self, runner: RunnerLike) -> None:
+    def after_train_epoch(self, runner: TrainRun) -> None:
         """Stop if it was the last epoch to be profiled."""
         if self.by_epoch and self._profiler is not None:
             self._count()
 
-    def after_train(self, runner: RunnerLike) -> None:
+    def after_train(self, runner: TrainRun) -> None:
         """Stop where training is shorter than what was to be profiled."""
         self.close()
 
@@ -140,7 +136,7 @@ class ProfilerHook(Hook):
         if self._done == self.profile_times:
             self.close()
 
-    def _handler(self, runner: RunnerLike) -> TraceHandler:
+    def _handler(self, runner: Run) -> TraceHandler:
         given = self._on_trace_ready
         if given is None:
             return lambda profiler: self._write(profiler, runner)
@@ -154,7 +150,7 @@ class ProfilerHook(Hook):
         del options["type"]
         return lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options))
 
-    def _write(self, profiler: profile, runner: RunnerLike) -> None:
+    def _write(self, profiler: profile, runner: Run) -> None:
         suffix = "".join(self._path.suffixes)
         stem = self._path.name.removesuffix(suffix)
         path = runner.run_dir / self._path.with_name(f"{stem}_rank{runner.rank}_iter{self._iteration}{suffix}")

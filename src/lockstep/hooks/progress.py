@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 from time import perf_counter
 from typing import Any, ClassVar
 
 from lockstep.dataset import length_of
+from lockstep.evaluator import format_metrics
 from lockstep.hooks.display import Display, LiveDisplay, PlainDisplay
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run, TrainRun
 
 _WINDOW = 20  # iterations whose mean is shown while an epoch goes on
 
@@ -41,12 +41,12 @@ class ProgressHook(Hook):
         self._metrics = ""
         self._text = ""
 
-    def before_train(self, runner: RunnerLike) -> None:
+    def before_train(self, runner: TrainRun) -> None:
         """Start the clock of the whole training."""
         self._started = perf_counter()
         self._first_iter = runner.iter
 
-    def before_train_epoch(self, runner: RunnerLike) -> None:
+    def before_train_epoch(self, runner: TrainRun) -> None:
         """Show a new bar."""
         self._print_epoch_line(runner)
         self._epoch_started = perf_counter()
@@ -56,11 +56,7 @@ class ProgressHook(Hook):
             self._begin(runner, _epoch_label(runner), runner.max_iters // runner.max_epochs)
 
     def after_train_iter(
-        self,
-        runner: RunnerLike,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Draw the bar, a few times per second."""
         now = perf_counter()
@@ -70,7 +66,7 @@ class ProgressHook(Hook):
             self._text = self._training_text(runner, now)
             self._display.show(done, self._text)
 
-    def after_train_epoch(self, runner: RunnerLike) -> None:
+    def after_train_epoch(self, runner: TrainRun) -> None:
         """Prepare the line of the epoch; metrics may still come."""
         means = runner.message_hub.get_info("epoch_means", {})
         seconds = perf_counter() - self._epoch_started
@@ -84,23 +80,23 @@ class ProgressHook(Hook):
             parts.append(f"lr {means['lr']:.3g}")
         self._epoch_line = "  ".join([*parts, f"{seconds:.1f} s"])
 
-    def after_train(self, runner: RunnerLike) -> None:
+    def after_train(self, runner: TrainRun) -> None:
         """Print the line of an epoch after which nothing was validated, and remove the bar."""
         self._print_epoch_line(runner)
         self.close()
 
-    def before_val_epoch(self, runner: RunnerLike) -> None:
+    def before_val_epoch(self, runner: Run) -> None:
         """Show a bar for the validation."""
         self._begin(runner, "validating", length_of(runner.val_dataloader))
 
-    def after_val_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+    def after_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""
         now = perf_counter()
         if now >= self._due and self._display is not None:
             self._due = now + self._display.period_seconds
             self._display.show(batch_idx + 1, self._text)
 
-    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Print the line of the epoch, or of the validation alone."""
         self._metrics = format_metrics(metrics or {}, runner.val_evaluator.units)
         if self._epoch_line:
@@ -116,7 +112,7 @@ class ProgressHook(Hook):
             self._display.close()
             self._display = None
 
-    def _begin(self, runner: RunnerLike, label: str, total: int | None) -> None:
+    def _begin(self, runner: Run, label: str, total: int | None) -> None:
         if self._display is None:
             self._display = (
                 LiveDisplay(runner.console)
@@ -126,12 +122,12 @@ class ProgressHook(Hook):
         self._display.begin(label, total)
         self._due = 0.0
 
-    def _print_epoch_line(self, runner: RunnerLike) -> None:
+    def _print_epoch_line(self, runner: Run) -> None:
         if self._epoch_line:
             line, self._epoch_line = self._epoch_line, ""
             runner.logger.info(line.replace("{metrics}  ", f"{self._metrics}  ".lstrip()))
 
-    def _training_text(self, runner: RunnerLike, now: float) -> str:
+    def _training_text(self, runner: TrainRun, now: float) -> str:
         scalars = runner.message_hub.log_scalars
         parts = []
         if "train/loss" in scalars:
@@ -139,9 +135,9 @@ class ProgressHook(Hook):
         if self._metrics:
             parts.append(self._metrics)
         if "train/time" in scalars:
-            # The ranks get equal shares, so that this rank speaks for all.
+            # The ranks get equally many samples, so that this rank speaks for all.
             seconds = scalars["train/time"].mean(_WINDOW)
-            rate = scalars["train/samples"].mean(_WINDOW) * runner.share.size / seconds
+            rate = scalars["train/samples"].mean(_WINDOW) * runner.data_shard.size / seconds
             parts.append(f"{rate:,.0f} samples/s")
         done = runner.iter + 1 - self._first_iter
         left_seconds = (now - self._started) / done * (runner.max_iters - runner.iter - 1)
@@ -149,16 +145,6 @@ class ProgressHook(Hook):
         return "  ".join(parts)
 
 
-def _epoch_label(runner: RunnerLike) -> str:
+def _epoch_label(runner: Run) -> str:
     """Return a label that is equally wide in all epochs."""
     return f"epoch {runner.epoch + 1:>{len(str(runner.max_epochs))}}/{runner.max_epochs}"
-
-
-def format_metrics(metrics: Mapping[str, Any], units: Mapping[str, str]) -> str:
-    """Return metrics as one reads them, for example `accuracy 98.61 %`."""
-    parts = []
-    for name, value in metrics.items():
-        unit = f" {units[name]}" if name in units else ""
-        shown = f"{value:.2f}" if unit else f"{value:.4g}"
-        parts.append(f"{name} {shown}{unit}")
-    return "  ".join(parts)

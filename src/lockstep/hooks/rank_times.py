@@ -34,17 +34,17 @@ class RankTimes:
         self._count = 0
         self._sums: dict[str, list[float]] = {}
 
-    def add(self, iteration: int, count: int, shares: Sequence[Mapping[str, float]]) -> None:
+    def add(self, iteration: int, count: int, ranks: Sequence[Mapping[str, float]]) -> None:
         """Add the means of the `count` iterations up to `iteration`, by rank."""
         self._records += 1
         self._iteration = iteration
         self._count += count
         for name in COLUMNS:
-            if all(name in share for share in shares):
-                sums = self._sums.setdefault(name, [0.0] * len(shares))
-                for rank, share in enumerate(shares):
-                    sums[rank] += share[name] * count
-        if self._records * _RANKS_PER_RECORD >= len(shares):
+            if all(name in numbers for numbers in ranks):
+                sums = self._sums.setdefault(name, [0.0] * len(ranks))
+                for rank, numbers in enumerate(ranks):
+                    sums[rank] += numbers[name] * count
+        if self._records * _RANKS_PER_RECORD >= len(ranks):
             self._write()
 
     def close(self) -> None:

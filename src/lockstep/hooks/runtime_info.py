@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run
 
 
 @HOOKS.register_module()
@@ -19,16 +19,16 @@ class RuntimeInfoHook(Hook):
 
     priority = "VERY_HIGH"
 
-    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Leave the metrics of a validation."""
         _leave(runner, "val", metrics)
 
-    def after_test_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Leave the metrics of a test."""
         _leave(runner, "test", metrics)
 
 
-def _leave(runner: RunnerLike, mode: str, metrics: dict[str, Any] | None) -> None:
+def _leave(runner: Run, mode: str, metrics: dict[str, Any] | None) -> None:
     for name, value in (metrics or {}).items():
         if isinstance(value, int | float):
             runner.message_hub.update_scalar(f"{mode}/{name}", value)

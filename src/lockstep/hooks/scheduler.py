@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.optim import ReduceOnPlateauLR
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run, TrainRun
 
 
 @HOOKS.register_module()
@@ -20,38 +20,34 @@ class ParamSchedulerHook(Hook):
 
     priority = "LOW"
 
-    def before_train(self, runner: RunnerLike) -> None:
+    def before_train(self, runner: TrainRun) -> None:
         """Refuse to wait for a plateau that nobody would see."""
         waiting = _waiting(runner)
-        if waiting and getattr(runner, "val_loop", None) is None:
+        if waiting and runner.val_loop is None:
             raise ConfigError(
                 f"`param_scheduler` must not have a {waiting[0].title} without a validation, whose metric "
                 f"{waiting[0].monitor!r} it waits for. Give `val_dataloader` and `val_evaluator`"
             )
 
     def after_train_iter(
-        self,
-        runner: RunnerLike,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Step the schedulers that count iterations."""
         for scheduler in runner.param_schedulers:
             if not scheduler.by_epoch:
                 scheduler.step()
 
-    def after_train_epoch(self, runner: RunnerLike) -> None:
+    def after_train_epoch(self, runner: TrainRun) -> None:
         """Step the schedulers that count epochs."""
         for scheduler in runner.param_schedulers:
             if scheduler.by_epoch:
                 scheduler.step()
 
-    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Show the metrics to the schedulers that wait for a plateau."""
         for scheduler in _waiting(runner):
             scheduler.observe(metrics or {})
 
 
-def _waiting(runner: RunnerLike) -> list[ReduceOnPlateauLR]:
+def _waiting(runner: Run) -> list[ReduceOnPlateauLR]:
     return [scheduler for scheduler in runner.param_schedulers if isinstance(scheduler, ReduceOnPlateauLR)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from lockstep.hooks.hook import Hook
-from lockstep.hooks.host import RunnerLike
 from lockstep.registry import HOOKS
+from lockstep.runner.hook import Hook
+from lockstep.runner.run import Run, TrainRun
 
 
 @HOOKS.register_module()
@@ -21,20 +21,16 @@ class IterTimerHook(Hook):
     def __init__(self) -> None:
         self._last = 0.0
 
-    def before_train_epoch(self, runner: RunnerLike) -> None:
+    def before_train_epoch(self, runner: TrainRun) -> None:
         """Start the clock."""
         self._last = perf_counter()
 
-    def before_train_iter(self, runner: RunnerLike, batch_idx: int, data_batch: Any = None) -> None:
+    def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
         """Note how long the batch took to arrive."""
         runner.message_hub.update_scalar("train/data_time", perf_counter() - self._last)
 
     def after_train_iter(
-        self,
-        runner: RunnerLike,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Note how long the iteration took, waiting included."""
         now = perf_counter()
@@ -43,6 +39,6 @@ class IterTimerHook(Hook):
         hub.update_scalar("train/samples", runner.train_loop.samples)
         self._last = now
 
-    def after_val_epoch(self, runner: RunnerLike, metrics: dict[str, Any] | None = None) -> None:
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Start the clock again; a loop by iterations validates between two of them."""
         self._last = perf_counter()

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from lockstep.lint.check import check_config, find_faults
-from lockstep.lint.fault import Fault
+from lockstep.lint.parts import Fault
 
 __all__ = ["Fault", "check_config", "find_faults"]

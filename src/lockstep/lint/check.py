@@ -7,17 +7,13 @@ from collections.abc import Collection, Iterator
 
 from lockstep.config import Config
 from lockstep.errors import ConfigError
-from lockstep.lint.fault import Fault
-from lockstep.lint.sections import SECTIONS
+from lockstep.lint.parts import Fault
+from lockstep.lint.sections import faults_of
 from lockstep.registry import in_default_scope
 from lockstep.registry.nearest import nearest
-from lockstep.runner.arguments import Arguments, misfits, mispaired
+from lockstep.runner.arguments import ARGUMENTS, CONFIG_KEYS, misfits, mispaired
 
-# Keys of MMEngine's configs that are read besides the arguments of a Runner, by lockstep or by other tools.
-_READ_ELSEWHERE = frozenset(
-    {"custom_imports", "find_unused_parameters", "model_wrapper_cfg", "runner_type", "sync_bn"}
-    | {"tta_model", "tta_pipeline", "vis_backends"}
-)
+_KNOWN = {**ARGUMENTS, **CONFIG_KEYS}
 
 
 def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
@@ -58,13 +54,12 @@ def find_faults(cfg: Config, needed: Collection[str] = ("model",)) -> list[Fault
 def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
     # Where no folder or model is given, somebody else may give it.
     unfit = {key: says for key, says in misfits(cfg) if key not in ("model", "work_dir") or cfg[key] is not None}
-    read = {*Arguments.names(), *_READ_ELSEWHERE, *cfg.helpers}
     for key, value in cfg.items():
         if key in unfit:
             yield Fault(key, unfit[key])
-        elif key in SECTIONS and value is not None:
-            yield from SECTIONS[key](key, value)
-        elif key not in read and not str(key).startswith("_"):
+        elif key in _KNOWN:
+            yield from faults_of(key, value, _KNOWN[key])
+        elif key not in cfg.helpers and not str(key).startswith("_"):
             yield Fault(key, f"is no argument of Runner, and nothing reads it{_remedy(key)}")
     for key, says in mispaired(cfg):
         yield Fault(key, says)
@@ -74,15 +69,15 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
 
 
 def _remedy(key: str) -> str:
-    near = nearest(key, Arguments.names())
+    near = nearest(key, ARGUMENTS)
     if near is not None:
         return f": did you mean `{near}`?"
     return ". Remove it, or begin its name with an underscore if it is for somebody else"
 
 
 def _where(cfg: Config, key: str) -> str:
-    place = cfg.where(key)
-    return f"{_shown(place)}: " if place else ""
+    location = cfg.where(key)
+    return f"{_shown(location)}: " if location else ""
 
 
 def _shown(path: str) -> str:

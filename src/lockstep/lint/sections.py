@@ -1,4 +1,4 @@
-"""The keys of a config one by one: what each may hold, and what the Runner makes of it."""
+"""What the arguments of a Runner may hold, one kind of content after the other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigError
-from lockstep.lint.fault import Fault
-from lockstep.lint.parts import Kind, resolve
+from lockstep.lint.parts import Fault, Kind, resolve
 from lockstep.lint.values import misfit
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.optim import ParamScheduler
@@ -36,9 +35,7 @@ from lockstep.registry import (
 )
 from lockstep.registry.nearest import did_you_mean
 from lockstep.registry.signatures import Arguments
-from lockstep.runner.build import default_hook_cfgs
-from lockstep.runner.seeds import RANDOMNESS_KEYS
-from lockstep.runner.start import ENV_KEYS
+from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content
 from lockstep.strategy import FSDPStrategy
 
 Section = Callable[[str, Any], Iterator[Fault]]
@@ -120,10 +117,6 @@ def _train_cfg(key: str, cfg: object) -> Iterator[Fault]:
     yield from Kind(LOOPS, default=loop, supplied=_LOOP_PARTS, own=frozenset({"by_epoch"})).faults(key, cfg)
 
 
-def _eval_cfg(loop: str, key: str, cfg: object) -> Iterator[Fault]:
-    yield from Kind(LOOPS, default=loop, supplied=_LOOP_PARTS).faults(key, cfg)
-
-
 def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
     if not isinstance(cfg, Mapping):
         yield from _OPTIM_WRAPPER.faults(key, cfg)
@@ -175,14 +168,14 @@ def _is_by_name(cfg: Mapping[str, object], usual: str) -> bool:
 
 
 def _default_hooks(key: str, cfg: object) -> Iterator[Fault]:
-    defaults = default_hook_cfgs(None)
     for name, given in cfg.items() if isinstance(cfg, Mapping) else ():
-        if isinstance(given, Mapping) and "type" not in given and name not in defaults:
+        if isinstance(given, Mapping) and "type" not in given and name not in DEFAULT_HOOKS:
             yield Fault(
-                f"{key}.{name}", f"must have a `type`, since no default hook is called so{did_you_mean(name, defaults)}"
+                f"{key}.{name}",
+                f"must have a `type`, since no default hook is called so{did_you_mean(name, DEFAULT_HOOKS)}",
             )
         elif given is not None:
-            default = defaults.get(name, {}).get("type")
+            default = DEFAULT_HOOKS.get(name, {}).get("type")
             yield from Kind(HOOKS, default=default, own=_HOOK.own).faults(f"{key}.{name}", given)
 
 
@@ -210,11 +203,11 @@ def _fsdp(key: str, cfg: Mapping[str, object]) -> Iterator[Fault]:
     handed_on = Arguments.of(resolve(_FSDP_WRAPPER, MODEL_WRAPPERS)[0] or dict).named.keys() - {"module"}
     yield from _keys({"type", *Arguments.of(FSDPStrategy).named, *handed_on}, key, cfg)
     yield from _keys({"type", *handed_on}, f"{key}.model_wrapper", wrapper)
-    for place, part in ((key, cfg), (f"{key}.model_wrapper", wrapper)):
+    for where, part in ((key, cfg), (f"{key}.model_wrapper", wrapper)):
         try:
             read_request(part.get("tensor_parallel"))
         except ConfigError as error:
-            yield Fault(f"{place}.tensor_parallel", str(error).removeprefix("`tensor_parallel` "))
+            yield Fault(f"{where}.tensor_parallel", str(error).removeprefix("`tensor_parallel` "))
 
 
 def _keys(known: Collection[str], key: str, cfg: object) -> Iterator[Fault]:
@@ -241,29 +234,31 @@ def _log_level(key: str, level: object) -> Iterator[Fault]:
         yield Fault(key, f"is no level of logging{did_you_mean(level, names)}")
 
 
-SECTIONS: Mapping[str, Section] = {
+_SECTIONS: Mapping[Content, Section] = {
     "model": _MODEL.faults,
-    "data_preprocessor": Kind(MODELS, default="BaseDataPreprocessor").faults,
-    "train_dataloader": _dataloader,
-    "val_dataloader": _dataloader,
-    "test_dataloader": _dataloader,
-    "train_cfg": _train_cfg,
-    "val_cfg": partial(_eval_cfg, "ValLoop"),
-    "test_cfg": partial(_eval_cfg, "TestLoop"),
-    "optim_wrapper": _optim_wrapper,
-    "param_scheduler": _param_scheduler,
-    "val_evaluator": _evaluator,
-    "test_evaluator": _evaluator,
-    "default_hooks": _default_hooks,
-    "custom_hooks": _custom_hooks,
+    "preprocessor": Kind(MODELS, default="BaseDataPreprocessor").faults,
+    "dataloader": _dataloader,
+    "train loop": _train_cfg,
+    "val loop": Kind(LOOPS, default="ValLoop", supplied=_LOOP_PARTS).faults,
+    "test loop": Kind(LOOPS, default="TestLoop", supplied=_LOOP_PARTS).faults,
+    "optim wrapper": _optim_wrapper,
+    "schedulers": _param_scheduler,
+    "evaluator": _evaluator,
+    "default hooks": _default_hooks,
+    "custom hooks": _custom_hooks,
     "strategy": _strategy,
-    "model_wrapper_cfg": Kind(
-        MODEL_WRAPPERS, default="MMDistributedDataParallel", supplied=frozenset({"module"})
-    ).faults,
-    "env_cfg": partial(_keys, ENV_KEYS),
-    "randomness": partial(_keys, RANDOMNESS_KEYS),
-    "auto_scale_lr": partial(_keys, ("enable", "base_batch_size")),
-    "compile": _compile,
-    "log_level": _log_level,
+    "model wrapper": Kind(MODEL_WRAPPERS, default="MMDistributedDataParallel", supplied=frozenset({"module"})).faults,
+    "compile options": _compile,
+    "log level": _log_level,
     "visualizer": partial(_one_or_more, _VISUALIZER),
 }
+
+
+def faults_of(key: str, value: object, argument: Argument) -> Iterator[Fault]:
+    """Yield what is wrong with the value of a key, which holds what `argument` says."""
+    if value is None:
+        return
+    if argument.holds == "keys":
+        yield from _keys(argument.keys, key, value)
+    elif argument.holds is not None:
+        yield from _SECTIONS[argument.holds](key, value)

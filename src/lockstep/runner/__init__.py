@@ -1,9 +1,10 @@
-"""The Runner, and the loops it runs."""
+"""The Runner, the run that it builds, and the loops of a run."""
 
 from __future__ import annotations
 
 from lockstep.runner.eval_loops import TestLoop, ValLoop
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
+from lockstep.runner.run import Run, TrainRun
 from lockstep.runner.runner import FlexibleRunner, Runner
 from lockstep.runner.seeds import set_random_seed
 from lockstep.runner.weights import load_checkpoint
@@ -12,8 +13,10 @@ __all__ = [
     "EpochBasedTrainLoop",
     "FlexibleRunner",
     "IterBasedTrainLoop",
+    "Run",
     "Runner",
     "TestLoop",
+    "TrainRun",
     "ValLoop",
     "load_checkpoint",
     "set_random_seed",

@@ -1,79 +1,131 @@
-"""What a Runner is given: checked at once, built later."""
+"""What a Runner is given: each argument's type, default and content, stated once.
+
+`Runner`, `Runner.from_cfg` and the check of configs in `lockstep.lint` read them from here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 
 from lockstep.errors import ConfigError
+from lockstep.strategy import Strategy
 
-_MAPPING_OR_NONE = (Mapping, type(None)), "a dict or None"
-_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "model": ((nn.Module, Mapping), "a torch.nn.Module or a config dict"),
-    "data_preprocessor": ((nn.Module, Mapping, type(None)), "a torch.nn.Module, a config dict or None"),
-    "work_dir": ((str, Path), "a path"),
-    "resume": ((bool,), "True or False; the checkpoint goes to `load_from`"),
-    "env_cfg": _MAPPING_OR_NONE,
-    "randomness": _MAPPING_OR_NONE,
-    "auto_scale_lr": _MAPPING_OR_NONE,
-    "default_hooks": _MAPPING_OR_NONE,
-    "custom_hooks": ((list, tuple, type(None)), "a list of hooks or None"),
-    "load_from": ((str, Path, type(None)), "a path or None"),
-    "default_scope": ((str, type(None)), "the scope of a registry or None"),
-    "compile": ((bool, Mapping), "a bool or a dict for torch.compile"),
+# What an argument may hold in a config. `lockstep.lint` has a check for each.
+Content: TypeAlias = Literal[
+    "compile options", "custom hooks", "dataloader", "default hooks", "evaluator", "keys", "log level", "model",
+    "model wrapper", "optim wrapper", "preprocessor", "schedulers", "strategy", "test loop", "train loop", "val loop",
+    "visualizer",
+]  # fmt: skip
+
+ConfigDict: TypeAlias = Mapping[str, Any]
+
+DEFAULT_TRAIN_CFG: Mapping[str, Any] = {"by_epoch": True, "max_epochs": 3, "val_interval": 1}
+DEFAULT_OPTIM_WRAPPER: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "lr": 1e-3}}
+DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
+    "timer": {"type": "IterTimerHook"},
+    "sampler_seed": {"type": "DistSamplerSeedHook"},
+    "sync_buffers": {"type": "SyncBuffersHook"},
+    "logger": {"type": "LoggerHook"},
+    "progress": {"type": "ProgressHook"},
+    "param_scheduler": {"type": "ParamSchedulerHook"},
+    "nan_check": {"type": "NaNCheckHook"},
+    "checkpoint": {"type": "CheckpointHook", "interval": 1},
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
-    """The arguments of a Runner, as they were given."""
+class Argument(NamedTuple):
+    """One argument of a Runner, or one key of a config.
 
-    model: Any
-    work_dir: Any
-    train_dataloader: Any
-    val_dataloader: Any
-    test_dataloader: Any
-    train_cfg: Any
-    val_cfg: Any
-    test_cfg: Any
-    optim_wrapper: Any
-    param_scheduler: Any
-    val_evaluator: Any
-    test_evaluator: Any
-    default_hooks: Any
-    custom_hooks: Any
-    strategy: Any
-    launcher: str | None
-    env_cfg: Any
-    load_from: Any
-    resume: bool
-    randomness: Any
-    compile: bool | Mapping[str, Any]
-    auto_scale_lr: Any
-    log_level: int | str
-    visualizer: Any
-    experiment_name: str | None
-    data_preprocessor: Any
-    default_scope: str | None
-    log_processor: Any
-    cfg: Any
+    Attributes:
+        must_be: its type in words, where it is checked.
+        holds: what it may hold in a config; None where nothing more is known.
+        keys: the keys that it may have, where it holds `"keys"`.
+        types: of which one it must be an instance; empty where anything goes.
+        is_required: whether it has no default.
+    """
+
+    must_be: str | None = None
+    holds: Content | None = None
+    keys: tuple[str, ...] = ()
+    types: tuple[type, ...] = ()
+    is_required: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerArguments:
+    """The arguments of a Runner, as they are given; see `Runner`.
+
+    Raises:
+        TypeError: one has another type.
+        ConfigError: one lacks another one that it needs.
+    """
+
+    model: Annotated[nn.Module | ConfigDict, Argument("a torch.nn.Module or a config dict", holds="model")]
+    work_dir: Annotated[str | Path, Argument("a path")]
+    train_dataloader: Annotated[Any, Argument(holds="dataloader")] = None
+    val_dataloader: Annotated[Any, Argument(holds="dataloader")] = None
+    test_dataloader: Annotated[Any, Argument(holds="dataloader")] = None
+    train_cfg: Annotated[Any, Argument(holds="train loop")] = None
+    val_cfg: Annotated[Any, Argument(holds="val loop")] = None
+    test_cfg: Annotated[Any, Argument(holds="test loop")] = None
+    optim_wrapper: Annotated[Any, Argument(holds="optim wrapper")] = None
+    param_scheduler: Annotated[Any, Argument(holds="schedulers")] = None
+    val_evaluator: Annotated[Any, Argument(holds="evaluator")] = None
+    test_evaluator: Annotated[Any, Argument(holds="evaluator")] = None
+    default_hooks: Annotated[ConfigDict | None, Argument("a dict or None", holds="default hooks")] = None
+    custom_hooks: Annotated[Sequence[Any] | None, Argument("a list of hooks or None", holds="custom hooks")] = None
+    strategy: Annotated[Strategy | ConfigDict | str | None, Argument(holds="strategy")] = None
+    launcher: str | None = None
+    env_cfg: Annotated[
+        ConfigDict | None,
+        Argument("a dict or None", holds="keys", keys=("dist_cfg", "cudnn_benchmark", "mp_cfg", "resource_limit")),
+    ] = None
+    load_from: Annotated[str | Path | None, Argument("a path or None")] = None
+    resume: Annotated[bool, Argument("True or False; the checkpoint goes to `load_from`")] = False
+    randomness: Annotated[
+        ConfigDict | None, Argument("a dict or None", holds="keys", keys=("seed", "deterministic", "diff_rank_seed"))
+    ] = None
+    compile: Annotated[bool | ConfigDict, Argument("a bool or a dict for torch.compile", holds="compile options")] = (
+        False
+    )
+    auto_scale_lr: Annotated[
+        ConfigDict | None, Argument("a dict or None", holds="keys", keys=("enable", "base_batch_size"))
+    ] = None
+    log_level: Annotated[int | str, Argument(holds="log level")] = "INFO"
+    visualizer: Annotated[Any, Argument(holds="visualizer")] = None
+    experiment_name: str | None = None
+    data_preprocessor: Annotated[
+        nn.Module | ConfigDict | None, Argument("a torch.nn.Module, a config dict or None", holds="preprocessor")
+    ] = None
+    default_scope: Annotated[str | None, Argument("the scope of a registry or None")] = None
+    log_processor: Any = None
+    cfg: Any = None
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in self.names()}
+        given = {name: getattr(self, name) for name in ARGUMENTS}
         for name, says in misfits(given):
             raise TypeError(f"`{name}` {says}")
         for name, says in mispaired(given):
             raise ConfigError(f"`{name}` {says}")
 
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Return the names of all arguments."""
-        return tuple(field.name for field in fields(cls))
+    @staticmethod
+    def keywords_of(cfg: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that a config gives by its keys, and the config itself.
+
+        Raises:
+            ConfigError: one without a default is missing.
+        """
+        for name, argument in ARGUMENTS.items():
+            if argument.is_required and name not in cfg:
+                raise ConfigError(f"the config must have the key '{name}', but has {sorted(cfg)}")
+        return {**{name: cfg[name] for name in ARGUMENTS if name in cfg}, "cfg": cfg}
 
     @property
     def misspelt(self) -> dict[str, str]:
@@ -81,21 +133,55 @@ class Arguments:
 
         A config may hold variables of its own, so that only what comes very close is suspect.
         """
-        known = self.names()
-        strange = [key for key in self.cfg if key not in known] if isinstance(self.cfg, Mapping) else []
-        meant = {key: get_close_matches(str(key), known, n=1, cutoff=0.85) for key in strange}
+        strange = [key for key in self.cfg if key not in ARGUMENTS] if isinstance(self.cfg, Mapping) else []
+        meant = {key: get_close_matches(str(key), ARGUMENTS, n=1, cutoff=0.85) for key in strange}
         return {key: close[0] for key, close in meant.items() if close}
 
 
+def _arguments() -> dict[str, Argument]:
+    hints = get_type_hints(RunnerArguments, include_extras=True)
+    found = {}
+    for each in fields(RunnerArguments):
+        hint, *stated = get_args(hints[each.name]) if get_origin(hints[each.name]) is Annotated else (hints[each.name],)
+        argument: Argument = stated[0] if stated else Argument()
+        types = () if argument.must_be is None else tuple(_types(hint))
+        found[each.name] = argument._replace(types=types, is_required=each.default is MISSING)
+    return found
+
+
+def _types(hint: Any) -> Iterator[type]:
+    if get_origin(hint) in (Union, UnionType):
+        for member in get_args(hint):
+            yield from _types(member)
+    elif get_origin(hint) is Sequence:  # a str is none
+        yield from (list, tuple)
+    else:
+        yield get_origin(hint) or hint
+
+
+ARGUMENTS: Mapping[str, Argument] = _arguments()
+# Keys of MMEngine's configs that are read beside the arguments, by lockstep or by other tools.
+CONFIG_KEYS: Mapping[str, Argument] = {
+    "custom_imports": Argument(),
+    "find_unused_parameters": Argument(),
+    "model_wrapper_cfg": Argument(holds="model wrapper"),
+    "runner_type": Argument(),
+    "sync_bn": Argument(),
+    "tta_model": Argument(),
+    "tta_pipeline": Argument(),
+    "vis_backends": Argument(),
+}
+
+
 def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what does not fit in arguments of a Runner: the name of each, and what it must be.
+    """Yield what has the wrong type in arguments of a Runner: the name of each, and what it must be.
 
     Args:
         given: those that are given, by name.
     """
-    for name, (kinds, wanted) in _KINDS.items():
-        if name in given and not isinstance(given[name], kinds):
-            yield name, f"must be {wanted}, but is {given[name]!r} of {type(given[name]).__name__}"
+    for name, argument in ARGUMENTS.items():
+        if name in given and argument.types and not isinstance(given[name], argument.types):
+            yield name, f"must be {argument.must_be}, but is {given[name]!r} of {type(given[name]).__name__}"
 
 
 def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -114,3 +200,16 @@ def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 f"{mode}_evaluator",
                 f"must be given with `{mode}_dataloader`, but is None. For example dict(type='Accuracy')",
             )
+
+
+def checked_keys(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the dict given as argument `name`, in which all keys are known.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    options = dict(given or {})
+    known = ARGUMENTS[name].keys
+    if unknown := sorted(options.keys() - set(known)):
+        raise ConfigError(f"`{name}` must have keys out of {', '.join(known)}, but has {', '.join(unknown)}")
+    return options

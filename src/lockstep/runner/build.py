@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
-from lockstep.hooks import Hook
 from lockstep.model import (
     BaseModule,
     compile_in_place,
@@ -23,18 +22,16 @@ from lockstep.model import (
 )
 from lockstep.model.norm import is_synced, sync_on_this_device
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
-from lockstep.registry import EVALUATOR, HOOKS, LOOPS, MODELS
+from lockstep.registry import EVALUATOR, LOOPS, MODELS
+from lockstep.runner.arguments import DEFAULT_HOOKS
 from lockstep.runner.eval_loops import EvalLoop
+from lockstep.runner.hook import Hook
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
+from lockstep.runner.run import Run, TrainRun
 from lockstep.strategy import Strategy
-
-if TYPE_CHECKING:
-    from lockstep.runner.runner import Runner
+from lockstep.visualization import Visualizers, build_visualizers
 
 _logger = logging.getLogger(__name__)
-
-DEFAULT_TRAIN_CFG: Mapping[str, Any] = {"by_epoch": True, "max_epochs": 3, "val_interval": 1}
-DEFAULT_OPTIM_WRAPPER: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "lr": 1e-3}}
 
 
 def strategy_of(strategy: Any, cfg: Any) -> Any:
@@ -106,9 +103,10 @@ def _build_preprocessor(cfg: nn.Module | Mapping[str, Any]) -> nn.Module:
     return built
 
 
-def build_train_loop(cfg: TrainLoop | Mapping[str, Any], runner: Runner) -> TrainLoop:
+def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> TrainLoop:
     """Return the loop that `train_cfg` describes."""
     if isinstance(cfg, TrainLoop):
+        cfg.runner = run
         return cfg
     if not isinstance(cfg, Mapping):
         raise TypeError(f"`train_cfg` must be a dict or a loop, but is {cfg!r}")
@@ -119,11 +117,11 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], runner: Runner) -> Trai
         needed = "max_epochs" if by_epoch else "max_iters"
         if needed not in arguments:
             raise ConfigError(f"`train_cfg` must have the key '{needed}', but has {sorted(cfg)}")
-    loop = LOOPS.build(arguments, runner=runner, dataloader=runner.train_dataloader)
+    loop = LOOPS.build(arguments, runner=run, dataloader=run.train_dataloader)
     if not isinstance(loop, TrainLoop):
         raise TypeError(f"`train_cfg` must build a TrainLoop, but built {loop!r}")
     _refuse_own_steps(loop)
-    _warn_of_sync_norms(runner, loop)
+    _warn_of_sync_norms(run, loop)
     return loop
 
 
@@ -137,11 +135,11 @@ def _refuse_own_steps(loop: TrainLoop | EvalLoop) -> None:
         )
 
 
-def _warn_of_sync_norms(runner: Runner, loop: TrainLoop) -> None:
+def _warn_of_sync_norms(run: Run, loop: TrainLoop) -> None:
     """Say that stand-ins are normalised over as well, where there will or may be some."""
-    lengths, core = loop.passes.lengths, unwrap_model(runner.model)
+    lengths, core = loop.passes.lengths, unwrap_model(run.model)
     names = [name for name, module in core.named_modules() if is_synced(module)]
-    if names and runner.world_size > 1 and (lengths is None or min(lengths) < max(lengths)):
+    if names and run.world_size > 1 and (lengths is None or min(lengths) < max(lengths)):
         _logger.warning(
             "%d SyncBatchNorms (%s, ...) normalise over the samples of all ranks, and over the repeated batch of one "
             "that %s: at the end of a pass their statistics are biased. Give the ranks equally many batches, by a "
@@ -150,13 +148,13 @@ def _warn_of_sync_norms(runner: Runner, loop: TrainLoop) -> None:
         )  # fmt: skip
 
 
-def build_schedulers(cfg: Any, runner: Runner) -> list[ParamScheduler]:
+def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
     """Return the schedulers that `param_scheduler` describes.
 
     Of several optimizers each gets its own: those under its name, where `cfg` is a dict of their names, else all.
     """
-    wrapper, loop = runner.optim_wrapper, runner.train_loop
-    if cfg and (own := runner.strategy.own_schedule) is not None:
+    wrapper, loop = run.optim_wrapper, run.train_loop
+    if cfg and (own := run.strategy.own_schedule) is not None:
         raise ConfigError(f"`param_scheduler` contradicts {own}: both would set the learning rates. Leave out one")
     length = {"max_epochs": loop.max_epochs, "max_iters": loop.max_iters}
     if not isinstance(wrapper, OptimWrapperDict):
@@ -178,11 +176,11 @@ def build_schedulers(cfg: Any, runner: Runner) -> list[ParamScheduler]:
 
 
 def build_eval_loop(
-    mode: str, cfg: Mapping[str, Any] | None, runner: Runner, dataloader: Any, evaluator: Evaluator
+    mode: str, cfg: Mapping[str, Any] | None, run: Run, dataloader: Any, evaluator: Evaluator
 ) -> EvalLoop:
     """Return the loop that `val_cfg` or `test_cfg` describes."""
     kind = {"val": "ValLoop", "test": "TestLoop"}[mode]
-    parts = {"runner": runner, "dataloader": dataloader, "evaluator": evaluator}
+    parts = {"runner": run, "dataloader": dataloader, "evaluator": evaluator}
     loop: EvalLoop = LOOPS.build(cfg or {}, type=kind, **parts)
     _refuse_own_steps(loop)
     return loop
@@ -195,19 +193,20 @@ def build_evaluator(evaluator: Any) -> Evaluator:
     return evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
 
 
-def build_hooks(
-    default_hooks: Mapping[str, Any] | None, custom_hooks: Iterable[Any], *, main: bool, loop: Any
-) -> list[Hook]:
-    """Return the default hooks, changed as they are asked to be, and the custom ones.
+def list_hooks(
+    default_hooks: Mapping[str, Any] | None, custom_hooks: Iterable[Any], run: Run
+) -> list[Hook | Mapping[str, Any]]:
+    """Return the default hooks, changed as they are asked to be, and the custom ones: hooks and configs.
 
     Args:
         default_hooks: by name: None to do without one, a hook, or its config; a config without `type` changes arguments
             of the default.
         custom_hooks: hooks and configs.
-        main: whether this is rank 0, where hooks for it alone belong.
-        loop: the training loop, or None.
+        run: whose hooks they are.
     """
-    items = default_hook_cfgs(loop)
+    items: dict[str, Any] = {**DEFAULT_HOOKS}
+    if isinstance(run, TrainRun) and run.max_epochs is None:
+        items["checkpoint"] = {**items["checkpoint"], "by_epoch": False, "interval": run.val_interval}
     for name, given in (default_hooks or {}).items():
         if isinstance(given, Mapping) and "type" not in given:
             if name not in items:
@@ -217,64 +216,32 @@ def build_hooks(
                 )
             given = {**items[name], **given}
         items[name] = given
-    present = [item for item in (*items.values(), *custom_hooks) if item is not None]
-    hooks = [_build_hook(item) for item in present]
-    return [hook for hook in hooks if main or not hook.main_only]
+    return [item for item in (*items.values(), *custom_hooks) if item is not None]
 
 
-def default_hook_cfgs(loop: Any) -> dict[str, Any]:
-    """Return the configs of the hooks that every run has."""
-    checkpoint: dict[str, Any] = {"type": "CheckpointHook", "interval": 1}
-    if isinstance(loop, TrainLoop) and loop.max_epochs is None:
-        checkpoint |= {"by_epoch": False, "interval": loop.val_interval}
-    return {
-        "timer": {"type": "IterTimerHook"},
-        "sampler_seed": {"type": "DistSamplerSeedHook"},
-        "sync_buffers": {"type": "SyncBuffersHook"},
-        "logger": {"type": "LoggerHook"},
-        "progress": {"type": "ProgressHook"},
-        "param_scheduler": {"type": "ParamSchedulerHook"},
-        "nan_check": {"type": "NaNCheckHook"},
-        "checkpoint": checkpoint,
-    }
+def build_visualizer(visualizer: Any, rank: int) -> Visualizers:
+    """Return the visualizers of a run, which are built on every rank, so that all tell of an error, and used on one."""
+    built = build_visualizers(visualizer)
+    built.make_current()
+    if rank != 0:
+        built.parts.clear()
+    return built
 
 
-def scale_lr(cfg: Mapping[str, Any], runner: Runner) -> None:
+def scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
     """Multiply all learning rates by the global batch size over `base_batch_size`, where that is enabled."""
     if "base_batch_size" not in cfg:
         raise ConfigError(f"`auto_scale_lr` must have the key 'base_batch_size', but has {sorted(cfg)}")
     if not cfg.get("enable", False):
-        runner.logger.info("learning rates stay as they are; `auto_scale_lr` needs enable=True to scale them")
+        _logger.info("learning rates stay as they are; `auto_scale_lr` needs enable=True to scale them")
         return
-    batch_size = getattr(runner.train_dataloader, "batch_size", None)
+    batch_size = getattr(run.train_dataloader, "batch_size", None)
     if batch_size is None:
         raise ConfigError("`auto_scale_lr` needs a train_dataloader with a batch_size, but it has none")
-    factor = batch_size * runner.share.size / cfg["base_batch_size"]
-    for group in runner.optim_wrapper.param_groups:
+    factor = batch_size * run.data_shard.size / cfg["base_batch_size"]
+    for group in run.optim_wrapper.param_groups:
         group["lr"] *= factor
-    runner.logger.info(
+    _logger.info(
         "learning rates are multiplied by %g: a global batch of %d where %d was meant",
-        factor, batch_size * runner.share.size, cfg["base_batch_size"],
+        factor, batch_size * run.data_shard.size, cfg["base_batch_size"],
     )  # fmt: skip
-
-
-def with_priority(hook: Hook | Mapping[str, Any], priority: str | int) -> Hook | Mapping[str, Any]:
-    """Return a hook, or its config, with another priority."""
-    if isinstance(hook, Mapping):
-        return {**hook, "priority": priority}
-    hook.priority = priority
-    return hook
-
-
-def _build_hook(item: Any) -> Hook:
-    if isinstance(item, Mapping):
-        arguments = dict(item)
-        priority = arguments.pop("priority", None)
-        hook = HOOKS.build(arguments)
-        if priority is not None:
-            hook.priority = priority
-    else:
-        hook = item
-    if not isinstance(hook, Hook):
-        raise TypeError(f"a hook must be a Hook or a config dict, but is {hook!r}")
-    return hook

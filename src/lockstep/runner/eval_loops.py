@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,11 +14,9 @@ from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.model import ModelWrapper, predict_step
 from lockstep.registry import LOOPS
+from lockstep.runner.run import Run
 from lockstep.runner.seeds import random_state_kept
-from lockstep.runner.together import Passes, Turn
-
-if TYPE_CHECKING:
-    from lockstep.runner.runner import Runner
+from lockstep.runner.uneven_inputs import Passes, Turn
 
 Step: TypeAlias = Callable[..., Any]
 
@@ -28,7 +26,7 @@ class EvalLoop:
 
     Args:
         runner: whose model predicts.
-        dataloader: this rank's share of the data.
+        dataloader: this rank's shard of the data.
         evaluator: the metrics.
         fp16: let the model compute in half precision, where autocast knows that to be safe.
         dtype: which: `"float16"`, by default on accelerators, or `"bfloat16"`, on the CPU. Naming one is enough.
@@ -42,7 +40,7 @@ class EvalLoop:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Run,
         dataloader: Any,
         evaluator: Evaluator,
         fp16: bool = False,
@@ -85,7 +83,7 @@ class EvalLoop:
                 continue
             runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
             outputs = step(data_batch)
-            if runner.share.is_first:
+            if runner.data_shard.is_first:
                 self.evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -14,13 +14,12 @@ from lockstep.errors import ConfigError
 from lockstep.model import train_step, unwrap_model
 from lockstep.registry import LOOPS
 from lockstep.runner.eval_loops import step_of
-from lockstep.runner.together import Passes, Turn, buffers_kept
-
-if TYPE_CHECKING:
-    from lockstep.runner.runner import Runner
+from lockstep.runner.run import TrainRun
+from lockstep.runner.uneven_inputs import Passes, Turn, buffers_kept
 
 CountSamples: TypeAlias = Callable[[Any], int]
 
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()  # made once: every iteration enters it
 _NO_BATCHES = "`train_dataloader` must yield at least one batch per pass, but yields none"
 
 
@@ -40,7 +39,7 @@ class TrainLoop(ABC):
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TrainRun,
         dataloader: Any,
         val_begin: int,
         val_interval: int,
@@ -97,7 +96,7 @@ class TrainLoop(ABC):
         runner.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
         runner.call_hook("before_train_iter", batch_idx=batch_idx, data_batch=data_batch)
         # A stand-in changes nothing: no gradient, no running statistics.
-        with nullcontext() if turn.is_own else buffers_kept(runner.model):
+        with _NO_CONTEXT if turn.is_own else buffers_kept(runner.model):
             outputs = _values_to_log(self._step(data_batch, runner.optim_wrapper))
         runner.call_hook("after_train_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
@@ -130,7 +129,7 @@ class EpochBasedTrainLoop(TrainLoop):
 
     Args:
         runner: whose model is trained.
-        dataloader: this rank's share of the data, with a length. Ranks may hold unequal amounts; see `Passes`.
+        dataloader: this rank's shard of the data, with a length. Ranks may hold unequal amounts; see `Passes`.
         max_epochs: number of passes.
         val_begin: the epoch after which the first validation may come.
         val_interval: number of epochs from one validation to the next; the last epoch always ends in one.
@@ -143,7 +142,7 @@ class EpochBasedTrainLoop(TrainLoop):
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TrainRun,
         dataloader: Any,
         max_epochs: int,
         val_begin: int = 1,
@@ -201,7 +200,7 @@ class IterBasedTrainLoop(TrainLoop):
 
     Args:
         runner: whose model is trained.
-        dataloader: this rank's share of the data.
+        dataloader: this rank's shard of the data.
         max_iters: number of iterations.
         val_begin: the iteration after which the first validation may come.
         val_interval: number of iterations from one validation to the next; the last iteration always ends in one.
@@ -213,7 +212,7 @@ class IterBasedTrainLoop(TrainLoop):
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TrainRun,
         dataloader: Any,
         max_iters: int,
         val_begin: int = 1,

@@ -1,4 +1,4 @@
-"""What is written down about a run before it begins: where and on what it runs, and for whom."""
+"""What a run says of itself: in `environment.json` before it begins, and on the console at its beginning and end."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.text import Text
+from torch import nn
 
 from lockstep.config import Config
 from lockstep.device import get_device
-from lockstep.dist import gather_object, get_backend, main_process_first
-from lockstep.runner.summary import describe_model
+from lockstep.dist import gather_object, get_backend, run_on_main
+from lockstep.evaluator import format_metrics
+from lockstep.model import ModelWrapper, unwrap_model
+from lockstep.runner.run import Run, Workspace
+from lockstep.strategy import Strategy
 from lockstep.version import __version__
 
-if TYPE_CHECKING:
-    from lockstep.runner.runner import Runner
 
-
-def begin_records(runner: Runner) -> None:
+def begin_records(run: Run) -> None:
     """Write `environment.json` into the run's folder, and open the visualizers.
 
     **Collective**: every rank; rank 0 writes and opens.
@@ -32,33 +34,69 @@ def begin_records(runner: Runner) -> None:
         Exception: whatever keeps a visualizer from opening; PeerError on the other ranks.
     """
     ranks = gather_object(_describe_rank())
-    with main_process_first():
-        if ranks is None:
-            return
-        file = runner.run_dir / "environment.json"
-        first = not file.exists()
-        if first:
-            file.write_text(json.dumps(_describe_run(runner, ranks), indent=1) + "\n", encoding="utf-8")
-        runner.visualizer.open(runner.run_dir)
-        if first and isinstance(runner.cfg, Mapping):
-            runner.visualizer.add_config(runner.cfg if isinstance(runner.cfg, Config) else Config(runner.cfg))
+    run_on_main(lambda: _begin(run, ranks or []))
 
 
-def _describe_run(runner: Runner, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    evaluator = vars(runner).get("val_evaluator") or vars(runner).get("test_evaluator")
+def _begin(run: Run, ranks: list[dict[str, Any]]) -> None:
+    file = run.run_dir / "environment.json"
+    first = not file.exists()
+    if first:
+        file.write_text(json.dumps(_describe_run(run, ranks), indent=1) + "\n", encoding="utf-8")
+    run.visualizer.open(run.run_dir)
+    if first and isinstance(run.cfg, Mapping):
+        run.visualizer.add_config(run.cfg if isinstance(run.cfg, Config) else Config(run.cfg))
+
+
+def describe_model(model: nn.Module, strategy: Strategy) -> str:
+    """Return one line on the model and how it is laid out."""
+    core = unwrap_model(model)
+    is_ours = isinstance(model, ModelWrapper)
+    count = model.num_parameters if is_ours else sum(parameter.numel() for parameter in core.parameters())
+    return f"{type(core).__name__}, {count:,} parameters, {type(strategy).__name__}"
+
+
+def describe_ranks(world_size: int, device: str) -> str:
+    """Return one line on the processes."""
+    if world_size == 1:
+        return f"1 rank on {device}"
+    return f"{world_size} ranks on {device} over {get_backend()}"
+
+
+def describe_position(run: Run | Workspace) -> str:
+    """Return one line on where a run is, for an error that ends it."""
+    done = run.iter if isinstance(run, Run) else 0
+    file = getattr(run.cfg, "filename", None)
+    config = "" if file is None else f", config {file}"
+    return f"(rank {run.rank} of {run.world_size}, after {done} iterations{config})"
+
+
+def print_summary(run: Run, what: str, seconds: float) -> None:
+    """Print how a run has ended: what it reached, and where everything about it is."""
+    console = run.console
+    loop = run.last_evaluation
+    console.rule(f"[bold]{what}[/] in {seconds:.1f} s", style="dim", align="left")
+    if loop is not None and loop.metrics:
+        result = format_metrics(loop.metrics, loop.evaluator.units)
+        console.print(Text.assemble("result  ", (result, "bold green")))
+    # Never wrapped, so that it can be copied.
+    console.print(Text.assemble("run     ", (str(run.run_dir), "bold")), soft_wrap=True)
+
+
+def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    loop = run.val_loop or run.test_loop
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": _command(),
-        "model": describe_model(runner.model, runner.strategy),
-        "seed": runner.seed,
-        "world_size": runner.world_size,
-        "backend": get_backend() if runner.distributed else None,
+        "model": describe_model(run.model, run.strategy),
+        "seed": run.seed,
+        "world_size": run.world_size,
+        "backend": get_backend() if run.distributed else None,
         "lockstep": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "units": dict(evaluator.units) if evaluator is not None else {},
+        "units": {} if loop is None else dict(loop.evaluator.units),
         "ranks": ranks,
     }
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from rich.console import Console
 from torch import nn
@@ -17,28 +17,74 @@ from lockstep.device import get_device
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
-from lockstep.hooks import Hook, HookList
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging
 from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.registry import RUNNERS, in_default_scope
-from lockstep.runner import build, recording, saving, start, summary
-from lockstep.runner.arguments import Arguments
-from lockstep.runner.checkpoints import RunCheckpoints
-from lockstep.runner.eval_loops import EvalLoop
-from lockstep.runner.loops import TrainLoop
+from lockstep.runner import build, recording, resuming, start
+from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments
+from lockstep.runner.hook import Hook, HookList
+from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
-from lockstep.runner.weights import Weights, load_weights
+from lockstep.runner.weights import REVISE_KEYS, Weights, load_weights
 from lockstep.strategy import Strategy, build_strategy
-from lockstep.visualization import Visualizers, build_visualizers
+from lockstep.visualization import Visualizers
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _taking(
+    arguments: Callable[P, RunnerArguments],
+) -> Callable[[Callable[[Any, RunnerArguments], None]], Callable[Concatenate[Any, P], None]]:
+    """Let a method that takes all arguments as one value be called with each of them."""
+
+    def decorate(method: Callable[[Any, RunnerArguments], None]) -> Callable[Concatenate[Any, P], None]:
+        @wraps(RunnerArguments.__init__)
+        def init(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            method(self, arguments(*args, **kwargs))
+
+        return init
+
+    return decorate
+
+
+class _PartOfRun(Generic[T]):
+    """An attribute that a Runner has from its run.
+
+    Args:
+        before: what it is before there is a run; without it, asking is an error.
+    """
+
+    def __init__(self, *before: T) -> None:
+        self._before = before
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, runner: None, owner: type) -> _PartOfRun[T]: ...
+    @overload
+    def __get__(self, runner: Runner, owner: type) -> T: ...
+    def __get__(self, runner: Runner | None, owner: type) -> Any:
+        if runner is None:
+            return self
+        built = runner._run or runner._workspace
+        if not hasattr(built, self._name):
+            if self._before:
+                return self._before[0]
+            raise AttributeError(
+                f"`{self._name}` is built by train(), val() and test(), none of which has come that far"
+            )
+        return getattr(built, self._name)
 
 
 @RUNNERS.register_module()
-class Runner(RunCheckpoints):
+class Runner:
     """Trains, validates and tests a model.
 
-    Making one only looks at the arguments. `train()`, `val()` and `test()` join the ranks, build what they need in the
-    order in which their code reads, and run. Every part is an object or a config dict; what is left out gets a default,
-    which is logged.
+    Making one only looks at the arguments. `train()`, `val()` and `test()` join the ranks, build a `Run` in the order
+    in which their code reads, and run it. Every part is an object or a config dict; what is left out gets a default,
+    which is logged. From then on the parts of the run are attributes of the Runner, too.
 
     Args:
         model: any `torch.nn.Module`: a `BaseModel`, one that returns its loss, or one that is wrapped already.
@@ -74,78 +120,62 @@ class Runner(RunCheckpoints):
         default_scope: the registries in which names are looked for first, before lockstep's own.
         log_processor: MMEngine's; does nothing, because records hold the means of everything.
         cfg: the config that the arguments come from; saved with the run. Its keys `model_wrapper_cfg`,
-            `find_unused_parameters` and `sync_bn` say how ranks share the model, where there is no `strategy`.
+            `find_unused_parameters` and `sync_bn` say how the model is wrapped, where there is no `strategy`.
 
     Example::
 
         Runner(model, "work_dir", train_dataloader=loader, launcher="pytorch").train()
     """
 
-    # What train(), val() and test() build.
-    rank: int
-    world_size: int
-    seed: int
-    run_dir: Path
-    console: Console
-    records: JsonLinesSink
-    visualizer: Visualizers
-    model: nn.Module
-    strategy: Strategy
-    share: DataShard
-    optim_wrapper: OptimWrapper
-    train_dataloader: Any
-    val_dataloader: Any
-    test_dataloader: Any
-    val_evaluator: Evaluator
-    test_evaluator: Evaluator
-    train_loop: TrainLoop
-    hooks: HookList
+    rank = _PartOfRun[int]()
+    world_size = _PartOfRun[int]()
+    distributed = _PartOfRun[bool]()
+    launcher = _PartOfRun[str]()
+    seed = _PartOfRun[int]()
+    deterministic = _PartOfRun[bool]()
+    run_dir = _PartOfRun[Path]()
+    log_dir = _PartOfRun[Path]()
+    timestamp = _PartOfRun[str]()
+    experiment_name = _PartOfRun[str]()
+    console = _PartOfRun[Console]()
+    records = _PartOfRun[JsonLinesSink]()
+    visualizer = _PartOfRun[Visualizers]()
+    strategy = _PartOfRun[Strategy]()
+    model = _PartOfRun[nn.Module]()
+    model_name = _PartOfRun[str]()
+    data_shard = _PartOfRun[DataShard]()
+    hooks = _PartOfRun[HookList]()
+    optim_wrapper = _PartOfRun[OptimWrapper]()
+    param_schedulers = _PartOfRun[list[ParamScheduler]]()
+    train_dataloader = _PartOfRun[Any]()
+    val_dataloader = _PartOfRun[Any]()
+    test_dataloader = _PartOfRun[Any]()
+    val_evaluator = _PartOfRun[Evaluator]()
+    test_evaluator = _PartOfRun[Evaluator]()
+    train_loop = _PartOfRun[AnyTrainLoop]()
+    val_loop = _PartOfRun[AnyEvalLoop | None](None)
+    test_loop = _PartOfRun[AnyEvalLoop | None](None)
+    last_evaluation = _PartOfRun[AnyEvalLoop | None](None)
+    epoch = _PartOfRun[int](0)
+    iter = _PartOfRun[int](0)
+    max_epochs = _PartOfRun[int | None](None)
+    max_iters = _PartOfRun[int](0)
+    val_begin = _PartOfRun[int]()
+    val_interval = _PartOfRun[int]()
+    call_hook = _PartOfRun[Callable[..., None]]()
+    save_checkpoint = _PartOfRun[Callable[..., Path]]()
 
-    def __init__(
-        self,
-        model: nn.Module | Mapping[str, Any],
-        work_dir: str | Path,
-        train_dataloader: Any = None,
-        val_dataloader: Any = None,
-        test_dataloader: Any = None,
-        train_cfg: Any = None,
-        val_cfg: Any = None,
-        test_cfg: Any = None,
-        optim_wrapper: Any = None,
-        param_scheduler: Any = None,
-        val_evaluator: Any = None,
-        test_evaluator: Any = None,
-        default_hooks: Mapping[str, Any] | None = None,
-        custom_hooks: Sequence[Any] | None = None,
-        strategy: Strategy | Mapping[str, Any] | str | None = None,
-        launcher: str | None = None,
-        env_cfg: Mapping[str, Any] | None = None,
-        load_from: str | Path | None = None,
-        resume: bool = False,
-        randomness: Mapping[str, Any] | None = None,
-        compile: bool | Mapping[str, Any] = False,  # noqa: A002 - MMEngine's name
-        auto_scale_lr: Mapping[str, Any] | None = None,
-        log_level: int | str = "INFO",
-        visualizer: Any = None,
-        experiment_name: str | None = None,
-        data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
-        default_scope: str | None = None,
-        log_processor: Any = None,
-        cfg: Any = None,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}  # all of the arguments
-        self.given = Arguments(**given)
-        self.work_dir = Path(work_dir)
-        self.cfg = cfg
+    @_taking(RunnerArguments)
+    def __init__(self, args: RunnerArguments) -> None:
+        self.args = args
+        self.work_dir = Path(args.work_dir)
+        self.cfg = args.cfg
         self.message_hub = MessageHub()
-        self.logger = logging.getLogger("lockstep.runner")
-        self.param_schedulers: list[ParamScheduler] = []
-        self.val_loop: EvalLoop | None = None
-        self.last_evaluation: EvalLoop | None = None
-        self.test_loop: EvalLoop | None = None
-        self._custom_hooks = list(custom_hooks or ())
-        self._load_from = None if load_from is None else Weights(Path(load_from))
-        self._resume_from: Path | None = None
+        self.logger = Workspace.logger
+        self._custom_hooks = list(args.custom_hooks or ())
+        self._load_from = None if args.load_from is None else Weights(Path(args.load_from))
+        self._workspace: Workspace | None = None
+        self._run: Run | None = None
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> Runner:
@@ -154,207 +184,243 @@ class Runner(RunCheckpoints):
         Raises:
             ConfigError: `model` or `work_dir` is missing.
         """
-        for name in ("model", "work_dir"):
-            if name not in cfg:
-                raise ConfigError(f"the config must have the key '{name}', but has {sorted(cfg)}")
-        return cls(**{name: cfg[name] for name in Arguments.names() if name in cfg}, cfg=cfg)
+        return cls(**RunnerArguments.keywords_of(cfg))
+
+    @property
+    def run(self) -> Run:
+        """What train(), val() or test() has built: what loops and hooks get."""
+        if self._run is None:
+            raise AttributeError("`run` is built by train(), val() and test(), none of which has come that far")
+        return self._run
 
     def train(self) -> nn.Module:
         """Train, validating where that is due, and return the model.
 
         **Collective**: every rank of the job.
         """
-        if self.given.train_dataloader is None:
+        args = self.args
+        if args.train_dataloader is None:
             raise ConfigError("`train_dataloader` must be given to train, but is None")
-        if "train_loop" in vars(self):
+        if isinstance(self._run, TrainRun):
             raise RuntimeError("this Runner has trained already; make another one to train again")
-        with self._running("trained"):
-            self._lay_out_model(training=True)
-            self._prepare_training()
-            if self.given.val_dataloader is not None:
-                self._prepare_validation()
-            self._make_hooks()
-            self._restore(training=True)
-            recording.begin_records(self)
-            self.call_hook("before_run")
-            self.train_loop.run()
-            self.call_hook("after_run")
-        return self.model
+        with self._running("trained") as space:
+            strategy, model = self._strategy_and_model(training=True)
+            optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
+            model, optim_wrapper, shard = self._prepare(strategy, model, optim)
+            assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
+            train_dataloader = self._dataloader("train", space, shard)
+            train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
+            run = TrainRun(
+                **vars(space),
+                strategy=strategy,
+                model=model,
+                data_shard=shard,
+                hooks=HookList(),
+                visualizer=build.build_visualizer(args.visualizer, space.rank),
+                optim_wrapper=optim_wrapper,
+                train_dataloader=train_dataloader,
+                make_train_loop=lambda run: build.build_train_loop(train_cfg, run),
+            )
+            if args.auto_scale_lr is not None:
+                build.scale_lr(args.auto_scale_lr, run)
+            run.param_schedulers = build.build_schedulers(args.param_scheduler, run)
+            if args.val_dataloader is not None:
+                self._make_eval_loop("val", run)
+            self._begin(run)
+            run.train_loop.run()
+            run.call_hook("after_run")
+        return run.model
 
     def val(self) -> dict[str, Any]:
         """Validate, and return the metrics, the same on every rank.
 
         **Collective**: every rank of the job.
         """
-        if self.given.val_dataloader is None:
-            raise ConfigError("`val_dataloader` must be given to validate, but is None")
-        with self._running("validated"):
-            self._lay_out_model(training=False)
-            loop = self._prepare_validation()
-            return self._evaluate(loop)
+        return self._evaluate("val", "validate", "validated")
 
     def test(self) -> dict[str, Any]:
         """Test, and return the metrics, the same on every rank.
 
         **Collective**: every rank of the job.
         """
-        if self.given.test_dataloader is None:
-            raise ConfigError("`test_dataloader` must be given to test, but is None")
-        with self._running("tested"):
-            self._lay_out_model(training=False)
-            self.test_dataloader = self._dataloader("test")
-            self.test_evaluator = build.build_evaluator(self.given.test_evaluator)
-            self.test_loop = build.build_eval_loop(
-                "test", self.given.test_cfg, self, self.test_dataloader, self.test_evaluator
-            )
-            return self._evaluate(self.test_loop)
+        return self._evaluate("test", "test", "tested")
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
-        """Add a hook, before anything has run, with a `priority` that may be another than its own."""
-        if "hooks" in vars(self):
-            raise RuntimeError("hooks must be registered before train(), val() or test()")
-        self._custom_hooks.append(hook if priority is None else build.with_priority(hook, priority))
+        """Add a hook, with a `priority` that may be another than its own. During a run it is called from then on."""
+        if isinstance(hook, Mapping) and priority is not None:
+            hook, priority = {**hook, "priority": priority}, None
+        if isinstance(hook, Hook) and priority is not None:
+            hook.priority = priority
+        self._custom_hooks.append(hook)
+        if self._run is not None:
+            self._run.register_hook(hook)
 
-    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Call every hook at a point; see `lockstep.hooks.Hook`."""
-        self.hooks.call(fn_name, self, **kwargs)
+    def load_checkpoint(
+        self,
+        filename: str | Path,
+        map_location: Any = "cpu",
+        strict: bool | None = None,
+        revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
+    ) -> None:
+        """Load weights: now, or, where there is no model yet, when there is one.
+
+        Args:
+            filename: a checkpoint, or a file of weights.
+            map_location: MMEngine's; does nothing, because weights go to where the model is.
+            strict: refuse weights that are missing, unknown or of another shape; else tell of them. By default only
+                a model that is to be trained further may lack some.
+            revise_keys: patterns in the names of a file's weights, and what is put in their place.
+
+        **Collective**: every rank.
+        """
+        if self._run is None:
+            self._load_from = Weights(Path(filename), strict, revise_keys)
+        else:
+            self._run.load_checkpoint(filename, map_location, strict, revise_keys)
 
     @contextmanager
-    def _running(self, what: str) -> Iterator[None]:
+    def _running(self, what: str) -> Iterator[Workspace]:
+        """Log to the run's folder, and close what has been opened, whatever happens."""
         began = perf_counter()
-        if "run_dir" not in vars(self):
-            self._begin()
-        own_log = "log.txt" if self.rank == 0 else f"log_rank{self.rank}.txt"
-        self.tell_hub(self.message_hub)
+        if self._workspace is None:
+            self._workspace = self._open_workspace()
+        space = self._workspace
+        self.message_hub.make_current()
+        own_log = "log.txt" if space.rank == 0 else f"log_rank{space.rank}.txt"
         with (
-            in_default_scope(self.given.default_scope),
+            in_default_scope(self.args.default_scope),
             run_logging(
-                self.console,
-                self.run_dir / own_log,
-                level=self.given.log_level,
+                space.console,
+                space.run_dir / own_log,
+                level=self.args.log_level,
                 # The other ranks write only what rank 0 may not have seen.
-                file_level="DEBUG" if self.rank == 0 else "WARNING",
+                file_level="DEBUG" if space.rank == 0 else "WARNING",
             ),
         ):
             self.logger.info(
                 "%s, seed %d, folder %s",
-                summary.describe_ranks(self.world_size, get_device()), self.seed, self.run_dir,
+                recording.describe_ranks(space.world_size, get_device()), space.seed, space.run_dir,
             )  # fmt: skip
-            for key, meant in self.given.misspelt.items():
+            for key, meant in self.args.misspelt.items():
                 self.logger.warning("the config's key `%s` means nothing here: did you mean `%s`?", key, meant)
             try:
-                yield
+                yield space
             except Exception as error:
-                error.add_note(summary.describe_place(self))
+                error.add_note(recording.describe_position(self._run or space))
                 raise
             finally:
-                if "hooks" in vars(self):
-                    self.hooks.close()
-                    self.visualizer.close()
-                self.records.close()
-            summary.print_summary(self, what, perf_counter() - began)
+                if self._run is not None:
+                    self._run.close()
+                space.records.close()
+            recording.print_summary(self.run, what, perf_counter() - began)
 
-    def _begin(self) -> None:
-        given = self.given
-        start.join_ranks(given.launcher, given.env_cfg)
-        self.rank, self.world_size = get_dist_info()
-        self.run_dir = start.make_run_dir(self.work_dir, given.experiment_name)
-        if given.resume:
+    def _open_workspace(self) -> Workspace:
+        """Join the other ranks, and make the run's folder."""
+        args = self.args
+        start.join_ranks(args.launcher, args.env_cfg)
+        rank, world_size = get_dist_info()
+        run_dir = start.make_run_dir(self.work_dir, args.experiment_name)
+        resume_from = None
+        if args.resume:
             named = None if self._load_from is None else self._load_from.path
-            self._resume_from = saving.find_resumption(named, self.work_dir)
-        self.seed = set_randomness(saving.randomness_of(given.randomness, self._resume_from))
-        self.console = open_console(speaks=self.rank == 0)
-        self.records = JsonLinesSink(self.run_dir / "metrics.jsonl")
-        if self.rank == 0:
-            start.save_config(self.cfg, self.run_dir)
-
-    def _lay_out_model(self, *, training: bool) -> None:
-        given = self.given
-        if "strategy" not in vars(self):
-            self.strategy = build_strategy(build.strategy_of(given.strategy, self.cfg))
-            sync_bn = self.cfg.get("sync_bn") if isinstance(self.cfg, Mapping) else None
-            self.model = build.build_model(given.model, given.data_preprocessor, self.strategy, given.compile, sync_bn)
-            if training:
-                build.init_weights(self.model)
-        elif not training:
-            return
-        optim = None
-        if training:
-            optim = self._or_default("optim_wrapper", self.strategy.own_optim_wrapper or build.DEFAULT_OPTIM_WRAPPER)
-        self.model, optim_wrapper = self.strategy.prepare(self.model, optim)
-        self.share = agree_on_shard(*self.strategy.data_shard)
-        if optim_wrapper is not None:
-            self.optim_wrapper = optim_wrapper
-        self.logger.info("model: %s", summary.describe_model(self.model, self.strategy))
-
-    def _prepare_training(self) -> None:
-        given = self.given
-        self.train_dataloader = self._dataloader("train")
-        cfg = self._or_default("train_cfg", build.DEFAULT_TRAIN_CFG)
-        self.train_loop = build.build_train_loop(cfg, self)
-        if given.auto_scale_lr is not None:
-            build.scale_lr(given.auto_scale_lr, self)
-        self.param_schedulers = build.build_schedulers(given.param_scheduler, self)
-
-    def _prepare_validation(self) -> EvalLoop:
-        if self.val_loop is None:
-            self.val_dataloader = self._dataloader("val")
-            self.val_evaluator = build.build_evaluator(self.given.val_evaluator)
-            self.val_loop = build.build_eval_loop(
-                "val", self.given.val_cfg, self, self.val_dataloader, self.val_evaluator
-            )
-        return self.val_loop
-
-    def _make_hooks(self) -> None:
-        # Built on every rank, so that what is wrong with it is told by all; used on one.
-        self.visualizer = build_visualizers(self.given.visualizer)
-        self.visualizer.make_current()
-        if self.rank != 0:
-            self.visualizer.parts.clear()
-        self.hooks = HookList(
-            build.build_hooks(
-                self.given.default_hooks,
-                self._custom_hooks,
-                main=self.rank == 0,
-                loop=vars(self).get("train_loop"),
-            )
+            resume_from = resuming.find_resumption(named, self.work_dir)
+        seed = set_randomness(resuming.randomness_of(args.randomness, resume_from))
+        if rank == 0:
+            start.save_config(self.cfg, run_dir)
+        return Workspace(
+            args=args,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            run_dir=run_dir,
+            resume_from=resume_from,
+            console=open_console(speaks=rank == 0),
+            records=JsonLinesSink(run_dir / "metrics.jsonl"),
+            message_hub=self.message_hub,
         )
 
-    def _restore(self, *, training: bool) -> None:
-        if training and self._resume_from is not None:
-            saving.resume_run(self, self._resume_from)
-        elif self._load_from is not None:
-            load_weights(self.strategy, self._load_from, training=training)
+    def _strategy_and_model(self, *, training: bool) -> tuple[Strategy, nn.Module]:
+        """Return those of the run before, or new ones, which are not prepared yet."""
+        if self._run is not None:
+            return self._run.strategy, self._run.model
+        args = self.args
+        strategy = build_strategy(build.strategy_of(args.strategy, self.cfg))
+        sync_bn = self.cfg.get("sync_bn") if isinstance(self.cfg, Mapping) else None
+        model = build.build_model(args.model, args.data_preprocessor, strategy, args.compile, sync_bn)
+        if training:
+            build.init_weights(model)
+        return strategy, model
 
-    def _evaluate(self, loop: EvalLoop) -> dict[str, Any]:
-        if "hooks" not in vars(self):
-            self._make_hooks()
-            self._restore(training=False)
-        recording.begin_records(self)
-        self.call_hook("before_run")
-        metrics = loop.run()
-        self.call_hook("after_run")
+    def _prepare(
+        self, strategy: Strategy, model: nn.Module, optim: Any = None
+    ) -> tuple[nn.Module, OptimWrapper | None, DataShard]:
+        model, optim_wrapper = strategy.prepare(model, optim)
+        shard = agree_on_shard(*strategy.data_shard)
+        self.logger.info("model: %s", recording.describe_model(model, strategy))
+        return model, optim_wrapper, shard
+
+    def _evaluate(self, mode: Literal["val", "test"], verb: str, what: str) -> dict[str, Any]:
+        if getattr(self.args, f"{mode}_dataloader") is None:
+            raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
+        with self._running(what) as space:
+            run = self._run or self._evaluation_run(space)
+            loop = (run.val_loop if mode == "val" else run.test_loop) or self._make_eval_loop(mode, run)
+            self._begin(run)
+            metrics = loop.run()
+            run.call_hook("after_run")
         return metrics
 
-    def _dataloader(self, mode: str) -> Any:
-        loader = getattr(self.given, f"{mode}_dataloader")
+    def _evaluation_run(self, space: Workspace) -> Run:
+        strategy, model = self._strategy_and_model(training=False)
+        model, _, shard = self._prepare(strategy, model)
+        return Run(
+            **vars(space),
+            strategy=strategy,
+            model=model,
+            data_shard=shard,
+            hooks=HookList(),
+            visualizer=build.build_visualizer(self.args.visualizer, space.rank),
+        )
+
+    def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> AnyEvalLoop:
+        """Make the run's loop that validates or tests."""
+        loader = self._dataloader(mode, run, run.data_shard)
+        evaluator = build.build_evaluator(getattr(self.args, f"{mode}_evaluator"))
+        loop = build.build_eval_loop(mode, getattr(self.args, f"{mode}_cfg"), run, loader, evaluator)
+        if mode == "val":
+            run.val_loop = loop
+        else:
+            run.test_loop = loop
+        return loop
+
+    def _begin(self, run: Run) -> None:
+        """Make the run's hooks, restore its state, and call `before_run`; of a run that goes on, only the last."""
+        if run is not self._run:
+            run.tell_hub()
+            for hook in build.list_hooks(self.args.default_hooks, self._custom_hooks, run):
+                run.register_hook(hook)
+            self._run = run
+            if isinstance(run, TrainRun) and run.resume_from is not None:
+                resuming.resume_run(run, run.resume_from)
+            elif self._load_from is not None:
+                load_weights(run.strategy, self._load_from, training=isinstance(run, TrainRun))
+        recording.begin_records(run)
+        run.call_hook("before_run")
+
+    def _dataloader(self, mode: str, space: Workspace, shard: DataShard) -> Any:
+        loader = getattr(self.args, f"{mode}_dataloader")
         try:
-            return build_dataloader(loader, seed=self.seed, evaluation=mode != "train", shard=self.share[:2])
+            return build_dataloader(loader, seed=space.seed, evaluation=mode != "train", shard=shard[:2])
         except Exception as error:
             error.add_note(f"while building `{mode}_dataloader`")
             raise
 
     def _or_default(self, name: str, default: Mapping[str, Any]) -> Any:
-        given = getattr(self.given, name)
+        given = getattr(self.args, name)
         if given is None:
             self.logger.info("`%s` is not given; by default it is %s", name, dict(default))
             return default
         return given
-
-    def __getattr__(self, name: str) -> Any:
-        if name in type(self).__annotations__:
-            raise AttributeError(f"`{name}` is built by train(), val() and test(), none of which has come that far")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
 
 FlexibleRunner = Runner

@@ -11,9 +11,7 @@ import torch
 
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import get_rank, sync_random_seed
-from lockstep.errors import ConfigError
-
-RANDOMNESS_KEYS = ("seed", "deterministic", "diff_rank_seed")
+from lockstep.runner.arguments import checked_keys
 
 
 def set_randomness(randomness: Mapping[str, Any] | None) -> int:
@@ -29,11 +27,7 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
 
     **Collective**: every rank, if there is no seed.
     """
-    options = dict(randomness or {})
-    if unknown := sorted(options.keys() - set(RANDOMNESS_KEYS)):
-        raise ConfigError(
-            f"`randomness` must have keys out of {', '.join(RANDOMNESS_KEYS)}, but has {', '.join(unknown)}"
-        )
+    options = checked_keys("randomness", randomness)
     given = options.get("seed")
     seed = sync_random_seed() if given is None else int(given)
     seed_all(seed + get_rank() if options.get("diff_rank_seed") else seed)

@@ -11,17 +11,16 @@ from typing import Any, cast
 import torch
 
 from lockstep.dist import (
-    broadcast_object,
     infer_launcher,
     init_dist,
     is_distributed,
     is_main_process,
-    main_process_first,
+    run_on_main,
 )
 from lockstep.errors import ConfigError
+from lockstep.runner.arguments import checked_keys
 from lockstep.topology import LauncherName
 
-ENV_KEYS = ("dist_cfg", "cudnn_benchmark", "mp_cfg", "resource_limit")
 _logger = logging.getLogger(__name__)
 
 
@@ -34,9 +33,7 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
             way to the usual one where there is no GPU; `cudnn_benchmark`; `mp_cfg`, in which only `mp_start_method`
             means something; `resource_limit`, the number of files that may be open at once.
     """
-    options = dict(env_cfg or {})
-    if unknown := sorted(options.keys() - set(ENV_KEYS)):
-        raise ConfigError(f"`env_cfg` must have keys out of {', '.join(ENV_KEYS)}, but has {', '.join(unknown)}")
+    options = checked_keys("env_cfg", env_cfg)
     torch.backends.cudnn.benchmark = bool(options.get("cudnn_benchmark", False))
     start_method = (options.get("mp_cfg") or {}).get("mp_start_method")
     if start_method is not None:
@@ -75,14 +72,8 @@ def make_run_dir(work_dir: Path, experiment_name: str | None) -> Path:
     Raises:
         ConfigError: it cannot be made; PeerError on the other ranks.
     """
-    run_dir = work_dir
-    with main_process_first():
-        if is_main_process():
-            prefix = "" if experiment_name is None else f"{experiment_name}_"
-            name = f"{prefix}{datetime.now():%Y%m%d_%H%M%S}"
-            run_dir = _new_folder(work_dir, name)
-    shared: Path = broadcast_object(run_dir)
-    return shared
+    prefix = "" if experiment_name is None else f"{experiment_name}_"
+    return run_on_main(lambda: _new_folder(work_dir, f"{prefix}{datetime.now():%Y%m%d_%H%M%S}"))
 
 
 def save_config(cfg: Any, run_dir: Path) -> None:

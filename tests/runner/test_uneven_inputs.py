@@ -13,7 +13,7 @@ from lockstep.dataset import build_dataloader
 from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.evaluator import BaseMetric
 from lockstep.runner import Runner
-from lockstep.runner.together import Passes
+from lockstep.runner.uneven_inputs import Passes
 from lockstep.testing import ranks
 
 X = torch.linspace(-1, 1, 20).reshape(10, 2)

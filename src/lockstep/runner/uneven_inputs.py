@@ -54,7 +54,7 @@ class Passes:
     Else the ranks tell each other the size of every batch.
 
     Args:
-        loader: this rank's share of the data.
+        loader: this rank's shard of the data.
         count: returns the number of samples in a batch, where that is not what the sampler says: a number of tokens,
             for instance. Where it is given, the size of every batch is told.
 

@@ -1,0 +1,309 @@
+"""`Hook`: the points of a run; and `HookList`, which calls the hooks that have something to do there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+from lockstep.dist import get_dist_info
+from lockstep.errors import ConfigError
+from lockstep.registry import HOOKS
+from lockstep.runner.run import Run, TrainRun
+
+PRIORITIES: Mapping[str, int] = {
+    "HIGHEST": 0,
+    "VERY_HIGH": 10,
+    "HIGH": 30,
+    "ABOVE_NORMAL": 40,
+    "NORMAL": 50,
+    "BELOW_NORMAL": 60,
+    "LOW": 70,
+    "VERY_LOW": 90,
+    "LOWEST": 100,
+}
+_logger = logging.getLogger(__name__)
+
+
+class Hook:
+    """Something that happens at points of a run, in this order.
+
+    ```
+    before_run
+    before_train
+    for epoch in epochs:
+        before_train_epoch
+        for batch_idx, data_batch in enumerate(train_dataloader):
+            before_train_iter
+            outputs = model.train_step(data_batch, optim_wrapper)
+            after_train_iter
+        after_train_epoch
+        if validation is due:
+            before_val, before_val_epoch
+            for batch_idx, data_batch in enumerate(val_dataloader):
+                before_val_iter
+                outputs = model.val_step(data_batch)
+                after_val_iter
+            after_val_epoch(metrics), after_val
+    after_train
+    after_run
+    ```
+
+    Testing has the points of validation, with `test` in their names. A loop by iterations counts as one long epoch.
+    Every point is called on every rank; a point that a hook does not override costs nothing. A hook that does the same
+    in training, validation and testing overrides `_before_epoch`, `_after_epoch`, `_before_iter` or `_after_iter`,
+    whose `mode` is `"train"`, `"val"` or `"test"`.
+
+    The argument `runner` is a `Run`, or, at the points of training and of checkpoints, a `TrainRun`. A hook may set
+    attributes of its own on it.
+
+    Attributes:
+        priority: name from `PRIORITIES`, or a number: lower goes first. Equal ones go in the order of registration.
+        main_only: the hook exists on rank 0 alone. It must not take part in collectives.
+    """
+
+    priority: str | int = "NORMAL"
+    main_only: ClassVar[bool] = False
+
+    def before_run(self, runner: Run) -> None:
+        """Happen before everything else."""
+
+    def after_run(self, runner: Run) -> None:
+        """Happen after everything else."""
+
+    def before_train(self, runner: TrainRun) -> None:
+        """Happen once before training."""
+
+    def after_train(self, runner: TrainRun) -> None:
+        """Happen once after training."""
+
+    def before_val(self, runner: Run) -> None:
+        """Happen before each validation."""
+
+    def after_val(self, runner: Run) -> None:
+        """Happen after each validation."""
+
+    def before_test(self, runner: Run) -> None:
+        """Happen before testing."""
+
+    def after_test(self, runner: Run) -> None:
+        """Happen after testing."""
+
+    def before_train_epoch(self, runner: TrainRun) -> None:
+        """Happen before each pass through the training data."""
+        self._before_epoch(runner, mode="train")
+
+    def after_train_epoch(self, runner: TrainRun) -> None:
+        """Happen after each pass through the training data."""
+        self._after_epoch(runner, mode="train")
+
+    def before_val_epoch(self, runner: Run) -> None:
+        """Happen before the pass through the validation data."""
+        self._before_epoch(runner, mode="val")
+
+    def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
+        """Happen after the pass through the validation data."""
+        self._after_epoch(runner, mode="val")
+
+    def before_test_epoch(self, runner: Run) -> None:
+        """Happen before the pass through the test data."""
+        self._before_epoch(runner, mode="test")
+
+    def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
+        """Happen after the pass through the test data."""
+        self._after_epoch(runner, mode="test")
+
+    def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
+        """Happen when a training batch is there."""
+        self._before_iter(runner, batch_idx, data_batch, mode="train")
+
+    def after_train_iter(
+        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Happen when a training batch is done; `outputs` are the values to log."""
+        self._after_iter(runner, batch_idx, data_batch, outputs, mode="train")
+
+    def before_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
+        """Happen when a validation batch is there."""
+        self._before_iter(runner, batch_idx, data_batch, mode="val")
+
+    def after_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Happen when a validation batch is done; `outputs` are the predictions."""
+        self._after_iter(runner, batch_idx, data_batch, outputs, mode="val")
+
+    def before_test_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
+        """Happen when a test batch is there."""
+        self._before_iter(runner, batch_idx, data_batch, mode="test")
+
+    def after_test_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Happen when a test batch is done; `outputs` are the predictions."""
+        self._after_iter(runner, batch_idx, data_batch, outputs, mode="test")
+
+    def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
+        """Happen before a checkpoint is written: add tensors to `checkpoint`, values that JSON knows to `["meta"]`."""
+
+    def before_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
+        """Happen before training resumes from a checkpoint, of which `checkpoint["meta"]` is there already.
+
+        To have what `before_save_checkpoint` added, put tensors of its names and shapes there; they are filled.
+        """
+
+    def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
+        """Happen when training resumes from a checkpoint; `checkpoint["meta"]` is what was saved."""
+
+    def _before_epoch(self, runner: Run, mode: str = "train") -> None:
+        """Happen at `before_train_epoch`, `before_val_epoch` and `before_test_epoch` that are not overridden."""
+
+    def _after_epoch(self, runner: Run, mode: str = "train") -> None:
+        """Happen at `after_train_epoch`, `after_val_epoch` and `after_test_epoch` that are not overridden."""
+
+    def _before_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
+        """Happen at `before_train_iter`, `before_val_iter` and `before_test_iter` that are not overridden."""
+
+    def _after_iter(
+        self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
+    ) -> None:
+        """Happen at `after_train_iter`, `after_val_iter` and `after_test_iter` that are not overridden."""
+
+    def close(self) -> None:
+        """Let go of what the hook holds. Called at the end of a run even if it has failed."""
+
+    @staticmethod
+    def every_n_epochs(runner: Run, n: int, start: int = 0) -> bool:
+        """Return whether the epoch that is ending is number `start`, or an n-th one after it."""
+        done = runner.epoch + 1 - start
+        return n > 0 and done >= 0 and done % n == 0
+
+    @staticmethod
+    def every_n_train_iters(runner: Run, n: int, start: int = 0) -> bool:
+        """Return whether the iteration that is ending is number `start`, or an n-th one after it."""
+        done = runner.iter + 1 - start
+        return n > 0 and done >= 0 and done % n == 0
+
+    @staticmethod
+    def every_n_inner_iters(batch_idx: int, n: int) -> bool:
+        """Return whether the iteration that is ending is an n-th one of its epoch."""
+        return n > 0 and (batch_idx + 1) % n == 0
+
+    @staticmethod
+    def end_of_epoch(dataloader: Sized, batch_idx: int) -> bool:
+        """Return whether the batch is the last one of this rank's in a pass through a data loader."""
+        return batch_idx + 1 == len(dataloader)
+
+    @staticmethod
+    def is_last_train_epoch(runner: Run) -> bool:
+        """Return whether the present epoch is the last one."""
+        return runner.max_epochs is not None and runner.epoch + 1 == runner.max_epochs
+
+    @staticmethod
+    def is_last_train_iter(runner: Run) -> bool:
+        """Return whether the present iteration is the last one."""
+        return runner.iter + 1 == runner.max_iters
+
+
+POINTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
+# The method for all modes that a point calls where a hook does not override it.
+_FOR_ALL_MODES = {
+    f"{when}_{mode}_{what}": f"_{when}_{what}"
+    for when in ("before", "after")
+    for mode in ("train", "val", "test")
+    for what in ("epoch", "iter")
+}
+
+
+class HookList:
+    """The hooks of a run in their order.
+
+    Which of them act at a point is found out once; a point at which none does costs a look-up.
+
+    Args:
+        hooks: hooks and configs, in order of registration; they are sorted by priority.
+    """
+
+    def __init__(self, hooks: Iterable[Hook | Mapping[str, Any]] = ()) -> None:
+        self.hooks: list[Hook] = []
+        self._calls: dict[str, list[Callable[..., None]]] = {point: [] for point in POINTS}
+        for hook in hooks:
+            self.register(hook)
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self.hooks)
+
+    def __len__(self) -> int:
+        return len(self.hooks)
+
+    def register(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
+        """Add a hook, or the config of one, with a `priority` that may be another than its own.
+
+        It is called from the next point on. One that is for rank 0 alone is left out on the others.
+        """
+        built = _build_hook(hook)
+        if priority is not None:
+            built.priority = priority
+        if built.main_only and get_dist_info()[0] != 0:
+            return
+        _warn_of_misspelt_points(built)
+        self.hooks = sorted([*self.hooks, built], key=_priority_of)
+        self._calls = {
+            point: [getattr(each, point) for each in self.hooks if _acts_at(each, point)] for point in POINTS
+        }
+
+    def call(self, point: str, run: Run, **kwargs: Any) -> None:
+        """Call every hook that has something to do at `point`.
+
+        An error in a hook goes through, with a note that names the hook, the point and the rank.
+        """
+        for method in self._calls[point]:
+            try:
+                method(run, **kwargs)
+            except Exception as error:
+                owner = type(getattr(method, "__self__", method)).__name__
+                error.add_note(f"in {owner}.{point} (rank {run.rank} of {run.world_size})")
+                raise
+
+    def close(self) -> None:
+        """Let every hook release what it holds."""
+        for hook in self.hooks:
+            hook.close()
+
+
+def _build_hook(item: Any) -> Hook:
+    hook = item
+    if isinstance(item, Mapping):
+        arguments = dict(item)
+        priority = arguments.pop("priority", None)
+        hook = HOOKS.build(arguments)
+        if priority is not None:
+            hook.priority = priority
+    if not isinstance(hook, Hook):
+        raise TypeError(f"a hook must be a Hook or a config dict, but is {hook!r}")
+    return hook
+
+
+def _acts_at(hook: Hook, point: str) -> bool:
+    return _overrides(hook, point) or (point in _FOR_ALL_MODES and _overrides(hook, _FOR_ALL_MODES[point]))
+
+
+def _overrides(hook: Hook, name: str) -> bool:
+    return getattr(type(hook), name) is not getattr(Hook, name)
+
+
+def _warn_of_misspelt_points(hook: Hook) -> None:
+    for name in dir(type(hook)):
+        if name.startswith(("before_", "after_")) and name not in POINTS:
+            for meant in get_close_matches(name, POINTS, n=1, cutoff=0.8):
+                _logger.warning("`%s` of %s is no point of a run, and is never called: did you mean `%s`?",
+                                name, type(hook).__name__, meant)  # fmt: skip
+
+
+def _priority_of(hook: Hook) -> int:
+    priority = hook.priority
+    if isinstance(priority, str):
+        if priority.upper() not in PRIORITIES:
+            raise ConfigError(
+                f"`priority` of {type(hook).__name__} must be a number or one of "
+                f"{', '.join(PRIORITIES)}, but is {priority!r}"
+            )
+        return PRIORITIES[priority.upper()]
+    return priority

@@ -1,0 +1,405 @@
+"""`Run`: what a training, a validation or a test consists of.
+
+A `Runner` makes one, complete, and hands it to loops, hooks and checkpoints: it is the `runner` that a hook is called
+with. `Workspace` is what there is before anything is built, `Run` what every run has, `TrainRun` what a training has
+beside.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from lockstep.checkpoint import point_to_checkpoint, save_state
+from lockstep.dataset import DataShard
+from lockstep.dataset.random_state import random_state
+from lockstep.dist import infer_launcher, run_on_main
+from lockstep.evaluator import Evaluator
+from lockstep.logging import JsonLinesSink, MessageHub
+from lockstep.model import unwrap_model
+from lockstep.optim import OptimWrapper, ParamScheduler
+from lockstep.runner.arguments import RunnerArguments
+from lockstep.runner.uneven_inputs import Passes
+from lockstep.runner.weights import REVISE_KEYS, Weights, load_weights
+from lockstep.strategy import Strategy
+from lockstep.version import __version__
+from lockstep.visualization import Visualizers
+
+_CHECKPOINT_FORMAT = 1
+_logger = logging.getLogger("lockstep.runner")
+
+
+class AnyHooks(Protocol):
+    """The hooks of a run; `HookList` is the one there is."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+    def __len__(self) -> int: ...
+    def register(self, hook: Any, priority: str | int | None = None) -> None:
+        """Add a hook, or the config of one, which is called from now on."""
+
+    def call(self, point: str, run: Run, **kwargs: Any) -> None:
+        """Call every hook at `point`."""
+
+    def close(self) -> None:
+        """Let every hook release what it holds."""
+
+
+class AnyTrainLoop(Protocol):
+    """The loop that trains, as the run, its hooks and its checkpoints see it; see `TrainLoop`."""
+
+    dataloader: Any
+    passes: Passes
+    epoch: int
+    iter: int
+    max_epochs: int | None
+    max_iters: int
+    epoch_length: int | None
+    val_begin: int
+    val_interval: int
+    samples: int
+    stop_training: bool
+
+    def run(self) -> None:
+        """Train until the end."""
+
+
+class AnyEvalLoop(Protocol):
+    """A loop that validates or tests; see `EvalLoop`."""
+
+    dataloader: Any
+    evaluator: Evaluator
+    metrics: dict[str, Any]
+    at_iter: int | None
+
+    def run(self) -> dict[str, Any]:
+        """Return the metrics, the same on every rank."""
+        ...
+
+
+@dataclass(kw_only=True, eq=False)
+class Workspace:
+    """Who runs and where it is written down: what there is before anything is built.
+
+    Attributes:
+        args: the arguments of the Runner.
+        rank: of this process.
+        world_size: number of processes.
+        seed: what all random numbers begin with.
+        run_dir: the folder of this run, within the work_dir.
+        resume_from: the checkpoint that a training goes on from.
+        console: where messages are shown; silent on all ranks but 0.
+        records: the run's `metrics.jsonl`; rank 0 writes to it.
+        message_hub: where the parts of a run leave values for each other.
+        logger: shows messages on rank 0, and writes them to the run's folder.
+    """
+
+    args: RunnerArguments
+    rank: int
+    world_size: int
+    seed: int
+    run_dir: Path
+    resume_from: Path | None
+    console: Console
+    records: JsonLinesSink
+    message_hub: MessageHub
+    logger: logging.Logger = _logger
+
+    @property
+    def cfg(self) -> Any:
+        """The config that the Runner was made of; None where there is none."""
+        return self.args.cfg
+
+    @property
+    def work_dir(self) -> Path:
+        """The folder of all runs of one experiment."""
+        return Path(self.args.work_dir)
+
+    @property
+    def log_dir(self) -> Path:
+        """The run's folder."""
+        return self.run_dir
+
+    @property
+    def experiment_name(self) -> str:
+        """Name of the run's folder: the experiment's, where it was given one, and the time."""
+        return self.run_dir.name
+
+    @property
+    def timestamp(self) -> str:
+        """When the run began, as in `20260131_235959`; it is part of its folder's name."""
+        times: list[str] = re.findall(r"\d{8}_\d{6}", self.run_dir.name)
+        return times[-1]
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are several ranks."""
+        return self.world_size > 1
+
+    @property
+    def launcher(self) -> str:
+        """Who started the ranks."""
+        return self.args.launcher or infer_launcher()
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether only algorithms that repeat exactly may be used."""
+        return bool((self.args.randomness or {}).get("deterministic"))
+
+
+@dataclass(kw_only=True, eq=False)
+class Run(Workspace):
+    """A model on its ranks, and what is done with it.
+
+    Attributes:
+        strategy: how the model is laid over ranks.
+        model: as it is trained: on its device, and wrapped.
+        data_shard: which of the samples this rank sees.
+        hooks: in the order in which they are called.
+        visualizer: where else scalars, pictures and the config go; on all ranks but 0, nowhere.
+        param_schedulers: what changes learning rates; of a run that only evaluates, nothing.
+        val_loop: the loop that validates; None without one.
+        test_loop: the loop that tests; None without one.
+        last_evaluation: that one of them which ran last.
+    """
+
+    strategy: Strategy
+    model: nn.Module
+    data_shard: DataShard
+    hooks: AnyHooks
+    visualizer: Visualizers
+    param_schedulers: list[ParamScheduler] = field(default_factory=list)
+    val_loop: AnyEvalLoop | None = None
+    test_loop: AnyEvalLoop | None = None
+    last_evaluation: AnyEvalLoop | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs: 0 at every point within the first one."""
+        return 0
+
+    @property
+    def iter(self) -> int:
+        """Complete iterations: 0 both before and after the first `train_step`."""
+        return 0
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Length of the training; None in a loop by iterations, and where there is no training."""
+        return None
+
+    @property
+    def max_iters(self) -> int:
+        """Length of the training in iterations; 0 where there is none."""
+        return 0
+
+    @property
+    def val_dataloader(self) -> Any:
+        """This rank's shard of the validation data."""
+        return _present(self.val_loop, "val_dataloader").dataloader
+
+    @property
+    def val_evaluator(self) -> Evaluator:
+        """The metrics of the validation."""
+        return _present(self.val_loop, "val_evaluator").evaluator
+
+    @property
+    def test_dataloader(self) -> Any:
+        """This rank's shard of the test data."""
+        return _present(self.test_loop, "test_dataloader").dataloader
+
+    @property
+    def test_evaluator(self) -> Evaluator:
+        """The metrics of the test."""
+        return _present(self.test_loop, "test_evaluator").evaluator
+
+    @property
+    def model_name(self) -> str:
+        """Class of the user's own model."""
+        return type(unwrap_model(self.model)).__name__
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call every hook at a point; see `lockstep.hooks.Hook`."""
+        self.hooks.call(fn_name, self, **kwargs)
+
+    def register_hook(self, hook: Any, priority: str | int | None = None) -> None:
+        """Add a hook, or the config of one, with a `priority` that may be another than its own.
+
+        It is called from now on: on every rank, or, where it is for rank 0 alone, there.
+        """
+        self.hooks.register(hook, priority)
+
+    def load_checkpoint(
+        self,
+        filename: str | Path,
+        map_location: Any = "cpu",
+        strict: bool | None = None,
+        revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
+    ) -> None:
+        """Load weights; see `Runner.load_checkpoint`. **Collective**: every rank."""
+        weights = Weights(Path(filename), strict, revise_keys)
+        load_weights(self.strategy, weights, training=isinstance(self, TrainRun))
+
+    def tell_hub(self) -> None:
+        """Let the message hub give out, as they are when somebody asks, how far the run is and what it is called."""
+        run = ref(self)  # the hub outlives the run
+        for name in ("epoch", "iter", "max_epochs", "max_iters", "seed", "experiment_name"):
+            self.message_hub.provide_info(name, partial(_attribute, run, name))
+        self.message_hub.provide_info("dataset_meta", partial(_dataset_meta, run))
+
+    def close(self) -> None:
+        """Close what hooks and visualizers have opened."""
+        self.hooks.close()
+        self.visualizer.close()
+
+
+@dataclass(kw_only=True, eq=False)
+class TrainRun(Run):
+    """A run that trains.
+
+    The loop is made with the run, because each knows the other.
+
+    Args:
+        make_train_loop: returns the loop for this run.
+
+    Attributes:
+        optim_wrapper: what updates the model.
+        train_dataloader: this rank's shard of the training data.
+        train_loop: the loop that trains.
+    """
+
+    optim_wrapper: OptimWrapper
+    train_dataloader: Any
+    train_loop: AnyTrainLoop = field(init=False)
+    make_train_loop: InitVar[Callable[[TrainRun], AnyTrainLoop]]
+
+    def __post_init__(self, make_train_loop: Callable[[TrainRun], AnyTrainLoop]) -> None:
+        self.train_loop = make_train_loop(self)
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs: 0 at every point within the first one."""
+        return self.train_loop.epoch
+
+    @property
+    def iter(self) -> int:
+        """Complete iterations: 0 both before and after the first `train_step`."""
+        return self.train_loop.iter
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Length of the training; None in a loop by iterations."""
+        return self.train_loop.max_epochs
+
+    @property
+    def max_iters(self) -> int:
+        """Length of the training in iterations."""
+        return self.train_loop.max_iters
+
+    @property
+    def val_begin(self) -> int:
+        """The epoch or iteration after which the first validation may come."""
+        return self.train_loop.val_begin
+
+    @property
+    def val_interval(self) -> int:
+        """Epochs or iterations from one validation to the next."""
+        return self.train_loop.val_interval
+
+    def save_checkpoint(
+        self,
+        out_dir: str | Path,
+        filename: str | None = None,
+        *,
+        epoch: int | None = None,
+        iteration: int | None = None,
+        is_last: bool = True,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: Mapping[str, Any] | None = None,
+        by_epoch: bool = True,
+    ) -> Path:
+        """Save what resuming needs in the folder `filename` of `out_dir`; one path alone begins at the run's folder.
+
+        Args:
+            out_dir: where.
+            filename: name of the checkpoint.
+            epoch: complete epochs; by default that is counted, see `by_epoch`.
+            iteration: complete iterations; likewise.
+            is_last: make it the one to resume from.
+            save_optimizer: save the optimizer's state; a run that goes on without begins it anew.
+            save_param_scheduler: MMEngine's; the few numbers are saved in any case.
+            meta: further entries of `meta.json`, in values that JSON knows.
+            by_epoch: whether it is the end of an epoch; else that of an iteration, which counts as complete.
+
+        **Collective**: every rank.
+        """
+        directory = self.run_dir / out_dir if filename is None else Path(out_dir) / filename
+        counted = self._complete(by_epoch=by_epoch)
+        epoch = counted[0] if epoch is None else epoch
+        iteration = counted[1] if iteration is None else iteration
+        by_epochs = self.max_epochs is not None
+        checkpoint: dict[str, Any] = {
+            "model": self.strategy.model_state(),
+            "meta": {
+                **(meta or {}),
+                "format": _CHECKPOINT_FORMAT,
+                "lockstep": __version__,
+                "torch": torch.__version__,
+                "epoch": epoch,
+                "iter": iteration,
+                "batches_into_epoch": iteration - epoch * (self.train_loop.epoch_length or 0) if by_epochs else 0,
+                "world_size": self.world_size,
+                "data_shares": self.data_shard.size,
+                "rank_states": self.world_size,
+                "seed": self.seed,
+                "validated_iter": None if self.val_loop is None else self.val_loop.at_iter,
+                "has_optimizer": save_optimizer,
+                "optim_wrapper": self.optim_wrapper.extra_state(),
+                "param_schedulers": [scheduler.state_dict() for scheduler in self.param_schedulers],
+            },
+        }
+        if save_optimizer:
+            checkpoint["optimizer"] = self.strategy.optim_state()
+        self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+        meta = checkpoint.pop("meta")
+        # What this rank has for itself. A tuple, so that it stays one item whatever is in it.
+        own = {"random": random_state(), "data": self.train_loop.passes.state()}
+        checkpoint["ranks"] = {str(self.rank): (own,)}
+        save_state(directory, checkpoint, meta)
+        if is_last:
+            run_on_main(partial(point_to_checkpoint, self.work_dir, directory))  # whoever returns from here finds it
+        _logger.debug("saved %s", directory)
+        return directory
+
+    def _complete(self, *, by_epoch: bool) -> tuple[int, int]:
+        """Return how many epochs and iterations are complete at the end of an epoch, or else of an iteration."""
+        if not by_epoch:
+            return self.epoch, self.iter + 1
+        # The loop counts an epoch when its hooks have been called.
+        is_at_end = self.iter == (self.epoch + 1) * (self.train_loop.epoch_length or -1)
+        return self.epoch + is_at_end, self.iter
+
+
+def _present(loop: AnyEvalLoop | None, name: str) -> AnyEvalLoop:
+    if loop is None:
+        raise AttributeError(f"this run has no `{name}`")
+    return loop
+
+
+def _attribute(run: ref[Run], name: str) -> Any:
+    return getattr(run(), name, None)
+
+
+def _dataset_meta(run: ref[Run]) -> Any:
+    loader = _attribute(run, "train_dataloader")
+    return getattr(getattr(loader, "dataset", None), "metainfo", None)
