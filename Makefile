@@ -61,6 +61,8 @@ check: $(READY)  ## style, types, floors
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typing/user_script.py
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 bench: $(READY)  ## against bare torch.distributed and a loop by hand, interleaved in one run
@@ -91,6 +93,10 @@ test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready 
 	.venv-models/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[testing]' \
 		--requirement requirements/models.txt
 	@touch $@
+
+.PHONY: messages
+messages: $(READY)  ## every message that the package can raise, warn of or log, to be read in one go
+	$(BIN)/python tools/messages.py
 
 fmt: $(READY)
 	$(BIN)/ruff format .
