@@ -39,4 +39,4 @@ path: str = run_on_main(lambda: "epoch_3")
 
 runner = Runner(nn.Linear(3, 1), work_dir="work")
 runner.train()
-runner.modle  # type: ignore[attr-defined]
+print(runner.modle)  # type: ignore[attr-defined]
