@@ -227,7 +227,7 @@ def test_vals_and_tests_have_bests_of_their_own(tmp_path: Path):
 
 
 def test_a_report_does_not_import_torch():
-    code = "import sys, lockstep.cli.report; print('torch' in sys.modules)"
+    code = "import sys, lockstep.cli.main, lockstep.report; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -1,7 +1,9 @@
-"""`lockstep`: its commands, and how they end."""
+"""`lockstep`: its commands, those that fit into a few lines, and how all of them end."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,10 +13,10 @@ from lockstep.cli.config import check, diff, print_config
 from lockstep.cli.doctor import doctor, strategies
 from lockstep.cli.errors import tell
 from lockstep.cli.jobs import test, train
-from lockstep.cli.launch import launch_script
-from lockstep.cli.report import report
+from lockstep.cli.options import MaxRestarts, RankOptions, takes_options
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
-from lockstep.errors import INPUT_ERRORS
+from lockstep.errors import INPUT_ERRORS, LaunchError
+from lockstep.report import find_run, read_run, write_page
 from lockstep.version import __version__
 
 _INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -31,6 +33,53 @@ class _Commands(TyperGroup):
         except INPUT_ERRORS as error:
             tell(error)
             raise typer.Exit(1) from None
+
+
+@takes_options
+def launch_script(
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A script and its arguments.")],
+    options: RankOptions,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
+    max_restarts: MaxRestarts = 0,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Write what ranks other than 0 print to rank_N.log in this folder.")
+    ] = None,
+) -> None:
+    """Run any script on several ranks.
+
+    The options may stand before or after SCRIPT; what comes after -- is the script's in any case.
+    """
+    job = options.job_spec()
+    if not module and not Path(script[0]).is_file():
+        raise LaunchError(f"there is no script `{script[0]}`; a module takes -m")
+    from lockstep.launch import launch  # imports torch
+
+    launch(
+        ["-m", *script] if module else script,
+        job,
+        max_restarts=max_restarts,
+        log_dir=log_dir,
+    )
+
+
+def report(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or of several, of which the last is taken.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page. Default: report.html in the run's folder.")
+    ] = None,
+) -> None:
+    """Write what a run has recorded to one page of HTML.
+
+    Curves, times by rank, evaluations, config and environment; the page opens without a network.
+    """
+    run = read_run(find_run(run_dir))
+    page = out or run.folder / "report.html"
+    write_page(run, page)
+    for fault in run.faults:
+        print(f"warning: {fault}", file=sys.stderr)
+    print(page)
 
 
 app = typer.Typer(

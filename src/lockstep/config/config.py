@@ -15,11 +15,10 @@ import yaml
 
 from lockstep.config.config_file import DUMPED
 from lockstep.config.dictionary import ConfigDict
-from lockstep.config.inheritance import load
+from lockstep.config.inheritance import Sources, load
 from lockstep.config.options import set_dotted
 from lockstep.config.python_file import neighbours_importable
 from lockstep.config.source_form import plain_data, python_source
-from lockstep.config.sources import Sources
 from lockstep.errors import ConfigError
 
 _logger = logging.getLogger(__name__)

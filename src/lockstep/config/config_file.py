@@ -17,7 +17,7 @@ BASE = "_base_"
 DUMPED = "# Every key of the config, written by lockstep.\n"
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a file writes a key, or the nearest one above it.
 
     Attributes:
@@ -76,7 +76,7 @@ class ConfigFile(ABC):
         """
 
     @abstractmethod
-    def place_of(self, key: str) -> Place | None:
+    def locate(self, key: str) -> Location | None:
         """Return where the file writes a dotted key, or the nearest key above it; None for nowhere."""
 
     @abstractmethod
@@ -107,6 +107,6 @@ class ConfigFile(ABC):
 
     def error(self, key: str, says: str, line: int | None = None) -> ConfigError:
         """Return an error that names this file, the line and the key."""
-        if line is None and (place := self.place_of(key)) is not None:
-            line = place.line
+        if line is None and (location := self.locate(key)) is not None:
+            line = location.line
         return ConfigError(f"{self.path}{f':{line}' if line else ''}: `{key}` {says}")

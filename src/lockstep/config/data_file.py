@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.config_file import BASE, DUMPED, ConfigFile, Place
+from lockstep.config.config_file import BASE, DUMPED, ConfigFile, Location
 from lockstep.config.dictionary import ConfigDict
 from lockstep.errors import ConfigError
 
@@ -35,20 +35,20 @@ class DataFile(ConfigFile):
         """Return what the file says; it has no way to refer to its base."""
         return {key: value for key, value in self._values.items() if key != BASE}
 
-    def place_of(self, key: str) -> Place | None:
+    def locate(self, key: str) -> Location | None:
         """Return where the file writes a key, as the YAML parser, which reads JSON as well, counts lines."""
         try:
             node = yaml.compose(self.text, Loader=yaml.SafeLoader)
         except yaml.YAMLError:  # JSON may be indented by tabs, YAML may not
             return None
-        place = None
+        location = None
         for depth, part in enumerate(key.split("."), start=1):
             found = _below(node, part)
             if found is None:
                 break
             line, node = found
-            place = Place(depth, line)
-        return place
+            location = Location(depth, line)
+        return location
 
     def helpers(self) -> set[str]:
         """Return all names of a file that was dumped; in others, no name can help another."""

@@ -11,12 +11,15 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from lockstep.config.config_file import BASE, DUMPED, BaseFile, ConfigFile, Place
+from lockstep.config.config_file import BASE, DUMPED, BaseFile, ConfigFile, Location
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.placeholders import BaseValues
-from lockstep.config.python_places import place_in
 from lockstep.config.read_base import imported_bases, is_read_base
 from lockstep.errors import ConfigError
+
+_MAKERS = ("dict", "ConfigDict")
+_CHANGERS = ("update", "merge")
+_MOST_NAMES_FOLLOWED = 5
 
 
 class PythonFile(ConfigFile):
@@ -72,9 +75,9 @@ class PythonFile(ConfigFile):
             and (value is inherited.get(name) or not self._is_tool(name, value, module))
         }
 
-    def place_of(self, key: str) -> Place | None:
+    def locate(self, key: str) -> Location | None:
         """Return where the file writes a key; what it changes in place counts, code in functions does not."""
-        return place_in(self._tree, key.split("."))
+        return _location_in(self._tree, key.split("."))
 
     def helpers(self) -> set[str]:
         """Return the names that the file's own code reads, or all names of a file that was dumped."""
@@ -171,3 +174,89 @@ def _line_in(error: Exception, path: Path) -> int | str:
             line = trace.tb_lineno
         trace = trace.tb_next
     return line
+
+
+def _assignments(statement: ast.stmt) -> Iterator[tuple[list[str], ast.expr]]:
+    """Yield the dotted keys that a statement sets, each with the expression that gives its value.
+
+    ``a.b["c"] = x`` sets ``a.b.c``; ``a.update(b=x)`` and ``a.merge(dict(b=x))`` set ``a.b``.
+    """
+    match statement:
+        case ast.Assign(targets=targets, value=value):
+            yield from ((path, value) for target in targets if (path := _path(target)))
+        case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.AugAssign(target=target, value=value):
+            if path := _path(target):
+                yield path, value
+        case ast.Expr(ast.Call(func=ast.Attribute(value=target, attr=method), args=args) as call):
+            if method in _CHANGERS and (path := _path(target)):
+                yield from ((path, arg) for arg in args)
+                yield from (([*path, keyword.arg], keyword.value) for keyword in call.keywords if keyword.arg)
+
+
+def _location_in(tree: ast.Module, parts: Sequence[str]) -> Location | None:
+    """Return where the top-level code of `tree` writes a key, or the nearest key above it.
+
+    Of several locations the one that spells out most of the key counts, and of these the last one. Names of other
+    variables are followed.
+    """
+    return _location(tree, list(parts), followed=0)
+
+
+def _location(tree: ast.Module, parts: list[str], followed: int) -> Location | None:
+    found: Location | None = None
+    for statement in tree.body:
+        for path, value in _assignments(statement):
+            if path == parts[: len(path)]:
+                inner = _descend(tree, value, parts[len(path) :], followed)
+                location = (
+                    Location(len(path), statement.lineno)
+                    if inner is None
+                    else inner._replace(depth=len(path) + inner.depth)
+                )
+                if found is None or location.depth >= found.depth:
+                    found = location
+    return found
+
+
+def _descend(tree: ast.Module, value: ast.expr, parts: list[str], followed: int) -> Location | None:
+    """Return the location of `parts` below an expression, its depth counted from there."""
+    if not parts:
+        return None
+    for key, line, below in _items(value):
+        if key == parts[0]:
+            inner = _descend(tree, below, parts[1:], followed)
+            return Location(1, line) if inner is None else inner._replace(depth=inner.depth + 1)
+    if isinstance(value, ast.Name) and followed < _MOST_NAMES_FOLLOWED:
+        location = _location(tree, [value.id, *parts], followed + 1)
+        return None if location is None or location.depth == 1 else location._replace(depth=location.depth - 1)
+    return None
+
+
+def _items(value: ast.expr) -> Iterator[tuple[str, int, ast.expr]]:
+    """Yield the keys that a literal dict or list, or a call of `dict`, spells out."""
+    match value:
+        case ast.Call(func=ast.Name(name), args=args, keywords=keywords) if name in _MAKERS:
+            yield from ((keyword.arg, keyword.lineno, keyword.value) for keyword in keywords if keyword.arg)
+            for arg in args:
+                yield from _items(arg)
+        case ast.Dict(keys=keys, values=values):
+            for key, below in zip(keys, values, strict=True):
+                if isinstance(key, ast.Constant):
+                    yield str(key.value), key.lineno, below
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            yield from ((str(index), element.lineno, element) for index, element in enumerate(elements))
+
+
+def _path(target: ast.expr) -> list[str]:
+    """Return the parts of a target such as ``a.b["c"]``; none where it is not that plain."""
+    match target:
+        case ast.Name(name):
+            return [name]
+        case ast.Attribute(value=owner, attr=attr):
+            key = attr
+        case ast.Subscript(value=owner, slice=ast.Constant(value=constant)):
+            key = str(constant)
+        case _:
+            return []
+    above = _path(owner)
+    return [*above, key] if above else []

@@ -10,9 +10,9 @@ from typing import Any, Self
 
 from lockstep.config.config import Config, import_custom
 from lockstep.config.dictionary import ConfigDict
+from lockstep.config.inheritance import Sources
 from lockstep.config.python_file import PythonFile, neighbours_importable
 from lockstep.config.source_form import python_source_if_whole
-from lockstep.config.sources import Sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

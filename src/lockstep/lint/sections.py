@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from lockstep.errors import ConfigError
 from lockstep.lint.parts import Fault, Kind, resolve
 from lockstep.lint.values import misfit
-from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.optim import ParamScheduler
 from lockstep.optim.paramwise import PARAMWISE_KEYS
 from lockstep.registry import (
@@ -36,7 +35,6 @@ from lockstep.registry import (
 from lockstep.registry.nearest import did_you_mean
 from lockstep.registry.signatures import Arguments
 from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content
-from lockstep.strategy import FSDPStrategy
 
 Section = Callable[[str, Any], Iterator[Fault]]
 
@@ -191,17 +189,21 @@ def _strategy(key: str, strategy: object) -> Iterator[Fault]:
             yield Fault(key, says)
         return
     yield from _STRATEGY.faults(key, strategy)
-    if isinstance(strategy, Mapping) and resolve(strategy.get("type"), STRATEGIES)[0] is FSDPStrategy:
-        yield from _fsdp(key, strategy)
+    if isinstance(strategy, Mapping):
+        kind, _ = resolve(strategy.get("type"), STRATEGIES)
+        if kind is not None and kind is STRATEGIES.module_dict.get("FSDPStrategy"):  # only there when it is asked for
+            yield from _fsdp(key, strategy, kind)
 
 
-def _fsdp(key: str, cfg: Mapping[str, object]) -> Iterator[Fault]:
+def _fsdp(key: str, cfg: Mapping[str, object], strategy: Callable[..., Any]) -> Iterator[Fault]:
     """Yield what is wrong with the arguments that FSDPStrategy hands on to its wrapper."""
+    from lockstep.model.tensor_parallel_plan import read_request  # imports DTensor
+
     wrapper = cfg.get("model_wrapper") or {}
     if not isinstance(wrapper, Mapping) or wrapper.get("type", _FSDP_WRAPPER) != _FSDP_WRAPPER:
         return
     handed_on = Arguments.of(resolve(_FSDP_WRAPPER, MODEL_WRAPPERS)[0] or dict).named.keys() - {"module"}
-    yield from _keys({"type", *Arguments.of(FSDPStrategy).named, *handed_on}, key, cfg)
+    yield from _keys({"type", *Arguments.of(strategy).named, *handed_on}, key, cfg)
     yield from _keys({"type", *handed_on}, f"{key}.model_wrapper", wrapper)
     for where, part in ((key, cfg), (f"{key}.model_wrapper", wrapper)):
         try:

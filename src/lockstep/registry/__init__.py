@@ -15,8 +15,7 @@ Importing this package does not import torch, nor anything else of lockstep but 
 from __future__ import annotations
 
 from lockstep.registry.building import BuildError
-from lockstep.registry.registry import Library, Registry
-from lockstep.registry.scopes import in_default_scope, init_default_scope
+from lockstep.registry.registry import Library, Registry, in_default_scope, init_default_scope
 from lockstep.registry.standard import (
     DATA_SAMPLERS,
     DATASETS,

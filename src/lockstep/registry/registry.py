@@ -1,10 +1,11 @@
-"""`Registry`: a table of classes and functions by name, with parents and scopes."""
+"""`Registry`: a table of classes and functions by name, with parents, scopes and a default scope."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
@@ -12,10 +13,11 @@ from typing import Any, TypeVar, overload
 
 from lockstep.errors import RegistryError, did_you_mean, nearest
 from lockstep.registry.building import construct
-from lockstep.registry.scopes import default_scope
 
 Entry = Callable[..., Any]
 EntryT = TypeVar("EntryT", bound=Entry)
+
+_default_scope: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class Registry:
             raise TypeError(f"`key` must be a str, but is {key!r} of {type(key).__name__}")
         scope, dot, name = key.partition(".")
         if not dot:
-            first = default_scope()
+            first = _default_scope
             there = None if first in (None, self._scope) else self._in_scope(str(first), key)
             return self._ascend(key) if there is None else there
         if (found := self._in_scope(scope, name)) is not None:
@@ -334,6 +336,36 @@ class Registry:
             names.update(registry, *registry._locations.values())
             names.update(*(library.entries() for library in registry._libraries))
         return names
+
+
+def init_default_scope(scope: str | None) -> None:
+    """Let every registry look for names in its relative of that scope first, from now on.
+
+    A Runner that is given a `default_scope` does so while it runs.
+
+    Example:
+        >>> from lockstep.registry import Registry
+        >>> MODELS = Registry("model", scope="base")
+        >>> ZOO = Registry("model", scope="zoo", parent=MODELS)
+        >>> @ZOO.register_module()
+        ... class Net: ...
+        >>> with in_default_scope("zoo"):
+        ...     MODELS.build(dict(type="Net")).__class__.__name__
+        'Net'
+    """
+    global _default_scope
+    _default_scope = scope
+
+
+@contextmanager
+def in_default_scope(scope: str | None) -> Iterator[None]:
+    """Set the default scope inside; None leaves it as it is."""
+    before = _default_scope
+    init_default_scope(scope or before)
+    try:
+        yield
+    finally:
+        init_default_scope(before)
 
 
 def _import_entry(path: str) -> Entry | None:
