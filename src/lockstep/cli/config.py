@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.errors import tell
+from lockstep.cli.errors import print_error
 from lockstep.cli.options import CfgOptions, ConfigPath
 from lockstep.config import Config, Difference, differences, parse_options
 from lockstep.errors import INPUT_ERRORS, ConfigError, did_you_mean
@@ -96,7 +96,7 @@ def diff(
     try:
         found = list(differences(read_config(old), read_config(new)))
     except INPUT_ERRORS as error:
-        tell(error)
+        print_error(error)
         raise typer.Exit(_TROUBLE) from None
     if found:
         _print_differences(found)

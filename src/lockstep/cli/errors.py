@@ -8,17 +8,18 @@ import time
 from lockstep.errors import TopologyError
 from lockstep.topology import infer_launcher, read_topology
 
-_SECONDS_FOR_THE_FIRST_RANK = 3.0
+_SECONDS_FOR_RANK_0 = 3.0
 
 
-def tell(error: Exception) -> None:
-    """Print an error of input, which all ranks of a job tend to meet alike, once for each node."""
+def print_error(error: Exception) -> None:
+    """Print an input error once for each node: usually every rank of a job meets the same one."""
     from rich.console import Console
     from rich.text import Text
 
     if _local_rank() > 0:
-        # The first rank tells it and ends, and with it most launchers the others; who is still here is alone with it.
-        time.sleep(_SECONDS_FOR_THE_FIRST_RANK)
+        # Local rank 0 prints the error and ends, and then most launchers end the others. A rank that is still running
+        # after that has an error of its own.
+        time.sleep(_SECONDS_FOR_RANK_0)
     notes = getattr(error, "__notes__", ())
     text = Text.assemble(("error: ", "bold red"), "\n".join([str(error), *notes]))
     Console(stderr=True, soft_wrap=True).print(text)

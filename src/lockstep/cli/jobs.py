@@ -54,7 +54,7 @@ def test(
 def run_as_rank(file: Path) -> None:
     """Do, as one of the ranks that `lockstep train` or `lockstep test` has started, what a file asks for."""
     asked = json.loads(file.read_text(encoding="utf-8"))
-    sys.argv = asked["argv"]  # records of the run tell what the user typed
+    sys.argv = asked["argv"]  # the run records what the user typed
     request = _Request(**asked["request"])
     import_from_beside(Path(request.file))
     cfg = request.read() if asked["resolved"] is None else ResolvedConfig(**asked["resolved"]).config()

@@ -1,4 +1,4 @@
-"""`lockstep`: its commands, those that fit into a few lines, and how all of them end."""
+"""`lockstep`: the table of its commands, the short ones among them, and their exit codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from lockstep.cli.config import check, diff, print_config
 from lockstep.cli.doctor import doctor, strategies
-from lockstep.cli.errors import tell
+from lockstep.cli.errors import print_error
 from lockstep.cli.jobs import test, train
 from lockstep.cli.options import MaxRestarts, RankOptions, takes_options
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
@@ -23,7 +23,7 @@ _INTERRUPTED = 130  # what a shell reports for SIGINT
 
 
 class _Commands(TyperGroup):
-    """Turns errors of input into one message and an exit code."""
+    """Turns input errors into one message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -31,7 +31,7 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
         except INPUT_ERRORS as error:
-            tell(error)
+            print_error(error)
             raise typer.Exit(1) from None
 
 

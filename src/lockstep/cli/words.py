@@ -1,4 +1,4 @@
-"""Two ways of reading arguments that users of such tools know, and Typer does not."""
+"""Command lines that Typer does not parse by itself: ``key=value`` anywhere, and a script with its own options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CfgOptionsCommand(TyperCommand):
                 repeated += [arg, *rest]
             elif _ASSIGNMENT.match(arg):
                 repeated += [_CFG_OPTIONS, arg]
-            elif arg != _CFG_OPTIONS:  # which only announces what is told apart anyhow
+            elif arg != _CFG_OPTIONS:  # the values that follow are recognised by their own form
                 repeated.append(arg)
                 if takes_value.get(arg, False):
                     repeated += [value for value in [next(rest, None)] if value is not None]

@@ -80,14 +80,14 @@ class Config(ConfigDict):
         not become a key, but may be a value: ``dict(type=MyNet)``. Its bases are at hand as `_base_`: ``lr = _base_.lr
         * 2``; or it imports them, see `read_base`. The modules that ``custom_imports=dict(imports=[...])`` names are
         imported. In texts, ``{{ fileBasenameNoExtension }}``, ``{{ fileBasename }}``, ``{{ fileDirname }}`` and ``{{
-        fileExtname }}`` tell of the file, and ``{{ _base_.model.depth }}`` is a value of its bases.
+        fileExtname }}`` are facts about the file, and ``{{ _base_.model.depth }}`` is a value of its bases.
 
         Args:
             filename: the file.
             use_predefined_variables: MMEngine's; placeholders are always filled in.
             import_custom_modules: import what `custom_imports` names.
             use_environment_variables: MMEngine's; placeholders for environment variables are refused.
-            lazy_import: MMEngine's; the file itself tells.
+            lazy_import: MMEngine's; the contents of the file decide.
             format_python_code: MMEngine's; what is written is always formatted.
 
         Raises:
@@ -142,7 +142,7 @@ class Config(ConfigDict):
         return set() if sources is None else sources.helpers()
 
     def where(self, key: str) -> str:
-        """Return where a dotted key, or the nearest above it, got its value, to be told to a user.
+        """Return where a dotted key, or the nearest above it, got its value, in words for a message.
 
         That is ``"path:line"``, ``"an option"`` for what `merge_from_dict` has set, or "" where it is not known.
         """

@@ -1,4 +1,4 @@
-"""What every kind of config file can tell."""
+"""What every kind of config file offers."""
 
 from __future__ import annotations
 

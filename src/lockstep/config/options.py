@@ -110,18 +110,18 @@ def set_dotted(target: ConfigDict, dotted: str, value: Any) -> None:
     *path, last = dotted.split(".")
     holder: Any = target
     for depth, part in enumerate(path):
-        place = _place(holder, part, path[:depth], dotted)
-        if isinstance(holder, ConfigDict) and place not in holder:
-            holder[place] = ConfigDict()
-        holder = holder[place]
-    place = _place(holder, last, path, dotted)
+        at = _key_or_index(holder, part, path[:depth], dotted)
+        if isinstance(holder, ConfigDict) and at not in holder:
+            holder[at] = ConfigDict()
+        holder = holder[at]
+    at = _key_or_index(holder, last, path, dotted)
     if isinstance(value, dict):
-        below = holder[place] if isinstance(holder, list) else holder.get(place, {})
+        below = holder[at] if isinstance(holder, list) else holder.get(at, {})
         value = merged(below if isinstance(below, dict) else {}, value, _option_error, f"{dotted}.")
-    holder[place] = value
+    holder[at] = value
 
 
-def _place(holder: Any, part: str, path: list[str], dotted: str) -> Any:
+def _key_or_index(holder: Any, part: str, path: list[str], dotted: str) -> Any:
     """Return `part` as the key or index that `holder` takes."""
     if isinstance(holder, ConfigDict):
         return part

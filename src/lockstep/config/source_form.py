@@ -61,8 +61,8 @@ def plain_data(value: Any) -> Any:
         return [plain_data(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
-    place = _place(value)
-    return _description(value) if place is None else ".".join(place)
+    path = _import_path(value)
+    return _description(value) if path is None else ".".join(path)
 
 
 class _Writer:
@@ -108,8 +108,8 @@ class _Writer:
             return literal
         if isinstance(value, PurePath):
             return f"{self._imported('pathlib', type(value).__name__)}({str(value)!r})"
-        if (place := _place(value)) is not None:
-            return self._imported(*place)
+        if (path := _import_path(value)) is not None:
+            return self._imported(*path)
         if key not in self.lost:
             self.lost.append(key)
         return repr(_description(value))
@@ -152,10 +152,10 @@ def _literal(value: Any) -> str | None:
     return None
 
 
-def _place(value: Any) -> tuple[str, str] | None:
+def _import_path(value: Any) -> tuple[str, str] | None:
     """Return module and name under which a class, function or enum member can be imported."""
     if isinstance(value, Enum):
-        owner = _place(type(value))
+        owner = _import_path(type(value))
         return None if owner is None else (owner[0], f"{owner[1]}.{value.name}")
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return None

@@ -1,7 +1,7 @@
 """`launch`: ranks of this machine, under torch's elastic agent.
 
 The agent is the one that torchrun runs. What is lockstep's own is where the ranks meet (`rendezvous`), what
-each of them does at its beginning and end (`worker`), and what the user is told (`failures`).
+each of them does at its beginning and end (`worker`), and what the user reads about failures (`failures`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _worker_arguments(command: Sequence[str], log_dir: str | os.PathLike[str] | 
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which also tells the user what it does."""
+    """torch's agent, which also prints what it does."""
 
     def __init__(self, spec: WorkerSpec, setup: _RankSetup, log_dir: Path | None) -> None:
         super().__init__(spec, setup)
@@ -145,12 +145,12 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _awaits_cause(self, worker_group: WorkerGroup) -> bool:
-        """Return whether ranks report only that another one failed, and that other is still about to tell."""
+        """Return whether ranks report only that another one failed, and that other one has yet to report why."""
         recorded = self._recorded(worker_group)
         if not recorded or not all(is_follow_up(failure) for failure in recorded):
             return False
-        told = {failure.local_rank for failure in recorded}
-        silent = [worker for worker in worker_group.workers if worker.local_rank not in told]
+        reported = {failure.local_rank for failure in recorded}
+        silent = [worker for worker in worker_group.workers if worker.local_rank not in reported]
         if not silent or any(_has_ended(worker.id) for worker in silent):
             return False
         self._cause_awaited_since = self._cause_awaited_since or time.monotonic()
@@ -207,13 +207,13 @@ def _environment_additions(job: JobSpec) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // job.nproc)
     ranks = f"{job.nproc} rank{'s'[: job.nproc > 1]}"
-    place = "" if job.nnodes == 1 else f" on node {job.node_rank} of {job.nnodes}"
+    node = "" if job.nnodes == 1 else f" on node {job.node_rank} of {job.nnodes}"
     if "OMP_NUM_THREADS" in os.environ:
-        _say(f"starting {ranks}{place}")
+        _say(f"starting {ranks}{node}")
     else:
         # torch would start as many threads as there are cores, in every rank.
         additions["OMP_NUM_THREADS"] = str(threads)
-        _say(f"starting {ranks}{place}, OMP_NUM_THREADS={threads} each ({cores} cores)")
+        _say(f"starting {ranks}{node}, OMP_NUM_THREADS={threads} each ({cores} cores)")
     interface = interface_towards(LOOPBACK if job.nnodes == 1 else job.endpoint()[0])
     if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         additions["GLOO_SOCKET_IFNAME"] = interface
@@ -238,7 +238,7 @@ def _signals_restored() -> Iterator[None]:
 
 @contextmanager
 def _torch_quiet() -> Iterator[None]:
-    """Keep what the agent logs about its work from the terminal; the user is told what matters by `_say`."""
+    """Keep what the agent logs about its work from the terminal; `_say` prints what matters."""
     logger = logging.getLogger("torch.distributed.elastic")
     silence = logging.NullHandler()
     propagate, logger.propagate = logger.propagate, False

@@ -1,4 +1,4 @@
-"""Which rank failed first, and what to tell about it."""
+"""Which rank failed first, and the message about it."""
 
 from __future__ import annotations
 

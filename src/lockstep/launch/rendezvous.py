@@ -60,7 +60,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return "lockstep-loopback"
 
     def get_run_id(self) -> str:
-        """Return what tells this job from others."""
+        """Return an identifier of this job."""
         return self._run_id
 
     def num_nodes_waiting(self) -> int:
@@ -91,7 +91,7 @@ class NodesRendezvous(RendezvousHandler):
     Args:
         job: its nodes, several.
         timeout_seconds: how long to wait for all nodes.
-        say: tells the user what is being waited for.
+        say: prints what is being waited for.
     """
 
     def __init__(self, job: JobSpec, timeout_seconds: float, say: Callable[[str], None]) -> None:
@@ -188,7 +188,7 @@ class NodesRendezvous(RendezvousHandler):
         return TCPStore(self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
 
     def _claim(self, store: PrefixStore) -> None:
-        """Take this node's place in the attempt."""
+        """Register this node in the attempt."""
         rank, nnodes = self._job.node_rank, self._job.nnodes
         agreed = int(store.compare_set("nnodes", "", str(nnodes)))
         if agreed != nnodes:
@@ -229,7 +229,7 @@ class NodesRendezvous(RendezvousHandler):
         return "lockstep-nodes"
 
     def get_run_id(self) -> str:
-        """Return what tells this job from others: the same on all nodes."""
+        """Return an identifier of this job: the same on all nodes."""
         return f"lockstep-{self._host}-{self._port}"
 
     def is_closed(self) -> bool:

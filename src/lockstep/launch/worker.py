@@ -141,8 +141,8 @@ def _record(error: BaseException) -> bool:
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Drop the frames that come before the user's script, or before the work of a lockstep command."""
     while trace is not None and trace.tb_next is not None:
-        place = trace.tb_frame.f_globals
-        if place.get("__package__") not in _OUTER_PACKAGES and place.get("__name__") != "runpy":
+        module = trace.tb_frame.f_globals
+        if module.get("__package__") not in _OUTER_PACKAGES and module.get("__name__") != "runpy":
             break
         trace = trace.tb_next
     return trace

@@ -17,7 +17,7 @@ _FORMAT = "%(levelname)s %(name)s: %(message)s"
 class MMLogger:
     """Loggers of the run that goes on, from anywhere.
 
-    What they are told appears on the run's console and in its log file, from the levels on that these have. While no
+    Their messages appear on the run's console and in its log file, from the levels on that these have. While no
     run goes on, it appears on standard error, from INFO on.
 
     Example:
@@ -44,7 +44,7 @@ class MMLogger:
 
         Args:
             name: what it is called.
-            log_file: a file that what it is told is written to as well.
+            log_file: a file that its messages are written to as well.
             log_level: from which level on; None leaves it.
             **others: MMEngine's further arguments, which do nothing.
         """

@@ -20,7 +20,7 @@ class BuildError(ConfigError, TypeError):
 def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kind: str) -> Any:
     """Call `constructor` with `arguments`; `kind` says in errors what was being built.
 
-    Arguments are checked against the signature first, so that a misspelt key is told apart from an error in the
+    Arguments are checked against the signature first, so that a misspelt key is not taken for an error in the
     constructor's own code. The latter goes through unchanged, with a note on what was being built.
 
     Raises:
@@ -31,7 +31,7 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kin
     try:
         return constructor(**arguments)
     except TypeError as error:
-        # Behind a **kwargs the signature cannot tell; the class that refuses the key can.
+        # Behind a **kwargs the signature does not say; the class that refuses the key does.
         refused = _UNEXPECTED.search(str(error))
         if refused and refused[1] in arguments and not isinstance(error, BuildError):
             key = refused[1]

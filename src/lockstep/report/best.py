@@ -1,4 +1,4 @@
-"""Which value of a metric is the best: whether greater or less is better, as far as the metric's name tells."""
+"""Which value of a metric is the best: whether greater or less is better, as far as the metric's name says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GREATER = re.compile(r"acc|auc|bleu|dice|f1|iou|precision|psnr|recall|\b(m?ap|m
 
 
 def direction_of(metric: str) -> Literal["greater", "less"] | None:
-    """Return how a metric of that name gets better; None where the name does not tell.
+    """Return how a metric of that name gets better; None where the name does not say.
 
     Example:
         >>> [direction_of(metric) for metric in ("coco/bbox_mAP_50", "top1_error", "valacc", "fidelity")]
@@ -28,7 +28,7 @@ def direction_of(metric: str) -> Literal["greater", "less"] | None:
 
 
 def best(name: str, points: Sequence[Point]) -> Point | None:
-    """Return the best finite value with its iteration; None where there is none, or the name does not tell.
+    """Return the best finite value with its iteration; None where there is none, or the name does not say.
 
     Example:
         >>> best("val_loss", [(10, 3.0), (20, 1.0)]), best("speed", [(10, 3.0)])

@@ -33,7 +33,7 @@ class Chart:
         title: what they show.
         lines: at least one, each with at least one point.
         unit: of the values.
-        stacked: the lines are parts of a whole, at the same places, and are drawn on top of each other.
+        stacked: the lines are parts of a whole, at the same iterations, and are drawn on top of each other.
         from_zero: the axis of values begins at zero.
     """
 
@@ -49,7 +49,7 @@ class Bucket:
     """Some neighbouring points as one.
 
     Attributes:
-        x: the last of their places.
+        x: the last of their iterations.
         mean: of their finite values; None where there are none.
         low: the least of these.
         high: the greatest of these.
@@ -124,7 +124,7 @@ def _layer(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scal
             drawn.append(f'<path class="band" {colour} d="{_band_path(curve, across, up)}"/>')
         drawn.append(f'<path class="line" {colour} d="{line}"/>')
         if chart.lines[index].marked or _single(curve):
-            dots = "".join(f"M{place}h0" for place in _places(curve, across, up) if place)
+            dots = "".join(f"M{position}h0" for position in _positions(curve, across, up) if position)
             drawn.append(f'<path class="dots" {colour} d="{dots}"/>')
         if faulty := "".join(f"M{_along(across, b.x)} 0v40" for b in curve if b.faulty):
             drawn.append(f'<path class="faulty" d="{faulty}"><title>not a finite number</title></path>')
@@ -153,10 +153,10 @@ def _stacked(curves: Sequence[list[Bucket]]) -> list[list[Bucket]]:
 
 def _line_path(curve: Sequence[Bucket], across: Scale, up: Scale) -> str:
     parts, pen_up = [], True
-    for place in _places(curve, across, up):
-        if place:
-            parts.append(("M" if pen_up else "L") + place)
-        pen_up = not place
+    for position in _positions(curve, across, up):
+        if position:
+            parts.append(("M" if pen_up else "L") + position)
+        pen_up = not position
     return "".join(parts)
 
 
@@ -168,11 +168,11 @@ def _band_path(curve: Sequence[Bucket], across: Scale, up: Scale) -> str:
 
 
 def _area_path(curve: Sequence[Bucket], across: Scale, up: Scale) -> str:
-    places = "L".join(place for place in _places(curve, across, up) if place)
-    return f"M{_along(across, curve[0].x)} {SIDE}L{places}L{_along(across, curve[-1].x)} {SIDE}Z"
+    positions = "L".join(position for position in _positions(curve, across, up) if position)
+    return f"M{_along(across, curve[0].x)} {SIDE}L{positions}L{_along(across, curve[-1].x)} {SIDE}Z"
 
 
-def _places(curve: Sequence[Bucket], across: Scale, up: Scale) -> list[str]:
+def _positions(curve: Sequence[Bucket], across: Scale, up: Scale) -> list[str]:
     """Return where the means of a curve are drawn; nothing for one that has none."""
     return ["" if b.mean is None else f"{_along(across, b.x)} {_down(up, b.mean)}" for b in curve]
 

@@ -66,7 +66,7 @@ def heatmaps_of(run: Run) -> list[HeatMap]:
 def points_of(records: Sequence[Record], name: str) -> list[Point]:
     """Return the values of one name with their iterations."""
     found = [(float(record["iter"]), number(record.get(name))) for record in records]
-    return [(place, value) for place, value in found if value is not None]
+    return [(iteration, value) for iteration, value in found if value is not None]
 
 
 def metric_names(run: Run) -> list[str]:
@@ -130,13 +130,13 @@ def _step_chart(run: Run) -> Chart | None:
         return None
     parts: dict[str, list[Point]] = {_COMPUTE: [], _EXCHANGE: [], _DATA: []}
     for record in records:
-        place = float(record["iter"])
+        iteration = float(record["iter"])
         whole, data, exchange = (1e3 * (number(record.get(name)) or 0.0) for name in _PARTS_OF_A_STEP)
         # Where only some exchanges are measured, they may be longer than the mean step.
         exchange = max(0.0, min(exchange, whole - data))
-        parts[_COMPUTE].append((place, whole - data - exchange))
-        parts[_EXCHANGE].append((place, exchange))
-        parts[_DATA].append((place, data))
+        parts[_COMPUTE].append((iteration, whole - data - exchange))
+        parts[_EXCHANGE].append((iteration, exchange))
+        parts[_DATA].append((iteration, data))
     if not any("comm_time" in record for record in records):
         del parts[_EXCHANGE]
     lines = [Line(name, points) for name, points in parts.items()]

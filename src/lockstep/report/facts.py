@@ -58,7 +58,7 @@ def evaluations_html(run: Run) -> str:
 
 
 def environment_html(run: Run) -> str:
-    """Return where and on what the run took place; nothing if that is not recorded."""
+    """Return the environment of the run as a list; nothing if that is not recorded."""
     known = run.environment
     if not known:
         return ""
@@ -80,7 +80,7 @@ def started(run: Run) -> str:
 
 
 def _metric_tile(run: Run, name: str) -> str:
-    """Return the best value of a metric, or its last one where nothing tells which is best."""
+    """Return the best value of a metric, or its last one where its name does not say which is best."""
     mode, points = next((mode, points) for mode in MODES if (points := points_of(run.evaluated(mode), name)))
     title, top = name.replace("_", " "), best(name, points)
     if top is None:
@@ -104,10 +104,10 @@ def _plain(value: object) -> str:
 
 def _seconds_in_training(times: Sequence[Point]) -> float:
     """Return the sum over all iterations; each record is the mean of those since the one before it."""
-    places = [place for place, _ in times]
-    # Where the first record began, only its distance to the second one tells.
-    begin = max(0.0, places[0] - (places[1] - places[0])) if len(places) > 1 else 0.0
-    spans = [end - start for start, end in zip([begin, *places], places, strict=False)]
+    iterations = [iteration for iteration, _ in times]
+    # Where the first record began, only its distance to the second one shows.
+    begin = max(0.0, iterations[0] - (iterations[1] - iterations[0])) if len(iterations) > 1 else 0.0
+    spans = [end - start for start, end in zip([begin, *iterations], iterations, strict=False)]
     return sum(span * seconds for span, (_, seconds) in zip(spans, times, strict=True))
 
 

@@ -94,13 +94,13 @@ def _colour_class(token_type: str) -> str:
 
 
 def _across(run: Run) -> Scale:
-    """Return the axis of iterations that all curves share."""
-    places = [record["iter"] for record in (*run.train, *run.evaluations, *run.ranks)]
+    """Return the axis of iterations, which is the same for all curves."""
+    iterations = [record["iter"] for record in (*run.train, *run.evaluations, *run.ranks)]
     starts = [row["iter"] - row["count"] for row in run.ranks if isinstance(row.get("count"), int)]
-    low = max(0, min([*places, *starts]))
-    if low < 0.05 * max(places):
+    low = max(0, min([*iterations, *starts]))
+    if low < 0.05 * max(iterations):
         low = 0
-    return Scale(float(low), float(max(*places, low + 1)))
+    return Scale(float(low), float(max(*iterations, low + 1)))
 
 
 def _epochs(run: Run) -> list[list[int]]:

@@ -27,7 +27,7 @@ class Run:
         train: means over a few iterations each.
         evaluations: metrics of validations and tests.
         ranks: times by rank; see `lockstep.hooks.rank_times`.
-        environment: where and on what the run took place.
+        environment: host, devices and versions of the run.
         config: the config as Python source.
         faults: one sentence for each file in which something could not be read.
     """
@@ -72,7 +72,7 @@ def find_run(path: Path) -> Path:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what a run has left. Lines that cannot be read are left out and told of in `faults`.
+    """Read what a run has left. Lines that cannot be read are left out and named in `faults`.
 
     Raises:
         ReportError: there is not a single record.

@@ -1,4 +1,4 @@
-"""From values to places on an axis, and the round values beside it."""
+"""From values to positions on an axis, and the round values beside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Scale:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Return the place of a value, from 0 at `low` to 1 at `high`."""
+        """Return the position of a value, from 0 at `low` to 1 at `high`."""
         low, high, value = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
         return (value - low) / (high - low)
 
@@ -47,7 +47,7 @@ class Scale:
 def fitted(values: Iterable[float], *, from_zero: bool = False) -> Scale:
     """Return an axis that shows finite values with a little room.
 
-    It begins at zero if it is told to, or if the values lie nearer to zero than to each other.
+    It begins at zero if it must, or if the values lie nearer to zero than to each other.
     """
     low, high = _range(values)
     if low >= 0 and (from_zero or low < 0.4 * high):
@@ -79,9 +79,9 @@ def shown(value: float) -> str:
     if abs(value) < 1e-3 or abs(value) >= _EXPONENT_FROM:
         digits, _, power = f"{value:.2e}".partition("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
-    places = max(0, 3 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{places}f}"
-    return text.rstrip("0").rstrip(".") if places else text
+    decimals = max(0, 3 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:

@@ -93,7 +93,7 @@ _PMI = _Names(
     local_size=("MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE"),
     job=("PMI_JOBID",),
 )
-# PMIx tells the size through its library only, so that WORLD_SIZE has to be exported by hand.
+# PMIx gives the size through its library only, so that WORLD_SIZE has to be exported by hand.
 _PMIX = _Names(("PMIX_RANK",), ("WORLD_SIZE",), job=("PMIX_NAMESPACE",))
 
 # Within a launcher, the first dialect whose rank is set counts: Open MPI sets PMIX_RANK, too.

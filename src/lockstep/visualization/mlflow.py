@@ -54,14 +54,14 @@ class MLflowVisualizer:
         from mlflow import MlflowClient
 
         work_dir = run_dir.resolve().parent
-        place = work_dir if self._save_dir is None else Path(self._save_dir).resolve()
-        place.mkdir(parents=True, exist_ok=True)
-        self._client = MlflowClient(tracking_uri=self._tracking_uri or f"sqlite:///{place / 'mlflow.db'}")
+        folder = work_dir if self._save_dir is None else Path(self._save_dir).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._client = MlflowClient(tracking_uri=self._tracking_uri or f"sqlite:///{folder / 'mlflow.db'}")
         name = self._exp_name or work_dir.name
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             # A server knows where its artifacts go; those of a file are kept beside it.
-            artifacts = (place / "mlartifacts").as_uri() if self._tracking_uri is None else None
+            artifacts = (folder / "mlartifacts").as_uri() if self._tracking_uri is None else None
             experiment_id = self._client.create_experiment(name, artifact_location=artifacts)
         else:
             experiment_id = experiment.experiment_id
@@ -79,11 +79,11 @@ class MLflowVisualizer:
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log a picture as an artifact, `images/NAME_STEP.png`."""
         client = self._opened()
-        folder, _, stem = f"images/{name}".rpartition("/")
-        with TemporaryDirectory() as place:
-            file = Path(place, f"{stem}_{step}.png")
+        directory, _, stem = f"images/{name}".rpartition("/")
+        with TemporaryDirectory() as folder:
+            file = Path(folder, f"{stem}_{step}.png")
             file.write_bytes(png_bytes(as_picture(image)))
-            client.log_artifact(self._run_id, str(file), folder)
+            client.log_artifact(self._run_id, str(file), directory)
 
     def add_config(self, config: Config) -> None:
         """Log the config as an artifact, and each value of it as a parameter."""

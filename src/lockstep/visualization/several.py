@@ -64,11 +64,11 @@ class Visualizers:
 
     def open(self, run_dir: Path) -> None:
         """Open those that want it."""
-        place = run_dir if self._save_dir is None else self._save_dir
-        place.mkdir(parents=True, exist_ok=True)
+        folder = run_dir if self._save_dir is None else self._save_dir
+        folder.mkdir(parents=True, exist_ok=True)
         for part in self.parts:
             if isinstance(part, Opens):
-                part.open(place)
+                part.open(folder)
 
     def add_config(self, config: Config) -> None:
         """Show the config of the run."""
