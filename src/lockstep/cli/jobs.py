@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import typer
@@ -51,9 +50,9 @@ def test(
     _run(_Request.of("test", options, checkpoint=str(checkpoint)), options, max_restarts=0)
 
 
-def run_as_rank(file: Path) -> None:
-    """Do, as one of the ranks that `lockstep train` or `lockstep test` has started, what a file asks for."""
-    asked = json.loads(file.read_text(encoding="utf-8"))
+def run_as_rank() -> None:
+    """Do what `lockstep train` or `lockstep test` has started this rank for."""
+    asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
     sys.argv = asked["argv"]  # the run records what the user typed
     request = _Request(**asked["request"])
     import_from_beside(Path(request.file))
@@ -156,10 +155,7 @@ def _start_ranks(request: _Request, cfg: Config, spec: JobSpec, max_restarts: in
         "request": asdict(request),
         "resolved": None if resolved is None else asdict(resolved),
     }
-    with TemporaryDirectory(prefix="lockstep-") as folder:
-        file = Path(folder) / "request.json"
-        file.write_text(json.dumps(asked), encoding="utf-8")
-        launch(["-m", "lockstep.cli.rank", str(file)], spec, max_restarts=max_restarts, log_dir=log_dir)
+    launch(["-m", "lockstep.cli.rank"], spec, max_restarts=max_restarts, log_dir=log_dir, payload=json.dumps(asked))
 
 
 def default_work_dir(config: Path) -> Path:

@@ -42,6 +42,7 @@ def launch(
     *,
     max_restarts: int = 0,
     log_dir: str | os.PathLike[str] | None = None,
+    payload: str | None = None,
     rdzv_timeout_seconds: float = 900.0,
 ) -> None:
     """Run a script or module on several ranks, and return when all of them have ended well.
@@ -55,6 +56,7 @@ def launch(
         max_restarts: how often all ranks are started again after one has failed.
         log_dir: folder to whose ``rank_N.log`` the local ranks after the first write what they print; without it
             they print to the terminal too.
+        payload: a string for the ranks, which they find in the file that the variable LOCKSTEP_PAYLOAD names.
         rdzv_timeout_seconds: how long to wait for all nodes.
 
     Raises:
@@ -77,7 +79,7 @@ def launch(
         max_restarts=max_restarts,
     )
     try:
-        _run(spec, _environment_additions(job), None if log_dir is None else Path(log_dir))
+        _run(spec, _environment_additions(job), None if log_dir is None else Path(log_dir), payload)
     except SignalException as error:
         # The ranks are gone; now the signal does to this process what it would have done without them.
         _say(f"{error.sigval.name}: all ranks were stopped")
@@ -86,9 +88,13 @@ def launch(
         raise LaunchError(f"all ranks were stopped by {error.sigval.name}") from None  # where the signal is ignored
 
 
-def _run(spec: WorkerSpec, additions: dict[str, str], log_dir: Path | None) -> None:
+def _run(spec: WorkerSpec, additions: dict[str, str], log_dir: Path | None, payload: str | None) -> None:
     rendezvous = spec.rdzv_handler
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_restored(), _torch_quiet():
+        if payload is not None:
+            file = Path(folder) / "payload"
+            file.write_text(payload, encoding="utf-8")
+            additions["LOCKSTEP_PAYLOAD"] = str(file)
         agent = _Agent(spec, _RankSetup(folder, additions, rendezvous), log_dir)
         try:
             result = agent.run()
