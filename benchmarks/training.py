@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.measure import Row, slowest
 from lockstep import Runner, dist
 from lockstep.hooks import Hook
+from lockstep.runner import TrainRun
 
 STEPS = 150
 # Width and batch of a perceptron whose step takes about that long on two ranks of one core each; rounds, of which a
@@ -59,12 +60,12 @@ class Stopwatch(Hook):
     # After the hooks that work at each step, before the one that saves at the end of training.
     priority = 80
 
-    def before_train(self, runner: Runner) -> None:
+    def before_train(self, runner: TrainRun) -> None:
         torch_dist.barrier()
         self.start = time.perf_counter()
 
     def after_train_iter(
-        self, runner: Runner, batch_idx: int, data_batch: object = None, outputs: object = None
+        self, runner: TrainRun, batch_idx: int, data_batch: object = None, outputs: object = None
     ) -> None:
         self.end = time.perf_counter()
 

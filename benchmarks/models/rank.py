@@ -23,6 +23,7 @@ from lockstep.config import Config
 from lockstep.errors import LockstepError
 from lockstep.hooks import Hook
 from lockstep.optim import OptimWrapperDict
+from lockstep.runner import TrainRun
 
 
 class Recorder(Hook):
@@ -42,18 +43,18 @@ class Recorder(Hook):
         self.norms: list[dict[str, float | None]] = []
         self.state: dict[str, Any] = {}
 
-    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.losses.append({name: _mean_over_ranks(outputs[name]) for name in sorted(outputs) if "loss" in name})
         wrapper = runner.optim_wrapper
         parts = dict(wrapper.items()) if isinstance(wrapper, OptimWrapperDict) else {"": wrapper}
         norms = {part: one.grad_norm for part, one in parts.items()}
         self.norms.append({part: None if norm is None else float(norm) for part, norm in norms.items()})
 
-    def after_train_epoch(self, runner: Runner) -> None:
+    def after_train_epoch(self, runner: TrainRun) -> None:
         if self.checkpoint is not None and runner.epoch == 0:
             runner.save_checkpoint(self.checkpoint.parent, self.checkpoint.name)
 
-    def after_train(self, runner: Runner) -> None:
+    def after_train(self, runner: TrainRun) -> None:
         self.state = whole(runner.strategy.model_state())
 
 

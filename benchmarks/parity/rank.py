@@ -17,6 +17,7 @@ from lockstep import Runner, dist
 from lockstep.config import Config
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
+from lockstep.runner import TrainRun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model" / "config.py"
 STEPS, SAVED_STEP, GLOBAL_BATCH, MAX_NORM = 20, 10, 8, 0.5
@@ -36,7 +37,7 @@ class Recorder(Hook):
         self.reference, self.digest = reference, digest
         self.found: dict[str, Any] = {"losses": [], "norms": []}
 
-    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         loss = outputs["loss"].detach().double().clone()
         dist.all_reduce(loss, "mean")
         self.found["losses"].append(loss.item())
@@ -44,20 +45,20 @@ class Recorder(Hook):
         if wrapper.should_update() and wrapper.grad_norm is not None:
             self.found["norms"].append(float(wrapper.grad_norm))
 
-    def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
+    def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         if self.digest is not None and checkpoint["meta"]["iter"] == SAVED_STEP:
             state = whole({key: checkpoint[key] for key in ("model", "optimizer")})
             if dist.is_main_process():
                 torch.save(state, self.digest)
 
-    def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
+    def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         assert self.reference is not None
         present = whole({"model": runner.strategy.model_state(), "optimizer": runner.strategy.optim_state()})
         wanted = torch.load(self.reference, weights_only=True)
         for key in ("model", "optimizer"):
             self.found[f"{key}_difference"] = largest_difference(wanted[key], present[key], key)
 
-    def after_train(self, runner: Runner) -> None:
+    def after_train(self, runner: TrainRun) -> None:
         own = sum(moment_bytes(optimizer) for optimizer in runner.optim_wrapper.optimizers)
         state = whole(runner.strategy.optim_state())["state"]
         total = sum(x.nbytes for one in state.values() for x in one.values() if isinstance(x, Tensor) and x.dim())
