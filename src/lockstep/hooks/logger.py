@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from lockstep.device import peak_memory
-from lockstep.dist.numbers_of_ranks import NumbersOfRanks
-from lockstep.errors import DistError
+from lockstep.dist import gather_object
 from lockstep.hooks.exchange import ExchangeTimer
 from lockstep.hooks.rank_times import RankTimes
 from lockstep.hooks.storage import check_local
@@ -21,19 +18,19 @@ from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
 _PREFIX = "train/"
-_PATIENCE = timedelta(seconds=5)  # with ranks that were alive when a run failed
 # Records that come faster are written in batches: code in a row takes a fraction of what it takes now and then.
 _BATCH_SECONDS = 0.5
 _RETURNED = "returned:"  # marks what the model returned, where ranks send their numbers
 
 
-class _Begun(NamedTuple):
-    """A record that waits for what the other ranks know.
+class _Unwritten(NamedTuple):
+    """A record that rank 0 has yet to write.
 
     Attributes:
         iteration: how many were complete, counted with the one that it was made in.
         length: iterations that it speaks of.
-        moment: when it was begun, on `perf_counter`.
+        moment: when it was made, on `perf_counter`.
+        ranks: the numbers of each rank.
     """
 
     runner: TrainRun
@@ -42,6 +39,7 @@ class _Begun(NamedTuple):
     length: int
     rates: dict[str, float]
     moment: float
+    ranks: Sequence[Mapping[str, float]]
 
 
 class _EpochSums:
@@ -75,10 +73,9 @@ class LoggerHook(Hook):
     Records go to the run's `metrics.jsonl`, to its log file and to the visualizer. A training record holds means over
     all ranks and over the iterations since the last record, of what the model returns over all samples; the samples per
     second of all ranks, added up; and the most memory that any rank has held. What each rank spends its time on goes to
-    `ranks.jsonl`. Between records values are only put aside: nothing is sent, and an accelerator is not waited for. On
-    one host the ranks' numbers travel while the next iteration computes. A record is written after an iteration as soon
-    as it is half a second old, and in any case before a validation, a checkpoint and the end of an epoch, and when the
-    run fails.
+    `ranks.jsonl`. Between records values are only put aside: nothing is sent, and an accelerator is not waited for. A
+    record is written after an iteration as soon as it is half a second old, and in any case before a validation, a
+    checkpoint and the end of an epoch, and when the run fails.
 
     Args:
         interval: number of iterations from one record to the next. The end of an epoch makes one, too.
@@ -88,8 +85,7 @@ class LoggerHook(Hook):
         log_metric_by_epoch: give metrics the number of their epoch in the visualizer, in a loop by epochs. By default
             they have that of their iteration, so that they stand below the losses that they belong to.
 
-    **Cost**: per record one message of some 300 bytes from each rank to rank 0, past the backend; on several hosts one
-    small gather.
+    **Cost**: per record one `gather_object` of some 300 bytes.
 
     Raises:
         ConfigError: records are to be kept elsewhere.
@@ -118,10 +114,7 @@ class LoggerHook(Hook):
         # Samples of each iteration since the last record, and the names of what the model returned.
         self._samples: list[int] = []
         self._logged: set[str] = set()
-        self._begun: _Begun | None = None
-        # Records that rank 0 has yet to write, and the ranks' numbers for each.
-        self._unwritten: deque[tuple[_Begun, Sequence[Mapping[str, float]]]] = deque()
-        self._ranks: NumbersOfRanks | None = None
+        self._unwritten: deque[_Unwritten] = deque()
         self._epoch = _EpochSums()
         self._exchange: ExchangeTimer | None = None
         self._rank_times: RankTimes | None = None
@@ -129,7 +122,6 @@ class LoggerHook(Hook):
     def before_train(self, runner: TrainRun) -> None:
         """Begin to measure the exchange of gradients."""
         self._exchange = ExchangeTimer(runner.model, self.interval)
-        self._ranks = NumbersOfRanks() if runner.world_size > 1 else None
         if runner.rank == 0:
             self._rank_times = RankTimes(runner.run_dir / "ranks.jsonl")
 
@@ -141,9 +133,7 @@ class LoggerHook(Hook):
         self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Put the values aside; make a record when it is time."""
-        if self._begun is not None:
-            self._receive()
-        if self._unwritten and perf_counter() - self._unwritten[0][0].moment > _BATCH_SECONDS:
+        if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
             self._write_all()
         hub = runner.message_hub
         if outputs:
@@ -155,14 +145,14 @@ class LoggerHook(Hook):
             hub.update_scalar("train/grad_norm", norm)
         self._samples.append(runner.train_loop.samples)
         if (runner.iter + 1) % self.interval == 0:
-            self._begin(runner, runner.iter + 1)
+            self._make_record(runner, runner.iter + 1)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Record what is left, and the means of the whole epoch."""
-        self._complete()
+        self._write_all()
         if self._samples and not self.ignore_last:
-            self._begin(runner, runner.iter)
-            self._complete()
+            self._make_record(runner, runner.iter)
+            self._write_all()
         self._samples = []
         if runner.rank == 0 and self._epoch.iters:
             means = {**self._epoch.means(), **_first_rates(runner)}
@@ -171,11 +161,11 @@ class LoggerHook(Hook):
 
     def before_val_epoch(self, runner: Run) -> None:
         """Write the records that come before those of the validation."""
-        self._complete()
+        self._write_all()
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Write the records that a run which goes on from here would lack."""
-        self._complete()
+        self._write_all()
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Record the metrics of a validation."""
@@ -187,61 +177,38 @@ class LoggerHook(Hook):
 
     def close(self) -> None:
         """Write what is left."""
-        with suppress(DistError):  # a run that has failed may have lost the rank that knows the rest
-            self._receive(_PATIENCE)
         try:
             self._write_all()
         finally:
-            if self._ranks is not None:
-                self._ranks.close()
             if self._rank_times is not None:
                 self._rank_times.close()
 
-    def _begin(self, runner: TrainRun, iteration: int) -> None:
-        """Send this rank's numbers for a record, which is completed at once where nothing can travel meanwhile."""
+    def _make_record(self, runner: TrainRun, iteration: int) -> None:
+        """Gather what the ranks know of the iterations since the last record."""
         samples, self._samples = self._samples, []
-        rates = _first_rates(runner) if runner.rank == 0 else {}
-        begun = _Begun(runner, runner.epoch + 1, iteration, len(samples), rates, perf_counter())
-        own = self._own_numbers(runner.message_hub, samples)
-        if self._ranks is None:
-            self._unwritten.append((begun, [own]))
-            return
-        self._begun = begun
-        self._ranks.send(own)
-        if not self._ranks.travels_beside:
-            self._complete()
-
-    def _complete(self, timeout: timedelta | None = None) -> None:
-        """Write all records, the one that has been begun included."""
-        self._receive(timeout)
-        self._write_all()
-
-    def _receive(self, timeout: timedelta | None = None) -> None:
-        """Take the ranks' numbers for the record that has been begun, if there is one."""
-        begun, self._begun = self._begun, None
-        if begun is None or self._ranks is None:
-            return
-        numbers = self._ranks.receive(timeout)
-        if numbers is not None:
-            self._unwritten.append((begun, numbers))
+        moment = perf_counter()
+        ranks = gather_object(self._own_numbers(runner.message_hub, samples))
+        if ranks is not None:
+            rates = _first_rates(runner)
+            self._unwritten.append(_Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, ranks))
 
     def _write_all(self) -> None:
         while self._unwritten:
-            self._write_training(*self._unwritten.popleft())
+            self._write_training(self._unwritten.popleft())
 
-    def _write_training(self, begun: _Begun, ranks: Sequence[Mapping[str, float]]) -> None:
-        runner, count = begun.runner, begun.length
+    def _write_training(self, record: _Unwritten) -> None:
+        runner, count, ranks = record.runner, record.length, record.ranks
         values, logged = _merge(ranks)
         # Ranks that compute on the same samples count them once.
         total = sum(numbers["samples"] for numbers in ranks) * runner.data_shard.size / runner.world_size
         self._epoch.add(values, logged, samples=total, iters=count)
         seconds = max(numbers.get("time", 0.0) for numbers in ranks) * count
-        values.update(begun.rates)
+        values.update(record.rates)
         values["samples_per_second"] = total / seconds if seconds else 0.0
         values["memory_mib"] = max(numbers["memory_mib"] for numbers in ranks)
         if self._rank_times is not None:
-            self._rank_times.add(begun.iteration, count, ranks)
-        self._write(runner, "train", begun.epoch, begun.iteration, values, step=begun.iteration)
+            self._rank_times.add(record.iteration, count, ranks)
+        self._write(runner, "train", record.epoch, record.iteration, values, step=record.iteration)
 
     def _own_numbers(self, hub: MessageHub, samples: list[int]) -> dict[str, float]:
         """Return what this rank knows of the iterations since the last record.
