@@ -182,7 +182,7 @@ def test_what_is_dealt_out_is_told():
         build_dataloader(DataLoader(Counting(), sampler=WeightedRandomSampler([1.0] * 11, 5)), seed=0)
     (message,) = messages
     assert message.startswith(
-        "INFO: DataLoader of Counting: its 5 samples are dealt out to 2 ranks, 3 to each, in an o"
+        "INFO: DataLoader of Counting: its 5 samples are split between 2 ranks, 3 to each, in an o"
     )
     assert "ShardedSampler in place of WeightedRandomSampler; if it shards by itself, an attribute `rank` s" in message
 

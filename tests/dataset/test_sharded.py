@@ -275,7 +275,7 @@ def test_samplers_that_know_ranks_are_left_as_they_are(kind):
 @ranks(2)
 def test_split_says_who_deals():
     hidden = {"dataset": DATA, "sampler": DATA[get_rank() :: 2]}
-    with pytest.raises(ConfigError, match=r"the sampler differ \(rank \d of 2\)\. Make them alike.*`split=False`"):
+    with pytest.raises(ConfigError, match=r"the sampler differ \(rank \d of 2\)\. Make them the same.*`split=False`"):
         build_dataloader(hidden, seed=0)
     loader = build_dataloader({**hidden, "split": False}, seed=0)
     assert [int(batch) for batch in loader] == DATA[get_rank() :: 2]

@@ -237,5 +237,5 @@ def test_arguments_that_mean_nothing_any_more_are_told_or_refused(kind, caplog):
     assert not caplog.text
     build(sgd(), {"type": kind, "step_size": 1, "verbose": True}, epochs=2)
     assert "StepLR: `verbose` does nothing: the values are in every record" in caplog.text
-    with pytest.raises(ConfigError, match=r"StepLR: `last_step` must be -1, but is 3\. To go on .* resume=True"):
+    with pytest.raises(ConfigError, match=r"StepLR: `last_step` must be -1, but is 3\. To continue .* resume=True"):
         build(sgd(), {"type": kind, "step_size": 1, "last_step": 3}, epochs=2)

@@ -304,7 +304,9 @@ def test_a_runner_deals_samples_to_groups_and_counts_each_once(size: int, tmp_pa
 def test_a_sampler_that_deals_otherwise_is_refused(tmp_path: Path):
     data = TensorDataset(INPUTS, TARGETS)
     own = DataLoader(data, 4, sampler=DistributedSampler(data))
-    with pytest.raises(ConfigError, match=r"`sampler` must deal out 1 shards.*DistributedSampler deals out 2"):
+    with pytest.raises(
+        ConfigError, match=r"`sampler` must split the data into 1 shards.*DistributedSampler splits it into 2"
+    ):
         Runner(Heads(), tmp_path, train_dataloader=own, strategy=FSDPStrategy(tensor_parallel=2)).train()
     right = DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=1, rank=0))
     cfg = {"by_epoch": False, "max_iters": 1}

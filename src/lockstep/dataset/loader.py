@@ -230,9 +230,9 @@ class _Order(NamedTuple):
         differing = differing_parts(self.dataset, sampler) if get_world_size() > 1 else []
         if differing:
             raise ConfigError(
-                f"`dataset` and `sampler` must be the same on all ranks, to which they are dealt out, but "
-                f"{' and '.join(differing)} differ (rank {get_rank()} of {get_world_size()}). Make them alike, as by "
-                "the seed of a random split, or say `split=False`, if each rank has data of its own"
+                f"`dataset` and `sampler` must be the same on all ranks, which split them, but "
+                f"{' and '.join(differing)} differ (rank {get_rank()} of {get_world_size()}). Make them the same, as "
+                "by the seed of a random split, or say `split=False`, if each rank has data of its own"
             )
 
     def _shuffle(self, arguments: Mapping[str, Any]) -> bool:

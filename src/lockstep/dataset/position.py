@@ -68,6 +68,6 @@ def restore_position(loader: Any, position: Any) -> bool:
     try:
         loader.load_state_dict(position)
     except ValueError as error:
-        _logger.warning("the data can't go on where they were: %s", error)
+        _logger.warning("the position in the data can't be restored: %s", error)
         return False
     return True

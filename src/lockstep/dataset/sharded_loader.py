@@ -71,9 +71,9 @@ def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
     dealt = getattr(sampler, "rank", None), size
     if shard != get_dist_info() and size is not None and dealt != shard:
         raise ConfigError(
-            f"`sampler` must deal out {shard[1]} shards, and this rank be given number {shard[0]}, because the "
-            f"strategy lets several ranks compute on the same samples; but {type(sampler).__name__} deals out {size}, "
-            f"and gives it number {dealt[0]}. Leave the sampler out, or give it the strategy's `data_shard`"
+            f"`sampler` must split the data into {shard[1]} shards, of which this rank takes number {shard[0]}, "
+            f"because several ranks compute on the same samples; but {type(sampler).__name__} splits it into {size}, "
+            f"of which this rank takes number {dealt[0]}. Leave the sampler out, or give it the strategy's `data_shard`"
         )
 
 
@@ -154,7 +154,7 @@ def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, ite
     if whole is not None and whole % shards and not dealt.round_up:
         each = f", {whole // shards} or {whole // shards + 1} to each"
     _logger.info(
-        "%s: its %s%s are dealt out to %d ranks%s, in an order of seed and epoch (%s)",
+        "%s: its %s%s are split between %d ranks%s, in an order of seed and epoch (%s)",
         _describe(loader), count, items, shards, each, kinds,
     )  # fmt: skip
 

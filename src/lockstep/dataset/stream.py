@@ -216,17 +216,17 @@ def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> boo
     """Return whether the samples of an iterable data set are to be dealt out to that many parts.
 
     Raises:
-        ConfigError: the data set asks for its worker, so that it seems to deal itself out, but it can't be told whether
-            it does to ranks as well.
+        ConfigError: the data set calls `get_worker_info`, so that it seems to split itself between workers, but it is
+            not known whether between ranks, too.
     """
     if split is not None or hasattr(dataset, "split_over"):
         return split is not False
     asks = "get_worker_info" in getattr(getattr(type(dataset).__iter__, "__code__", None), "co_names", ())
     if asks and ranks > 1:
         raise ConfigError(
-            f"`split` must be given beside the `dataset`, because {type(dataset).__name__}.__iter__ asks for its "
-            f"worker: False if it deals itself out to {ranks} ranks and their workers; True if each of the {parts} "
-            "is to get a shard of what it yields"
+            f"`split` must be given beside the `dataset`, because {type(dataset).__name__}.__iter__ calls "
+            f"get_worker_info: False if it splits itself between {ranks} ranks and their workers; True if each of the "
+            f"{parts} is to get a shard of what it yields"
         )
     return not asks
 

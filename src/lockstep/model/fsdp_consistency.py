@@ -114,9 +114,9 @@ class Consistency:
             )
             raise RuntimeError(
                 f"weights must be used inside the forward pass of their unit under FSDP, but {type(user).__name__} "
-                f"uses some outside, where they are sharded, which now are those of {names or 'none'}. Call that "
+                f"uses some outside of it, where they are sharded: now those of {names or 'no unit'}. Call that "
                 "module as a whole, or leave it out of `auto_wrap_policy`, so that its weights are gathered with those "
-                "around it; weight.full_tensor() is the whole of one for a penalty in a `train_step`"
+                "around it; a penalty in a `train_step` can use weight.full_tensor()"
             ) from error
 
     def _sharded_units(self, user: nn.Module) -> list[str]:

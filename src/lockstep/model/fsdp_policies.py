@@ -144,7 +144,7 @@ def _run_custom_policy(policy: wrap.CustomPolicy, model: nn.Module) -> list[nn.M
     if options := next((options for options in chosen.values() if options), None):
         raise ValueError(
             "`auto_wrap_policy` must answer True or False for each module, but this CustomPolicy answers "
-            f"{options!r}. Every unit has the arguments of the whole"
+            f"{options!r}. All units take the arguments of the wrapper"
         )
     return list(chosen)
 

@@ -120,7 +120,7 @@ class AmpOptimWrapper(OptimWrapper):
         """
         if self._scaler is not None:
             raise TypeError(
-                f"{type(self.optimizer).__name__} evaluates the loss itself, which a loss scale would falsify. Use "
+                f"{type(self.optimizer).__name__} evaluates the loss itself, which a loss scale would change. Use "
                 "dtype='bfloat16', which needs none"
             )
         super().update_by_closure(evaluate)

@@ -79,9 +79,9 @@ class LossScaler(GradScaler):
         if self._skipped.item() >= PATIENCE:
             raise FloatingPointError(
                 f"the gradients must be finite, but were not in any of the last {PATIENCE} updates, which were all "
-                f"skipped; the loss is scaled by {self.get_scale():g}. Whatever the loss is, nothing is learnt any "
-                "more: torch.autograd.set_detect_anomaly(True) shows where it begins. Or train in bfloat16, which "
-                "needs no scaling"
+                f"skipped; the loss is scaled by {self.get_scale():g}. The parameters no longer change. Find "
+                "the first operation that is not finite with torch.autograd.set_detect_anomaly(True), or train in "
+                "bfloat16, which needs no scaling"
             )
         self._skipped.zero_()
 

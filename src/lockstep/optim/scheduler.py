@@ -61,7 +61,7 @@ class ParamScheduler(ABC):
             )
         if self.last_step != -1:
             raise ConfigError(
-                f"{self.title}: `last_step` must be -1, but is {self.last_step}. To go on where a run was, give the "
+                f"{self.title}: `last_step` must be -1, but is {self.last_step}. To continue a run, give the "
                 "Runner resume=True, or call load_state_dict()"
             )
         if self.verbose:

@@ -66,8 +66,8 @@ class OptimWrapper:
         self.needs_closure = _needs_closure(optimizer)
         if self.needs_closure and accumulative_counts > 1:
             raise ValueError(
-                f"`accumulative_counts` must be 1 for {type(optimizer).__name__}, which evaluates each batch as often "
-                f"as it likes, but is {accumulative_counts}. Use larger batches"
+                f"`accumulative_counts` must be 1 for {type(optimizer).__name__}, which evaluates each batch several "
+                f"times, but is {accumulative_counts}. Use larger batches"
             )
         self.clip_grad = _checked_clipping(clip_grad)
         self._grad_norm: Tensor | None = None

@@ -94,9 +94,9 @@ class GradientFlow:
         rank, size = get_dist_info()
         missing = [name for index, name in enumerate(self.names) if index not in set(order)]
         raise ConfigError(
-            "the loss must reach the same parameters on every rank, in the same order, because gradients are laid end "
-            f"to end as they come, but here it does not reach {missing[:5] or 'them in the order of another rank'} "
-            f"(rank {rank} of {size}). {advice}"
+            "the loss must reach the same parameters on every rank, in the same order, because gradients are "
+            "concatenated in the order in which they arrive, but here it does not reach "
+            f"{missing[:5] or 'them in the order of another rank'} (rank {rank} of {size}). {advice}"
         )
 
 

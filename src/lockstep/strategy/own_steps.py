@@ -78,10 +78,10 @@ class OwnStep:
         if optim_wrapper.inner_count == before and not self._may_go_round:
             rank, size = get_dist_info()
             raise RuntimeError(
-                f"`train_step` of {type(self._core[0]).__name__} must go back by `optim_wrapper.update_params(loss)` "
-                f"or `optim_wrapper.backward(loss)`, but has done neither (rank {rank} of {size}): with this strategy "
-                "`loss.backward()` and `optimizer.step()` train nothing. For a batch that is to change nothing, hand "
-                "over a loss times 0"
+                f"`train_step` of {type(self._core[0]).__name__} must run its backward pass by "
+                "`optim_wrapper.update_params(loss)` or `optim_wrapper.backward(loss)`, but has done "
+                f"neither (rank {rank} of {size}): with this strategy `loss.backward()` and `optimizer.step()` train "
+                "nothing. For a batch that is to change nothing, pass a loss times 0"
             )
 
     @contextmanager

@@ -52,7 +52,9 @@ def test_in_half_precision_its_parts_take_what_the_model_takes():
 @ranks(2)
 @pytest.mark.parametrize("plugin", ["zero1", "zero2", "hybrid", "tp2"])
 def test_going_round_the_optim_wrapper_is_refused(plugin: str):
-    with pytest.raises(RuntimeError, match=r"`train_step` of RawBackward must go back by `optim_wrapper.update_params"):
+    with pytest.raises(
+        RuntimeError, match=r"`train_step` of RawBackward must run its backward pass by `optim_wrapper.update_params"
+    ):
         train_own(RawBackward, strategy_for(plugin))
 
 

@@ -60,7 +60,9 @@ def test_parts_take_it_in_a_validation_too(trains: bool):
 @ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_going_round_the_optim_wrapper_is_refused(stage: int):
-    with pytest.raises(RuntimeError, match=r"`train_step` of RawBackward must go back by `optim_wrapper.update_params"):
+    with pytest.raises(
+        RuntimeError, match=r"`train_step` of RawBackward must run its backward pass by `optim_wrapper.update_params"
+    ):
         train_own(RawBackward, strategy_of(f"zero{stage}"))
     with pytest.raises(RuntimeError, match="`step` must follow `update_params` or `backward`"):
         train_own(RawThenStep, strategy_of(f"zero{stage}"))

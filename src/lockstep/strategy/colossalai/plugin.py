@@ -137,7 +137,7 @@ class PluginChoice:
             )
         if (self.zero_stage or self.tp_size * self.pp_size > 1) and name in _WHOLE_PARAMETERS:
             raise ConfigError(
-                f"`optimizer` must update each number by itself, because {self.kind!r} shows it shards, but is {name}. "
+                f"`optimizer` must update each number by itself, because {self.kind!r} hands it shards, but is {name}. "
                 "Use AdamW or SGD, or plugin='ddp'"
             )
         if self.clips:
@@ -206,8 +206,8 @@ class PluginChoice:
             )
         if self.options.get("enable_sequence_parallelism"):
             raise ConfigError(
-                "`enable_sequence_parallelism` must be False, because ranks would share samples, which the data "
-                "loader deals out. Use tp_size"
+                "`enable_sequence_parallelism` must be False, because ranks would compute on the same samples, "
+                "which the data loader splits between them. Use tp_size"
             )
 
     def _check_pipeline(self) -> None:

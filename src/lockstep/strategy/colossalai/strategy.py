@@ -242,7 +242,8 @@ class ColossalAIStrategy(Strategy):
             if self._splits_by_plan:
                 raise ConfigError(
                     "`tensor_parallel` must be left out with `pp_size` above 1, because a plan does not say which "
-                    "layers are whose. Use `tp_size`, by which ColossalAI's own policy for the model splits layers, too"
+                    "stage has which layers. Use `tp_size`, by which ColossalAI's own policy for the model also splits "
+                    "layers"
                 )
             check_model(model, has_policy=engine.has_policy(model), has_custom_policy=has_custom)
             return {}

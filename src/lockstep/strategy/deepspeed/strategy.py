@@ -248,7 +248,7 @@ def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None
         kind = str(section.get("type")).lower()
         if kind == "muon":
             raise ConfigError(
-                "`optimizer.type` must not be 'muon', which deals the parameters out to groups of its own, so that "
+                "`optimizer.type` must not be 'muon', which sorts the parameters into groups of its own, so that "
                 "their states can't be saved by name. Use 'adamw'"
             )
         if kind in ("adam", "adamw"):
