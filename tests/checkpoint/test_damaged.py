@@ -35,8 +35,12 @@ def cut(path: Path) -> None:
     [
         ("__{last}_0.distcp", Path.unlink, r"__{last}_0.distcp must have \d+ bytes, but is not there. .* is damaged"),
         ("__{last}_0.distcp", cut, r"__{last}_0.distcp must have \d+ bytes, but has \d+. The checkpoint is damaged"),
-        (".metadata", cut, r"three/.metadata can't be read: .* The checkpoint is damaged: copy it again"),
-        (".metadata", Path.unlink, r"must be a directory with .metadata and meta.json in it, but .*three has not both"),
+        (".metadata", cut, r"three/.metadata cannot be read: .* The checkpoint is damaged: copy it again"),
+        (
+            ".metadata",
+            Path.unlink,
+            r"must be a directory with .metadata and meta.json in it, but .*three lacks one of them",
+        ),
     ],
 )
 def test_a_damaged_file_is_named_on_every_rank(name: str, damage: Callable[[Path], None], message: str, tmp_path: Path):
@@ -51,7 +55,7 @@ def test_a_damaged_file_is_named_on_every_rank(name: str, damage: Callable[[Path
 def test_damaged_facts_are_named(tmp_path: Path):
     written(tmp_path / "three")
     cut(tmp_path / "three" / "meta.json")
-    with pytest.raises(ConfigError, match=r"three/meta.json must hold JSON, but can't be read: .* is damaged"):
+    with pytest.raises(ConfigError, match=r"three/meta.json must hold JSON, but cannot be read: .* is damaged"):
         read_meta(tmp_path / "three")
 
 

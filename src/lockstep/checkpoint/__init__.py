@@ -11,7 +11,6 @@ from lockstep.checkpoint.directory import (
     read_shapes,
     save_state,
 )
-from lockstep.checkpoint.weights import read_weights_file
 
 __all__ = [
     "find_last_checkpoint",
@@ -20,6 +19,5 @@ __all__ = [
     "point_to_checkpoint",
     "read_meta",
     "read_shapes",
-    "read_weights_file",
     "save_state",
 ]

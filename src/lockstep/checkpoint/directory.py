@@ -115,7 +115,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} must hold JSON, but can't be read: {error}. {_DAMAGED}") from error
+        raise ConfigError(f"{path} must hold JSON, but cannot be read: {error}. {_DAMAGED}") from error
     return meta
 
 
@@ -164,7 +164,7 @@ def _require_checkpoint(directory: Path) -> None:
     if not is_checkpoint(directory):
         raise ConfigError(
             f"a checkpoint must be a directory with {_INDEX_FILE} and {META_FILE} in it, but "
-            f"{directory} {'has not both' if directory.is_dir() else 'is not there'}"
+            f"{directory} {'lacks one of them' if directory.is_dir() else 'does not exist'}"
         )
 
 
@@ -175,11 +175,11 @@ def _read_index(directory: Path) -> Metadata:
     try:
         return dcp.FileSystemReader(directory).read_metadata()
     except Exception as error:  # whatever unpickling raises
-        raise ConfigError(f"{directory / _INDEX_FILE} can't be read: {error!r}. {_DAMAGED}") from error
+        raise ConfigError(f"{directory / _INDEX_FILE} cannot be read: {error!r}. {_DAMAGED}") from error
 
 
 def _check_files(directory: Path, index: Metadata) -> None:
-    """Refuse a checkpoint of which files are missing or cut short; torch would not say which."""
+    """Refuse a checkpoint with missing or truncated files; torch would not name them."""
     sizes: dict[str, int] = {}
     for stored in (index.storage_data or {}).values():
         end = stored.offset + stored.length

@@ -1,4 +1,4 @@
-"""The metrics of a run, for whoever reads the message hub."""
+"""The metrics of a run in the message hub."""
 
 from __future__ import annotations
 

@@ -377,7 +377,9 @@ class TrainRun(Run):
         checkpoint["ranks"] = {str(self.rank): (own,)}
         save_state(directory, checkpoint, meta)
         if is_last:
-            run_on_main(partial(point_to_checkpoint, self.work_dir, directory))  # whoever returns from here finds it
+            run_on_main(
+                partial(point_to_checkpoint, self.work_dir, directory)
+            )  # every rank that returns from here finds it
         _logger.debug("saved %s", directory)
         return directory
 

@@ -73,7 +73,7 @@ class _PartOfRun(Generic[T]):
             if self._before:
                 return self._before[0]
             raise AttributeError(
-                f"`{self._name}` is built by train(), val() and test(), none of which has come that far"
+                f"`{self._name}` is built by train(), val() or test(), and none of them has built it yet"
             )
         return getattr(built, self._name)
 
@@ -190,7 +190,7 @@ class Runner:
     def run(self) -> Run:
         """What train(), val() or test() has built: what loops and hooks get."""
         if self._run is None:
-            raise AttributeError("`run` is built by train(), val() and test(), none of which has come that far")
+            raise AttributeError("`run` is built by train(), val() or test(), and none of them has built it yet")
         return self._run
 
     def train(self) -> nn.Module:

@@ -56,7 +56,7 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
 
 def _allow_files(count: int) -> None:
     """Raise the number of files that this process may open, as far as it may do so."""
-    import resource  # which Windows has not
+    import resource  # not on Windows
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -95,8 +95,8 @@ def make_folder(folder: Path, *, anew: bool = False) -> None:
         if anew and isinstance(error, FileExistsError):
             raise
         raise ConfigError(
-            f"`work_dir` must be a folder that can be made and written to, but {folder} cannot be made: {error}. "
-            "Choose another one, for instance by --work-dir, or mend its permissions"
+            f"`work_dir` must be a folder that can be created and written to, but {folder} cannot be created: {error}. "
+            "Choose another folder, for instance with --work-dir, or change its permissions"
         ) from error
 
 

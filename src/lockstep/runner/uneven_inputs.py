@@ -1,4 +1,4 @@
-"""Going through data of which the ranks may hold unequal amounts, in step."""
+"""Iterating over data in step, where the ranks may hold different numbers of batches."""
 
 from __future__ import annotations
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import is_checkpoint, load_state, read_shapes, read_weights_file
+from lockstep.checkpoint import is_checkpoint, load_state, read_shapes
 from lockstep.errors import ConfigError
 from lockstep.model import unwrap_model
 from lockstep.strategy import Strategy
@@ -100,12 +103,11 @@ def _read_fitting(own: Mapping[str, Any], weights: Weights, *, strict: bool) -> 
     if is_checkpoint(path):
         shapes = read_shapes(path, "model")
     elif path.is_file():
-        state = _renamed(read_weights_file(path), weights.revise_keys)
+        state = _renamed(_read_file(path), weights.revise_keys)
         shapes = {name: tuple(value.shape) for name, value in state.items()}
     else:
         raise ConfigError(
-            f"`load_from` must be a checkpoint or a file of weights, but is {path}. What is elsewhere, such as on the "
-            "web, must be downloaded before"
+            f"`load_from` must be a checkpoint or a file of weights, but is {path}. Download weights from the web first"
         )
     fitting = _fitting(own, shapes, path, strict=strict)
     if is_checkpoint(path):
@@ -114,19 +116,21 @@ def _read_fitting(own: Mapping[str, Any], weights: Weights, *, strict: bool) -> 
 
 
 def _fitting(own: Mapping[str, Any], shapes: Mapping[str, Any], path: Path, *, strict: bool) -> list[str]:
-    """Return the names of the weights that can be loaded, and tell which can't."""
+    """Return the names of the weights that can be loaded, and report the others."""
     differ = [name for name in own if name in shapes and not _is_alike(own[name], shapes[name])]
     fitting = [name for name in own if name in shapes and name not in differ]
     faults = {
-        "which it lacks": [name for name in own if name not in shapes],
-        "which have another shape there": differ,
-        "which the model has not": [name for name in shapes if name not in own],
+        "missing": [name for name in own if name not in shapes],
+        "of another shape": differ,
+        "unknown to the model": [name for name in shapes if name not in own],
     }
-    told = "; ".join(f"{_listed(names)}, {what}" for what, names in faults.items() if names)
+    told = "; ".join(f"{what}: {_listed(names)}" for what, names in faults.items() if names)
     if told and (strict or not fitting):
-        raise ConfigError(f"{path} does not fit the model: {told}")
+        raise ConfigError(f"the weights in {path} do not fit the model ({told})")
     if told:
-        _logger.warning("%s does not fit the model in all: %s. The other %d are loaded", path, told, len(fitting))
+        _logger.warning(
+            "some of the weights in %s do not fit the model (%s). The other %d are loaded", path, told, len(fitting)
+        )
     return fitting
 
 
@@ -137,6 +141,47 @@ def _is_alike(own: Any, shape: Any) -> bool:
 def _listed(names: list[str]) -> str:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    """Return the weights in a file by the names that they have there.
+
+    The file holds a state dict, or a dict with one under `state_dict` or `model`. Only tensors and plain values are
+    unpickled: objects of any other class, such as those that MMEngine's checkpoints hold beside the weights, become
+    empty ones, and none of their code runs.
+
+    Raises:
+        ConfigError: there are no weights in the file.
+    """
+    try:
+        with torch.serialization.safe_globals([(_Empty, name) for name in _strangers(path)]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{path} must be a file that torch.save has written, but cannot be read: {error}") from error
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise ConfigError(f"{path} must hold a state dict, alone or under 'state_dict' or 'model', but does not")
+    return content
+
+
+def _strangers(path: Path) -> list[str]:
+    """Return the classes and functions that a file refers to, but that weights do not need."""
+    if not zipfile.is_zipfile(path):  # written by torch before 1.6, which does not list them
+        return []
+    return torch.serialization.get_unsafe_globals_in_checkpoint(path)
+
+
+class _Empty:
+    """Replaces an object that is not needed: accepts any arguments and any state, and keeps none."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
 
 
 def _renamed(state: Mapping[str, Tensor], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
