@@ -187,7 +187,8 @@ class LoggerHook(Hook):
         """Gather what the ranks know of the iterations since the last record."""
         samples, self._samples = self._samples, []
         moment = perf_counter()
-        ranks = gather_object(self._own_numbers(runner.message_hub, samples))
+        own = self._own_numbers(runner.message_hub, samples)
+        ranks = gather_object(own) if runner.distributed else [own]  # one process has nothing to pickle
         if ranks is not None:
             rates = _first_rates(runner)
             self._unwritten.append(_Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, ranks))
