@@ -33,7 +33,7 @@ def main(rounds: int) -> None:
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
     with tempfile.TemporaryDirectory() as folder:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        environment["PYTHONPYCACHEPREFIX"] = folder
+        environment |= {"PYTHONPYCACHEPREFIX": folder, "PYTHONPATH": str(ROOT / "src")}
         for number in range(-1, rounds):  # the first round writes the bytecode
             for case, words in CASES.items():
                 spent = _cpu_seconds(words, environment)
