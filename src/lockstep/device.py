@@ -202,7 +202,7 @@ def _process_memory() -> MemoryStats:
 
 
 def _peak_resident_bytes() -> int:
-    import resource  # which Windows has not
+    import resource  # which Windows does not have
     import sys
 
     # It counts KiB on Linux and bytes on macOS.

@@ -42,7 +42,7 @@ def test_help_does_not_import_torch(words, tmp_path):
         (["train", "none.py", "--nproc", "2"], 1, "there is no config file"),
         (["train", "line.py", "--launcher", "torch"], 1, "`launcher` must be one of"),
         (["train", "line.py", "--nnodes", "2"], 2, "`rdzv` must be HOST:PORT"),
-        (["launch", "none.py", "--nproc", "2"], 1, "there is no script `none.py`"),
+        (["launch", "none.py", "--nproc", "2"], 1, "the script `none.py` does not exist"),
     ],
 )
 def test_what_does_not_compute_does_not_import_torch(folder, words, code, says):
@@ -59,7 +59,7 @@ def test_the_installed_command_and_the_module_are_the_same(lockstep):
     assert lockstep("launch", "no_script.py") == (
         1,
         "",
-        "error: there is no script `no_script.py`; a module takes -m\n",
+        "error: the script `no_script.py` does not exist. To run a module, use -m\n",
     )
 
 

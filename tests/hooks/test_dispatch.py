@@ -65,8 +65,7 @@ def test_methods_that_nobody_calls_are_told(tmp_path: Path):
     runner.train()
     log = (runner.run_dir / "log.txt").read_text()
     assert (
-        "`after_train_itr` of Misspelt is no point of a run, and is never called: did you mean `after_train_iter`"
-        in log
+        "`after_train_itr` of Misspelt is not a hook point, and is never called: did you mean `after_train_iter`" in log
     )
     assert "`before_epoch` of Misspelt" in log
     assert "after_zzz" not in log

@@ -184,12 +184,12 @@ def test_what_ranks_set_by_hand_leave_out(env: Environment, place: tuple[int, ..
         (
             "slurm",
             SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,x"},
-            "SLURM_STEP_TASKS_PER_NODE must be of Slurm's form",
+            "SLURM_STEP_TASKS_PER_NODE must have Slurm's format",
         ),
         (
             "slurm",
             SLURM_STEP | {"SLURM_STEP_NODELIST": "n[1-"},
-            "SLURM_STEP_NODELIST must be of Slurm's form, but 'n[1-'",
+            "SLURM_STEP_NODELIST must have Slurm's format, but 'n[1-'",
         ),
         # Out of bounds.
         (
@@ -203,13 +203,13 @@ def test_what_ranks_set_by_hand_leave_out(env: Environment, place: tuple[int, ..
             TORCHRUN | {"LOCAL_RANK": "2"},
             "LOCAL_RANK must be below LOCAL_WORLD_SIZE, 2, but is 2 (rank 3 of 4)",
         ),
-        ("pytorch", TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE must fit to WORLD_SIZE, 4 on 2 nodes"),
-        ("pytorch", TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE must fit to WORLD_SIZE, 4 on 2 nodes"),
-        ("pytorch", hand_set(0, 2, LOCAL_WORLD_SIZE=3), "LOCAL_WORLD_SIZE must fit to WORLD_SIZE, 2, but is 3"),
+        ("pytorch", TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE must fit WORLD_SIZE, 4 on 2 nodes"),
+        ("pytorch", TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE must fit WORLD_SIZE, 4 on 2 nodes"),
+        ("pytorch", hand_set(0, 2, LOCAL_WORLD_SIZE=3), "LOCAL_WORLD_SIZE must fit WORLD_SIZE, 2, but is 3"),
         (
             "pytorch",
             TORCHRUN_STANDALONE | {"WORLD_SIZE": "4"},
-            "LOCAL_WORLD_SIZE must fit to WORLD_SIZE, 4 on 1 nodes (GROUP_WORLD_SIZE), but is 2",
+            "LOCAL_WORLD_SIZE must fit WORLD_SIZE, 4 on 1 nodes (GROUP_WORLD_SIZE), but is 2",
         ),
         ("pytorch", TORCHRUN | {"GROUP_RANK": "2"}, "GROUP_RANK must be below GROUP_WORLD_SIZE, 2, but is 2"),
         (

@@ -36,13 +36,13 @@ def test_hostlist(text: str, hosts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "no node list"),
-        (",", "no node list"),
-        ("n1,", "no node list"),
-        ("n1,,n2", "no node list"),
-        ("n[1-2", "no node list"),
-        ("n1-2]", "no node list"),
-        ("n[1-[2]]", "no node list"),
+        ("", "is not a node list"),
+        (",", "is not a node list"),
+        ("n1,", "is not a node list"),
+        ("n1,,n2", "is not a node list"),
+        ("n[1-2", "is not a node list"),
+        ("n1-2]", "is not a node list"),
+        ("n[1-[2]]", "is not a node list"),
         ("n[]", "'' is no number or range"),
         ("n[1,,2]", "'' is no number or range"),
         ("n[a-b]", "'a-b' is no number or range"),
@@ -101,7 +101,7 @@ def test_task_counts(text: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "2,", "x3", "2(x)", "2(3)", "2(x3", "-1", "2 (x3)", "two"])
 def test_what_is_no_task_count(text: str) -> None:
-    with pytest.raises(ValueError, match="is no task count such as"):
+    with pytest.raises(ValueError, match="is not a task count such as"):
         expand_task_counts(text)
 
 

@@ -152,7 +152,7 @@ def point_to_checkpoint(work_dir: Path, directory: Path) -> None:
 
 
 def find_last_checkpoint(work_dir: Path) -> Path | None:
-    """Return the last checkpoint of `work_dir`, or None if there is none that is complete."""
+    """Return the last checkpoint of `work_dir`, or None if no checkpoint is complete."""
     pointer = work_dir / POINTER_FILE
     if not pointer.is_file():
         return None

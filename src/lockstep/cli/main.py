@@ -51,7 +51,7 @@ def launch_script(
     """
     job = options.job_spec()
     if not module and not Path(script[0]).is_file():
-        raise LaunchError(f"there is no script `{script[0]}`; a module takes -m")
+        raise LaunchError(f"the script `{script[0]}` does not exist. To run a module, use -m")
     from lockstep.launch import launch  # imports torch
 
     launch(

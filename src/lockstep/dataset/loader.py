@@ -130,7 +130,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
     try:
         return DataLoader(dataset, **arguments)
     except TypeError as error:
-        raise ConfigError(f"a data loader's config does not fit: {error}") from error
+        raise ConfigError(f"a data loader's config is not valid: {error}") from error
 
 
 def _first_samples(dataset: Any, count: int) -> Any:
@@ -159,7 +159,7 @@ def _stream_loader(dataset: Any, arguments: dict[str, Any], shard: tuple[int, in
     try:
         return StreamLoader(stream, **arguments)
     except TypeError as error:
-        raise ConfigError(f"a data loader's config does not fit: {error}") from error
+        raise ConfigError(f"a data loader's config is not valid: {error}") from error
 
 
 class _Order(NamedTuple):

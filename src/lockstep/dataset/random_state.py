@@ -19,7 +19,7 @@ def random_state(*, accelerator: bool = True) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if accelerator and get_device() != "cpu":
         state["device"] = torch.get_device_module(get_device()).get_rng_state()
-    if "numpy" in sys.modules:  # where nobody has imported it, nobody draws from it
+    if "numpy" in sys.modules:  # where it is not imported, it draws no random numbers
         state["numpy"] = sys.modules["numpy"].random.get_state()
     return state
 

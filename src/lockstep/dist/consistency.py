@@ -167,7 +167,7 @@ def _compare(call: str, comm: Comm) -> None:
     if len(set(calls)) > 1:
         table = "\n".join(f"  rank {rank}: {other}" for rank, other in enumerate(calls))
         raise CollectiveMismatchError(
-            f"all ranks must call the same collective with arguments that belong together, but call\n{table}"
+            f"all ranks must call the same collective with matching arguments, but call\n{table}"
         )
 
 

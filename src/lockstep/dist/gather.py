@@ -417,7 +417,7 @@ def _exchange_headers(
         wire = comm.to_comm_device(data)
         header = header_of(wire, None if outputs is NOT_GIVEN else outputs)
     except (TypeError, ValueError) as error:
-        # Only this rank can see it, so it has to tell the others, who wait.
+        # Only this rank can see it, so it has to tell the others, which wait.
         buffers.own.data[:] = encode_failure(error)
         transport.all_gather_headers(buffers)
         raise
@@ -549,7 +549,7 @@ def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Com
         wires = [comm.to_comm_device(entry) for entry in scatter_list]
         headers = [header_of(wire) for wire in wires]
     except (TypeError, ValueError) as error:
-        # Only this rank can see it, so it has to tell the others, who wait.
+        # Only this rank can see it, so it has to tell the others, which wait.
         buffers.every.data[:] = encode_failure(error) * comm.size
         transport.scatter_headers(buffers, comm.rank)
         raise

@@ -183,7 +183,7 @@ def warn_of_lost_gradients(name: str, outcome: str, *, has_sync_grads: bool = Fa
     remedy = "Pass sync_grads=True" if has_sync_grads else "Use all_gather or all_reduce with sync_grads=True"
     warnings.warn_explicit(
         f"{name} at {file}:{line} is given a tensor that requires grad, but {outcome}. {remedy} to let gradients flow "
-        "back over the ranks, or hand in .detach() to say that none shall",
+        "back over the ranks, or hand in .detach() to say that no gradient should flow",
         UserWarning,
         file,
         line,

@@ -232,7 +232,7 @@ def sync_random_seed(
         device: taken for the sake of older callers; the group knows where it talks.
         group: where; None is the default group.
 
-    **Collective**: every rank of the group. **Raises**: ValueError on every rank where rank 0's seed is none.
+    **Collective**: every rank of the group. **Raises**: ValueError on every rank where rank 0's seed is out of range.
 
     **Example (2 ranks)**::
 
@@ -417,7 +417,7 @@ def _part(joined: Tensor, like: Sequence[Tensor], is_uniform: bool) -> Sequence[
 
 @contextmanager
 def _report(comm: Comm) -> Iterator[None]:
-    """Tell the others, who wait for this rank's structure, what keeps it from sending one."""
+    """Tell the others, which wait for this rank's structure, why it can't send one."""
     try:
         yield
     except Exception as error:

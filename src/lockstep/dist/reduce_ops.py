@@ -180,6 +180,6 @@ def _mean_of_words(total: Tensor, size: int, *, dtype: torch.dtype) -> Tensor:
 def _require_exact(exact: bool, dtype: torch.dtype) -> None:
     if not exact:
         raise ValueError(
-            f"the mean of {dtype} data must be a whole number, but is not for at least one element. "
+            f"the mean of {dtype} data must be a whole number, but at least one element's is not. "
             "Convert first, e.g. data.float(), or use op='sum'"
         )

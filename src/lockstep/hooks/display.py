@@ -78,7 +78,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """A line now and then, for a log that somebody reads afterwards.
+    """A line now and then, for a log that is read afterwards.
 
     Args:
         console: where the lines go.

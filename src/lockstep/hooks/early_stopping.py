@@ -16,7 +16,7 @@ _KEY = "early_stopping"
 
 @HOOKS.register_module()
 class EarlyStoppingHook(Hook):
-    """Stop training when a metric of the validation has not improved for a while.
+    """Stop training when a metric of the validation has not improved for some time.
 
     All ranks have the same metrics, and so stop at the same time. What was best, and for how long, is saved with
     checkpoints. A run that goes on from one is as patient as if it had never been interrupted. One that had stopped

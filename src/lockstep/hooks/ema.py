@@ -35,7 +35,7 @@ class EMAHook(Hook):
     * After each iteration the weights enter the average. Replicas are equal, and so are their averages: nothing is
       sent between ranks.
     * During validation and testing the average takes the place of the model's weights.
-    * The model in a checkpoint is the average: whoever loads it gets what was validated. The weights that training
+    * The model in a checkpoint is the average: loading it gives what was validated. The weights that training
       goes on from are beside it. A run that resumes with this hook goes on from them; one without it, from the average.
 
     The first weights that are averaged are those after the first iteration, or after iteration `begin_iter`, as in

@@ -31,7 +31,7 @@ class CallOrder:
     Args:
         names: of the units, the same on all ranks; empty for the whole model.
         rule: what all ranks must do, the beginning of an error.
-        remedy: returns how to mend it, the end of an error, from the names of the units in question.
+        remedy: returns what to do, the end of an error, from the names of the units in question.
         error: the class of an error.
         first: how many passes of each kind are compared before only every fiftieth is.
         mesh: the ranks, along one axis or several; by default all.

@@ -43,7 +43,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
     The wrapper hides the arguments of `forward`, and puts a prefix before every name.
     """
-    dynamo = sys.modules.get("torch._dynamo")  # where nobody has imported it, nothing is compiled
+    dynamo = sys.modules.get("torch._dynamo")  # where it is not imported, nothing is compiled
     if dynamo is None or not isinstance(model, dynamo.OptimizedModule):
         return model
     inner: nn.Module = model._orig_mod

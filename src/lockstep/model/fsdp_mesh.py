@@ -54,7 +54,7 @@ def make_mesh(
     Args:
         device_type: where parameters live during a step.
         hybrid: whether two axes are wanted; None leaves it to the other arguments.
-        replicated: shard over nobody.
+        replicated: not sharded.
         process_group: the ranks to shard over; a pair (to shard over, to replicate over); or a one-axis mesh.
         device_mesh: the mesh itself, or its shape (replicas, shards).
 
@@ -104,7 +104,7 @@ def make_tensor_parallel_mesh(
         device_type: where parameters live during a step.
         degree: the length of the axis `tp`; None takes that of the mesh that is given.
         hybrid: whether shards are wanted within replicas; None leaves it to the mesh.
-        replicated: shard over nobody.
+        replicated: not sharded.
         process_group: None.
         device_mesh: a mesh whose last axis is called `tp`; or the shape (replicas, shards) of the others.
 

@@ -1,4 +1,4 @@
-"""Sharded parameters, whole for a while."""
+"""Sharded parameters, whole for some time."""
 
 from __future__ import annotations
 

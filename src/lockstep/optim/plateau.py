@@ -16,7 +16,7 @@ from lockstep.registry.nearest import did_you_mean
 @PARAM_SCHEDULERS.register_module(name=["ReduceOnPlateauLR", "ReduceOnPlateauParamScheduler"])
 @dataclass(eq=False, repr=False)
 class ReduceOnPlateauLR(ParamScheduler):
-    """Multiply by `factor` when a metric of the validation has not become better for a while.
+    """Multiply by `factor` when a metric of the validation has not become better for some time.
 
     All ranks have the same metrics, and so the same values. Validations outside the window from `begin` to `end` do
     not count.

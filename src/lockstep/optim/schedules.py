@@ -17,7 +17,7 @@ from lockstep.registry import PARAM_SCHEDULERS
 @PARAM_SCHEDULERS.register_module(name=["ConstantLR", "ConstantParamScheduler"])
 @dataclass(eq=False, repr=False)
 class ConstantLR(FormulaScheduler):
-    """Multiply by `factor` for a while.
+    """Multiply by `factor` for some time.
 
     Args:
         factor: by which the value is multiplied.

@@ -293,7 +293,7 @@ def _warn_of_misspelt_points(hook: Hook) -> None:
     for name in dir(type(hook)):
         if name.startswith(("before_", "after_")) and name not in POINTS:
             for meant in get_close_matches(name, POINTS, n=1, cutoff=0.8):
-                _logger.warning("`%s` of %s is no point of a run, and is never called: did you mean `%s`?",
+                _logger.warning("`%s` of %s is not a hook point, and is never called: did you mean `%s`?",
                                 name, type(hook).__name__, meant)  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class DDPStrategy(NativeStrategy):
         }
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap the model, unless there is nobody to share it with or nothing in it to train."""
+        """Wrap the model, unless there is only one rank, or nothing to train."""
         trainable = any(parameter.requires_grad for parameter in model.parameters())
         if not is_distributed() or not trainable:
             return model

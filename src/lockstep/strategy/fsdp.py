@@ -68,7 +68,7 @@ class FSDPStrategy(NativeStrategy):
 
         An optimizer that is given as an object holds the parameters as they were; it gets the sharded ones. In this
         order and before any forward pass, because after one the outermost parameters are whole for a while, and an
-        optimizer that got hold of those would train tensors that nobody uses.
+        optimizer that got hold of those would train tensors that are not used.
 
         Raises:
             ConfigError: an optimizer that is given has a state already, or parameters of another model; or it fails or

@@ -170,7 +170,7 @@ def find_strangers(
 ) -> str | None:
     """Return what is wrong with a state that holds entries for parameters which the optimizer does not update.
 
-    Those of parameters that are frozen now are all right; nobody needs them.
+    Those of parameters that are frozen now are ignored.
 
     Args:
         parameters: of the model, by name.

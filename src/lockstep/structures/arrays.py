@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def is_array(value: Any) -> bool:
-    """Return whether `value` is a numpy array. Where nobody has imported numpy, nothing is one."""
+    """Return whether `value` is a numpy array. False where numpy is not imported."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 

@@ -127,7 +127,7 @@ class RankTests:
 
 
 def _size_of(item: pytest.Item) -> int:
-    """Return the number of ranks a test needs, or 0 for a test that is none."""
+    """Return the number of ranks a test needs, or 0 for a function that is not a rank test."""
     marker = item.get_closest_marker("ranks")
     if marker is None:
         return 0

@@ -322,4 +322,4 @@ def _parsed(env: Environment, name: str, parse: Callable[[str], Parsed]) -> Pars
     try:
         return parse(env[name])
     except ValueError as error:
-        raise TopologyError(f"{name} must be of Slurm's form, but {error}. Start the ranks with srun") from error
+        raise TopologyError(f"{name} must have Slurm's format, but {error}. Start the ranks with srun") from error

@@ -101,7 +101,7 @@ def _derive_sizes(statement: Statement) -> tuple[int, int]:
     if local.value > most or (nodes is not None and nodes.value == 1 and local.value != world.value):
         on_nodes = f" on {nodes.value} nodes ({nodes.name})" if nodes is not None else ""
         raise statement.contradiction(
-            f"{local.name} must fit to {world.name}, {world.value}{on_nodes}, but is {local.value}"
+            f"{local.name} must fit {world.name}, {world.value}{on_nodes}, but is {local.value}"
         )
     if nodes is not None:
         return local.value, nodes.value

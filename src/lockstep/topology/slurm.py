@@ -45,7 +45,7 @@ def expand_task_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise ValueError(f"{part!r} is no task count such as 2 or 2(x3)")
+            raise ValueError(f"{part!r} is not a task count such as 2 or 2(x3)")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -54,7 +54,7 @@ def _split_outside_brackets(text: str) -> list[str]:
     # The commas inside brackets are hidden from the split by looking past each bracketed part as a whole.
     groups = re.findall(r"(?:\[[^\[\]]*\]|[^,\[\]])+", text)
     if not groups or ",".join(groups) != text:
-        raise ValueError(f"{text!r} is no node list such as n[01-03,7],login")
+        raise ValueError(f"{text!r} is not a node list such as n[01-03,7],login")
     return groups
 
 
@@ -70,7 +70,7 @@ def _expand_ranges(text: str) -> list[str]:
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise ValueError(f"{part!r} is no number or range such as 01-03")
+            raise ValueError(f"{part!r} is not a number or range such as 01-03")
         first, last = match[1], match[2] or match[1]
         if int(first) > int(last):
             raise ValueError(f"the range {part!r} runs backwards")

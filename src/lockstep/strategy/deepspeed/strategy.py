@@ -186,7 +186,7 @@ class DeepSpeedStrategy(Strategy):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError(
                 f"`model` must have values, but {type(model).__name__} is on the meta device. Make it on the CPU, or "
-                "use strategy 'fsdp', which makes it part by part"
+                "use strategy 'fsdp', which allocates it unit by unit"
             )
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
@@ -264,7 +264,7 @@ def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None
     elif config_rules.stage_of(full) > 0 and not (_is_deepspeeds(optimizer) or full.get(_UNTESTED)):
         raise ConfigError(
             f"`optimizer` must update each number by itself under ZeRO, which cuts parameters into pieces, but is "
-            f"{type(optimizer).__name__}, of which that is not known. Use AdamW, stage=0 or strategy 'fsdp', or set "
+            f"{type(optimizer).__name__}, which is not known to do so. Use AdamW, stage=0 or strategy 'fsdp', or set "
             f"{_UNTESTED}=True if it does"
         )
     if config_rules.offloads_optimizer(full):
