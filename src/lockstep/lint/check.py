@@ -6,11 +6,10 @@ import os
 from collections.abc import Collection, Iterator
 
 from lockstep.config import Config
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, nearest
 from lockstep.lint.parts import Fault
 from lockstep.lint.sections import faults_of
 from lockstep.registry import in_default_scope
-from lockstep.registry.nearest import nearest
 from lockstep.runner.arguments import ARGUMENTS, CONFIG_KEYS, misfits, mispaired
 
 _KNOWN = {**ARGUMENTS, **CONFIG_KEYS}

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import RegistryError
+from lockstep.errors import RegistryError, did_you_mean, nearest
 from lockstep.lint.values import misfit
 from lockstep.registry import Registry
-from lockstep.registry.nearest import did_you_mean, nearest
 from lockstep.registry.signatures import Arguments
 
 _LONGEST_VALUE = 60

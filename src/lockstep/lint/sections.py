@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, did_you_mean
 from lockstep.lint.parts import Fault, Kind, resolve
 from lockstep.lint.values import misfit
 from lockstep.optim import ParamScheduler
@@ -32,7 +32,6 @@ from lockstep.registry import (
     STRATEGIES,
     VISUALIZERS,
 )
-from lockstep.registry.nearest import did_you_mean
 from lockstep.registry.signatures import Arguments
 from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from lockstep.registry.nearest import did_you_mean
+from lockstep.errors import did_you_mean
 
 ClassNames: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 

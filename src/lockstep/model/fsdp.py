@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, did_you_mean
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
 from lockstep.model.fsdp_arguments import Offload, Precision
@@ -28,7 +28,6 @@ from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import Request, read_request
 from lockstep.model.wrapper import ModelWrapper, train_step
 from lockstep.registry import MODEL_WRAPPERS
-from lockstep.registry.nearest import did_you_mean
 
 
 @MODEL_WRAPPERS.register_module()

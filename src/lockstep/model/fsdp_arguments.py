@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 
 from lockstep.device import get_device
 from lockstep.dist import is_main_process
-from lockstep.registry.nearest import did_you_mean
+from lockstep.errors import did_you_mean
 
 _logger = logging.getLogger("lockstep.model.fsdp")
 

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import wrap
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, did_you_mean
 from lockstep.model.class_names import classes_in
 from lockstep.registry import Registry
-from lockstep.registry.nearest import did_you_mean
 
 FSDP_WRAP_POLICIES = Registry("FSDP wrap policy", scope="lockstep")
 for _name in (

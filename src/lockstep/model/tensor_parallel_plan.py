@@ -19,8 +19,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from lockstep.errors import ConfigError
-from lockstep.registry.nearest import did_you_mean
+from lockstep.errors import ConfigError, did_you_mean
 
 
 class Request(NamedTuple):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.errors import did_you_mean
 from lockstep.optim.loss_scaler import LossScaler
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
-from lockstep.registry.nearest import did_you_mean
 
 _logger = logging.getLogger(__name__)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, did_you_mean, nearest
 from lockstep.model import is_model_wrapper
-from lockstep.registry.nearest import did_you_mean, nearest
 
 Options = dict[str, Any]
 

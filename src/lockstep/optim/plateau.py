@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, did_you_mean
 from lockstep.optim.scheduler import ParamScheduler, for_momentum
 from lockstep.registry import PARAM_SCHEDULERS
-from lockstep.registry.nearest import did_you_mean
 
 
 @PARAM_SCHEDULERS.register_module(name=["ReduceOnPlateauLR", "ReduceOnPlateauParamScheduler"])

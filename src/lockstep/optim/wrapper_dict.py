@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.errors import did_you_mean
 from lockstep.model import ModelWrapper
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
-from lockstep.registry.nearest import did_you_mean
 
 
 @OPTIM_WRAPPERS.register_module()

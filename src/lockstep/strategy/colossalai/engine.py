@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.dist import all_gather
 from lockstep.engines import load_engine
-from lockstep.errors import ConfigError, DistError
+from lockstep.errors import ConfigError, DistError, did_you_mean
 from lockstep.model.tensor_parallel_plan import read_plan
-from lockstep.registry.nearest import did_you_mean
 from lockstep.registry.signatures import Arguments
 
 

@@ -13,8 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError
-from lockstep.registry.nearest import did_you_mean
+from lockstep.errors import ConfigError, did_you_mean
 from lockstep.strategy.colossalai.pipeline import Cutting
 from lockstep.strategy.trainable import check_kinds
 

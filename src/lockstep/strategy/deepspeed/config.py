@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import ConfigError
-from lockstep.registry.nearest import nearest
+from lockstep.errors import ConfigError, nearest
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"
