@@ -142,7 +142,7 @@ SCRIPT = """
         ("nan", "the loss must be finite, but is not in iteration 1"),
         ("metric", "Silent.compute_metrics() must return a dict of numbers by name, but returned None"),
         ("short", "`dataset` must have at least one sample for each of the 2 ranks, but has 1"),
-        ("folder", "`work_dir` must be a folder that can be made and written to, but /proc/nowhere"),
+        ("folder", "`work_dir` must be a folder that can be created and written to, but /proc/nowhere"),
     ],
 )
 def test_a_job_that_fails_says_why_and_ends(case, says, tmp_path: Path):
