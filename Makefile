@@ -16,7 +16,7 @@ demo: $(READY)  ## train on real digits in two processes
 	$(BIN)/lockstep train examples/digits/config.py --nproc 2
 
 # Whole jobs, started as a user starts them, take minutes: they have a word of their own.
-JOBS := tests/launchers tests/examples
+JOBS := $(addprefix tests/,launchers examples launch cli)
 # So do the combinations of what strategies can do, and of optimizers with them.
 LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals.py optim_state.py tensor_parallel.py \
 	compile.py) tests/model/test_fsdp_consistency.py
@@ -29,7 +29,7 @@ test-layouts: $(READY)  ## FSDP's options and checks, tensor parallelism, compil
 	$(BIN)/python -m pytest $(LAYOUTS) $(PYTEST_ARGS)
 
 .PHONY: test-jobs
-test-jobs: $(READY)  ## torchrun, mpirun, Slurm and two hosts for real; every example
+test-jobs: $(READY)  ## the commands, torchrun, mpirun, Slurm and two hosts for real; every example
 	$(BIN)/python -m pytest $(JOBS) $(PYTEST_ARGS)
 
 .PHONY: test-gpu
