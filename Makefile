@@ -19,7 +19,7 @@ demo: $(READY)  ## train on real digits in two processes
 JOBS := $(addprefix tests/,launchers examples launch cli)
 # So do the combinations of what strategies can do, and of optimizers with them.
 LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals.py optim_state.py tensor_parallel.py \
-	compile.py) tests/model/test_fsdp_consistency.py
+	compile.py) $(addprefix tests/model/test_,fsdp.py fsdp_consistency.py)
 
 test: $(READY)  ## every room, on real ranks
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(JOBS) $(LAYOUTS)) $(PYTEST_ARGS)
