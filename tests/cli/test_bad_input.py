@@ -216,7 +216,7 @@ def test_a_command_whose_hook_raises_on_one_rank_ends_for_all(lockstep, folder):
         (["train_dataloader.batch_sise=2"], "`train_dataloader.batch_sise` = 2 is no argument of a data loader"),
         (["train_cfg.max_epochs=two"], "an option: `train_cfg.max_epochs` = 'two' must be int, but is text"),
         (["custom_hooks=3"], "an option: `custom_hooks` must be a list of hooks or None, but is 3 of int"),
-        (["--work-dir", "toy.py/runs"], "`work_dir` must be a folder that can be created and written to, but toy.py/runs"),
+        (["--work-dir", "toy.py/runs"], "`work_dir` must be a folder that can be created and written to, but toy.py/"),
     ],
 )  # fmt: skip
 def test_what_can_be_found_before_ranks_are_started_is(here, words, says):
