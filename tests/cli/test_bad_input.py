@@ -150,7 +150,7 @@ def test_a_work_dir_that_cannot_be_written_to(tmp_path):
     first, second = told(caught.value)
     assert first.startswith("ConfigError: `work_dir` must be a folder that can be created and written to")
     assert f"{tmp_path}/file/runs" in first
-    assert "Choose another one" in first
+    assert "Choose another folder" in first
     assert second.startswith("PeerError: ")
     assert "rank 0" in second
     assert "`work_dir` must be a folder" in second
