@@ -24,7 +24,7 @@ from lockstep.model.preprocessor import BaseDataPreprocessor
 from lockstep.model.recomputing import checkpoint_activations
 from lockstep.model.separate import MMSeparateDistributedDataParallel
 from lockstep.model.steps import UpdatesParams, parse_losses
-from lockstep.model.wrapper import ModelWrapper, is_model_wrapper, predict_step, train_step, unwrap_model
+from lockstep.model.wrapper import ModelWrapper, is_model_wrapper, predict_step, step_of, train_step, unwrap_model
 
 if TYPE_CHECKING:
     from lockstep.model.fsdp import MMFullyShardedDataParallel
@@ -58,6 +58,7 @@ __all__ = [
     "parse_losses",
     "predict_step",
     "revert_sync_batchnorm",
+    "step_of",
     "train_step",
     "uncompiled",
     "unwrap_model",

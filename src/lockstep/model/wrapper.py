@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,12 +51,12 @@ class ModelWrapper(nn.Module):
     def val_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch."""
         with self.evaluation_context():
-            return own_step(self.module, "val_step", data)
+            return step_of(self.module, "val_step", predict_step)(data)
 
     def test_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch."""
         with self.evaluation_context():
-            return own_step(self.module, "test_step", data)
+            return step_of(self.module, "test_step", predict_step)(data)
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         """Return what `val_step` and `test_step` run in."""
@@ -176,10 +176,10 @@ def predict_step(model: nn.Module, data: Any) -> Any:
     return steps.call_forward(core, core, steps.preprocess(core, data, training=False), "predict")
 
 
-def own_step(module: nn.Module, name: str, data: Any) -> Any:
-    """Call the step of that name (`val_step`, `test_step`) where the module has one, else `predict_step`."""
-    step = getattr(module, name, None)
-    return predict_step(module, data) if step is None else step(data)
+def step_of(model: nn.Module, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the model's own step of that name, or `otherwise`, the one for any module."""
+    own: Callable[..., Any] | None = getattr(model, name, None)
+    return partial(otherwise, model) if own is None else own
 
 
 def is_model_wrapper(model: nn.Module) -> bool:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
-from lockstep.model import ModelWrapper, predict_step
+from lockstep.model import ModelWrapper, predict_step, step_of
 from lockstep.registry import LOOPS
 from lockstep.runner.run import Run
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Passes, Turn
-
-Step: TypeAlias = Callable[..., Any]
 
 
 class EvalLoop:
@@ -113,12 +110,6 @@ class TestLoop(EvalLoop):
 
     __test__ = False  # its name makes pytest think it was a test
     mode = "test"
-
-
-def step_of(model: torch.nn.Module, name: str, otherwise: Step) -> Step:
-    """Return the model's own step of that name, or the one for any module."""
-    own: Step | None = getattr(model, name, None)
-    return partial(otherwise, model) if own is None else own
 
 
 def _half(dtype: str | torch.dtype | None) -> torch.dtype:

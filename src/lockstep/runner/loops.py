@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lockstep.dataset import set_epoch
 from lockstep.errors import ConfigError
-from lockstep.model import train_step, unwrap_model
+from lockstep.model import step_of, train_step, unwrap_model
 from lockstep.registry import LOOPS
-from lockstep.runner.eval_loops import step_of
 from lockstep.runner.run import TrainRun
 from lockstep.runner.uneven_inputs import Passes, Turn, buffers_kept
 
