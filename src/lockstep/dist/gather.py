@@ -41,7 +41,15 @@ from lockstep.dist.header import (
     require_no_failure,
 )
 from lockstep.dist.reduce import scatter_sums
-from lockstep.dist.transport import Handle, HeaderMemory, as_bytes, is_plain_memory, transport_of, wait_all
+from lockstep.dist.transport import (
+    Handle,
+    HeaderMemory,
+    as_bytes,
+    is_plain_memory,
+    transport_of,
+    wait_all,
+    wait_unless_async,
+)
 from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_memory, require_rank, require_tensor
 
 
@@ -163,7 +171,7 @@ def all_gather(
         return _all_gather_into_with_grads(data, tensor, comm, async_op)
     if isinstance(tensor, Tensor) and tensor.requires_grad:
         warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
-    return _wait_unless_async(_all_gather_into(data, tensor, comm), async_op, comm)
+    return wait_unless_async(_all_gather_into(data, tensor, comm) or Handle((), comm), async_op)
 
 
 @overload
@@ -237,12 +245,11 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         warn_of_lost_gradients("gather", ENDS_HERE)
     if comm.rank != dst:
         sent = None if header.is_inline else transport_of(comm).send([as_bytes(wire)], dst)
-        handle = _wait_unless_async(sent, async_op, comm)
+        handle = wait_unless_async(sent or Handle((), comm), async_op)
         return handle if async_op else []
     if gather_list is not None:
-        return _wait_unless_async(
-            _gather_into(cast(Sequence[Tensor], gather_list), wire, header, memory, comm), async_op, comm
-        )
+        filling = _gather_into(cast(Sequence[Tensor], gather_list), wire, header, memory, comm)
+        return wait_unless_async(filling or Handle((), comm), async_op)
     parts = _gather(wire, header, memory, comm)
     if async_op:
         raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
@@ -320,15 +327,6 @@ def scatter(
     return Handle((), comm) if async_op else None
 
 
-def _wait_unless_async(handle: Handle | None, async_op: bool, comm: Comm) -> Handle | None:
-    """Wait, or leave that to the caller; None is a handle with nothing to wait for."""
-    if async_op:
-        return handle or Handle((), comm)
-    if handle is not None:
-        handle.wait()
-    return None
-
-
 def _all_gather(data: Tensor, comm: Comm) -> list[Tensor]:
     check_call("all_gather", comm)
     wire, header, memory = _exchange_headers("data", data, NOT_GIVEN, comm)
@@ -367,7 +365,7 @@ def _all_gather_with_grads(data: Any, comm: Comm, tensor_list: Sequence[Tensor] 
         if tensor_list is NOT_GIVEN:
             return _all_gather(inputs[0], comm)
         parts = [torch.empty(x.shape, dtype=x.dtype, device=data.device) for x in tensor_list]
-        _wait_unless_async(_all_gather_into(parts, inputs[0], comm), False, comm)
+        (_all_gather_into(parts, inputs[0], comm) or Handle((), comm)).wait()
         return parts
 
     def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
