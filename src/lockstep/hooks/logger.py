@@ -195,9 +195,10 @@ class LoggerHook(Hook):
 
     def _write_all(self) -> None:
         while self._unwritten:
-            self._write_training(self._unwritten.popleft())
+            record = self._unwritten.popleft()
+            self._write_training(record, flush=not self._unwritten)
 
-    def _write_training(self, record: _Unwritten) -> None:
+    def _write_training(self, record: _Unwritten, *, flush: bool) -> None:
         runner, count, ranks = record.runner, record.length, record.ranks
         values, logged = _merge(ranks)
         # Ranks that compute on the same samples count them once.
@@ -208,8 +209,8 @@ class LoggerHook(Hook):
         values["samples_per_second"] = total / seconds if seconds else 0.0
         values["memory_mib"] = max(numbers["memory_mib"] for numbers in ranks)
         if self._rank_times is not None:
-            self._rank_times.add(record.iteration, count, ranks)
-        self._write(runner, "train", record.epoch, record.iteration, values, step=record.iteration)
+            self._rank_times.add(record.iteration, count, ranks, flush=flush)
+        self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
 
     def _own_numbers(self, hub: MessageHub, samples: list[int]) -> dict[str, float]:
         """Return what this rank knows of the iterations since the last record.
@@ -241,8 +242,10 @@ class LoggerHook(Hook):
             step = epoch if self.log_metric_by_epoch and runner.max_epochs is not None else runner.iter
             self._write(runner, mode, epoch, runner.iter, metrics, step)
 
-    def _write(self, runner: Run, mode: str, epoch: int, iteration: int, values: dict[str, Any], step: int) -> None:
-        runner.records.write({"mode": mode, "epoch": epoch, "iter": iteration, **values})
+    def _write(
+        self, runner: Run, mode: str, epoch: int, iteration: int, values: dict[str, Any], step: int, flush: bool = True
+    ) -> None:
+        runner.records.write({"mode": mode, "epoch": epoch, "iter": iteration, **values}, flush=flush)
         shown = "  ".join(
             f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
         )

@@ -34,7 +34,7 @@ class RankTimes:
         self._count = 0
         self._sums: dict[str, list[float]] = {}
 
-    def add(self, iteration: int, count: int, ranks: Sequence[Mapping[str, float]]) -> None:
+    def add(self, iteration: int, count: int, ranks: Sequence[Mapping[str, float]], *, flush: bool = True) -> None:
         """Add the means of the `count` iterations up to `iteration`, by rank."""
         self._records += 1
         self._iteration = iteration
@@ -45,7 +45,7 @@ class RankTimes:
                 for rank, numbers in enumerate(ranks):
                     sums[rank] += numbers[name] * count
         if self._records * _RANKS_PER_RECORD >= len(ranks):
-            self._write()
+            self._write(flush)
 
     def close(self) -> None:
         """Write what is left."""
@@ -53,9 +53,9 @@ class RankTimes:
             self._write()
         self._sink.close()
 
-    def _write(self) -> None:
+    def _write(self, flush: bool = True) -> None:
         columns = {name: [_rounded(value / self._count) for value in sums] for name, sums in self._sums.items()}
-        self._sink.write({"iter": self._iteration, "count": self._count, **columns})
+        self._sink.write({"iter": self._iteration, "count": self._count, **columns}, flush=flush)
         self._records, self._count, self._sums = 0, 0, {}
 
 

@@ -22,8 +22,8 @@ class JsonLinesSink:
         self.path = path
         self._file: TextIO | None = None
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record."""
+    def write(self, record: Mapping[str, Any], *, flush: bool = True) -> None:
+        """Append a record; without `flush` it is readable after the next that has it."""
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
         try:
@@ -31,7 +31,8 @@ class JsonLinesSink:
         except (TypeError, ValueError):  # not plain yet, which is rare
             line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
         self._file.write(f"{line}\n")
-        self._file.flush()
+        if flush:
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file; the next record would open it again."""

@@ -47,7 +47,7 @@ def defines_step(module: nn.Module, name: str) -> bool:
 
 def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:
     """Send a batch through the model's `data_preprocessor`, or just to its device."""
-    preprocessor = getattr(core, "data_preprocessor", None)
+    preprocessor = attribute_of(core, "data_preprocessor")
     if preprocessor is not None:
         return preprocessor(data, training)
     parameter = _first_parameter(core)
@@ -126,6 +126,15 @@ def _describe(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {[type(item).__name__ for item in value]}"
     return f"{value!r} of type {type(value).__name__}"
+
+
+def attribute_of(module: nn.Module, name: str) -> Any:
+    """Return what `getattr(module, name, None)` does, much faster where there is none: every step asks."""
+    own, kind = vars(module), type(module)
+    is_plain = kind.__getattr__ is nn.Module.__getattr__
+    if is_plain and name not in own and name not in own["_modules"] and not hasattr(kind, name):
+        return None
+    return getattr(module, name, None)
 
 
 def _first_parameter(module: nn.Module) -> nn.Parameter | None:

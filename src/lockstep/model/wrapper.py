@@ -96,10 +96,12 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
         The values to log, detached and on their device; `"loss"` is what was minimised.
     """
     core = unwrap_model(model)
+    if model is core:
+        return _default_train_step(model, core, data, optim_wrapper)
     prepares = isinstance(model, ModelWrapper) and model.prepares_backward
     drive = getattr(optim_wrapper, "driven_by", None) if prepares else None
     with nullcontext() if drive is None else drive(model):
-        if model is core or not steps.defines_step(core, "train_step"):
+        if not steps.defines_step(core, "train_step"):
             return _default_train_step(model, core, data, optim_wrapper)
         own: Callable[..., dict[str, Tensor]] = core.train_step  # type: ignore[assignment]
         with forwarded(core, model):
@@ -139,7 +141,7 @@ def forwarded(core: nn.Module, wrapper: nn.Module) -> Iterator[None]:
 def _default_train_step(
     model: nn.Module, core: nn.Module, data: Any, optim_wrapper: UpdatesParams
 ) -> dict[str, Tensor]:
-    parse: ParseLosses = getattr(core, "parse_losses", steps.parse_losses)
+    parse: ParseLosses = steps.attribute_of(core, "parse_losses") or steps.parse_losses
     if getattr(optim_wrapper, "needs_closure", False):
         return _step_by_closure(model, core, parse, data, optim_wrapper)
     with optim_wrapper.optim_context(model):
