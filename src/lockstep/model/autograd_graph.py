@@ -1,11 +1,14 @@
-"""What a backward pass will go through."""
+"""What a backward pass will go through, and when it begins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from lockstep.tree import tree_leaves
 
 
 def nodes_of(loss: Tensor) -> Iterator[Any]:
@@ -24,3 +27,21 @@ def nodes_of(loss: Tensor) -> Iterator[Any]:
 def leaves_of(loss: Tensor) -> set[Tensor]:
     """Return the leaf tensors that gradients of `loss` flow into."""
     return {leaf for node in nodes_of(loss) if (leaf := getattr(node, "variable", None)) is not None}
+
+
+def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
+    """Have `hook` called with the gradient of each output of `module`, when a backward pass comes to it."""
+
+    def watch(_: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    module.register_forward_hook(uncompiled(watch))
+
+
+def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that compiled code leaves out."""
+    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled

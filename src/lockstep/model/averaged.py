@@ -87,7 +87,9 @@ class BaseAveragedModel(nn.Module, ABC):
         if steps % self.interval == 0:
             averaged, copied = self._pairs_with(model)
             if steps:
-                self._average(averaged.own, _moved_to(averaged), steps)
+                pairs = zip(*averaged, strict=True)
+                source = [theirs.to(own.device, own.dtype, non_blocking=True) for own, theirs in pairs]
+                self._average(averaged.own, source, steps)
             else:
                 _copy(averaged)
             _copy(copied)
@@ -95,15 +97,16 @@ class BaseAveragedModel(nn.Module, ABC):
 
     def _pairs_with(self, model: nn.Module) -> tuple[_Pairs, _Pairs]:
         """Return the tensors that are averaged and those that are copied, here and in `model`."""
-        own, theirs = _tensors_of(self.module), _tensors_of(model)
-        if [x.shape for x in own.parameters + own.buffers] != [x.shape for x in theirs.parameters + theirs.buffers]:
+        parameters, buffers = _tensors_of(self.module)
+        their_parameters, their_buffers = _tensors_of(model)
+        if [x.shape for x in parameters + buffers] != [x.shape for x in their_parameters + their_buffers]:
             raise ValueError(
-                f"`model` must be the {type(self.module).__name__} that is averaged, with {len(own.parameters)} "
-                f"parameters and {len(own.buffers)} buffers of its shapes, but is a {type(model).__name__} with "
-                f"{len(theirs.parameters)} and {len(theirs.buffers)}"
+                f"`model` must be the {type(self.module).__name__} that is averaged, with {len(parameters)} "
+                f"parameters and {len(buffers)} buffers of its shapes, but is a {type(model).__name__} with "
+                f"{len(their_parameters)} and {len(their_buffers)}"
             )
-        averaged, copied = _Pairs(own.parameters, theirs.parameters), _Pairs([], [])
-        for buffer, other in zip(own.buffers, theirs.buffers, strict=True):
+        averaged, copied = _Pairs(parameters, their_parameters), _Pairs([], [])
+        for buffer, other in zip(buffers, their_buffers, strict=True):
             kind = averaged if self.update_buffers and buffer.is_floating_point() else copied
             kind.own.append(buffer)
             kind.theirs.append(other)
@@ -246,18 +249,14 @@ class ShardedCopy(nn.Module):
         super().__init__()
         copies = {} if _copies is None else _copies  # what is shared in the model is shared in the copy
         for name, parameter in model.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in copies:
-                copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            self.register_parameter(name, copies[id(parameter)])
+            copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            self.register_parameter(name, copies.setdefault(id(parameter), copy))
         for name, buffer in model.named_buffers(recurse=False, remove_duplicate=False):
-            if id(buffer) not in copies:
-                copies[id(buffer)] = buffer.clone()
-            self.register_buffer(name, copies[id(buffer)], name not in model._non_persistent_buffers_set)
+            is_persistent = name not in model._non_persistent_buffers_set
+            self.register_buffer(name, copies.setdefault(id(buffer), buffer.clone()), is_persistent)
         for name, child in model._modules.items():
             if child is not None:
-                if id(child) not in copies:
-                    copies[id(child)] = ShardedCopy(child, copies)
-                self.add_module(name, copies[id(child)])
+                self.add_module(name, copies.setdefault(id(child), ShardedCopy(child, copies)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: there is no code to call.
@@ -276,11 +275,6 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
-class _Tensors(NamedTuple):
-    parameters: list[Tensor]
-    buffers: list[Tensor]
-
-
 class _Pairs(NamedTuple):
     """Tensors of an averaged model, and their counterparts in the model that is averaged."""
 
@@ -288,7 +282,7 @@ class _Pairs(NamedTuple):
     theirs: list[Tensor]
 
 
-def _tensors_of(model: nn.Module) -> _Tensors:
+def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters and buffers of a model, each once; of sharded ones this rank's part.
 
     In one walk over the modules: `parameters()` and `buffers()` take several times as long, which counts at every step.
@@ -305,19 +299,12 @@ def _tensors_of(model: nn.Module) -> _Tensors:
         parameters.update((id(x), x) for x in module._parameters.values() if x is not None)
         buffers.update((id(x), x) for x in module._buffers.values() if x is not None)
         stack.extend(module._modules.values())
-    return _Tensors([_own_shard(x) for x in parameters.values()], list(buffers.values()))
+    return [_own_shard(x) for x in parameters.values()], list(buffers.values())
 
 
 def _copy(pairs: _Pairs) -> None:
     if pairs.own:
         torch._foreach_copy_(pairs.own, pairs.theirs, non_blocking=True)
-
-
-def _moved_to(pairs: _Pairs) -> list[Tensor]:
-    """Return the model's tensors on the device and in the dtype of the average."""
-    return [
-        theirs.to(own.device, own.dtype, non_blocking=True) for own, theirs in zip(pairs.own, pairs.theirs, strict=True)
-    ]
 
 
 def _own_shard(tensor: Tensor) -> Tensor:

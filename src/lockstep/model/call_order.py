@@ -37,6 +37,8 @@ class CallOrder:
         mesh: the ranks, along one axis or several; by default all.
 
     Attributes:
+        groups: those over which something goes from every rank to every rank, one after the other.
+        has_peers: whether there are several ranks.
         is_compared: whether the present pass is.
 
     **Cost**: of a pass that is compared, four bytes from every rank to every rank for each call.
@@ -54,7 +56,7 @@ class CallOrder:
     ) -> None:
         # From the axis whose neighbours come first, so that what is gathered is in the order of the mesh.
         axes = [] if mesh is None else [axis for axis in reversed(range(mesh.ndim)) if mesh.size(axis) > 1]
-        self._groups = [None] if mesh is None else [mesh.get_group(axis) for axis in axes]
+        self.groups = [None] if mesh is None else [mesh.get_group(axis) for axis in axes]
         self._ranks: Sequence[int] = range(get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
         self._names, self._rule, self._remedy, self._error, self._first = names, rule, remedy, error, first
         self._counts: Counter[str] = Counter()
@@ -107,7 +109,7 @@ class CallOrder:
     def from_all(self, row: Tensor) -> Tensor:
         """Return every rank's row, in the order of the mesh. **Collective**: every rank."""
         table = row.unsqueeze(0)
-        for group in self._groups:
+        for group in self.groups:
             table = torch.cat(all_gather(table, group))
         return table
 

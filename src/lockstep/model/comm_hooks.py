@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup
-from torch.distributed import all_reduce as start_all_reduce
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,16 +25,25 @@ COMM_HOOKS = Registry("communication hook", scope="lockstep")
 @COMM_HOOKS.register_module()
 def fp16_compress(process_group: ProcessGroup) -> tuple[Any, Hook]:
     """Send gradients in float16: half the bytes; values above 65504 overflow."""
-    return process_group, _sending_as(torch.float16)
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    return process_group, default_hooks.fp16_compress_hook
 
 
 @COMM_HOOKS.register_module()
 def bf16_compress(process_group: ProcessGroup) -> tuple[Any, Hook]:
     """Send gradients in bfloat16: half the bytes, the range of float32, 8 bits of precision.
 
-    torch's hook of that name refuses every backend but NCCL and XCCL; this one also works over gloo.
+    By its own name DDP refuses torch's hook over every backend but NCCL and XCCL (2.13); this one also works over gloo.
     """
-    return process_group, _sending_as(torch.bfloat16)
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    def send(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+        return default_hooks.bf16_compress_hook(group, bucket)
+
+    # DDP compares a hook's annotations as objects with those it wants; here they are strings.
+    send.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+    return process_group, send
 
 
 @COMM_HOOKS.register_module(name="powerSGD")
@@ -73,22 +80,3 @@ def register_comm_hook(wrapper: DistributedDataParallel, comm_hook: HookConfig) 
             f"{comm_hook!r} of type {type(comm_hook).__name__}. Names: {', '.join(COMM_HOOKS)}"
         )
     wrapper.register_comm_hook(state, hook)
-
-
-def _sending_as(dtype: torch.dtype) -> Hook:
-    def send(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-        gradients = bucket.buffer()
-
-        def receive(done: Future[list[Tensor]]) -> Tensor:
-            return gradients.copy_(done.value()[0])
-
-        # Divided before the sum, which would else overflow in float16.
-        compressed = gradients.to(dtype).div_(group.size())
-        work = start_all_reduce(compressed, group=group, async_op=True)
-        assert work is not None  # this process is in the group
-        received: Future[Tensor] = work.get_future().then(receive)
-        return received
-
-    # DDP compares a hook's annotations as objects with those it wants; here they are strings.
-    send.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
-    return send

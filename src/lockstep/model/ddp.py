@@ -125,12 +125,11 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             RuntimeError: the module's own `train_step` has updated parameters with gradients that were not averaged.
         """
         self._follow_trainability()
-        if not self._trains_itself:
-            return train_step(self, data, optim_wrapper)
         logged = train_step(self, data, optim_wrapper)
-        if self._steps < _FIRST_CHECKED or self._steps % _CHECK_INTERVAL == 0:
-            self._check_alike()
-        self._steps += 1
+        if self._trains_itself:
+            if self._steps < _FIRST_CHECKED or self._steps % _CHECK_INTERVAL == 0:
+                self._check_alike()
+            self._steps += 1
         return logged
 
     @contextmanager
@@ -161,17 +160,20 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         trainable = [parameter.requires_grad for parameter in self._parameters_seen]
         if trainable == self._exchanged or not any(trainable):
             return
-        unfrozen = [now and not before for now, before in zip(trainable, self._exchanged, strict=True)]
-        if self.find_unused_parameters and not any(unfrozen):
+        seen = zip(self._parameters_seen, self._exchanged, strict=True)
+        changed = [parameter for parameter, before in seen if parameter.requires_grad != before]
+        unfrozen = [parameter for parameter in changed if parameter.requires_grad]
+        frozen = [parameter for parameter in changed if not parameter.requires_grad]
+        if self.find_unused_parameters and not unfrozen:
             return  # the search finds out that they get no gradient
         self._changes += 1
         if self._changes > _MOST_CHANGES:  # as in a step that freezes parts in turn
             self._options = {**self._options, "find_unused_parameters": True}
         if is_main_process(self.process_group):
             names = {parameter: name for name, parameter in self.module.named_parameters()}
-            for what, chosen in (("unfrozen", unfrozen), ("frozen", _without(self._exchanged, trainable))):
-                if some := [names[self._parameters_seen[index]] for index, is_it in enumerate(chosen) if is_it]:
-                    _logger.info("%d parameters are %s: %s", len(some), what, ", ".join(some))
+            for what, some in (("unfrozen", unfrozen), ("frozen", frozen)):
+                if some:
+                    _logger.info("%d parameters are %s: %s", len(some), what, ", ".join(map(names.__getitem__, some)))
         # What users have set on this wrapper; its communication hook is registered anew.
         kept = {
             name: value
@@ -179,14 +181,13 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             if name == "training" or ("_hooks" in name and name != "_comm_hooks")
         }
         # With that search, what is frozen for a while may stay in the exchange.
-        thawed = _without(self._exchanged, trainable) if self._options.get("find_unused_parameters") else []
-        frozen = [parameter for parameter, is_it in zip(self._parameters_seen, thawed, strict=False) if is_it]
-        for parameter in frozen:
+        staying = frozen if self._options.get("find_unused_parameters") else []
+        for parameter in staying:
             parameter.requires_grad_(True)
         try:
             self._replicate(self.module, self._options, self._comm_hook)
         finally:
-            for parameter in frozen:
+            for parameter in staying:
                 parameter.requires_grad_(False)
         vars(self).update(kept)
         self._synced_backwards = 0
@@ -203,24 +204,20 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             raise ConfigError(_unused(by_rank[rank], rank, len(by_rank)))
 
     def _unreached(self, loss: Tensor) -> list[str]:
-        reached, ignored = leaves_of(loss), self.parameters_to_ignore
-        return [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and parameter not in reached and name not in ignored
-        ]
+        reached = leaves_of(loss)
+        return [name for name, parameter in self._averaged() if parameter not in reached]
+
+    def _averaged(self) -> list[tuple[str, nn.Parameter]]:
+        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
+        return [(name, parameter) for name, parameter in named if parameter.requires_grad and name not in ignored]
 
     def _explain(self, error: RuntimeError) -> NoReturn:
         """Say which parameters torch means by their indices."""
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if found is None or "finished reduction" not in str(error):
             raise error
-        names = [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and name not in self.parameters_to_ignore
-        ]
-        unused = [names[int(index)] for index in found.group(1).split()]
+        averaged = self._averaged()
+        unused = [averaged[int(index)][0] for index in found.group(1).split()]
         rank, size = get_rank(self.process_group), get_world_size(self.process_group)
         raise ConfigError(_unused(unused, rank, size)) from error
 
@@ -256,10 +253,6 @@ def _unused(names: Sequence[str], rank: int, world_size: int) -> str:
         f"{world_size}: {', '.join(names)}. Freeze them with requires_grad_(False), or let DDP search for them in "
         "every step: strategy=dict(type='ddp', find_unused_parameters=True)"
     )
-
-
-def _without(before: Sequence[bool], now: Sequence[bool]) -> list[bool]:
-    return [was and not is_now for was, is_now in zip(before, now, strict=True)]
 
 
 def _checksum(parameter: Tensor) -> Tensor:

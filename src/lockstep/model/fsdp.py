@@ -20,12 +20,12 @@ from lockstep.model import steps
 from lockstep.model.fsdp_arguments import Offload, Precision
 from lockstep.model.fsdp_consistency import Consistency
 from lockstep.model.fsdp_materialize import InitFunction, Materializer, broadcast_from_first
-from lockstep.model.fsdp_mesh import GroupsLike, Meshes, MeshLike, make_mesh, make_tensor_parallel_mesh
+from lockstep.model.fsdp_mesh import GroupsLike, MeshLike, make_meshes
 from lockstep.model.fsdp_policies import choose_units, cut_by_dtype, directly_callable_parts
 from lockstep.model.fsdp_replicated import ReplicatedParameters
 from lockstep.model.full_params import full_parameters, reshard
 from lockstep.model.tensor_parallel import TensorParallel
-from lockstep.model.tensor_parallel_plan import Request, read_request
+from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.model.wrapper import ModelWrapper, train_step
 from lockstep.registry import MODEL_WRAPPERS
 
@@ -138,21 +138,13 @@ class MMFullyShardedDataParallel(ModelWrapper):
             units += [part for part in directly_callable_parts(module, ignored) if part not in units]
         units += cut_by_dtype(module, units, ignored)
         request = read_request(tensor_parallel)
-        meshes = _make_meshes(
-            device.type,
-            request,
-            hybrid=sharding.hybrid,
-            replicated=sharding.replicated,
-            process_group=process_group,
-            device_mesh=device_mesh,
-        )
-        self.mesh, self.tensor_mesh, whole = meshes
+        self.mesh, self.tensor_mesh, whole = make_meshes(device.type, sharding, request, process_group, device_mesh)
         parallel = None
-        if request is not None and meshes.tensor is not None:
-            parallel = TensorParallel(module, request.plan, meshes.tensor, ignored)
+        if request is not None and self.tensor_mesh is not None:
+            parallel = TensorParallel(module, request.plan, self.tensor_mesh, ignored)
             self.data_shard = _position_in(self.mesh)
         # What the ranks of one row compute together must begin the same on all of them.
-        materializer = Materializer(device, param_init_fn, whole if sync_module_states else meshes.tensor)
+        materializer = Materializer(device, param_init_fn, whole if sync_module_states else self.tensor_mesh)
         options = {
             "mesh": self.mesh,
             "reshard_after_forward": sharding.reshard_after_forward,
@@ -256,15 +248,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
             >>> wrapped.module.bias.full_tensor().tolist()
             [1.0, 1.0]
         """
-        full = full_parameters(
-            self.module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
-        with full:
+        with full_parameters(self.module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
             self._is_summoned = True
             try:
                 yield
@@ -316,22 +300,13 @@ def _check_module(module: Any) -> None:
 
 
 def _refuse_sparse_gradients(module: nn.Module, ignored: Collection[nn.Module]) -> None:
-    left_out = {part for each in ignored for part in each.modules()}
     for name, part in module.named_modules():
-        if part in left_out or not isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            continue
-        if part.sparse and part.weight.requires_grad:
+        is_embedding = part not in ignored and isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and part.sparse and part.weight.requires_grad:
             raise ConfigError(
                 f"`{name}.sparse` must be False under FSDP, which can't reduce sparse gradients, but is True. Set it "
                 "to False, or use strategy 'ddp'"
             )
-
-
-def _make_meshes(device_type: str, request: Request | None, **options: Any) -> Meshes:
-    if request is not None:
-        return make_tensor_parallel_mesh(device_type, request.degree, **options)
-    mesh = make_mesh(device_type, **options)
-    return Meshes(mesh, None, mesh)
 
 
 def _position_in(mesh: DeviceMesh) -> tuple[int, int]:
@@ -345,7 +320,7 @@ def _position_in(mesh: DeviceMesh) -> tuple[int, int]:
 def _shard(
     module: nn.Module,
     units: list[nn.Module],
-    ignored: list[nn.Module],
+    ignored: Collection[nn.Module],
     precision: MixedPrecisionPolicy,
     materializer: Materializer,
     parallel: TensorParallel | None,
@@ -357,10 +332,9 @@ def _shard(
         The parameters of dimension 0, which have nothing that could be sharded, and stay whole.
     """
     _move_preprocessor(module, materializer.device)
-    left_out = {part for each in ignored for part in each.modules()}
     ignored_params = {parameter for each in ignored for parameter in each.parameters()}
     scalars: list[nn.Parameter] = []
-    precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, left_out)
+    precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, ignored)
     for unit in reversed(list(module.modules())):
         if unit in precisions:
             materializer.materialize(unit, ignored_params)
@@ -392,7 +366,7 @@ def _move_preprocessor(module: nn.Module, device: torch.device) -> None:
 
 
 def _precisions_of_norms(
-    module: nn.Module, precision: MixedPrecisionPolicy, left_out: Collection[nn.Module]
+    module: nn.Module, precision: MixedPrecisionPolicy, ignored: Collection[nn.Module]
 ) -> dict[nn.Module, MixedPrecisionPolicy]:
     """Return the layers that need a precision of their own, with it.
 
@@ -404,7 +378,7 @@ def _precisions_of_norms(
     return {
         part: own
         for part in module.modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.affine and part not in left_out
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.affine and part not in ignored
     }
 
 

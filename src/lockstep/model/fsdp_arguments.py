@@ -32,7 +32,6 @@ _DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
     "half": torch.float16, "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
 }  # fmt: skip
-_PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST}
 
 
 class Sharding(NamedTuple):
@@ -69,12 +68,13 @@ def read_sharding(strategy: Any, reshard_after_forward: bool | int | None) -> Sh
         )
     if isinstance(strategy, str):
         names = {kind.name.strip("_").lower(): kind for kind in ShardingStrategy}
-        if strategy.strip("_").lower() not in names:
+        name = strategy.strip("_").lower()
+        if name not in names:
             raise ValueError(
                 f"`sharding_strategy` must name a member of ShardingStrategy, but is {strategy!r}"
                 + did_you_mean(strategy, (kind.name for kind in ShardingStrategy))
             )
-        strategy = names[strategy.strip("_").lower()]
+        strategy = names[name]
     if not isinstance(strategy, ShardingStrategy):
         raise TypeError(_wrong("sharding_strategy", "a ShardingStrategy, its name or None", strategy))
     return _SHARDINGS[strategy]
@@ -130,12 +130,12 @@ def check_meaningless(backward_prefetch: Any, limit_all_gathers: bool, use_orig_
         ValueError: `backward_prefetch` is a name that means nothing.
     """
     if isinstance(backward_prefetch, str):
-        key = backward_prefetch.lower().removeprefix("backward_")
-        if key not in _PREFETCHES:
+        name = f"BACKWARD_{backward_prefetch.upper().removeprefix('BACKWARD_')}"
+        if name not in BackwardPrefetch.__members__:
             raise ValueError(
                 f"`backward_prefetch` must be 'pre', 'post', a BackwardPrefetch or None, but is {backward_prefetch!r}"
             )
-        backward_prefetch = _PREFETCHES[key]
+        backward_prefetch = BackwardPrefetch[name]
     if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
         raise TypeError(_wrong("backward_prefetch", "'pre', 'post', a BackwardPrefetch or None", backward_prefetch))
     if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
@@ -181,14 +181,13 @@ def read_device(device_id: Any, module: nn.Module) -> torch.device:
     return device
 
 
-def read_ignored(modules: Any, model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model` that FSDP is to leave alone."""
+def read_ignored(modules: Any, model: nn.Module) -> set[nn.Module]:
+    """Return the modules of `model` that FSDP is to leave alone, with all that is in them."""
     if modules is None:
-        return []
+        return set()
     if isinstance(modules, str | nn.Module) or not isinstance(modules, Iterable):
         raise TypeError(_wrong("ignored_modules", "a list of modules or None", modules))
-    ignored = list(modules)
-    inside = set(model.modules())
+    ignored, inside = list(modules), set(model.modules())
     for module in ignored:
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -199,7 +198,7 @@ def read_ignored(modules: Any, model: nn.Module) -> list[nn.Module]:
                 f"`ignored_modules` must hold modules inside {type(model).__name__}, but holds a "
                 f"{type(module).__name__} that is not inside it"
             )
-    return ignored
+    return {part for module in ignored for part in module.modules()}
 
 
 def _warn_of_no_meaning(name: str, value: object, instead: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from itertools import takewhile
+from traceback import walk_tb
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +17,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.dist import all_reduce
 from lockstep.errors import CollectiveMismatchError
-from lockstep.model.autograd_graph import nodes_of
+from lockstep.model.autograd_graph import nodes_of, on_backward, uncompiled
 from lockstep.model.call_order import CallOrder
-from lockstep.tree import tree_leaves
+from lockstep.model.parts import is_callable
 
 _FIRST = 6  # passes of each kind that are compared
 _MIXED = "mixed torch.Tensor and DTensor"
 
 
-class _Site(NamedTuple):
-    """Where a parameter is found while its unit is gathered."""
-
-    owner: nn.Module
-    name: str
+# Where a parameter is found while its unit is gathered.
+_Site: TypeAlias = tuple[nn.Module, str]
 
 
 class Consistency:
@@ -57,7 +55,6 @@ class Consistency:
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, replicated: Collection[Tensor] = (), *, find_unused: bool = False
     ) -> None:
-        self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self._find_unused = find_unused
         self._module = module
         self._units = {unit: name for name, unit in module.named_modules() if _is_unit(unit)}
@@ -88,11 +85,11 @@ class Consistency:
         self._is_prepared = False
         for unit in self._units:
             # Before and after FSDP's own hooks; compiled code must leave them out, as it does those.
-            unit.register_forward_pre_hook(_uncompiled(self._before_unit), prepend=True)
-            unit.register_forward_pre_hook(_uncompiled(self._find_gathered))
-            unit.register_forward_hook(_uncompiled(self._after_unit), always_call=True)
-        if find_unused and self._groups:
-            module.register_forward_hook(_uncompiled(self._watch_output))
+            unit.register_forward_pre_hook(uncompiled(self._before_unit), prepend=True)
+            unit.register_forward_pre_hook(uncompiled(self._find_gathered))
+            unit.register_forward_hook(uncompiled(self._after_unit), always_call=True)
+        if find_unused and self._order.has_peers:
+            on_backward(module, self._require_preparation)
 
     @contextmanager
     def naming_sharded_weights(self) -> Iterator[None]:
@@ -107,11 +104,8 @@ class Consistency:
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
-            user = _innermost_module(error.__traceback__, self._module)
-            used = self._sharded_units(user)
-            names = ", ".join(f"`{name}`" for name in used[:4]) + (
-                f" and {len(used) - 4} more" if len(used) > 4 else ""
-            )
+            user = _innermost_module(error, self._module)
+            names = _some([f"`{name}`" for name in self._sharded_units(user)])
             raise RuntimeError(
                 f"weights must be used inside the forward pass of their unit under FSDP, but {type(user).__name__} "
                 f"uses some outside of it, where they are sharded: now those of {names or 'no unit'}. Call that "
@@ -125,16 +119,18 @@ class Consistency:
         That is its own unit, if that has not been called; else the units inside that have not been called in the
         present forward pass; or else all inside that are sharded now.
         """
-        sharded = {unit: name for unit, name in self._units.items() if not self._is_gathered(unit)}
+        gathered = self._gathered
+        sharded = {
+            unit: name
+            for unit, name in self._units.items()
+            if any(owner._parameters[own] not in gathered for owner, own in self._sites[unit])
+        }
         for unit, name in sharded.items():
             if any(owner is user for owner, _ in self._sites[unit]):
                 return [name]
         inside = set(user.modules())
         names = [name for unit, name in sharded.items() if unit in inside] or list(sharded.values())
         return [name for name in names if name not in self._called] or names
-
-    def _is_gathered(self, unit: nn.Module) -> bool:
-        return all(owner._parameters[name] in self._gathered for owner, name in self._sites[unit])
 
     @contextmanager
     def backward_pass(self, loss: Tensor, *, reduces: bool) -> Iterator[None]:
@@ -154,7 +150,7 @@ class Consistency:
         """
         if self._window_is_due is None:
             self._window_is_due = self._find_unused or self._order.is_due("backward")
-        if self._window_is_due and self._groups:
+        if self._window_is_due and self._order.has_peers:
             self._compare_graphs(loss, reduces)
         if reduces:
             self._window.clear()
@@ -164,12 +160,6 @@ class Consistency:
             yield
         finally:
             self._is_prepared = False
-
-    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._require_preparation)  # type: ignore[no-untyped-call]
 
     def _require_preparation(self, _: Tensor) -> None:
         if not self._is_prepared:
@@ -195,7 +185,7 @@ class Consistency:
     def _contribute_zeros(self) -> None:
         """Let FSDP reduce a gradient on this rank, too, where another rank has one."""
         anywhere = torch.tensor([name in self._window for name in self._param_names], dtype=torch.uint8)
-        for group in self._groups:
+        for group in self._order.groups:
             all_reduce(anywhere, op="max", group=group)
         missing = {
             name for name, is_needed in zip(self._param_names, anywhere.tolist(), strict=True) if is_needed
@@ -226,11 +216,10 @@ class Consistency:
         if torch._C._current_graph_task_id() != -1:  # what is computed again in a backward pass
             return
         if module is self._module or not self._open:
-            kind = "with gradients" if torch.is_grad_enabled() else "without gradients"
             self._open.clear()
             self._called.clear()
             self._handled = sys.exception()
-            self._order.begin(kind)
+            self._order.begin("with gradients" if torch.is_grad_enabled() else "without gradients")
         if self._order.is_compared:
             self._order.call(self._unit_names.index(self._units[module]))
         self._open.append(module)
@@ -258,15 +247,10 @@ class Consistency:
         units = self._differing(self._unit_names, columns[: len(of_units)])
         params = {} if units else self._differing(self._param_names, columns[len(of_units) :])
         named = [f"{'unit ' if units else ''}`{name}` on {ranks} alone" for name, ranks in (units | params).items()]
-        more = f" and {len(named) - 4} more" if len(named) > 4 else ""
+        remedy = "Pass find_unused_parameters=True, or use strategy 'ddp' with it"
         raise CollectiveMismatchError(
             "the losses of all ranks must depend on the same units and parameters under FSDP, but depend on "
-            f"{', '.join(named[:4])}{more}. "
-            + (
-                self._remedy(list(units))
-                if units
-                else "Pass find_unused_parameters=True, or use strategy 'ddp' with it"
-            )
+            f"{_some(named)}. {self._remedy(list(units)) if units else remedy}"
         )
 
     def _differing(self, names: Sequence[str], columns: Sequence[list[bool]]) -> dict[str, str]:
@@ -293,9 +277,8 @@ def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return disabled
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[_Site, str]]:
@@ -310,32 +293,27 @@ def _sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[_Site, str]]:
         for key, parameter in part.named_parameters(recurse=False):
             if hasattr(parameter, "device_mesh"):
                 full_name = names.setdefault(parameter, f"{name}.{key}" if name else key)
-                own[_Site(part, key)] = full_name
+                own[part, key] = full_name
     return sites
 
 
 def _around(module: nn.Module, units: Sequence[str]) -> nn.Module | None:
     """Return the innermost part that is called and holds all of these units; None if that is the whole."""
-    paths = [unit.split(".")[:-1] for unit in units]
-    common = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
+    levels = zip(*(unit.split(".")[:-1] for unit in units), strict=False)
+    common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels)]
     while common:
         part = module.get_submodule(".".join(common))
-        if type(part).forward is not nn.Module.forward and not isinstance(part, nn.ModuleList | nn.ModuleDict):
+        if is_callable(part):
             return part
         common.pop()
     return None
 
 
-def _innermost_module(traceback: TracebackType | None, model: nn.Module) -> nn.Module:
+def _innermost_module(error: Exception, model: nn.Module) -> nn.Module:
     """Return the module of `model` whose method was running when an error was raised."""
     inside, found = set(model.modules()), model
-    while traceback is not None:
-        running = traceback.tb_frame.f_locals.get("self")
+    for frame, _ in walk_tb(error.__traceback__):
+        running = frame.f_locals.get("self")
         if isinstance(running, nn.Module) and running in inside:
             found = running
-        traceback = traceback.tb_next
     return found

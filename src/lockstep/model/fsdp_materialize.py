@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lockstep.dist import broadcast
+from lockstep.model.parts import owners_of_parameters
 
 InitFunction: TypeAlias = Callable[[nn.Module], None]
 
@@ -53,13 +54,13 @@ class Materializer:
         waiting = [module for module in unit.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
         if not waiting:
             return
-        ties = ties_in(unit)
+        owners = owners_of_parameters(unit)
         for module in waiting:
             if self._init is None:
                 _reset(module, self.device)
             else:
                 self._init(module)
-        for (first_owner, first_name), *others in ties:
+        for (first_owner, first_name), *others in owners.values():
             for owner, name in others:
                 setattr(owner, name, getattr(first_owner, first_name))
         for name, tensor in chain(unit.named_parameters(), unit.named_buffers()):
@@ -106,12 +107,3 @@ def _reset(module: nn.Module, device: torch.device) -> None:
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(recurse=False), module.buffers(recurse=False))
-
-
-def ties_in(unit: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return, for each parameter that has several owners, who they are and what they call it."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in unit.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(parameter, []).append((module, name))
-    return [sites for sites in owners.values() if len(sites) > 1]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -19,6 +20,8 @@ from lockstep.dist import (
     is_distributed,
 )
 from lockstep.errors import ConfigError
+from lockstep.model.fsdp_arguments import Sharding
+from lockstep.model.tensor_parallel_plan import Request
 
 MeshLike: TypeAlias = DeviceMesh | Sequence[int]
 GroupsLike: TypeAlias = ProcessGroup | DeviceMesh | Sequence[ProcessGroup]
@@ -41,20 +44,20 @@ class Meshes(NamedTuple):
     whole: DeviceMesh
 
 
-def make_mesh(
+def make_meshes(
     device_type: str,
-    *,
-    hybrid: bool | None,
-    replicated: bool = False,
-    process_group: GroupsLike | None = None,
-    device_mesh: MeshLike | None = None,
-) -> DeviceMesh:
-    """Return a mesh with the axis `shard`, or the axes `replicate` and `shard`.
+    sharding: Sharding,
+    request: Request | None,
+    process_group: GroupsLike | None,
+    device_mesh: MeshLike | None,
+) -> Meshes:
+    """Return a mesh with the axis `shard`, or the axes `replicate` and `shard`; with `tp` after them where asked for.
 
     Args:
         device_type: where parameters live during a step.
-        hybrid: whether two axes are wanted; None leaves it to the other arguments.
-        replicated: not sharded.
+        sharding: whether there are to be two axes, or no shards.
+        request: what `tensor_parallel` asks for. The axes are then `dp_shard` and `tp`, or `dp_replicate`, `dp_shard`
+            and `tp`: neighbouring ranks compute together, because they talk most.
         process_group: the ranks to shard over; a pair (to shard over, to replicate over); or a one-axis mesh.
         device_mesh: the mesh itself, or its shape (replicas, shards).
 
@@ -65,77 +68,56 @@ def make_mesh(
 
     Raises:
         ValueError: what is asked for contradicts itself, or does not fit the ranks there are.
+        ConfigError: the same of `tensor_parallel`, on every rank.
     """
     if not is_distributed():
         init_dist("none")
-    if device_mesh is not None and process_group is not None:
-        raise ValueError("`process_group` and `device_mesh` must not be given both: they say the same thing")
-    given = device_mesh if device_mesh is not None else process_group
-    if replicated:
-        if given is not None:
-            raise ValueError(
-                "`sharding_strategy` must shard where a process_group or device_mesh is given, but is NO_SHARD. "
-                "Use MMDistributedDataParallel with that group"
-            )
-        return _grid(device_type, [[rank] for rank in range(get_world_size())])
-    mesh = _whole(device_type, hybrid=bool(hybrid)) if given is None else _given(device_type, given)
-    if hybrid is not None and hybrid != (mesh.ndim == 2):
-        wanted = "two axes (replicas, shards)" if hybrid else "one axis"
-        raise ValueError(
-            f"`sharding_strategy` must fit the mesh, but it wants {wanted} and the mesh has {mesh.ndim}. Leave one out"
-        )
-    return mesh
-
-
-def make_tensor_parallel_mesh(
-    device_type: str,
-    degree: int | None,
-    *,
-    hybrid: bool | None,
-    replicated: bool = False,
-    process_group: GroupsLike | None = None,
-    device_mesh: MeshLike | None = None,
-) -> Meshes:
-    """Return a mesh with the axes `dp_shard` and `tp`, or `dp_replicate`, `dp_shard` and `tp`.
-
-    Neighbouring ranks compute together, because they talk most.
-
-    Args:
-        device_type: where parameters live during a step.
-        degree: the length of the axis `tp`; None takes that of the mesh that is given.
-        hybrid: whether shards are wanted within replicas; None leaves it to the mesh.
-        replicated: not sharded.
-        process_group: None.
-        device_mesh: a mesh whose last axis is called `tp`; or the shape (replicas, shards) of the others.
-
-    **Collective**: every rank.
-
-    Raises:
-        ConfigError: on every rank, if that does not fit the ranks there are, or itself.
-    """
-    if not is_distributed():
-        init_dist("none")
+    if request is None:
+        mesh = _data_mesh(device_type, sharding, process_group, device_mesh)
+        return Meshes(mesh, None, mesh)
     if process_group is not None:
         raise ConfigError(
             "`process_group` must not be given with `tensor_parallel`. Give device_mesh=(replicas, shards), or a mesh "
             f"whose last axis is called {TENSOR_AXIS!r}"
         )
     if isinstance(device_mesh, DeviceMesh):
-        whole = _with_tensor_axis(device_type, device_mesh, degree)
-    elif degree is None:
+        whole = _checked(device_type, device_mesh, request.degree)
+    elif request.degree is None:
         raise ConfigError(
             "`tensor_parallel` must have the key 'degree', the number of ranks that compute together, or `device_mesh` "
             f"must be a mesh with an axis called {TENSOR_AXIS!r}"
         )
     else:
-        shape = _data_shape(degree, device_mesh, hybrid=hybrid, replicated=replicated)
+        shape = _data_shape(request.degree, device_mesh, sharding)
         names = (*DATA_AXES[-len(shape) :], TENSOR_AXIS)
-        whole = init_device_mesh(device_type, (*shape, degree), mesh_dim_names=names)
+        whole = init_device_mesh(device_type, (*shape, request.degree), mesh_dim_names=names)
     assert whole.mesh_dim_names is not None
     return Meshes(whole[whole.mesh_dim_names[:-1]], whole[TENSOR_AXIS], whole)
 
 
-def _data_shape(degree: int, shape: Any, *, hybrid: bool | None, replicated: bool) -> tuple[int, ...]:
+def _data_mesh(
+    device_type: str, sharding: Sharding, process_group: GroupsLike | None, device_mesh: MeshLike | None
+) -> DeviceMesh:
+    if device_mesh is not None and process_group is not None:
+        raise ValueError("`process_group` and `device_mesh` must not be given both: they say the same thing")
+    given = device_mesh if device_mesh is not None else process_group
+    if sharding.replicated:
+        if given is not None:
+            raise ValueError(
+                "`sharding_strategy` must shard where a process_group or device_mesh is given, but is NO_SHARD. "
+                "Use MMDistributedDataParallel with that group"
+            )
+        return _grid(device_type, torch.arange(get_world_size()).view(-1, 1))
+    mesh = _whole(device_type, hybrid=bool(sharding.hybrid)) if given is None else _given(device_type, given)
+    if sharding.hybrid not in (None, mesh.ndim == 2):
+        wanted = "two axes (replicas, shards)" if sharding.hybrid else "one axis"
+        raise ValueError(
+            f"`sharding_strategy` must fit the mesh, but it wants {wanted} and the mesh has {mesh.ndim}. Leave one out"
+        )
+    return mesh
+
+
+def _data_shape(degree: int, shape: Any, sharding: Sharding) -> tuple[int, ...]:
     """Return the lengths of the axes before that of tensor parallelism: one, or replicas and shards."""
     world_size = get_world_size()
     if world_size % degree:
@@ -145,12 +127,12 @@ def _data_shape(degree: int, shape: Any, *, hybrid: bool | None, replicated: boo
         )
     ranks = world_size // degree
     if shape is None:
-        if hybrid:
+        if sharding.hybrid:
             raise ConfigError(
                 "`device_mesh` must be given as (replicas, shards) for a hybrid `sharding_strategy` with "
                 f"`tensor_parallel`, so that replicas * shards is {ranks}, but is None"
             )
-        return (ranks, 1) if replicated else (ranks,)
+        return (ranks, 1) if sharding.replicated else (ranks,)
     if len(shape) != 2 or not all(isinstance(length, int) and length > 0 for length in shape):
         raise ConfigError(f"`device_mesh` must be a mesh or a shape (replicas, shards), but is {shape!r}")
     if shape[0] * shape[1] != ranks:
@@ -161,7 +143,7 @@ def _data_shape(degree: int, shape: Any, *, hybrid: bool | None, replicated: boo
     return tuple(shape)
 
 
-def _with_tensor_axis(device_type: str, mesh: DeviceMesh, degree: int | None) -> DeviceMesh:
+def _checked(device_type: str, mesh: DeviceMesh, degree: int | None) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     if mesh.device_type != device_type or mesh.ndim not in (2, 3) or not names or names[-1] != TENSOR_AXIS:
         raise ConfigError(
@@ -193,36 +175,34 @@ def _whole(device_type: str, *, hybrid: bool) -> DeviceMesh:
             "`sharding_strategy` 'HYBRID_SHARD' must find equally many ranks on every node, but finds "
             f"{[len(row) for row in rows]}. Give the mesh's shape as device_mesh=(replicas, shards)"
         )
-    return _grid(device_type, rows)
+    return _grid(device_type, torch.tensor(rows))
 
 
 def _given(device_type: str, given: Any) -> DeviceMesh:
-    if isinstance(given, DeviceMesh):
-        return _checked(device_type, given)
     if isinstance(given, ProcessGroup):
         return DeviceMesh.from_group(given, device_type, mesh_dim_names=(SHARD,))
     if isinstance(given, Sequence) and len(given) == 2:
         if all(isinstance(item, ProcessGroup) for item in given):
-            return _from_groups(device_type, shard=given[0], replicate=given[1])
+            shard, replicate = given
+            ranks = torch.tensor(all_gather_object(get_process_group_ranks(shard), group=replicate))
+            return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
         if all(isinstance(item, int) for item in given):
             return _shaped(device_type, *given)
-    raise TypeError(
-        "`process_group` must be a ProcessGroup, a pair of them (to shard over, to replicate over) or None, and "
-        f"`device_mesh` a DeviceMesh or its shape (replicas, shards), but there is {given!r}"
-    )
-
-
-def _checked(device_type: str, mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.device_type != device_type:
-        raise ValueError(
-            f"`device_mesh` must be one of {device_type} devices, but is one of {mesh.device_type} devices"
+    if not isinstance(given, DeviceMesh):
+        raise TypeError(
+            "`process_group` must be a ProcessGroup, a pair of them (to shard over, to replicate over) or None, and "
+            f"`device_mesh` a DeviceMesh or its shape (replicas, shards), but there is {given!r}"
         )
-    if mesh.ndim > 2:
+    if given.device_type != device_type:
         raise ValueError(
-            f"`device_mesh` must have one or two axes (replicas, shards), but has {mesh.ndim}: {mesh.mesh_dim_names}. "
-            "Take a part of it: mesh[name]"
+            f"`device_mesh` must be one of {device_type} devices, but is one of {given.device_type} devices"
         )
-    return mesh
+    if given.ndim > 2:
+        raise ValueError(
+            f"`device_mesh` must have one or two axes (replicas, shards), but has {given.ndim}: "
+            f"{given.mesh_dim_names}. Take a part of it: mesh[name]"
+        )
+    return given
 
 
 def _shaped(device_type: str, replicas: int, shards: int) -> DeviceMesh:
@@ -232,16 +212,8 @@ def _shaped(device_type: str, replicas: int, shards: int) -> DeviceMesh:
             f"`device_mesh` must be a shape for {world_size} ranks, but is ({replicas}, {shards}) "
             f"(rank {get_rank()} of {world_size})"
         )
-    ranks = torch.arange(world_size).view(replicas, shards)
-    return _grid(device_type, ranks.tolist())
+    return _grid(device_type, torch.arange(world_size).view(replicas, shards))
 
 
-def _from_groups(device_type: str, *, shard: ProcessGroup, replicate: ProcessGroup) -> DeviceMesh:
-    rows = all_gather_object(get_process_group_ranks(shard), group=replicate)
-    return DeviceMesh.from_group(
-        [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=(REPLICATE, SHARD)
-    )
-
-
-def _grid(device_type: str, rows: list[list[int]]) -> DeviceMesh:
-    return DeviceMesh(device_type, torch.tensor(rows), mesh_dim_names=(REPLICATE, SHARD))
+def _grid(device_type: str, ranks: Tensor) -> DeviceMesh:
+    return DeviceMesh(device_type, ranks, mesh_dim_names=(REPLICATE, SHARD))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap
 
 from lockstep.errors import ConfigError, did_you_mean
-from lockstep.model.class_names import classes_in
+from lockstep.model.parts import callable_children, classes_in, is_callable, owners_of_parameters
 from lockstep.registry import Registry
 
 FSDP_WRAP_POLICIES = Registry("FSDP wrap policy", scope="lockstep")
@@ -87,54 +87,44 @@ def choose_units(model: nn.Module, policy: Any, ignored: Collection[nn.Module] =
         module
         for module in reversed(list(model.modules()))
         if module in chosen
-        and type(module).forward is not nn.Module.forward
+        and is_callable(module)
         and next(module.parameters(), None) is not None
-        and keeps_to_itself(module, owners)
+        and _keeps_to_itself(module, owners)
     ]
 
 
 def directly_callable_parts(model: nn.Module, ignored: Collection[nn.Module] = ()) -> list[nn.Module]:
     """Return the children of `model` that its own steps may call, those in containers without a `forward` included."""
-
-    def parts_of(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            if type(child).forward is nn.Module.forward:
-                yield from parts_of(child)
-            else:
-                yield child
-
-    parts = set(parts_of(model))
+    parts = {part for _, _, part in callable_children(model)}
     return choose_units(model, lambda module: module in parts, ignored)
 
 
-class _ByRecursion:
-    """Torch's older policies: asked on the way down whether to go on, on the way up whether to make a unit."""
+def _ask_by_recursion(
+    policy: Callable[..., bool], model: nn.Module, left_out: Collection[nn.Module]
+) -> list[nn.Module]:
+    """Ask one of torch's older policies: on the way down whether to go on, on the way up whether to make a unit."""
+    known = inspect.signature(policy).parameters
+    numel = "unwrapped_params" if "unwrapped_params" in known else "nonwrapped_numel"
+    units: list[nn.Module] = []
+    seen = {model, *left_out}
 
-    def __init__(self, policy: Callable[..., bool], left_out: Collection[nn.Module]) -> None:
-        known = inspect.signature(policy).parameters
-        self._numel = "unwrapped_params" if "unwrapped_params" in known else "nonwrapped_numel"
-        self._policy = policy
-        self._left_out = left_out
-
-    def choose(self, model: nn.Module) -> list[nn.Module]:
-        units: list[nn.Module] = []
-        self._visit(model, units, {model})
-        return units
-
-    def _visit(self, module: nn.Module, units: list[nn.Module], seen: set[nn.Module]) -> int:
+    def visit(module: nn.Module) -> int:
         """Return how many numbers of `module` belong to units within it, or to itself."""
         total = _numel([module])
-        if not self._policy(module=module, recurse=True, **{self._numel: total}):
+        if not policy(module=module, recurse=True, **{numel: total}):
             return 0
         taken = 0
         for child in module.children():
-            if child not in seen and child not in self._left_out:
+            if child not in seen:
                 seen.add(child)
-                taken += self._visit(child, units, seen)
-        if not self._policy(module=module, recurse=False, **{self._numel: total - taken}):
+                taken += visit(child)
+        if not policy(module=module, recurse=False, **{numel: total - taken}):
             return taken
         units.append(module)
         return total
+
+    visit(model)
+    return units
 
 
 def _run_custom_policy(policy: wrap.CustomPolicy, model: nn.Module) -> list[nn.Module]:
@@ -161,7 +151,7 @@ def _ask_policy(model: nn.Module, policy: Any, left_out: Collection[nn.Module]) 
         return [module for module in model.modules() if isinstance(module, kinds)]
     if callable(policy):
         if "recurse" in inspect.signature(policy).parameters:
-            return _ByRecursion(policy, left_out).choose(model)
+            return _ask_by_recursion(policy, model, left_out)
         return [module for module in model.modules() if policy(module)]
     raise TypeError(
         "`auto_wrap_policy` must be a policy of torch's, a function, classes of modules or their names, a name in "
@@ -204,19 +194,10 @@ def _numel(modules: list[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Return, for each parameter, the modules that own it."""
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append(module)
-    return owners
-
-
-def keeps_to_itself(module: nn.Module, owners: Mapping[nn.Parameter, list[nn.Module]]) -> bool:
+def _keeps_to_itself(module: nn.Module, owners: Mapping[nn.Parameter, list[tuple[nn.Module, str]]]) -> bool:
     """Return whether no parameter of `module` is shared with a module outside it."""
     inside = set(module.modules())
-    return all(owner in inside for parameter in module.parameters() for owner in owners[parameter])
+    return all(owner in inside for parameter in module.parameters() for owner, _ in owners[parameter])
 
 
 def cut_by_dtype(model: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Module]) -> list[nn.Module]:
@@ -228,7 +209,7 @@ def cut_by_dtype(model: nn.Module, units: Collection[nn.Module], ignored: Collec
     Args:
         model: the model, which is a unit itself.
         units: the parts that are units already.
-        ignored: parts that are not sharded.
+        ignored: all modules that are not sharded.
 
     Raises:
         ConfigError: a module itself owns parameters of two dtypes, or what would be cut out can't be a unit.
@@ -240,53 +221,48 @@ class _Cut:
     def __init__(self, model: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Module]) -> None:
         self.parts: list[nn.Module] = []
         self._names = {module: name for name, module in model.named_modules()}
-        self._units = {model, *units}
-        self._ignored = {part for module in ignored for part in module.modules()}
+        self._apart = {*units, *ignored}
         self._owners = owners_of_parameters(model)
-        for unit in list(self._units):
+        for unit in (model, *units):
             self._cut_unit(unit)
 
     def _cut_unit(self, unit: nn.Module) -> None:
-        sizes = Counter[torch.dtype]()
-        for part in self._parts_of(unit):
-            for parameter in self._own(part).values():
-                sizes[parameter.dtype] += parameter.numel()
+        sizes = self._sizes(unit)
         if len(sizes) > 1:
             self._cut_children(unit, self._own_dtype(unit) or max(sizes, key=lambda dtype: sizes[dtype]))
 
     def _cut_children(self, module: nn.Module, dtype: torch.dtype) -> None:
         for child in module.children():
-            if child in self._units or child in self._ignored:
-                continue
-            dtypes = {p.dtype for part in self._parts_of(child) for p in self._own(part).values()}
-            if dtypes <= {dtype}:
+            if child in self._apart or (sizes := self._sizes(child)).keys() <= {dtype}:
                 continue
             own = self._own_dtype(child)
-            is_called = type(child).forward is not nn.Module.forward
-            if (len(dtypes) == 1 and is_called) or own not in (None, dtype):
-                self._make_unit(child, is_called)
+            if (len(sizes) == 1 and is_callable(child)) or own not in (None, dtype):
+                self._make_unit(child)
             else:
                 self._cut_children(child, dtype)
 
-    def _make_unit(self, module: nn.Module, is_called: bool) -> None:
-        if not is_called or not keeps_to_itself(module, self._owners):
+    def _make_unit(self, module: nn.Module) -> None:
+        if not is_callable(module) or not _keeps_to_itself(module, self._owners):
             name, parameter = next(module.named_parameters())
-            why = "shares a parameter with another part" if is_called else "is not called"
+            why = "shares a parameter with another part" if is_callable(module) else "is not called"
             raise ConfigError(
                 f"`{self._names[module]}.{name}` must have the dtype of the parameters around it under FSDP, but "
                 f"is {_dtype_name(parameter.dtype)} in a {type(module).__name__} that {why}, so that it can't be a "
                 "unit of its own. Give all parameters one dtype, or use strategy 'ddp'"
             )
         self.parts.append(module)
-        self._units.add(module)
+        self._apart.add(module)
         self._cut_unit(module)
 
-    def _parts_of(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield the modules that belong to one unit with `module`."""
-        yield module
+    def _sizes(self, module: nn.Module) -> Counter[torch.dtype]:
+        """Return how many numbers of each dtype belong to `module`, without what is apart from it."""
+        sizes = Counter[torch.dtype]()
+        for parameter in self._own(module).values():
+            sizes[parameter.dtype] += parameter.numel()
         for child in module.children():
-            if child not in self._units and child not in self._ignored:
-                yield from self._parts_of(child)
+            if child not in self._apart:
+                sizes.update(self._sizes(child))
+        return sizes
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
         own = module.named_parameters(recurse=False)

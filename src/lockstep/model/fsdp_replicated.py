@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist import all_reduce
-from lockstep.tree import tree_leaves
+from lockstep.model.autograd_graph import on_backward
 
 
 class ReplicatedParameters:
@@ -41,16 +40,10 @@ class ReplicatedParameters:
             return
         # Of a rank whose loss depends on none of them, only the output tells that a backward pass has begun; of a part
         # that is called without the whole, only they do.
-        module.register_forward_hook(torch.compiler.disable(self._watch_output))  # type: ignore[no-untyped-call]
+        on_backward(module, self._queue)
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._queue)  # type: ignore[no-untyped-call]
-
-    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._queue)  # type: ignore[no-untyped-call]
 
     def _queue(self, _: Tensor) -> None:
         # As FSDP itself does: autograd calls it when all gradients are there.

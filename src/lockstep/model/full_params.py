@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from lockstep.dist import is_main_process
 
 
-class _Site(NamedTuple):
-    owner: nn.Module
-    name: str
-    sharded: nn.Parameter
-
-
 @contextmanager
 def full_parameters(
     model: nn.Module,
-    *,
     recurse: bool = True,
     writeback: bool = True,
     rank0_only: bool = False,
@@ -48,27 +40,29 @@ def full_parameters(
     if rank0_only and writeback:
         raise ValueError("`writeback` must be False with `rank0_only`, because the other ranks hold nothing to write")
     reshard(model)
-    sites = [
-        _Site(module, name, parameter)
+    sites: list[tuple[nn.Module, str, nn.Parameter]] = [
+        (module, name, parameter)
         for module in (model.modules() if recurse else [model])
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if isinstance(parameter, DTensor)
     ]
     full: dict[nn.Parameter, nn.Parameter] = {}
-    for site in sites:
-        if site.sharded not in full:
-            gathered = _gather(site.sharded, offload_to_cpu=offload_to_cpu, with_grad=with_grads)
-            full[site.sharded] = site.sharded if rank0_only and not is_main_process() else gathered
-    for site in sites:
-        setattr(site.owner, site.name, full[site.sharded])
+    for sharded in dict.fromkeys(parameter for _, _, parameter in sites):
+        gathered = nn.Parameter(_full(sharded, offload_to_cpu), requires_grad=sharded.requires_grad)
+        if with_grads and sharded.grad is not None:
+            gathered.grad = _full(sharded.grad, offload_to_cpu)
+        full[sharded] = sharded if rank0_only and not is_main_process() else gathered
+    for owner, name, sharded in sites:
+        setattr(owner, name, full[sharded])
     try:
         yield
     finally:
-        for site in sites:
-            setattr(site.owner, site.name, site.sharded)
+        for owner, name, sharded in sites:
+            setattr(owner, name, sharded)
     if writeback:
-        for sharded, parameter in full.items():
-            write_full(sharded, parameter.detach())
+        with torch.no_grad():
+            for sharded, parameter in full.items():
+                sharded.copy_(shard_like(parameter, sharded))
 
 
 def reshard(model: nn.Module) -> None:
@@ -80,12 +74,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def write_full(sharded: Tensor, value: Tensor) -> None:
-    """Write this rank's part of a full `value` into a sharded tensor. Nothing is sent."""
-    with torch.no_grad():
-        sharded.copy_(shard_like(value, sharded))
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
@@ -112,15 +100,8 @@ def gather_full(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def _gather(parameter: nn.Parameter, *, offload_to_cpu: bool, with_grad: bool) -> nn.Parameter:
-    gathered = nn.Parameter(_full(parameter, offload_to_cpu=offload_to_cpu), requires_grad=parameter.requires_grad)
-    if with_grad and parameter.grad is not None:
-        gathered.grad = _full(parameter.grad, offload_to_cpu=offload_to_cpu)
-    return gathered
-
-
 @torch.no_grad()
-def _full(tensor: Tensor, *, offload_to_cpu: bool) -> Tensor:
+def _full(tensor: Tensor, offload_to_cpu: bool) -> Tensor:
     assert isinstance(tensor, DTensor)
     full = gather_full(tensor)
     if full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr():

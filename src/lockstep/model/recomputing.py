@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.model.class_names import classes_in
+from lockstep.model.parts import classes_in
 
 Check: TypeAlias = Callable[[nn.Module], bool] | Iterable[str | type[nn.Module]]
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.model.ddp import MMDistributedDataParallel
-from lockstep.model.wrapper import ModelWrapper, train_step
+from lockstep.model.parts import callable_children
+from lockstep.model.wrapper import ModelWrapper, step_of, train_step
 from lockstep.registry import MODEL_WRAPPERS
 
 
@@ -51,19 +52,19 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
     ) -> None:
         super().__init__()
         _check_ownership(module)
-        options = {
-            "device_ids": device_ids,
-            "output_device": output_device,
-            "broadcast_buffers": broadcast_buffers,
-            "find_unused_parameters": find_unused_parameters,
-            **kwargs,
-        }
         device = _device_of(module, device_ids)
         self._parallel: list[MMDistributedDataParallel] = []
-        for parent, name, child in _parts(module):
+        for parent, name, child in callable_children(module):
             child.to(device)
-            if _is_trainable(child):
-                wrapped = MMDistributedDataParallel(child, **options)
+            if any(parameter.requires_grad for parameter in child.parameters()):
+                wrapped = MMDistributedDataParallel(
+                    child,
+                    device_ids=device_ids,
+                    output_device=output_device,
+                    broadcast_buffers=broadcast_buffers,
+                    find_unused_parameters=find_unused_parameters,
+                    **kwargs,
+                )
                 setattr(parent, name, wrapped)
                 self._parallel.append(wrapped)
         self.module = module
@@ -77,10 +78,7 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
 
         **Collective**: every rank.
         """
-        own = getattr(self.module, "train_step", None)
-        if own is None:
-            return train_step(self.module, data, optim_wrapper)
-        logged: dict[str, Tensor] = own(data, optim_wrapper)
+        logged: dict[str, Tensor] = step_of(self.module, "train_step", train_step)(data, optim_wrapper)
         return logged
 
     @contextmanager
@@ -106,21 +104,12 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
                 wrapped.require_forward_param_sync = required
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield the children that can be called, with the module that holds them and their name there."""
-    for name, child in list(module.named_children()):
-        if type(child).forward is nn.Module.forward:
-            yield from _parts(child)
-        else:
-            yield module, name, child
-
-
 def _check_ownership(module: nn.Module) -> None:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
-    owners = Counter(parameter for _, _, part in _parts(module) for parameter in part.parameters())
+    owners = Counter(parameter for _, _, part in callable_children(module) for parameter in part.parameters())
     if orphans := [known[0] for parameter, known in names.items() if not owners[parameter]]:
         raise ValueError(
             f"`module` must hold its trainable parameters in children that have a forward, but {type(module).__name__} "
@@ -140,7 +129,3 @@ def _device_of(module: nn.Module, device_ids: Sequence[int | torch.device] | Non
         return torch.device("cpu") if first is None else first.device
     chosen = device_ids[0]
     return chosen if isinstance(chosen, torch.device) else torch.device(first.device.type, chosen)
-
-
-def _is_trainable(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lockstep.errors import ConfigError
-from lockstep.model.fsdp_materialize import ties_in
+from lockstep.model.parts import owners_of_parameters
 from lockstep.model.tensor_parallel_plan import Split, owner_of_layer, read_plan, split_of
 
 
@@ -28,7 +28,7 @@ class TensorParallel:
         model: the model, not sharded yet.
         plan: styles by patterns of names; None takes the model's own `_tp_plan`.
         mesh: one axis, the ranks that compute together.
-        ignored: modules that are not sharded, and so can't be split either.
+        ignored: all modules that are not sharded, and so can't be split either.
 
     Raises:
         ConfigError: on every rank, if the plan does not fit the model or the number of ranks.
@@ -41,14 +41,13 @@ class TensorParallel:
     ) -> None:
         self.mesh = mesh
         styles = read_plan(model, plan)
-        left_out = {module for part in ignored for module in part.modules()}
         for name, style in styles.items():
-            if model.get_submodule(name) in left_out:
+            if model.get_submodule(name) in ignored:
                 raise ConfigError(f"`ignored_modules` must not hold what tensor_parallel splits, but holds `{name}`")
             _check_module(model, name, split_of(style), mesh.size())
         self._styles = {model.get_submodule(name): style for name, style in styles.items()}
         self._names = {module: name for name, module in model.named_modules()}
-        self._ties = ties_in(model)
+        self._ties = [sites for sites in owners_of_parameters(model).values() if len(sites) > 1]
 
     def apply(self, unit: nn.Module) -> None:
         """Split the modules in a part of the model of which every rank of the mesh holds the same values.

@@ -1,8 +1,8 @@
-"""From the names of classes to the classes that a model is made of."""
+"""What a model consists of: classes by their names, the owners of parameters, the parts that can be called."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from torch import nn
@@ -41,3 +41,26 @@ def classes_in(model: nn.Module, names: ClassNames, *, what: str) -> tuple[type[
         else:
             raise TypeError(f"`{what}` must hold classes of modules or their names, but holds {item!r}")
     return tuple(found)
+
+
+def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Return, for each parameter, the modules that own it, and what they call it."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((module, name))
+    return owners
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Return whether a module has a `forward`, which containers such as `ModuleList` have not."""
+    return type(module).forward is not nn.Module.forward
+
+
+def callable_children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield the children that can be called, containers entered, with what holds them and their name there."""
+    for name, child in list(module.named_children()):
+        if is_callable(child):
+            yield module, name, child
+        else:
+            yield from callable_children(child)
