@@ -33,6 +33,7 @@ from lockstep.dist import (
 from lockstep.testing import ranks, run_ranks
 
 from .drawn_objects import assert_same
+from .reference import group_is_usable
 
 DTYPES = (
     torch.float32,
@@ -96,12 +97,6 @@ def reduced_alone(value: Any, op: str) -> Any:
         result = data.numpy()
         return result if isinstance(value, np.ndarray) else result[()]
     return data.item()
-
-
-def group_is_usable() -> bool:
-    data = torch.ones(1)
-    all_reduce(data)
-    return data.item() == get_world_size()
 
 
 # --- dicts

@@ -22,7 +22,6 @@ from lockstep.dist import (
     PeerError,
     all_gather_object,
     all_gather_tree,
-    all_reduce,
     broadcast_object,
     broadcast_object_list,
     broadcast_tree,
@@ -35,6 +34,7 @@ from lockstep.errors import DistError
 from lockstep.testing import ranks, run_ranks
 
 from .drawn_objects import assert_same, made, plans
+from .reference import group_is_usable
 
 # --- every way from rank to rank, called alike: what this rank gets, and what it should
 
@@ -109,12 +109,6 @@ def send_planned(drawn: list[Any], root: int, members: list[int] | None = None) 
     group = None if members is None else torch_dist.new_group(members)
     if members is None or torch_dist.get_rank() in members:
         send_every_way(made(drawn), root, group)
-
-
-def group_is_usable() -> bool:
-    data = torch.ones(1)
-    all_reduce(data)
-    return data.item() == get_world_size()
 
 
 # --- objects arrive

@@ -15,12 +15,7 @@ from lockstep.dist import PeerError, all_reduce, collect_results, get_rank, get_
 from lockstep.testing import ranks
 
 from .drawn_objects import assert_same
-
-
-def group_is_usable() -> bool:
-    data = torch.ones(1)
-    all_reduce(data)
-    return data.item() == get_world_size()
+from .reference import group_is_usable
 
 
 def result_of(rank: int, place: int) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from torch.utils.data import TensorDataset
 
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
-from lockstep.hooks import Hook
 from lockstep.optim import DefaultOptimWrapperConstructor, OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.optim.paramwise import param_sites
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, BuildError
 from lockstep.runner import Runner
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from lockstep.testing import ranks, run_ranks
+
+from ..runs import Losses
 
 
 class LlamaRMSNorm(nn.Module):
@@ -313,19 +314,6 @@ def separate_names() -> list[tuple[list[str], float, float]]:
 
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
-
-
-class Losses(Hook):
-    priority = "LOWEST"
-
-    def __init__(self, stop_after: int | None) -> None:
-        self.stop_after = stop_after
-        self.by_iter: dict[int, float] = {}
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
-        self.by_iter[runner.iter] = outputs["loss"].item()
-        if runner.iter + 1 == self.stop_after:
-            raise KeyboardInterrupt
 
 
 def train(work_dir: Path, strategy: str, stop_after: int | None = None, **changes: Any):

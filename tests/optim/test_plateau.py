@@ -21,6 +21,8 @@ from lockstep.optim import OptimWrapper, OptimWrapperDict, ReduceOnPlateauLR, Re
 from lockstep.runner import Runner
 from lockstep.testing import ranks
 
+from ..runs import StopAfter
+
 
 def sgd(lr: float = 1.0) -> torch.optim.SGD:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.5)
@@ -113,19 +115,6 @@ class Rates(Hook):
         self.by_iter[runner.iter] = (group["lr"], group["momentum"], outputs["loss"].item())
 
 
-class StopAfterIter(Hook):
-    """Ends a run as a crash would."""
-
-    priority = "LOWEST"
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
-        if runner.iter + 1 == self.after:
-            raise KeyboardInterrupt
-
-
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
 SCRIPT = [1.0, 0.5, 0.6, 0.7, 0.4, 0.4, 0.4, 0.4]
 SCHEDULES = [
@@ -145,7 +134,7 @@ def run(work_dir: Path, epochs: int, start: int = 0, **changes: Any) -> dict[int
         "param_scheduler": SCHEDULES,
         "train_cfg": {"max_epochs": 8},
         **changes,
-        "custom_hooks": [rates, StopAfter(epochs), *changes.get("custom_hooks", [])],
+        "custom_hooks": [rates, StopAfterEpoch(epochs), *changes.get("custom_hooks", [])],
     }
     try:
         Runner(
@@ -157,7 +146,7 @@ def run(work_dir: Path, epochs: int, start: int = 0, **changes: Any) -> dict[int
     return rates.by_iter
 
 
-class StopAfter(Hook):
+class StopAfterEpoch(Hook):
     """Ends a run as a user would."""
 
     priority = "LOWEST"
@@ -192,7 +181,7 @@ def test_validations_of_iterations_are_made_up_for_too(tmp_path: Path):
     }
     whole = run(tmp_path / "whole", 99, **changes)
     for stop, seen in ((6, 2), (7, 3)):  # at the time of a validation, and after it
-        first = run(tmp_path / f"{stop}", 99, **changes, custom_hooks=[StopAfterIter(stop)])
+        first = run(tmp_path / f"{stop}", 99, **changes, custom_hooks=[StopAfter(stop)])
         second = run(tmp_path / f"{stop}", 99, start=seen, resume=True, **changes)
         assert (max(first), min(second)) == (stop - 1, stop)
         assert first | second == whole

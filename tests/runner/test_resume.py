@@ -22,6 +22,8 @@ from lockstep.hooks import Hook
 from lockstep.runner import Runner
 from lockstep.testing import ranks, run_ranks
 
+from ..runs import Losses
+
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
 
@@ -37,30 +39,9 @@ class Net(nn.Module):
         return (out - y).square().mean() if mode == "loss" else (out > 0).flatten().long()
 
 
-class Losses(Hook):
-    def __init__(self) -> None:
-        self.by_iter: dict[int, float] = {}
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
-        self.by_iter[runner.iter] = outputs["loss"].item()
-
-
-class Stop(Hook):
-    """Ends a run as a crash would, after its checkpoint."""
-
-    priority = "LOWEST"
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
-        if runner.iter + 1 == self.after:
-            raise KeyboardInterrupt
-
-
 def run(work_dir: Path, stop_after: int | None = None, *hooks: Hook, **changes: Any) -> dict[int, float]:
     torch.manual_seed(3)
-    losses = Losses()
+    losses = Losses(stop_after)
     arguments = {
         "model": Net(),
         "work_dir": work_dir,
@@ -74,7 +55,7 @@ def run(work_dir: Path, stop_after: int | None = None, *hooks: Hook, **changes: 
         "randomness": {"seed": 7},
         **changes,
     }
-    custom = [losses, *hooks] if stop_after is None else [losses, *hooks, Stop(stop_after)]
+    custom = [*hooks, losses]
     runner = Runner(custom_hooks=custom, **arguments)
     try:
         runner.train()

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
 
 from lockstep.dist import all_gather_object, get_rank, get_world_size
-from lockstep.hooks import Hook
 from lockstep.runner import Runner
 from lockstep.testing import ranks, run_ranks
+
+from ..runs import Losses
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
@@ -35,21 +36,6 @@ class Net(nn.Module):
             return self.linear(x)[:, 0] > 0, y[:, 0] > 0
         noise = random.random() + np.random.rand()
         return (self.linear(nn.functional.dropout(x, 0.5)) - y).square().mean() * (1 + noise)
-
-
-class Losses(Hook):
-    """Notes losses, and ends a run as a crash would."""
-
-    priority = "LOWEST"
-
-    def __init__(self, stop_after: int | None) -> None:
-        self.stop_after = stop_after
-        self.by_iter: dict[int, float] = {}
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
-        self.by_iter[runner.iter] = outputs["loss"].item()
-        if runner.iter + 1 == self.stop_after:
-            raise KeyboardInterrupt
 
 
 def run(work_dir: Path, loader: Any, stop_after: int | None = None, **changes: Any) -> dict[int, float]:

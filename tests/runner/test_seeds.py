@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.dist import all_gather_object
-from lockstep.hooks import Hook
 from lockstep.runner import Runner
 from lockstep.strategy import FSDPStrategy
 from lockstep.testing import ranks
+
+from ..runs import StopAfter
 
 
 class Drawing(Dataset[tuple[Tensor, Tensor]]):
@@ -86,20 +87,12 @@ def test_ranks_that_compute_together_draw_the_same(tmp_path: Path):
         assert seen[0][kind] != seen[2][kind]
 
 
-class Stop(Hook):
-    priority = "LOWEST"
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
-        if runner.iter == 1:
-            raise KeyboardInterrupt
-
-
 @ranks(2)
 def test_each_rank_goes_on_with_its_own_numbers(tmp_path: Path):
     whole = train(tmp_path / "whole", True)
     every = {"default_hooks": {"checkpoint": {"by_epoch": False, "interval": 1}}}
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "work", True, custom_hooks=[Stop()], **every)
+        train(tmp_path / "work", True, custom_hooks=[StopAfter(2)], **every)
     resumed = train(tmp_path / "work", True, resume=True, **every)
     assert len(whole[0]["mask"]) == 4
     for rank in (0, 1):

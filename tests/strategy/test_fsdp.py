@@ -15,13 +15,13 @@ from torch.utils.data import TensorDataset
 from lockstep.checkpoint import load_state, save_state
 from lockstep.dist import get_world_size, is_distributed
 from lockstep.errors import ConfigError
-from lockstep.hooks import Hook
 from lockstep.model import MMDistributedDataParallel, MMFullyShardedDataParallel, train_step
 from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner import Runner
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, build_strategy
 from lockstep.testing import ranks, run_ranks
 
+from ..runs import StopAfter
 from .transformer import (
     ADAMW,
     BATCH,
@@ -174,19 +174,6 @@ def resumable(work_dir: Path, options: dict, resume: bool, stop_after: int | Non
     except KeyboardInterrupt:
         assert stop_after is not None
     return losses.seen
-
-
-class StopAfter(Hook):
-    """Ends a run as a crash would, after its checkpoint."""
-
-    priority = "LOWEST"
-
-    def __init__(self, iters: int | None) -> None:
-        self.iters = iters
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
-        if runner.iter + 1 == self.iters:
-            raise KeyboardInterrupt
 
 
 @ranks(2)

@@ -1,0 +1,34 @@
+"""Hooks that several rooms' tests watch and end runs with."""
+
+from __future__ import annotations
+
+from lockstep.hooks import Hook
+
+
+class StopAfter(Hook):
+    """Ends a run as a crash would: after so many iterations, and what is saved there.
+
+    Args:
+        iters: how many; None for never.
+    """
+
+    priority = "LOWEST"
+
+    def __init__(self, iters: int | None) -> None:
+        self.iters = iters
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if runner.iter + 1 == self.iters:
+            raise KeyboardInterrupt
+
+
+class Losses(StopAfter):
+    """Notes the loss of every iteration, too."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        super().__init__(stop_after)
+        self.by_iter: dict[int, float] = {}
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        self.by_iter[runner.iter] = outputs["loss"].item()
+        super().after_train_iter(runner, batch_idx, data_batch, outputs)
