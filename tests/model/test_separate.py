@@ -156,6 +156,7 @@ class Normed(nn.Module):
 
 @ranks(2)
 def test_validation_sends_nothing_so_that_ranks_may_have_different_numbers_of_batches():
+    """Shown by not hanging."""
     wrapped = MMSeparateDistributedDataParallel(Normed(), broadcast_buffers=True)
     optim_wrapper = OptimWrapper(torch.optim.SGD(wrapped.parameters(), lr=0.1))
     wrapped.train_step(torch.rand(4, 2), optim_wrapper)

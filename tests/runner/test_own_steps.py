@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,16 @@ class Returns(Loss):
         return self.what(loss)
 
 
-@pytest.mark.parametrize("what", [lambda loss: None, lambda loss: {"loss": loss, "samples": 4, "rate": 0.5}])
-def test_a_step_may_return_numbers_or_nothing(what, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("what", "recorded"),
+    [(lambda loss: None, set()), (lambda loss: {"loss": loss, "rate": 0.5}, {"loss", "rate"})],
+)
+def test_a_step_may_return_numbers_or_nothing(what, recorded: set[str], tmp_path: Path):
     loader = {"dataset": TensorDataset(X, Y), "batch_size": 8}
-    Runner(Returns(what), tmp_path, train_dataloader=loader, train_cfg={"max_epochs": 1}).train()
+    runner = Runner(Returns(what), tmp_path, train_dataloader=loader, train_cfg={"max_epochs": 1})
+    runner.train()
+    record = json.loads((runner.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert record.keys() & {"loss", "rate"} == recorded
 
 
 @pytest.mark.parametrize(

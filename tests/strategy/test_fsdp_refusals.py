@@ -67,14 +67,15 @@ def trained(net: dict, options: dict) -> dict[str, Tensor]:
 
 @ranks(2)
 @pytest.mark.parametrize(
-    ("net", "options"),
+    ("net", "options", "tolerance"),
     [
-        ({"dtype": COMPLEX}, optimizer("AdamW")),
-        ({"rows": 5, "dtype": COMPLEX}, optimizer("SGD", momentum=0.9)),
+        ({"dtype": COMPLEX}, optimizer("AdamW"), 1e-6),
+        ({"rows": 5, "dtype": COMPLEX}, optimizer("SGD", momentum=0.9), 1e-6),
+        ({"rows": 3, "bias": False}, optimizer("Muon"), 2e-3),  # orthogonalizes in bfloat16; weights move by 2e-2
     ],
-    ids=["even", "SGD"],
+    ids=["complex, even", "complex, SGD", "Muon, uneven"],
 )
-def test_complex_parameters_that_are_let_through_train_as_in_one_process(net: dict, options: dict):
+def test_what_is_let_through_trains_as_in_one_process(net: dict, options: dict, tolerance: float):
     model = Net(**net)
     alone = getattr(torch.optim, options["optimizer"]["type"])(
         model.parameters(), **{key: value for key, value in options["optimizer"].items() if key != "type"}
@@ -84,12 +85,7 @@ def test_complex_parameters_that_are_let_through_train_as_in_one_process(net: di
         model(INPUTS).backward()
         alone.step()
     for name, value in trained(net, options).items():
-        assert torch.allclose(value, model.get_parameter(name), atol=1e-6), name
-
-
-@ranks(2)
-def test_muon_trains_matrices_in_uneven_shards():
-    trained({"rows": 3, "bias": False}, optimizer("Muon"))
+        assert torch.allclose(value, model.get_parameter(name), atol=tolerance), name
 
 
 class Words(nn.Module):
