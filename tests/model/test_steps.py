@@ -79,6 +79,47 @@ def test_a_batch_that_is_one_tensor_is_one_argument():
     assert train_step(model, torch.full((2,), 3.0), sgd(model))["loss"] == 3.0
 
 
+class Doubles(nn.Module):
+    """As a data preprocessor."""
+
+    def forward(self, data: Tensor, training: bool) -> Tensor:
+        return 2 * data
+
+
+class Hands(nn.Module):
+    """Hands on what it does not have, as peft's models do."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x)
+
+
+@pytest.mark.parametrize("where", ["module", "instance", "class", "base"])
+def test_a_preprocessor_is_found_wherever_the_model_keeps_it(where: str):
+    inner = nn.Linear(3, 1)
+    kind = type("Owner", (nn.Sequential,), {"data_preprocessor": Doubles()} if where == "class" else {})
+    model = kind(inner)
+    if where == "module":
+        model.data_preprocessor = Doubles()
+        model.forward = inner.forward
+    elif where == "instance":
+        vars(model)["data_preprocessor"] = lambda data, training: 2 * data
+    elif where == "base":
+        model.data_preprocessor = Doubles()
+        model.forward = inner.forward
+        model = Hands(model)
+    assert torch.equal(predict_step(model, torch.ones(2, 3)), inner(2 * torch.ones(2, 3)))
+
+
 def test_entries_called_loss_are_added_and_all_are_logged():
     total, logged = parse_losses(
         {"loss_cls": torch.tensor([1.0, 3.0]), "loss_boxes": [torch.tensor(1.0), torch.tensor([2.0, 4.0])],
