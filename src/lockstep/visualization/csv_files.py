@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import TextIO
 
 from lockstep.registry import VISUALIZERS
 
@@ -22,7 +21,6 @@ class CsvVisualizer:
 
     def __init__(self, save_dir: str | Path | None = None) -> None:
         self._save_dir = None if save_dir is None else Path(save_dir)
-        self._tables: dict[str, _Table] = {}
 
     def open(self, run_dir: Path) -> None:
         """Remember the folder; files begin with their first row."""
@@ -36,63 +34,32 @@ class CsvVisualizer:
             raise RuntimeError("CsvVisualizer must be opened before it is used, or be given a `save_dir`")
         rows: dict[str, dict[str, float]] = {}
         for name, value in scalar_dict.items():
-            table, slash, column = name.partition("/")
-            rows.setdefault(table if slash else "scalars", {})[column if slash else name] = value
+            table, _, column = name.partition("/") if "/" in name else ("scalars", "", name)
+            rows.setdefault(table, {"step": step})[column] = value
         for table, row in rows.items():
-            if table not in self._tables:
-                self._tables[table] = _Table(self._save_dir / f"{table}.csv")
-            self._tables[table].write({"step": step, **row})
+            _append(self._save_dir / f"{table}.csv", row)
 
     def close(self) -> None:
-        """Close the files."""
-        for table in self._tables.values():
-            table.close()
+        """Do nothing: no file stays open from one row to the next."""
 
 
-class _Table:
-    """A file with a row of names and then rows of values."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._columns: list[str] = []
-        self._file: TextIO | None = None
-
-    def write(self, row: dict[str, float]) -> None:
-        if self._file is None:
-            self._columns = _columns_of(self._path)
-        new = [name for name in row if name not in self._columns]
-        if new:
-            self.close()
-            _add_columns(self._path, self._columns + new)
-            self._columns += new
-        if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8", newline="")
-        csv.DictWriter(self._file, self._columns).writerow(row)
-        self._file.flush()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def _columns_of(path: Path) -> list[str]:
-    """Return the names in the first row of a file that may be there from before."""
-    if not path.exists():
-        return []
+def _append(path: Path, row: dict[str, float]) -> None:
+    """Add a row to a table, which is written again where it lacks columns."""
+    path.touch()
     with path.open(encoding="utf-8", newline="") as file:
-        return next(csv.reader(file), [])
+        columns = next(csv.reader(file), [])
+    if new := [name for name in row if name not in columns]:
+        columns += new
+        _rewrite(path, columns)
+    with path.open("a", encoding="utf-8", newline="") as file:
+        csv.DictWriter(file, columns).writerow(row)
 
 
-def _add_columns(path: Path, columns: list[str]) -> None:
-    """Write a file again with more columns; the new ones are empty in its old rows."""
-    rows: list[dict[str, str]] = []
-    if path.exists():
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+def _rewrite(path: Path, columns: list[str]) -> None:
+    """Write a table again with more columns; the new ones are empty in its old rows."""
     fresh = path.with_suffix(".csv.new")
-    with fresh.open("w", encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8", newline="") as old, fresh.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(csv.DictReader(old))
     fresh.replace(path)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import TypeVar
 
 from lockstep.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def is_installed(package: str) -> bool:
@@ -22,3 +25,14 @@ def require(package: str, extra: str, who: str) -> None:
         raise ConfigError(
             f"{who} needs the package `{package}`, which is not installed: pip install 'lockstep-engine[{extra}]'"
         )
+
+
+def opened(held: T | None, visualizer: object) -> T:
+    """Return what a visualizer holds from `open` on.
+
+    Raises:
+        RuntimeError: it is not open.
+    """
+    if held is None:
+        raise RuntimeError(f"{type(visualizer).__name__} must be opened before it is used; a Runner does so")
+    return held

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.library import require
+from lockstep.visualization.library import opened, require
 from lockstep.visualization.png import as_picture, png_bytes
 
 _PARAMS_PER_CALL = 100  # MLflow's own limit
@@ -20,6 +21,7 @@ _LONGEST_PARAM = 500
 
 
 @VISUALIZERS.register_module(name=["MLflowVisualizer", "MLflowVisBackend"])
+@dataclass(eq=False, repr=False)
 class MLflowVisualizer:
     """Logs to an MLflow experiment, through a client of its own: MLflow's active run is left alone.
 
@@ -32,20 +34,14 @@ class MLflowVisualizer:
         save_dir: where that file is, and `mlartifacts/`; by default the work_dir, for all of its runs.
     """
 
-    def __init__(
-        self,
-        tracking_uri: str | None = None,
-        exp_name: str | None = None,
-        run_name: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        save_dir: str | Path | None = None,
-    ) -> None:
+    tracking_uri: str | None = None
+    exp_name: str | None = None
+    run_name: str | None = None
+    tags: Mapping[str, str] | None = None
+    save_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
         require("mlflow", "mlflow", "MLflowVisualizer")
-        self._tracking_uri = tracking_uri
-        self._exp_name = exp_name
-        self._run_name = run_name
-        self._tags = dict(tags or {})
-        self._save_dir = save_dir
         self._client: Any = None
         self._run_id = ""
 
@@ -54,18 +50,18 @@ class MLflowVisualizer:
         from mlflow import MlflowClient
 
         work_dir = run_dir.resolve().parent
-        folder = work_dir if self._save_dir is None else Path(self._save_dir).resolve()
+        folder = work_dir if self.save_dir is None else Path(self.save_dir).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        self._client = MlflowClient(tracking_uri=self._tracking_uri or f"sqlite:///{folder / 'mlflow.db'}")
-        name = self._exp_name or work_dir.name
+        self._client = MlflowClient(tracking_uri=self.tracking_uri or f"sqlite:///{folder / 'mlflow.db'}")
+        name = self.exp_name or work_dir.name
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             # A server knows where its artifacts go; those of a file are kept beside it.
-            artifacts = (folder / "mlartifacts").as_uri() if self._tracking_uri is None else None
+            artifacts = (folder / "mlartifacts").as_uri() if self.tracking_uri is None else None
             experiment_id = self._client.create_experiment(name, artifact_location=artifacts)
         else:
             experiment_id = experiment.experiment_id
-        run = self._client.create_run(experiment_id, run_name=self._run_name or run_dir.name, tags=self._tags)
+        run = self._client.create_run(experiment_id, run_name=self.run_name or run_dir.name, tags=dict(self.tags or {}))
         self._run_id = run.info.run_id
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
@@ -74,11 +70,11 @@ class MLflowVisualizer:
 
         now_ms = time.time_ns() // 1_000_000
         metrics = [Metric(name, float(value), now_ms, step) for name, value in scalar_dict.items()]
-        self._opened().log_batch(self._run_id, metrics=metrics)
+        opened(self._client, self).log_batch(self._run_id, metrics=metrics)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log a picture as an artifact, `images/NAME_STEP.png`."""
-        client = self._opened()
+        client = opened(self._client, self)
         directory, _, stem = f"images/{name}".rpartition("/")
         with TemporaryDirectory() as folder:
             file = Path(folder, f"{stem}_{step}.png")
@@ -89,7 +85,7 @@ class MLflowVisualizer:
         """Log the config as an artifact, and each value of it as a parameter."""
         from mlflow.entities import Param
 
-        client = self._opened()
+        client = opened(self._client, self)
         client.log_text(self._run_id, config.pretty_text, "config.py")
         params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in flat_options(config).items()]
         for begin in range(0, len(params), _PARAMS_PER_CALL):
@@ -100,11 +96,6 @@ class MLflowVisualizer:
         if self._client is not None:
             self._client.set_terminated(self._run_id, "FINISHED" if sys.exc_info()[0] is None else "FAILED")
             self._client = None
-
-    def _opened(self) -> Any:
-        if self._client is None:
-            raise RuntimeError("MLflowVisualizer must be opened before it is used; a Runner does so")
-        return self._client
 
 
 def flat_options(config: Config) -> dict[str, Any]:
@@ -117,13 +108,11 @@ def flat_options(config: Config) -> dict[str, Any]:
     return dict(_leaves("", plain_data(config)))
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        items = value.items()
-    elif isinstance(value, list) and value:
-        items = {str(index): item for index, item in enumerate(value)}.items()
-    else:
-        yield prefix, value
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list) and value:
+        value = dict(enumerate(value))
+    if not isinstance(value, dict) or not value:
+        yield path, value
         return
-    for key, item in items:
-        yield from _leaves(f"{prefix}.{key}" if prefix else key, item)
+    for key, item in value.items():
+        yield from _leaves(f"{path}.{key}" if path else key, item)

@@ -14,7 +14,6 @@ class ShowsScalars(Protocol):
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Show values that belong to one step."""
-        ...
 
 
 @runtime_checkable
@@ -26,7 +25,6 @@ class Opens(Protocol):
 
     def open(self, run_dir: Path) -> None:
         """Begin to show the run of this folder, which exists."""
-        ...
 
 
 @runtime_checkable
@@ -35,7 +33,6 @@ class ShowsConfig(Protocol):
 
     def add_config(self, config: Config) -> None:
         """Show the config of the run."""
-        ...
 
 
 @runtime_checkable
@@ -47,7 +44,6 @@ class ShowsImages(Protocol):
 
         **Shapes**: `image` is [height, width] or [height, width, 3], a tensor or array of bytes (0 to 255).
         """
-        ...
 
 
 @runtime_checkable
@@ -56,4 +52,3 @@ class Closes(Protocol):
 
     def close(self) -> None:
         """Show what is still to be shown, and let go. Called at the end of a run even if it has failed."""
-        ...

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Config
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.library import is_installed, require
+from lockstep.visualization.library import is_installed, opened, require
 from lockstep.visualization.png import as_picture
 
 if TYPE_CHECKING:
@@ -72,6 +72,4 @@ class TensorBoardVisualizer:
             self._writer = None
 
     def _write(self, summary: Any, step: int) -> None:
-        if self._writer is None:
-            raise RuntimeError("TensorBoardVisualizer must be opened before it is used; a Runner does so")
-        self._writer.add_summary(summary, step)
+        opened(self._writer, self).add_summary(summary, step)

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.library import require
+from lockstep.visualization.library import opened, require
 from lockstep.visualization.png import as_picture
 
 
@@ -39,25 +39,20 @@ class WandbVisualizer:
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Log values; steps must not fall."""
-        self._opened().log(scalar_dict, step=step)
+        opened(self._run, self).log(scalar_dict, step=step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log a picture."""
         import wandb
 
-        self._opened().log({name: wandb.Image(as_picture(image).numpy())}, step=step)
+        opened(self._run, self).log({name: wandb.Image(as_picture(image).numpy())}, step=step)
 
     def add_config(self, config: Config) -> None:
         """Show the values of the config."""
-        self._opened().config.update(plain_data(config))
+        opened(self._run, self).config.update(plain_data(config))
 
     def close(self) -> None:
         """End the run, as failed if there is an exception on its way."""
         if self._run is not None:
             self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
             self._run = None
-
-    def _opened(self) -> Any:
-        if self._run is None:
-            raise RuntimeError("WandbVisualizer must be opened before it is used; a Runner does so")
-        return self._run
