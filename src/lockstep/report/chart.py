@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
-from typing import Any, TypeAlias
+from itertools import groupby
+from statistics import fmean
+from typing import Any, NamedTuple, TypeAlias
 
 from lockstep.report.scale import Scale, fitted, fitted_log, shown
 
@@ -16,8 +17,7 @@ SIDE = 1000  # units of a plot in both directions, whatever its size on the page
 MOST_BUCKETS = 320  # a longer line is drawn in so many groups of neighbouring points
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One curve: its name, its points in order, and whether each is marked."""
 
     name: str
@@ -25,8 +25,7 @@ class Line:
     marked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(NamedTuple):
     """Some curves in one frame.
 
     Attributes:
@@ -44,8 +43,7 @@ class Chart:
     from_zero: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Some neighbouring points as one.
 
     Attributes:
@@ -72,22 +70,22 @@ def chart_html(chart: Chart, across: Scale) -> tuple[str, dict[str, Any]]:
     """
     curves = [buckets(line.points) for line in chart.lines]
     tops = _stacked(curves) if chart.stacked else curves
-    up = fitted(_extremes(tops), from_zero=chart.from_zero or chart.stacked)
-    log = None if chart.stacked or chart.from_zero else fitted_log(_extremes(tops))
-    layers = [_layer(chart, tops, across, up, "linear")]
+    extremes = [value for curve in tops for bucket in curve for value in (bucket.low, bucket.high)]
+    up = fitted(extremes, from_zero=chart.from_zero or chart.stacked)
+    log = None if chart.stacked or chart.from_zero else fitted_log(extremes)
+    layers = _layer(chart, tops, across, up, "linear")
     if log is not None:
-        layers.append(_layer(chart, tops, across, log, "log"))
+        layers += _layer(chart, tops, across, log, "log")
     legend = "".join(
         f'<li style="--c:var(--c{index % 6})">{escape(line.name)} <output>{_latest(curve)}</output></li>'
         for index, (line, curve) in enumerate(zip(chart.lines, curves, strict=True))
     )
-    unit = f' <span class="unit">{escape(chart.unit)}</span>' if chart.unit else ""
     toggle = '<button type="button" aria-pressed="false">log</button>' if log is not None else ""
     html = (
         f'<figure class="card chart{" is-stacked" if chart.stacked else ""}">'
-        f"<figcaption><h3>{escape(chart.title)}{unit}</h3>{toggle}<ul>{legend}</ul></figcaption>"
+        f"<figcaption><h3>{escape(chart.title)}{unit_html(chart.unit)}</h3>{toggle}<ul>{legend}</ul></figcaption>"
         f'<div class="plot" tabindex="0" role="img" aria-label="{escape(_spoken(chart, curves))}">'
-        f'{"".join(layers)}{_across_labels(across)}<div class="cursor" hidden></div></div></figure>'
+        f'{layers}{across_html(across)}<div class="cursor" hidden></div></div></figure>'
     )
     values = {
         "lines": [_values(curve) for curve in curves],
@@ -111,22 +109,22 @@ def buckets(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[Bucket]:
 
 def _layer(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scale, kind: str) -> str:
     ticks = up.ticks()
-    rules = "".join(f"M0 {_down(up, tick)}h{SIDE}" for tick in ticks)
+    rules = "".join(f"M{_position(across.low, tick, across, up)}h{SIDE}" for tick in ticks)
     labels = "".join(f'<span style="bottom:{100 * up.at(tick):.2f}%">{shown(tick)}</span>' for tick in ticks)
     drawn = []
     # The first part of a stack lies at its bottom, and in front of the areas of those above it.
     for index in reversed(range(len(curves))):
         curve, colour = curves[index], f'style="--c:var(--c{index % 6})"'
-        line = _line_path(curve, across, up)
-        if chart.stacked:
-            drawn.append(f'<path class="area" {colour} d="{_area_path(curve, across, up)}"/>')
-        elif any(bucket.high > bucket.low for bucket in curve):
-            drawn.append(f'<path class="band" {colour} d="{_band_path(curve, across, up)}"/>')
-        drawn.append(f'<path class="line" {colour} d="{line}"/>')
-        if chart.lines[index].marked or _single(curve):
-            dots = "".join(f"M{position}h0" for position in _positions(curve, across, up) if position)
+        means = [_position(bucket.x, bucket.mean, across, up) for bucket in curve]
+        if any(bucket.high > bucket.low for bucket in curve):
+            kind = "area" if chart.stacked else "band"
+            drawn.append(f'<path class="{kind}" {colour} d="{_band_path(curve, across, up)}"/>')
+        strokes = ("M" + "L".join(stroke) for is_there, stroke in groupby(means, key=bool) if is_there)
+        drawn.append(f'<path class="line" {colour} d="{"".join(strokes)}"/>')
+        if chart.lines[index].marked or sum(map(bool, means)) == 1:
+            dots = "".join(f"M{mean}h0" for mean in means if mean)
             drawn.append(f'<path class="dots" {colour} d="{dots}"/>')
-        if faulty := "".join(f"M{_along(across, b.x)} 0v40" for b in curve if b.faulty):
+        if faulty := "".join(f"M{_position(b.x, up.high, across, up)}v40" for b in curve if b.faulty):
             drawn.append(f'<path class="faulty" d="{faulty}"><title>not a finite number</title></path>')
     return (
         f'<div class="layer {kind}"><svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">'
@@ -134,7 +132,13 @@ def _layer(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scal
     )
 
 
-def _across_labels(across: Scale) -> str:
+def unit_html(unit: str) -> str:
+    """Return a unit as it stands behind a title or a value."""
+    return f' <span class="unit">{escape(unit)}</span>' if unit else ""
+
+
+def across_html(across: Scale) -> str:
+    """Return the labels below the axis of iterations."""
     labels = "".join(
         f'<span style="left:{100 * across.at(tick):.2f}%">{shown(tick)}</span>' for tick in across.ticks(6)
     )
@@ -142,55 +146,25 @@ def _across_labels(across: Scale) -> str:
 
 
 def _stacked(curves: Sequence[list[Bucket]]) -> list[list[Bucket]]:
-    """Return curves of which each has those before it under it."""
+    """Return curves of which each has those before it under it, and a band down to zero."""
     tops: list[list[Bucket]] = []
+    heights = [0.0] * len(curves[0])
     for curve in curves:
-        under = [bucket.mean or 0.0 for bucket in tops[-1]] if tops else [0.0] * len(curve)
-        sums = [(bucket.mean or 0.0) + below for bucket, below in zip(curve, under, strict=True)]
-        tops.append([Bucket(bucket.x, top, top, top) for bucket, top in zip(curve, sums, strict=True)])
+        heights = [height + (bucket.mean or 0.0) for height, bucket in zip(heights, curve, strict=True)]
+        tops.append([Bucket(bucket.x, height, 0.0, height) for height, bucket in zip(heights, curve, strict=True)])
     return tops
-
-
-def _line_path(curve: Sequence[Bucket], across: Scale, up: Scale) -> str:
-    parts, pen_up = [], True
-    for position in _positions(curve, across, up):
-        if position:
-            parts.append(("M" if pen_up else "L") + position)
-        pen_up = not position
-    return "".join(parts)
 
 
 def _band_path(curve: Sequence[Bucket], across: Scale, up: Scale) -> str:
     there = [bucket for bucket in curve if bucket.mean is not None]
-    upper = [f"{_along(across, bucket.x)} {_down(up, bucket.high)}" for bucket in there]
-    lower = [f"{_along(across, bucket.x)} {_down(up, bucket.low)}" for bucket in reversed(there)]
+    upper = [_position(bucket.x, bucket.high, across, up) for bucket in there]
+    lower = [_position(bucket.x, bucket.low, across, up) for bucket in reversed(there)]
     return "M" + "L".join(upper + lower) + "Z"
 
 
-def _area_path(curve: Sequence[Bucket], across: Scale, up: Scale) -> str:
-    positions = "L".join(position for position in _positions(curve, across, up) if position)
-    return f"M{_along(across, curve[0].x)} {SIDE}L{positions}L{_along(across, curve[-1].x)} {SIDE}Z"
-
-
-def _positions(curve: Sequence[Bucket], across: Scale, up: Scale) -> list[str]:
-    """Return where the means of a curve are drawn; nothing for one that has none."""
-    return ["" if b.mean is None else f"{_along(across, b.x)} {_down(up, b.mean)}" for b in curve]
-
-
-def _along(across: Scale, x: float) -> str:
-    return f"{SIDE * across.at(x):.4g}"
-
-
-def _down(up: Scale, value: float) -> str:
-    return f"{SIDE * (1 - up.at(value)):.4g}"
-
-
-def _single(curve: Sequence[Bucket]) -> bool:
-    return sum(bucket.mean is not None for bucket in curve) == 1
-
-
-def _extremes(curves: Iterable[list[Bucket]]) -> list[float]:
-    return [value for curve in curves for bucket in curve for value in (bucket.low, bucket.high)]
+def _position(x: float, value: float | None, across: Scale, up: Scale) -> str:
+    """Return where a value is drawn; nothing where there is none."""
+    return "" if value is None else f"{SIDE * across.at(x):.4g} {SIDE * (1 - up.at(value)):.4g}"
 
 
 def _latest(curve: Sequence[Bucket]) -> str:
@@ -214,4 +188,4 @@ def _bucket(points: Sequence[Point]) -> Bucket:
     faulty = len(values) < len(points)
     if not values:
         return Bucket(points[-1][0], None, math.nan, math.nan, faulty)
-    return Bucket(points[-1][0], math.fsum(values) / len(values), min(values), max(values), faulty)
+    return Bucket(points[-1][0], fmean(values), min(values), max(values), faulty)

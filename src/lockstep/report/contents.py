@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from lockstep.report.chart import Chart, Line, Point
 from lockstep.report.heatmap import HeatMap, Stretch
@@ -14,6 +14,12 @@ _MOST_LINES = 6
 _COMPUTE = "compute"
 _DATA = "wait for data"
 _EXCHANGE = "wait for gradients"
+_HEATMAPS = {  # how to read them
+    "Whole step": "From batch to batch. Ranks that wait for each other take equally long.",
+    "Compute": "What is left of a step. A rank that needs longer than the others keeps them waiting.",
+    "Wait for gradients": "The exchange as far as it goes on after the backward pass, and waiting for slower ranks.",
+    "Wait for data": "Until the data loader has the next batch.",
+}
 
 
 def charts_of(run: Run) -> list[Chart]:
@@ -37,36 +43,21 @@ def charts_of(run: Run) -> list[Chart]:
 
 def heatmaps_of(run: Run) -> list[HeatMap]:
     """Return heat maps of what several ranks spent their time on; none for a single rank."""
-    rows = _rows(run)
-    if not rows:
-        return []
-    exchange = all("comm_time" in row for row in rows)
-    note = "From batch to batch. Ranks that wait for each other take equally long."
-    maps = [_heatmap("Whole step", rows, lambda row, rank: row["time"][rank], note)]
-    if exchange:
-        maps += [
-            _heatmap(
-                "Compute",
-                rows,
-                lambda row, rank: max(0.0, row["time"][rank] - row["data_time"][rank] - row["comm_time"][rank]),
-                "What is left of a step. A rank that needs longer than the others keeps them waiting.",
-            ),
-            _heatmap(
-                "Wait for gradients",
-                rows,
-                lambda row, rank: row["comm_time"][rank],
-                "The exchange as far as it goes on after the backward pass, and waiting for slower ranks.",
-            ),
-        ]
-    note = "Until the data loader has the next batch."
-    maps.append(_heatmap("Wait for data", rows, lambda row, rank: row["data_time"][rank], note))
+    rows = [(row, _seconds_of(row)) for row in _rows(run)]
+    maps = []
+    for title, note in _HEATMAPS.items():
+        if rows and all(title in seconds for _, seconds in rows):
+            stretches = [
+                Stretch(row["iter"] - row["count"], row["iter"], [1e3 * value for value in seconds[title]])
+                for row, seconds in rows
+            ]
+            maps.append(HeatMap(title, stretches, "ms", note))
     return maps
 
 
 def points_of(records: Sequence[Record], name: str) -> list[Point]:
     """Return the values of one name with their iterations."""
-    found = [(float(record["iter"]), number(record.get(name))) for record in records]
-    return [(iteration, value) for iteration, value in found if value is not None]
+    return [(float(record["iter"]), value) for record in records if (value := number(record.get(name))) is not None]
 
 
 def metric_names(run: Run) -> list[str]:
@@ -76,13 +67,8 @@ def metric_names(run: Run) -> list[str]:
 
 def _names(records: Sequence[Record]) -> list[str]:
     """Return the names that have a number in some record, in order of appearance."""
-    names = {
-        name: None
-        for record in records
-        for name, value in record.items()
-        if name not in _PLACE and number(value) is not None
-    }
-    return list(names)
+    values = [item for record in records for item in record.items()]
+    return list(dict.fromkeys(name for name, value in values if name not in _PLACE and number(value) is not None))
 
 
 def _chart(run: Run, title: str, labels: Mapping[str, str], unit: str = "", *, from_zero: bool = False) -> Chart | None:
@@ -95,12 +81,9 @@ def _loss_charts(run: Run, names: Sequence[str]) -> list[Chart]:
     several = len(names) > 1
     lines = [Line(f"train {name}" if several else "train", points_of(run.train, name)) for name in names]
     for mode in MODES:
-        evaluated = [name for name in metric_names(run) if "loss" in name]
-        lines += [
-            line
-            for name in evaluated
-            for line in _evaluation_lines(run, mode, name, f"{mode} {name.removeprefix(f'{mode}_')}")
-        ]
+        for name in metric_names(run):
+            if "loss" in name:
+                lines += _evaluation_lines(run, mode, name, f"{mode} {name.removeprefix(f'{mode}_')}")
     if len(lines) > _MOST_LINES:
         return [Chart(line.name, [line]) for line in lines]
     return [Chart("Loss", lines)] if lines else []
@@ -160,10 +143,11 @@ def _is_numbers(column: object) -> bool:
     return isinstance(column, list) and all(isinstance(value, int | float) for value in column)
 
 
-def _heatmap(title: str, rows: Sequence[Record], value: Callable[[Record, int], float], note: str = "") -> HeatMap:
-    size = len(rows[0]["time"])
-    stretches = [
-        Stretch(row["iter"] - row["count"], row["iter"], [1e3 * value(row, rank) for rank in range(size)])
-        for row in rows
-    ]
-    return HeatMap(title, stretches, "ms", note)
+def _seconds_of(row: Record) -> dict[str, list[float]]:
+    """Return what each heat map shows of the ranks; those of the exchange only where it was measured."""
+    time, data = row["time"], row["data_time"]
+    found: dict[str, list[float]] = {"Whole step": time, "Wait for data": data}
+    if (exchange := row.get("comm_time")) is not None:
+        compute = [max(0.0, t - d - e) for t, d, e in zip(time, data, exchange, strict=True)]
+        found |= {"Compute": compute, "Wait for gradients": exchange}
+    return found

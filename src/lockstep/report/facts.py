@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from lockstep.report.best import best
-from lockstep.report.chart import Point
+from lockstep.report.chart import Point, unit_html
 from lockstep.report.contents import metric_names, points_of
 from lockstep.report.records import MODES, Run, number
 from lockstep.report.scale import shown
@@ -21,9 +21,9 @@ _VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")
 
 def tiles_html(run: Run) -> str:
     """Return the few numbers that one looks for first."""
-    tiles = [
-        _tile("final loss", shown(points[-1][1]), "", "train") for points in [points_of(run.train, "loss")] if points
-    ]
+    tiles = []
+    if losses := points_of(run.train, "loss"):
+        tiles.append(_tile("final loss", shown(losses[-1][1]), note="train"))
     tiles += [_metric_tile(run, name) for name in metric_names(run)[:_TILE_METRICS]]
     if rates := [value for _, value in points_of(run.train, "samples_per_second") if value > 0]:
         tiles.append(_tile("throughput", shown(float(f"{median(rates):.3g}")), "/s", "samples, median"))
@@ -41,16 +41,14 @@ def evaluations_html(run: Run) -> str:
         return ""
     names = metric_names(run)
     bests = {(mode, name): best(name, points_of(run.evaluated(mode), name)) for mode in MODES for name in names}
-    heads = "".join(f"<th>{escape(name)}{_in_unit(run.unit(name))}</th>" for name in ("iteration", *names))
+    heads = "".join(f"<th>{escape(name)}{unit_html(run.unit(name))}</th>" for name in ("iteration", *names))
     rows = []
     for record in run.evaluations:
-        cells = [f"<td>{escape(str(record['mode']))}</td>", f"<td>{_plain(record.get('epoch'))}</td>"]
-        cells.append(f"<td>{_plain(record['iter'])}</td>")
+        cells = [escape(str(record["mode"])), _plain(record.get("epoch")), _plain(record["iter"])]
         for name in names:
-            value, top = number(record.get(name)), bests[record["mode"], name]
-            text = _plain(value)
-            cells.append(f"<td>{f'<b>{text}</b>' if top is not None and value == top[1] else text}</td>")
-        rows.append(f"<tr>{''.join(cells)}</tr>")
+            text, top = _plain(record.get(name)), bests[record["mode"], name]
+            cells.append(f"<b>{text}</b>" if top is not None and number(record.get(name)) == top[1] else text)
+        rows.append(f"<tr><td>{'</td><td>'.join(cells)}</td></tr>")
     return (
         '<section><h2>Evaluations</h2><div class="card scroll" tabindex="0"><table>'
         f"<thead><tr><th></th><th>epoch</th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
@@ -90,11 +88,7 @@ def _metric_tile(run: Run, name: str) -> str:
 
 def _tile(name: str, value: str, unit: str = "", note: str = "") -> str:
     noted = f"<dd><small>{escape(note)}</small></dd>" if note else ""
-    return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{_in_unit(unit)}</dd>{noted}</div>"
-
-
-def _in_unit(unit: str) -> str:
-    return f' <span class="unit">{escape(unit)}</span>' if unit else ""
+    return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{unit_html(unit)}</dd>{noted}</div>"
 
 
 def _plain(value: object) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
+from lockstep.report.chart import across_html, unit_html
 from lockstep.report.scale import Scale, shown
 
 LEVELS = 9
@@ -17,8 +18,7 @@ _ROW_LABELS = 8
 _SHORT_NUMBERS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """The iterations after `begin` up to `end`, and one value for each rank."""
 
     begin: int
@@ -26,8 +26,7 @@ class Stretch:
     values: list[float]
 
 
-@dataclass(frozen=True, slots=True)
-class HeatMap:
+class HeatMap(NamedTuple):
     """Stretches of iterations in their order, all with as many values.
 
     Attributes:
@@ -51,7 +50,10 @@ def heatmap_html(heatmap: HeatMap, across: Scale) -> tuple[str, dict[str, Any]]:
         across: the axis of iterations.
     """
     size = len(heatmap.stretches[0].values)
-    stretches = _merged(heatmap.stretches, most=min(_MOST_COLUMNS, max(20, _MOST_CELLS // size)))
+    most = min(_MOST_COLUMNS, max(20, _MOST_CELLS // size))
+    together = math.ceil(len(heatmap.stretches) / most)  # neighbours that become one stretch
+    groups = range(0, len(heatmap.stretches), together)
+    stretches = [_joined(heatmap.stretches[begin : begin + together]) for begin in groups]
     low, high = _range([value for stretch in stretches for value in stretch.values])
     paths = "".join(f'<path class="h{level}" d="{path}"/>' for level, path in _paths(stretches, low, high).items())
     width = round(across.high - across.low, 6)
@@ -61,16 +63,14 @@ def heatmap_html(heatmap: HeatMap, across: Scale) -> tuple[str, dict[str, Any]]:
         for rank in range(0, size, math.ceil(size / _ROW_LABELS))
     )
     steps = "".join(f'<i class="h{level}"></i>' for level in range(LEVELS))
-    ticks = "".join(f'<span style="left:{100 * across.at(t):.2f}%">{shown(t)}</span>' for t in across.ticks(6))
     html = (
-        f'<figure class="card heatmap"><figcaption><h3>{escape(heatmap.title)} '
-        f'<span class="unit">{escape(heatmap.unit)}</span></h3>'
+        f'<figure class="card heatmap"><figcaption><h3>{escape(heatmap.title)}{unit_html(heatmap.unit)}</h3>'
         f'<p class="key"><output></output>{shown(low)} {steps} {shown(high)}</p></figcaption>'
         f'<div class="plot" tabindex="0" role="img" style="--rows:{size}" '
         f'aria-label="{escape(heatmap.title)} by rank and iteration: {shown(low)} to {shown(high)} '
         f'{escape(heatmap.unit)}"><div class="layer"><svg viewBox="{across.low:g} 0 {width:g} {size}" '
         f'preserveAspectRatio="none" aria-hidden="true">{paths}</svg><div class="up">{labels}</div></div>'
-        f'<div class="across">{ticks}</div><div class="cursor" hidden></div></div>'
+        f'{across_html(across)}<div class="cursor" hidden></div></div>'
         f"{f'<p class=note>{escape(heatmap.note)}</p>' if heatmap.note else ''}</figure>"
     )
     values = {
@@ -82,17 +82,11 @@ def heatmap_html(heatmap: HeatMap, across: Scale) -> tuple[str, dict[str, Any]]:
     return html, values
 
 
-def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
-    """Return at most so many stretches, each the mean of some neighbours by their iterations."""
-    size = max(1, math.ceil(len(stretches) / most))
-    return [_joined(stretches[begin : begin + size]) for begin in range(0, len(stretches), size)]
-
-
 def _joined(stretches: Sequence[Stretch]) -> Stretch:
-    total = sum(stretch.end - stretch.begin for stretch in stretches)
-    by_rank = zip(*(stretch.values for stretch in stretches), strict=True)
+    """Return neighbours as one, with means by their iterations."""
     lengths = [stretch.end - stretch.begin for stretch in stretches]
-    means = [sum(v * n for v, n in zip(values, lengths, strict=True)) / total for values in by_rank]
+    by_rank = zip(*(stretch.values for stretch in stretches), strict=True)
+    means = [fmean(values, lengths) for values in by_rank]
     return Stretch(stretches[0].begin, stretches[-1].end, means)
 
 

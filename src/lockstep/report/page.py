@@ -105,22 +105,15 @@ def _across(run: Run) -> Scale:
 
 def _epochs(run: Run) -> list[list[int]]:
     """Return pairs of an epoch and its last recorded iteration."""
-    last: dict[int, int] = {}
-    for record in run.train:
-        if number(record.get("epoch")) is not None:
-            last[int(record["epoch"])] = record["iter"]
+    last = {int(record["epoch"]): record["iter"] for record in run.train if number(record.get("epoch")) is not None}
     return [[epoch, end] for epoch, end in last.items()]
 
 
 def _header(run: Run) -> str:
     known = run.environment
     size = known.get("world_size")
-    parts = [
-        None if size is None else f"{size} rank{'s' if size != 1 else ''}",
-        known.get("model"),
-        started(run),
-    ]
-    line = " · ".join(escape(str(part)) for part in parts if part)
+    ranks = None if size is None else f"{size} rank{'s' if size != 1 else ''}"
+    line = " · ".join(escape(str(part)) for part in (ranks, known.get("model"), started(run)) if part)
     faults = "".join(f"<li>{escape(fault)}</li>" for fault in run.faults)
     folder = run.folder.resolve()
     return (
