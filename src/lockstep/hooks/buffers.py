@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.dist import all_reduce_params, broadcast
+from lockstep.dist import all_reduce_params, broadcast_tree
 from lockstep.model import ModelWrapper
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -23,20 +23,19 @@ class SyncBuffersHook(Hook):
     must be one model. Buffers of whole numbers are those of rank 0. The stages of a pipeline have unlike buffers, which
     stay as they are.
 
-    **Cost**: one all_reduce and one broadcast for each dtype.
+    **Cost**: one all_reduce for each dtype, and one broadcast_tree.
     """
 
     def before_val_epoch(self, runner: Run) -> None:
         """Average before validating."""
-        _average_alike(runner.model)
+        if not (isinstance(runner.model, ModelWrapper) and runner.model.is_stage):
+            average_buffers(runner.model.buffers())
 
-    def before_test_epoch(self, runner: Run) -> None:
-        """Average before testing."""
-        _average_alike(runner.model)
+    before_test_epoch = before_val_epoch
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Average before saving; the checkpoint holds the very tensors."""
-        _average_alike(runner.model)
+        self.before_val_epoch(runner)
 
 
 @torch.no_grad()
@@ -54,22 +53,11 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
         (tensor([1.5000]), tensor(5))
     """
     floating: list[Tensor] = []
-    whole: dict[torch.dtype, list[Tensor]] = {}
+    whole: list[Tensor] = []
     for buffer in buffers:
-        if buffer.is_floating_point() or buffer.is_complex():
-            floating.append(buffer)
-        else:
-            whole.setdefault(buffer.dtype, []).append(buffer)
+        (floating if buffer.is_floating_point() or buffer.is_complex() else whole).append(buffer)
     if floating:
         all_reduce_params(floating, op="mean")
-    for members in whole.values():
-        flat = torch.cat([buffer.flatten() for buffer in members])
-        broadcast(flat)
-        parts = torch.split_with_sizes(flat, [buffer.numel() for buffer in members])
-        for buffer, part in zip(members, parts, strict=True):
-            buffer.copy_(part.view_as(buffer))
-
-
-def _average_alike(model: nn.Module) -> None:
-    if not (isinstance(model, ModelWrapper) and model.is_stage):
-        average_buffers(model.buffers())
+    if whole:
+        for buffer, value in zip(whole, broadcast_tree(whole), strict=True):
+            buffer.copy_(value)

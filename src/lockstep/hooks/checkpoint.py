@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ _logger = logging.getLogger(__name__)
 
 
 @HOOKS.register_module()
+@dataclass(eq=False, repr=False)
 class CheckpointHook(Hook):
     """Save the model, the optimizer and how far the training is.
 
@@ -49,59 +51,44 @@ class CheckpointHook(Hook):
 
     priority = "VERY_LOW"
 
-    def __init__(
-        self,
-        interval: int = -1,
-        by_epoch: bool = True,
-        save_optimizer: bool = True,
-        save_param_scheduler: bool = True,
-        out_dir: str | Path | None = None,
-        max_keep_ckpts: int = -1,
-        save_last: bool = True,
-        save_best: str | Sequence[str] | None = None,
-        rule: str | Sequence[str] | None = None,
-        greater_keys: Sequence[str] | None = None,
-        less_keys: Sequence[str] | None = None,
-        file_client_args: None = None,
-        filename_tmpl: str | None = None,
-        backend_args: None = None,
-        published_keys: str | Sequence[str] | None = None,
-        save_begin: int = 0,
-    ) -> None:
-        if max_keep_ckpts == 0 or max_keep_ckpts < -1:
-            raise ConfigError(f"`max_keep_ckpts` must be at least 1, or -1 for all, but is {max_keep_ckpts}")
-        check_local("checkpoints", file_client_args=file_client_args, backend_args=backend_args)
-        if filename_tmpl is not None and filename_tmpl.count("{}") != 1:
-            raise ConfigError(f"`filename_tmpl` must have one {{}} for the number, but is {filename_tmpl!r}")
-        if published_keys is not None:
+    interval: int = -1
+    by_epoch: bool = True
+    save_optimizer: bool = True
+    save_param_scheduler: bool = True
+    out_dir: str | Path | None = None
+    max_keep_ckpts: int = -1
+    save_last: bool = True
+    save_best: str | Sequence[str] | None = None
+    rule: str | Sequence[str] | None = None
+    greater_keys: Sequence[str] | None = None
+    less_keys: Sequence[str] | None = None
+    file_client_args: None = None
+    filename_tmpl: str | None = None
+    backend_args: None = None
+    published_keys: str | Sequence[str] | None = None
+    save_begin: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_keep_ckpts == 0 or self.max_keep_ckpts < -1:
+            raise ConfigError(f"`max_keep_ckpts` must be at least 1, or -1 for all, but is {self.max_keep_ckpts}")
+        check_local("checkpoints", file_client_args=self.file_client_args, backend_args=self.backend_args)
+        if self.filename_tmpl is not None and self.filename_tmpl.count("{}") != 1:
+            raise ConfigError(f"`filename_tmpl` must have one {{}} for the number, but is {self.filename_tmpl!r}")
+        if self.published_keys is not None:
             _logger.warning("`published_keys` does nothing: the weights of every checkpoint can be loaded alone")
-        self.interval = interval
-        self.by_epoch = by_epoch
-        self.save_optimizer = save_optimizer
-        self.out_dir = out_dir
-        self.max_keep_ckpts = max_keep_ckpts
-        self.save_last = save_last
-        self.save_best = save_best
-        self.rules = _rules(save_best, rule)
-        self.greater_keys = greater_keys
-        self.less_keys = less_keys
-        self.filename_tmpl = filename_tmpl or ("epoch_{}" if by_epoch else "iter_{}")
-        self.save_begin = save_begin
+        self.rules = _rules(self.save_best, self.rule)
         self._kept: list[str] = []
         # By metric: the best value, the path of its checkpoint, and its name where it is one of this run's.
         self._best: dict[str, dict[str, Any]] = {}
         self._metrics: dict[str, Any] = {}
 
-    def after_train_iter(
-        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save every few iterations."""
         if self.by_epoch:
             return
         is_due = self.every_n_train_iters(runner, self.interval, self.save_begin)
         if is_due or (self.save_last and self.is_last_train_iter(runner)):
-            done = runner.iter + 1
-            self._save(runner, done, epoch=runner.epoch, iteration=done)
+            self._save(runner, "iter_{}", runner.iter + 1, epoch=runner.epoch, iteration=runner.iter + 1)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Save every few epochs."""
@@ -109,8 +96,7 @@ class CheckpointHook(Hook):
             return
         is_due = self.every_n_epochs(runner, self.interval, self.save_begin)
         if is_due or (self.save_last and self.is_last_train_epoch(runner)):
-            done = runner.epoch + 1
-            self._save(runner, done, epoch=done, iteration=runner.iter)
+            self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
         """Refuse to wait for epochs in a loop that has none."""
@@ -147,9 +133,10 @@ class CheckpointHook(Hook):
         for name, best in state.get("best", {}).items():
             self._note_best(runner, name, best["value"], best["path"])
 
-    def _save(self, runner: TrainRun, done: int, *, epoch: int, iteration: int) -> None:
-        name = self.filename_tmpl.format(done)
-        self._write(runner, name, epoch=epoch, iteration=iteration, is_last=True)
+    def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
+        name = (self.filename_tmpl or template).format(done)
+        path = self._write(runner, name, epoch=epoch, iteration=iteration, is_last=True)
+        runner.message_hub.update_info("last_ckpt", str(path))
         self._kept = [*(kept for kept in self._kept if kept != name), name]
         while 0 < self.max_keep_ckpts < len(self._kept):
             self._remove(runner, self._kept.pop(0))
@@ -174,18 +161,8 @@ class CheckpointHook(Hook):
         runner.message_hub.update_info(f"best_ckpt{suffix}", path)
         runner.message_hub.update_info(f"best_score{suffix}", value)
 
-    def _write(self, runner: TrainRun, name: str, *, epoch: int, iteration: int, is_last: bool) -> Path:
-        path = runner.save_checkpoint(
-            self._folder(runner),
-            name,
-            epoch=epoch,
-            iteration=iteration,
-            is_last=is_last,
-            save_optimizer=self.save_optimizer,
-        )
-        if is_last:
-            runner.message_hub.update_info("last_ckpt", str(path))
-        return path
+    def _write(self, runner: TrainRun, name: str, **how: Any) -> Path:
+        return runner.save_checkpoint(self._folder(runner), name, save_optimizer=self.save_optimizer, **how)
 
     def _remove(self, runner: TrainRun, name: str) -> None:
         if runner.rank == 0:
@@ -202,12 +179,12 @@ def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | No
     rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
     for one in rules:
         check_rule(one)
-    if rule is None or isinstance(rule, str):
+    if len(rules) == 1:
         return {"": rules[0]}
     metrics = [save_best] if isinstance(save_best, str) else list(save_best or ())
-    if len(rules) not in (1, len(metrics)):
+    if len(rules) != len(metrics):
         raise ConfigError(
             f"`rule` must be 'greater' or 'less', or one of them for each of {len(metrics)} metrics in `save_best`, "
             f"but is {rules}"
         )
-    return {"": rules[0]} if len(rules) == 1 else dict(zip(metrics, rules, strict=True))
+    return dict(zip(metrics, rules, strict=True))

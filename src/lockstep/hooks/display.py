@@ -3,32 +3,10 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Protocol
+from typing import TypeAlias
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-
-
-class Display(Protocol):
-    """Shows how far one pass is.
-
-    Attributes:
-        period_seconds: how often showing it makes sense.
-    """
-
-    period_seconds: float
-
-    def begin(self, label: str, total: int | None) -> None:
-        """Begin a pass of `total` steps."""
-        ...
-
-    def show(self, done: int, text: str) -> None:
-        """Show that `done` steps are over."""
-        ...
-
-    def close(self) -> None:
-        """Take away what would be out of date from now on."""
-        ...
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
 class LiveDisplay:
@@ -51,30 +29,23 @@ class LiveDisplay:
             transient=True,
             expand=True,
         )
-        self._task: TaskID | None = None
+        self._task = self._progress.add_task("", total=None, text="")
         self._label_width = 0
 
     def begin(self, label: str, total: int | None) -> None:
         """Put a new bar in the place of the old one, which leaves its text and its width."""
         self._label_width = max(self._label_width, len(label))
-        label = label.ljust(self._label_width)
-        if self._task is None:
-            self._progress.start()
-            self._task = self._progress.add_task(label, total=total, text="")
-        else:
-            self._progress.reset(self._task, description=label, total=total)
-        self._progress.refresh()
+        self._progress.start()
+        self._progress.reset(self._task, description=label.ljust(self._label_width), total=total)
 
     def show(self, done: int, text: str) -> None:
         """Draw the bar."""
-        if self._task is not None:
-            self._progress.update(self._task, completed=done, text=text)
-            self._progress.refresh()
+        self._progress.update(self._task, completed=done, text=text)
+        self._progress.refresh()
 
     def close(self) -> None:
         """Remove the bar."""
         self._progress.stop()
-        self._task = None
 
 
 class PlainDisplay:
@@ -108,3 +79,6 @@ class PlainDisplay:
 
     def close(self) -> None:
         """Do nothing: printed lines stay."""
+
+
+Display: TypeAlias = LiveDisplay | PlainDisplay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import ConfigError
@@ -15,6 +16,7 @@ _KEY = "early_stopping"
 
 
 @HOOKS.register_module()
+@dataclass(eq=False, repr=False)
 class EarlyStoppingHook(Hook):
     """Stop training when a metric of the validation has not improved for some time.
 
@@ -34,28 +36,21 @@ class EarlyStoppingHook(Hook):
 
     priority = "LOWEST"
 
-    def __init__(
-        self,
-        monitor: str,
-        rule: str | None = None,
-        min_delta: float = 0.1,
-        strict: bool = False,
-        check_finite: bool = True,
-        patience: int = 5,
-        stopping_threshold: float | None = None,
-    ) -> None:
-        check_rule(rule)
-        if patience < 1:
-            raise ConfigError(f"`patience` must be at least 1, but is {patience}")
-        if min_delta < 0:
-            raise ConfigError(f"`min_delta` must be at least 0, but is {min_delta}")
-        self.monitor = monitor
-        self.rule = rule or rule_of(monitor)
-        self.min_delta = min_delta
-        self.strict = strict
-        self.check_finite = check_finite
-        self.patience = patience
-        self.stopping_threshold = stopping_threshold
+    monitor: str
+    rule: str | None = None
+    min_delta: float = 0.1
+    strict: bool = False
+    check_finite: bool = True
+    patience: int = 5
+    stopping_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        check_rule(self.rule)
+        if self.patience < 1:
+            raise ConfigError(f"`patience` must be at least 1, but is {self.patience}")
+        if self.min_delta < 0:
+            raise ConfigError(f"`min_delta` must be at least 0, but is {self.min_delta}")
+        self.rule = self.rule or rule_of(self.monitor)
         self.best: float | None = None
         self.wait_count = 0
 

@@ -95,28 +95,27 @@ class EMAHook(Hook):
         if self.average_initial and not self._has_average():
             self.ema_model.update_parameters(self.src_model)
 
-    def after_train_iter(
-        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Let the weights enter the average."""
         if runner.iter + 1 >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch:
             self.ema_model.update_parameters(self.src_model)
 
+    @torch.no_grad()
     def before_val_epoch(self, runner: Run) -> None:
         """Put the average in the model's place."""
-        self._swap_in()
+        if self._put_aside is not None or not self._has_average():
+            return
+        self._sync_buffers()
+        weights = list(self._weights())
+        self._put_aside = {weight.name: weight.trained.detach().clone() for weight in weights}
+        for weight in weights:
+            weight.trained.copy_(weight.averaged)
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Put the model's own weights back."""
-        self._swap_out()
+        self.close()
 
-    def before_test_epoch(self, runner: Run) -> None:
-        """Put the average in the model's place."""
-        self._swap_in()
-
-    def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Put the model's own weights back."""
-        self._swap_out()
+    before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Make the average the checkpoint's model, and add the weights that training goes on from."""
@@ -126,12 +125,11 @@ class EMAHook(Hook):
         if not self._has_average():
             return
         self._sync_buffers()
-        trained: dict[str, Tensor] = {}
+        trained: dict[str, Tensor] = checkpoint.setdefault(_KEY, {})
         for name, weight in self._named_as_in(checkpoint["model"]):
             # The strategy's own, where it can be had: it may train in a finer dtype than the model computes in.
             trained[name] = checkpoint["model"][name] if self._put_aside is None else self._put_aside[weight.name]
             checkpoint["model"][name] = weight.averaged
-        checkpoint[_KEY] = trained
 
     def before_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Ask for both sets of weights.
@@ -148,12 +146,11 @@ class EMAHook(Hook):
         if checkpoint["meta"][_KEY]["steps"] == 0:  # it was saved before averaging had begun
             return
         self._build(runner)
-        trained: dict[str, Tensor] = {}
+        trained: dict[str, Tensor] = checkpoint.setdefault(_KEY, {})
         for name, weight in self._named_as_in(checkpoint["model"]):
             trained[name] = torch.empty_like(checkpoint["model"][name])
             # Read straight to where it belongs: on the way through the model, a finer dtype would be rounded.
             checkpoint["model"][name] = weight.averaged
-        checkpoint[_KEY] = trained
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Go on from the weights that training had come to."""
@@ -163,9 +160,14 @@ class EMAHook(Hook):
         runner.strategy.load_state({**checkpoint["model"], **checkpoint[_KEY]})
         self.ema_model.steps.fill_(checkpoint["meta"][_KEY]["steps"])
 
+    @torch.no_grad()
     def close(self) -> None:
-        """Put the model's own weights back, if a validation has failed."""
-        self._swap_out()
+        """Put the model's own weights back, if a validation has failed, too."""
+        if self._put_aside is None:
+            return
+        for weight in self._weights():
+            weight.trained.copy_(self._put_aside[weight.name])
+        self._put_aside = None
 
     def _build(self, runner: Run) -> None:
         if "ema_model" in vars(self):
@@ -183,24 +185,6 @@ class EMAHook(Hook):
     def _has_average(self) -> bool:
         return "ema_model" in vars(self) and int(self.ema_model.steps) > 0
 
-    @torch.no_grad()
-    def _swap_in(self) -> None:
-        if self._put_aside is not None or not self._has_average():
-            return
-        self._sync_buffers()
-        weights = list(self._weights())
-        self._put_aside = {weight.name: weight.trained.detach().clone() for weight in weights}
-        for weight in weights:
-            weight.trained.copy_(weight.averaged)
-
-    @torch.no_grad()
-    def _swap_out(self) -> None:
-        if self._put_aside is None:
-            return
-        for weight in self._weights():
-            weight.trained.copy_(self._put_aside[weight.name])
-        self._put_aside = None
-
     def _sync_buffers(self) -> None:
         if self.ema_model.update_buffers:
             average_buffers(self.ema_model.module.buffers())
@@ -208,14 +192,15 @@ class EMAHook(Hook):
     def _weights(self) -> Iterator[_Weight]:
         """Yield what is averaged, under all of its names."""
         _reshard(self.src_model)
-        parameters = dict(self.ema_model.module.named_parameters(remove_duplicate=False))
-        for name, parameter in self.src_model.named_parameters(remove_duplicate=False):
-            yield _Weight(name, parameters[name], parameter)
+        averaged = dict(self._tensors_of(self.ema_model.module))
+        for name, trained in self._tensors_of(self.src_model):
+            yield _Weight(name, averaged[name], trained)
+
+    def _tensors_of(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        yield from model.named_parameters(remove_duplicate=False)
         if self.ema_model.update_buffers:
-            buffers = dict(self.ema_model.module.named_buffers(remove_duplicate=False))
-            for name, buffer in self.src_model.named_buffers(remove_duplicate=False):
-                if buffer.is_floating_point():
-                    yield _Weight(name, buffers[name], buffer)
+            buffers = model.named_buffers(remove_duplicate=False)
+            yield from ((name, buffer) for name, buffer in buffers if buffer.is_floating_point())
 
     def _named_as_in(self, state: dict[str, Any]) -> Iterator[tuple[str, _Weight]]:
         """Yield the weights that are in a model's state, with their names there."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -65,7 +64,8 @@ class _Meter:
         exchanges = data.get("iteration", 0)
         if exchanges > self._exchanges:
             samples = self._samples(exchanges)
-            total = _exposed_seconds(data) * samples
+            hidden = data.get("avg_backward_compute_comm_overlap_time", 0)
+            total = (data.get("avg_backward_comm_time", 0) - hidden) * _NANOSECONDS * samples
             mean = (total - self._total) / (samples - self._samples(self._exchanges))
             fraction = min(1.0, (exchanges - self._exchanges) / self._iters)
             self._mean = max(0.0, mean) * fraction
@@ -75,10 +75,3 @@ class _Meter:
     def _samples(self, exchanges: int) -> int:
         """Return how many of the first `exchanges` have been measured."""
         return min(exchanges, _FIRST) + max(0, exchanges // self._rate - _FIRST // self._rate)
-
-
-def _exposed_seconds(data: Mapping[str, int]) -> float:
-    """Return the mean since the beginning of what no backward pass hides."""
-    exchange = data.get("avg_backward_comm_time", 0)
-    hidden = data.get("avg_backward_compute_comm_overlap_time", 0)
-    return (exchange - hidden) * _NANOSECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack
 from typing import Any
 
 from lockstep.registry import HOOKS
@@ -33,20 +34,19 @@ class GarbageCollectionHook(Hook):
             raise ValueError(f"`generation` must be 0, 1 or 2, but is {generation!r}")
         self.interval = interval
         self.generation = generation
-        self._was_enabled: bool | None = None
-        self._unfreezes = False
+        self._leaving = ExitStack()
 
     def before_train(self, runner: TrainRun) -> None:
         """Collect once, set aside what is left, and stop automatic collection."""
-        self._was_enabled = gc.isenabled()
-        self._unfreezes = gc.get_freeze_count() == 0
+        if gc.isenabled():
+            self._leaving.callback(gc.enable)
+        if gc.get_freeze_count() == 0:
+            self._leaving.callback(gc.unfreeze)
         gc.collect()
         gc.freeze()
         gc.disable()
 
-    def after_train_iter(
-        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Collect every few iterations."""
         if (runner.iter + 1) % self.interval == 0:
             gc.collect(self.generation)
@@ -61,10 +61,4 @@ class GarbageCollectionHook(Hook):
 
     def close(self) -> None:
         """Leave the collector as it was found, also if training has failed."""
-        if self._was_enabled is None:
-            return
-        if self._was_enabled:
-            gc.enable()
-        if self._unfreezes:
-            gc.unfreeze()
-        self._was_enabled = None
+        self._leaving.close()

@@ -60,16 +60,11 @@ class NaNCheckHook(Hook):
         self.interval = interval
         self._seen: list[_Seen] = []
         # What the last look has found here; and whether it has found anything on any rank, which is on its way.
-        self._fault: _Fault | None = None
-        self._found: Tensor | None = None
-        self._telling: Handle | None = None
+        self._looked: tuple[_Fault | None, Tensor, Handle | None] | None = None
 
-    def after_train_iter(
-        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Put the losses aside; look at them when it is time."""
-        if self._found is not None:
-            self._judge(runner)
+        self._judge(runner)
         iteration = runner.iter + 1
         for name, value in (outputs or {}).items():
             if "loss" in name and (isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)):
@@ -95,20 +90,22 @@ class NaNCheckHook(Hook):
 
     def _look(self, runner: Run) -> None:
         """Look at this rank's losses, and tell the others."""
-        self._fault = _first_fault(self._seen)
+        fault = _first_fault(self._seen)
         self._seen.clear()
-        self._found = torch.tensor(int(self._fault is not None))
-        if runner.world_size > 1:
-            self._telling = all_reduce(self._found, op="max", async_op=True)
+        found = torch.tensor(int(fault is not None))
+        telling = all_reduce(found, op="max", async_op=True) if runner.world_size > 1 else None
+        self._looked = fault, found, telling
 
     def _judge(self, runner: Run) -> None:
         """Raise where a rank has found something at the last look."""
-        if self._telling is not None:
-            self._telling.wait()
-        found, self._found, self._telling = self._found, None, None
-        if found is None or not int(found):
+        if self._looked is None:
             return
-        faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(self._fault)) if fault is not None]
+        (own, found, telling), self._looked = self._looked, None
+        if telling is not None:
+            telling.wait()
+        if not int(found):
+            return
+        faults = [(rank, fault) for rank, fault in enumerate(all_gather_object(own)) if fault is not None]
         first = min(fault.iteration for _, fault in faults)
         told = [
             f"rank {rank} of {runner.world_size}: "
@@ -125,12 +122,9 @@ class NaNCheckHook(Hook):
 
 def _first_fault(seen: list[_Seen]) -> _Fault | None:
     """Return the first iteration with a value that is not finite, and all such values in it."""
-    bad = [
-        (item.iteration, item.name, number)
-        for item, number in zip(seen, read_scalars(item.value for item in seen), strict=True)
-        if not math.isfinite(number)
-    ]
+    numbers = read_scalars(item.value for item in seen)
+    bad = [(item, number) for item, number in zip(seen, numbers, strict=True) if not math.isfinite(number)]
     if not bad:
         return None
-    first = bad[0][0]
-    return _Fault(first, {name: number for iteration, name, number in bad if iteration == first})
+    first = bad[0][0].iteration
+    return _Fault(first, {item.name: number for item, number in bad if item.iteration == first})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ _HANDLERS = ("log_trace", "tb_trace")
 
 
 @HOOKS.register_module()
+@dataclass(kw_only=True, eq=False, repr=False)
 class ProfilerHook(Hook):
     """Profile the beginning of training with `torch.profiler`, on every rank.
 
@@ -50,39 +52,28 @@ class ProfilerHook(Hook):
 
     priority = "VERY_LOW"
 
-    def __init__(
-        self,
-        *,
-        by_epoch: bool = True,
-        profile_times: int = 1,
-        activity_with_cpu: bool = True,
-        activity_with_cuda: bool | None = None,
-        schedule: Mapping[str, int] | None = None,
-        on_trace_ready: TraceHandler | Mapping[str, Any] | None = None,
-        record_shapes: bool = False,
-        profile_memory: bool = False,
-        with_stack: bool = False,
-        with_flops: bool = False,
-        json_trace_path: str = "profile/trace.json",
-    ) -> None:
-        if profile_times < 1:
-            raise ConfigError(f"`profile_times` must be at least 1, but is {profile_times}")
-        if isinstance(on_trace_ready, Mapping) and on_trace_ready.get("type") not in _HANDLERS:
+    by_epoch: bool = True
+    profile_times: int = 1
+    activity_with_cpu: bool = True
+    activity_with_cuda: bool | None = None
+    schedule: Mapping[str, int] | None = None
+    on_trace_ready: TraceHandler | Mapping[str, Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    json_trace_path: str = "profile/trace.json"
+
+    def __post_init__(self) -> None:
+        if self.profile_times < 1:
+            raise ConfigError(f"`profile_times` must be at least 1, but is {self.profile_times}")
+        given = self.on_trace_ready
+        if isinstance(given, Mapping) and given.get("type") not in _HANDLERS:
             raise ConfigError(
-                f"`on_trace_ready['type']` must be one of {', '.join(_HANDLERS)}, but is {on_trace_ready.get('type')!r}"
+                f"`on_trace_ready['type']` must be one of {', '.join(_HANDLERS)}, but is {given.get('type')!r}"
             )
-        self.by_epoch = by_epoch
-        self.profile_times = profile_times
-        self._activities = _activities(activity_with_cpu, activity_with_cuda)
-        self._schedule = None if schedule is None else make_schedule(**schedule)
-        self._on_trace_ready = on_trace_ready
-        self._options: dict[str, Any] = {
-            "record_shapes": record_shapes,
-            "profile_memory": profile_memory,
-            "with_stack": with_stack,
-            "with_flops": with_flops,
-        }
-        self._path = Path(json_trace_path)
+        self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
+        self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
         self._profiler: profile | None = None
         self._done = 0
         self._iteration = 0
@@ -98,13 +89,14 @@ class ProfilerHook(Hook):
             activities=self._activities,
             schedule=self._schedule,
             on_trace_ready=self._handler(runner),
-            **self._options,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
         )
         self._profiler.start()
 
-    def after_train_iter(
-        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Mark the end of an iteration; stop if it was the last one."""
         if self._profiler is None:
             return
@@ -137,7 +129,7 @@ class ProfilerHook(Hook):
             self.close()
 
     def _handler(self, runner: Run) -> TraceHandler:
-        given = self._on_trace_ready
+        given = self.on_trace_ready
         if given is None:
             return lambda profiler: self._write(profiler, runner)
         if not isinstance(given, Mapping):
@@ -151,9 +143,10 @@ class ProfilerHook(Hook):
         return lambda profiler: runner.logger.info("%s", profiler.key_averages().table(**options))
 
     def _write(self, profiler: profile, runner: Run) -> None:
-        suffix = "".join(self._path.suffixes)
-        stem = self._path.name.removesuffix(suffix)
-        path = runner.run_dir / self._path.with_name(f"{stem}_rank{runner.rank}_iter{self._iteration}{suffix}")
+        given = Path(self.json_trace_path)
+        suffix = "".join(given.suffixes)
+        stem = given.name.removesuffix(suffix)
+        path = runner.run_dir / given.with_name(f"{stem}_rank{runner.rank}_iter{self._iteration}{suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         runner.logger.info("a trace of all operators is at %s", path)

@@ -50,26 +50,18 @@ class ProgressHook(Hook):
         """Show a new bar."""
         self._print_epoch_line(runner)
         self._epoch_started = perf_counter()
-        if runner.max_epochs is None:
-            self._begin(runner, "training", runner.max_iters)
-        else:
-            self._begin(runner, _epoch_label(runner), runner.max_iters // runner.max_epochs)
+        label = "training" if runner.max_epochs is None else _epoch_label(runner)
+        self._begin(runner, label, runner.max_iters // (runner.max_epochs or 1))
 
-    def after_train_iter(
-        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""
-        now = perf_counter()
-        if now >= self._due and self._display is not None:
-            self._due = now + self._display.period_seconds
-            done = batch_idx + 1 if runner.max_epochs is not None else runner.iter + 1
-            self._text = self._training_text(runner, now)
-            self._display.show(done, self._text)
+        if perf_counter() >= self._due:
+            self._text = self._training_text(runner)
+            self._show(batch_idx + 1 if runner.max_epochs is not None else runner.iter + 1)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Prepare the line of the epoch; metrics may still come."""
         means = runner.message_hub.get_info("epoch_means", {})
-        seconds = perf_counter() - self._epoch_started
         parts = [f"iter {runner.iter}/{runner.max_iters}" if runner.max_epochs is None else _epoch_label(runner)]
         if "loss" in means:
             parts.append(f"loss {means['loss']:.4f}")
@@ -78,7 +70,7 @@ class ProgressHook(Hook):
             parts.append(f"{means['samples_per_second']:,.0f} samples/s")
         if "lr" in means:
             parts.append(f"lr {means['lr']:.3g}")
-        self._epoch_line = "  ".join([*parts, f"{seconds:.1f} s"])
+        self._epoch_line = "  ".join([*parts, f"{perf_counter() - self._epoch_started:.1f} s"])
 
     def after_train(self, runner: TrainRun) -> None:
         """Print the line of an epoch after which nothing was validated, and remove the bar."""
@@ -91,10 +83,8 @@ class ProgressHook(Hook):
 
     def after_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""
-        now = perf_counter()
-        if now >= self._due and self._display is not None:
-            self._due = now + self._display.period_seconds
-            self._display.show(batch_idx + 1, self._text)
+        if perf_counter() >= self._due:
+            self._show(batch_idx + 1)
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Print the line of the epoch, or of the validation alone."""
@@ -114,20 +104,22 @@ class ProgressHook(Hook):
 
     def _begin(self, runner: Run, label: str, total: int | None) -> None:
         if self._display is None:
-            self._display = (
-                LiveDisplay(runner.console)
-                if runner.console.is_terminal
-                else PlainDisplay(runner.console, self._period_seconds)
-            )
+            console = runner.console
+            self._display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console, self._period_seconds)
         self._display.begin(label, total)
         self._due = 0.0
+
+    def _show(self, done: int) -> None:
+        if self._display is not None:
+            self._due = perf_counter() + self._display.period_seconds
+            self._display.show(done, self._text)
 
     def _print_epoch_line(self, runner: Run) -> None:
         if self._epoch_line:
             line, self._epoch_line = self._epoch_line, ""
             runner.logger.info(line.replace("{metrics}  ", f"{self._metrics}  ".lstrip()))
 
-    def _training_text(self, runner: TrainRun, now: float) -> str:
+    def _training_text(self, runner: TrainRun) -> str:
         scalars = runner.message_hub.log_scalars
         parts = []
         if "train/loss" in scalars:
@@ -139,8 +131,8 @@ class ProgressHook(Hook):
             seconds = scalars["train/time"].mean(_WINDOW)
             rate = scalars["train/samples"].mean(_WINDOW) * runner.data_shard.size / seconds
             parts.append(f"{rate:,.0f} samples/s")
-        done = runner.iter + 1 - self._first_iter
-        left_seconds = (now - self._started) / done * (runner.max_iters - runner.iter - 1)
+        mean_seconds = (perf_counter() - self._started) / (runner.iter + 1 - self._first_iter)
+        left_seconds = mean_seconds * (runner.max_iters - runner.iter - 1)
         parts.append(f"ETA {timedelta(seconds=round(left_seconds))}")
         return "  ".join(parts)
 

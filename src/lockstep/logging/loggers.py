@@ -11,7 +11,6 @@ from lockstep.logging.console import file_handler
 
 _ROOT = "lockstep"
 _USERS = f"{_ROOT}.user"
-_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
 class MMLogger:
@@ -33,7 +32,9 @@ class MMLogger:
         logger = logging.getLogger(_USERS)
         if not logger.handlers:
             logger.setLevel(logging.DEBUG)
-            logger.addHandler(_OutsideOfRuns())
+            outside = _OutsideOfRuns(logging.INFO)
+            outside.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            logger.addHandler(outside)
         return logger
 
     @classmethod
@@ -89,10 +90,6 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
 
 class _OutsideOfRuns(logging.Handler):
     """Shows messages while nobody else does."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.setFormatter(logging.Formatter(_FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print to standard error as it is now, unless a run goes on, whose handlers are there."""
