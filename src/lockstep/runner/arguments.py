@@ -58,6 +58,10 @@ class Argument(NamedTuple):
     is_required: bool = False
 
 
+def _dict_of(*keys: str) -> Argument:
+    return Argument("a dict or None", holds="keys", keys=keys)
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerArguments:
     """The arguments of a Runner, as they are given; see `Runner`.
@@ -83,21 +87,14 @@ class RunnerArguments:
     custom_hooks: Annotated[Sequence[Any] | None, Argument("a list of hooks or None", holds="custom hooks")] = None
     strategy: Annotated[Strategy | ConfigDict | str | None, Argument(holds="strategy")] = None
     launcher: str | None = None
-    env_cfg: Annotated[
-        ConfigDict | None,
-        Argument("a dict or None", holds="keys", keys=("dist_cfg", "cudnn_benchmark", "mp_cfg", "resource_limit")),
-    ] = None
+    env_cfg: Annotated[ConfigDict | None, _dict_of("dist_cfg", "cudnn_benchmark", "mp_cfg", "resource_limit")] = None
     load_from: Annotated[str | Path | None, Argument("a path or None")] = None
     resume: Annotated[bool, Argument("True or False; the checkpoint goes to `load_from`")] = False
-    randomness: Annotated[
-        ConfigDict | None, Argument("a dict or None", holds="keys", keys=("seed", "deterministic", "diff_rank_seed"))
-    ] = None
+    randomness: Annotated[ConfigDict | None, _dict_of("seed", "deterministic", "diff_rank_seed")] = None
     compile: Annotated[bool | ConfigDict, Argument("a bool or a dict for torch.compile", holds="compile options")] = (
         False
     )
-    auto_scale_lr: Annotated[
-        ConfigDict | None, Argument("a dict or None", holds="keys", keys=("enable", "base_batch_size"))
-    ] = None
+    auto_scale_lr: Annotated[ConfigDict | None, _dict_of("enable", "base_batch_size")] = None
     log_level: Annotated[int | str, Argument(holds="log level")] = "INFO"
     visualizer: Annotated[Any, Argument(holds="visualizer")] = None
     experiment_name: str | None = None
@@ -142,21 +139,18 @@ def _arguments() -> dict[str, Argument]:
     hints = get_type_hints(RunnerArguments, include_extras=True)
     found = {}
     for each in fields(RunnerArguments):
-        hint, *stated = get_args(hints[each.name]) if get_origin(hints[each.name]) is Annotated else (hints[each.name],)
-        argument: Argument = stated[0] if stated else Argument()
-        types = () if argument.must_be is None else tuple(_types(hint))
+        hint = hints[each.name]
+        argument: Argument = hint.__metadata__[0] if get_origin(hint) is Annotated else Argument()
+        types = () if argument.must_be is None else tuple(_types(hint.__origin__))
         found[each.name] = argument._replace(types=types, is_required=each.default is MISSING)
     return found
 
 
 def _types(hint: Any) -> Iterator[type]:
-    if get_origin(hint) in (Union, UnionType):
-        for member in get_args(hint):
-            yield from _types(member)
-    elif get_origin(hint) is Sequence:  # a str is none
-        yield from (list, tuple)
-    else:
-        yield get_origin(hint) or hint
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
+    for member in members:
+        kind = get_origin(member) or member
+        yield from (list, tuple) if kind is Sequence else (kind,)  # a str is no sequence
 
 
 ARGUMENTS: Mapping[str, Argument] = _arguments()
@@ -187,19 +181,12 @@ def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield which arguments are lacking beside others: the name of each, and what it must be."""
     for mode in ("val", "test"):
-        loader, evaluator, cfg = (
-            given.get(f"{mode}_{part}") is not None for part in ("dataloader", "evaluator", "cfg")
-        )
-        if not loader and (evaluator or cfg):
-            yield (
-                f"{mode}_dataloader",
-                f"must be given with `{mode}_{'evaluator' if evaluator else 'cfg'}`, but is None",
-            )
-        if loader and not evaluator:
-            yield (
-                f"{mode}_evaluator",
-                f"must be given with `{mode}_dataloader`, but is None. For example dict(type='Accuracy')",
-            )
+        loader, evaluator = (f"{mode}_{part}" for part in ("dataloader", "evaluator"))
+        beside = [name for name in (evaluator, f"{mode}_cfg") if given.get(name) is not None]
+        if beside and given.get(loader) is None:
+            yield loader, f"must be given with `{beside[0]}`, but is None"
+        if given.get(loader) is not None and evaluator not in beside:
+            yield evaluator, f"must be given with `{loader}`, but is None. For example dict(type='Accuracy')"
 
 
 def checked_keys(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:

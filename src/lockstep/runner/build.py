@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from torch import nn
 
@@ -49,7 +49,7 @@ def strategy_of(strategy: Any, cfg: Any) -> Any:
         _logger.warning("`model_wrapper_cfg` and `find_unused_parameters` do nothing beside `strategy`, which decides")
         return strategy
     kind = wrapper.get("type")
-    if (kind if isinstance(kind, str) else getattr(kind, "__name__", None)) == "MMFullyShardedDataParallel":
+    if getattr(kind, "__name__", kind) == "MMFullyShardedDataParallel":
         return {"type": "fsdp", "model_wrapper": wrapper}
     return {"type": "ddp", "model_wrapper": wrapper} if get_world_size() > 1 else None
 
@@ -67,12 +67,10 @@ def build_model(
     `sync_bn` is the name of an implementation; on one, those that are converted already are reverted.
     """
     has_own = isinstance(model, Mapping) and model.get("data_preprocessor") is not None
-    built = MODELS.build(model) if isinstance(model, Mapping) else model
-    if not isinstance(built, nn.Module):
-        raise TypeError(f"`model` must build a torch.nn.Module, but built {built!r}")
-    built = _with_norms(uncompiled(built), sync_bn)
+    built = _with_norms(uncompiled(_build_module("model", model)), sync_bn)
     if data_preprocessor is not None and not has_own:
-        unwrap_model(built).data_preprocessor = _build_preprocessor(data_preprocessor)
+        preprocessor = _build_module("data_preprocessor", data_preprocessor, type="BaseDataPreprocessor")
+        unwrap_model(built).data_preprocessor = preprocessor
     if compile_ is not False:
         compile_in_place(built, strategy.compiled_parts(built), compile_ if isinstance(compile_, Mapping) else {})
     return built
@@ -96,10 +94,10 @@ def _with_norms(model: nn.Module, sync_bn: str | None) -> nn.Module:
     return model
 
 
-def _build_preprocessor(cfg: nn.Module | Mapping[str, Any]) -> nn.Module:
-    built = MODELS.build(cfg, type="BaseDataPreprocessor") if isinstance(cfg, Mapping) else cfg
+def _build_module(name: str, given: nn.Module | Mapping[str, Any], **default: str) -> nn.Module:
+    built = MODELS.build(given, **default) if isinstance(given, Mapping) else given
     if not isinstance(built, nn.Module):
-        raise TypeError(f"`data_preprocessor` must build a torch.nn.Module, but built {built!r}")
+        raise TypeError(f"`{name}` must build a torch.nn.Module, but built {built!r}")
     return built
 
 
@@ -175,13 +173,11 @@ def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
     ]
 
 
-def build_eval_loop(
-    mode: str, cfg: Mapping[str, Any] | None, run: Run, dataloader: Any, evaluator: Evaluator
-) -> EvalLoop:
-    """Return the loop that `val_cfg` or `test_cfg` describes."""
+def build_eval_loop(mode: Literal["val", "test"], run: Run, dataloader: Any) -> EvalLoop:
+    """Return the loop that `val_cfg` and `val_evaluator`, or `test_cfg` and `test_evaluator`, describe."""
+    cfg, evaluator = getattr(run.args, f"{mode}_cfg"), build_evaluator(getattr(run.args, f"{mode}_evaluator"))
     kind = {"val": "ValLoop", "test": "TestLoop"}[mode]
-    parts = {"runner": run, "dataloader": dataloader, "evaluator": evaluator}
-    loop: EvalLoop = LOOPS.build(cfg or {}, type=kind, **parts)
+    loop: EvalLoop = LOOPS.build(cfg or {}, type=kind, runner=run, dataloader=dataloader, evaluator=evaluator)
     _refuse_own_steps(loop)
     return loop
 
@@ -193,21 +189,18 @@ def build_evaluator(evaluator: Any) -> Evaluator:
     return evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
 
 
-def list_hooks(
-    default_hooks: Mapping[str, Any] | None, custom_hooks: Iterable[Any], run: Run
-) -> list[Hook | Mapping[str, Any]]:
-    """Return the default hooks, changed as they are asked to be, and the custom ones: hooks and configs.
+def default_hooks(changes: Mapping[str, Any] | None, run: Run) -> list[Hook | Mapping[str, Any]]:
+    """Return the default hooks, changed as they are asked to be: hooks and configs.
 
     Args:
-        default_hooks: by name: None to do without one, a hook, or its config; a config without `type` changes arguments
+        changes: by name: None to do without one, a hook, or its config; a config without `type` changes arguments
             of the default.
-        custom_hooks: hooks and configs.
         run: whose hooks they are.
     """
     items: dict[str, Any] = {**DEFAULT_HOOKS}
     if isinstance(run, TrainRun) and run.max_epochs is None:
         items["checkpoint"] = {**items["checkpoint"], "by_epoch": False, "interval": run.val_interval}
-    for name, given in (default_hooks or {}).items():
+    for name, given in (changes or {}).items():
         if isinstance(given, Mapping) and "type" not in given:
             if name not in items:
                 raise ConfigError(
@@ -216,7 +209,7 @@ def list_hooks(
                 )
             given = {**items[name], **given}
         items[name] = given
-    return [item for item in (*items.values(), *custom_hooks) if item is not None]
+    return [item for item in items.values() if item is not None]
 
 
 def build_visualizer(visualizer: Any, rank: int) -> Visualizers:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +19,7 @@ from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Passes, Turn
 
 
+@dataclass(eq=False, repr=False)
 class EvalLoop:
     """One pass through data that is only looked at.
 
@@ -33,25 +35,21 @@ class EvalLoop:
         at_iter: how many iterations of training were complete at the last pass; None before the first.
     """
 
-    mode: str
+    mode: ClassVar[str]
 
-    def __init__(
-        self,
-        runner: Run,
-        dataloader: Any,
-        evaluator: Evaluator,
-        fp16: bool = False,
-        dtype: str | torch.dtype | None = None,
-    ) -> None:
-        self.runner = runner
-        self.dataloader = dataloader
-        self.evaluator = evaluator
+    runner: Run
+    dataloader: Any
+    evaluator: Evaluator
+    fp16: bool = False
+    dtype: str | torch.dtype | None = None
+
+    def __post_init__(self) -> None:
         self.metrics: dict[str, Any] = {}
         self.at_iter: int | None = None
-        self._dtype = _half(dtype) if fp16 or dtype is not None else None
-        dataset = getattr(dataloader, "dataset", None)
+        self._dtype = _half(self.dtype) if self.fp16 or self.dtype is not None else None
+        dataset = getattr(self.dataloader, "dataset", None)
         self._size = len(dataset) if isinstance(dataset, Sized) else None
-        evaluator.set_dataset_meta(getattr(dataset, "metainfo", None))
+        self.evaluator.set_dataset_meta(getattr(dataset, "metainfo", None))
 
     @torch.no_grad()
     def run(self) -> dict[str, Any]:

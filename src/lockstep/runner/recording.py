@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ def _begin(run: Run, ranks: list[dict[str, Any]]) -> None:
 def describe_model(model: nn.Module, strategy: Strategy) -> str:
     """Return one line on the model and how it is laid out."""
     core = unwrap_model(model)
-    is_ours = isinstance(model, ModelWrapper)
-    count = model.num_parameters if is_ours else sum(parameter.numel() for parameter in core.parameters())
+    sizes = (parameter.numel() for parameter in core.parameters())
+    count = model.num_parameters if isinstance(model, ModelWrapper) else sum(sizes)
     return f"{type(core).__name__}, {count:,} parameters, {type(strategy).__name__}"
 
 
@@ -121,9 +122,8 @@ def _describe_rank() -> dict[str, Any]:
 
 def _processor() -> str:
     """Return what Linux calls the processor; other systems tell Python."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -15,16 +15,17 @@ from lockstep.errors import ConfigError
 from lockstep.optim.paramwise import param_sites
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import seed_all
+from lockstep.runner.weights import Weights
 
 _logger = logging.getLogger(__name__)
 
 
-def find_resumption(load_from: Path | None, work_dir: Path) -> Path | None:
+def find_resumption(load_from: Weights | None, work_dir: Path) -> Path | None:
     """Return the checkpoint to resume from: the one that is named, else the work_dir's last.
 
     **Collective**: every rank; rank 0 looks.
     """
-    return run_on_main(lambda: find_last_checkpoint(work_dir) if load_from is None else load_from)
+    return run_on_main(lambda: find_last_checkpoint(work_dir) if load_from is None else load_from.path)
 
 
 def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Path | None) -> Mapping[str, Any] | None:

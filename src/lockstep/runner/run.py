@@ -83,7 +83,6 @@ class AnyEvalLoop(Protocol):
 
     def run(self) -> dict[str, Any]:
         """Return the metrics, the same on every rank."""
-        ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,6 +91,8 @@ class Workspace:
 
     Attributes:
         args: the arguments of the Runner.
+        cfg: the config that the Runner was made of; None where there is none.
+        work_dir: the folder of all runs of one experiment.
         rank: of this process.
         world_size: number of processes.
         seed: what all random numbers begin with.
@@ -104,6 +105,8 @@ class Workspace:
     """
 
     args: RunnerArguments
+    cfg: Any
+    work_dir: Path
     rank: int
     world_size: int
     seed: int
@@ -113,16 +116,6 @@ class Workspace:
     records: JsonLinesSink
     message_hub: MessageHub
     logger: logging.Logger = _logger
-
-    @property
-    def cfg(self) -> Any:
-        """The config that the Runner was made of; None where there is none."""
-        return self.args.cfg
-
-    @property
-    def work_dir(self) -> Path:
-        """The folder of all runs of one experiment."""
-        return Path(self.args.work_dir)
 
     @property
     def log_dir(self) -> Path:
@@ -254,7 +247,9 @@ class Run(Workspace):
         run = ref(self)  # the hub outlives the run
         for name in ("epoch", "iter", "max_epochs", "max_iters", "seed", "experiment_name"):
             self.message_hub.provide_info(name, partial(_attribute, run, name))
-        self.message_hub.provide_info("dataset_meta", partial(_dataset_meta, run))
+        self.message_hub.provide_info(
+            "dataset_meta", partial(_attribute, run, "train_dataloader", "dataset", "metainfo")
+        )
 
     def close(self) -> None:
         """Close what hooks and visualizers have opened."""
@@ -344,9 +339,9 @@ class TrainRun(Run):
         **Collective**: every rank.
         """
         directory = self.run_dir / out_dir if filename is None else Path(out_dir) / filename
-        counted = self._complete(by_epoch=by_epoch)
-        epoch = counted[0] if epoch is None else epoch
-        iteration = counted[1] if iteration is None else iteration
+        epochs, iterations = self._complete(by_epoch=by_epoch)
+        epoch = epochs if epoch is None else epoch
+        iteration = iterations if iteration is None else iteration
         by_epochs = self.max_epochs is not None
         checkpoint: dict[str, Any] = {
             "model": self.strategy.model_state(),
@@ -377,9 +372,8 @@ class TrainRun(Run):
         checkpoint["ranks"] = {str(self.rank): (own,)}
         save_state(directory, checkpoint, meta)
         if is_last:
-            run_on_main(
-                partial(point_to_checkpoint, self.work_dir, directory)
-            )  # every rank that returns from here finds it
+            # Every rank that returns from here finds it.
+            run_on_main(partial(point_to_checkpoint, self.work_dir, directory))
         _logger.debug("saved %s", directory)
         return directory
 
@@ -398,10 +392,9 @@ def _present(loop: AnyEvalLoop | None, name: str) -> AnyEvalLoop:
     return loop
 
 
-def _attribute(run: ref[Run], name: str) -> Any:
-    return getattr(run(), name, None)
-
-
-def _dataset_meta(run: ref[Run]) -> Any:
-    loader = _attribute(run, "train_dataloader")
-    return getattr(getattr(loader, "dataset", None), "metainfo", None)
+def _attribute(run: ref[Run], *names: str) -> Any:
+    """Return an attribute of an attribute ... of a run, or None where one is missing."""
+    found: Any = run()
+    for name in names:
+        found = getattr(found, name, None)
+    return found

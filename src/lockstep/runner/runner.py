@@ -7,30 +7,30 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
-from rich.console import Console
 from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard, build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
-from lockstep.evaluator import Evaluator
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging
-from lockstep.optim import OptimWrapper, ParamScheduler
+from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS, in_default_scope
 from lockstep.runner import build, recording, resuming, start
 from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments
 from lockstep.runner.hook import Hook, HookList
-from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
+from lockstep.runner.run import AnyEvalLoop, Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
 from lockstep.runner.weights import REVISE_KEYS, Weights, load_weights
 from lockstep.strategy import Strategy, build_strategy
-from lockstep.visualization import Visualizers
 
 P = ParamSpec("P")
-T = TypeVar("T")
+_BEFORE_A_RUN = {
+    **dict.fromkeys(("epoch", "iter", "max_iters"), 0),
+    **dict.fromkeys(("max_epochs", "val_loop", "test_loop", "last_evaluation"), None),
+}
 
 
 def _taking(
@@ -48,38 +48,30 @@ def _taking(
     return decorate
 
 
-class _PartOfRun(Generic[T]):
-    """An attribute that a Runner has from its run.
+if TYPE_CHECKING:
+    _PartsOfRun = TrainRun
+else:
 
-    Args:
-        before: what it is before there is a run; without it, asking is an error.
-    """
+    class _PartsOfRun:
+        """Attributes that a Runner has from its run, and, before there is one, as they begin."""
 
-    def __init__(self, *before: T) -> None:
-        self._before = before
+        def __getattr__(self, name: str) -> Any:
+            if not (hasattr(TrainRun, name) or name in TrainRun.__dataclass_fields__):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            built = self._run or self._workspace
+            if hasattr(built, name):
+                return getattr(built, name)
+            if name in _BEFORE_A_RUN:
+                return _BEFORE_A_RUN[name]
+            raise _not_built(name)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
 
-    @overload
-    def __get__(self, runner: None, owner: type) -> _PartOfRun[T]: ...
-    @overload
-    def __get__(self, runner: Runner, owner: type) -> T: ...
-    def __get__(self, runner: Runner | None, owner: type) -> Any:
-        if runner is None:
-            return self
-        built = runner._run or runner._workspace
-        if not hasattr(built, self._name):
-            if self._before:
-                return self._before[0]
-            raise AttributeError(
-                f"`{self._name}` is built by train(), val() or test(), and none of them has built it yet"
-            )
-        return getattr(built, self._name)
+def _not_built(name: str) -> AttributeError:
+    return AttributeError(f"`{name}` is built by train(), val() or test(), and none of them has built it yet")
 
 
 @RUNNERS.register_module()
-class Runner:
+class Runner(_PartsOfRun):
     """Trains, validates and tests a model.
 
     Making one only looks at the arguments. `train()`, `val()` and `test()` join the ranks, build a `Run` in the order
@@ -127,52 +119,16 @@ class Runner:
         Runner(model, "work_dir", train_dataloader=loader, launcher="pytorch").train()
     """
 
-    rank = _PartOfRun[int]()
-    world_size = _PartOfRun[int]()
-    distributed = _PartOfRun[bool]()
-    launcher = _PartOfRun[str]()
-    seed = _PartOfRun[int]()
-    deterministic = _PartOfRun[bool]()
-    run_dir = _PartOfRun[Path]()
-    log_dir = _PartOfRun[Path]()
-    timestamp = _PartOfRun[str]()
-    experiment_name = _PartOfRun[str]()
-    console = _PartOfRun[Console]()
-    records = _PartOfRun[JsonLinesSink]()
-    visualizer = _PartOfRun[Visualizers]()
-    strategy = _PartOfRun[Strategy]()
-    model = _PartOfRun[nn.Module]()
-    model_name = _PartOfRun[str]()
-    data_shard = _PartOfRun[DataShard]()
-    hooks = _PartOfRun[HookList]()
-    optim_wrapper = _PartOfRun[OptimWrapper]()
-    param_schedulers = _PartOfRun[list[ParamScheduler]]()
-    train_dataloader = _PartOfRun[Any]()
-    val_dataloader = _PartOfRun[Any]()
-    test_dataloader = _PartOfRun[Any]()
-    val_evaluator = _PartOfRun[Evaluator]()
-    test_evaluator = _PartOfRun[Evaluator]()
-    train_loop = _PartOfRun[AnyTrainLoop]()
-    val_loop = _PartOfRun[AnyEvalLoop | None](None)
-    test_loop = _PartOfRun[AnyEvalLoop | None](None)
-    last_evaluation = _PartOfRun[AnyEvalLoop | None](None)
-    epoch = _PartOfRun[int](0)
-    iter = _PartOfRun[int](0)
-    max_epochs = _PartOfRun[int | None](None)
-    max_iters = _PartOfRun[int](0)
-    val_begin = _PartOfRun[int]()
-    val_interval = _PartOfRun[int]()
-    call_hook = _PartOfRun[Callable[..., None]]()
-    save_checkpoint = _PartOfRun[Callable[..., Path]]()
-
     @_taking(RunnerArguments)
     def __init__(self, args: RunnerArguments) -> None:
         self.args = args
-        self.work_dir = Path(args.work_dir)
         self.cfg = args.cfg
+        self.work_dir = Path(args.work_dir)
         self.message_hub = MessageHub()
         self.logger = Workspace.logger
-        self._custom_hooks = list(args.custom_hooks or ())
+        self._custom_hooks: list[tuple[Any, str | int | None]] = [
+            (hook, None) for hook in args.custom_hooks or () if hook is not None
+        ]
         self._load_from = None if args.load_from is None else Weights(Path(args.load_from))
         self._workspace: Workspace | None = None
         self._run: Run | None = None
@@ -190,7 +146,7 @@ class Runner:
     def run(self) -> Run:
         """What train(), val() or test() has built: what loops and hooks get."""
         if self._run is None:
-            raise AttributeError("`run` is built by train(), val() or test(), and none of them has built it yet")
+            raise _not_built("run")
         return self._run
 
     def train(self) -> nn.Module:
@@ -206,17 +162,12 @@ class Runner:
         with self._running("trained") as space:
             strategy, model = self._strategy_and_model(training=True)
             optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
-            model, optim_wrapper, shard = self._prepare(strategy, model, optim)
+            optim_wrapper, parts = self._prepare(space, strategy, model, optim)
             assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
-            train_dataloader = self._dataloader("train", space, shard)
+            train_dataloader = self._dataloader("train", space, parts["data_shard"])
             train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
             run = TrainRun(
-                **vars(space),
-                strategy=strategy,
-                model=model,
-                data_shard=shard,
-                hooks=HookList(),
-                visualizer=build.build_visualizer(args.visualizer, space.rank),
+                **parts,
                 optim_wrapper=optim_wrapper,
                 train_dataloader=train_dataloader,
                 make_train_loop=lambda run: build.build_train_loop(train_cfg, run),
@@ -247,13 +198,9 @@ class Runner:
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
         """Add a hook, with a `priority` that may be another than its own. During a run it is called from then on."""
-        if isinstance(hook, Mapping) and priority is not None:
-            hook, priority = {**hook, "priority": priority}, None
-        if isinstance(hook, Hook) and priority is not None:
-            hook.priority = priority
-        self._custom_hooks.append(hook)
+        self._custom_hooks.append((hook, priority))
         if self._run is not None:
-            self._run.register_hook(hook)
+            self._run.register_hook(hook, priority)
 
     def load_checkpoint(
         self,
@@ -282,20 +229,13 @@ class Runner:
     def _running(self, what: str) -> Iterator[Workspace]:
         """Log to the run's folder, and close what has been opened, whatever happens."""
         began = perf_counter()
-        if self._workspace is None:
-            self._workspace = self._open_workspace()
-        space = self._workspace
+        space = self._workspace = self._workspace or self._open_workspace()
         self.message_hub.make_current()
-        own_log = "log.txt" if space.rank == 0 else f"log_rank{space.rank}.txt"
+        # The other ranks write only what rank 0 may not have seen.
+        file, file_level = ("log.txt", "DEBUG") if space.rank == 0 else (f"log_rank{space.rank}.txt", "WARNING")
         with (
             in_default_scope(self.args.default_scope),
-            run_logging(
-                space.console,
-                space.run_dir / own_log,
-                level=self.args.log_level,
-                # The other ranks write only what rank 0 may not have seen.
-                file_level="DEBUG" if space.rank == 0 else "WARNING",
-            ),
+            run_logging(space.console, space.run_dir / file, level=self.args.log_level, file_level=file_level),
         ):
             self.logger.info(
                 "%s, seed %d, folder %s",
@@ -320,15 +260,14 @@ class Runner:
         start.join_ranks(args.launcher, args.env_cfg)
         rank, world_size = get_dist_info()
         run_dir = start.make_run_dir(self.work_dir, args.experiment_name)
-        resume_from = None
-        if args.resume:
-            named = None if self._load_from is None else self._load_from.path
-            resume_from = resuming.find_resumption(named, self.work_dir)
+        resume_from = resuming.find_resumption(self._load_from, self.work_dir) if args.resume else None
         seed = set_randomness(resuming.randomness_of(args.randomness, resume_from))
         if rank == 0:
             start.save_config(self.cfg, run_dir)
         return Workspace(
             args=args,
+            cfg=self.cfg,
+            work_dir=self.work_dir,
             rank=rank,
             world_size=world_size,
             seed=seed,
@@ -352,53 +291,44 @@ class Runner:
         return strategy, model
 
     def _prepare(
-        self, strategy: Strategy, model: nn.Module, optim: Any = None
-    ) -> tuple[nn.Module, OptimWrapper | None, DataShard]:
+        self, space: Workspace, strategy: Strategy, model: nn.Module, optim: Any = None
+    ) -> tuple[OptimWrapper | None, dict[str, Any]]:
+        """Return what updates the model, if anything does, and the parts of any run."""
         model, optim_wrapper = strategy.prepare(model, optim)
         shard = agree_on_shard(*strategy.data_shard)
         self.logger.info("model: %s", recording.describe_model(model, strategy))
-        return model, optim_wrapper, shard
+        visualizer = build.build_visualizer(self.args.visualizer, space.rank)
+        own = {"strategy": strategy, "model": model, "data_shard": shard, "hooks": HookList(), "visualizer": visualizer}
+        return optim_wrapper, {**vars(space), **own}
 
     def _evaluate(self, mode: Literal["val", "test"], verb: str, what: str) -> dict[str, Any]:
         if getattr(self.args, f"{mode}_dataloader") is None:
             raise ConfigError(f"`{mode}_dataloader` must be given to {verb}, but is None")
         with self._running(what) as space:
-            run = self._run or self._evaluation_run(space)
-            loop = (run.val_loop if mode == "val" else run.test_loop) or self._make_eval_loop(mode, run)
+            run = self._run
+            if run is None:
+                _, parts = self._prepare(space, *self._strategy_and_model(training=False))
+                run = Run(**parts)
+            loop = getattr(run, f"{mode}_loop") or self._make_eval_loop(mode, run)
             self._begin(run)
-            metrics = loop.run()
+            metrics: dict[str, Any] = loop.run()
             run.call_hook("after_run")
         return metrics
 
-    def _evaluation_run(self, space: Workspace) -> Run:
-        strategy, model = self._strategy_and_model(training=False)
-        model, _, shard = self._prepare(strategy, model)
-        return Run(
-            **vars(space),
-            strategy=strategy,
-            model=model,
-            data_shard=shard,
-            hooks=HookList(),
-            visualizer=build.build_visualizer(self.args.visualizer, space.rank),
-        )
-
     def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> AnyEvalLoop:
         """Make the run's loop that validates or tests."""
-        loader = self._dataloader(mode, run, run.data_shard)
-        evaluator = build.build_evaluator(getattr(self.args, f"{mode}_evaluator"))
-        loop = build.build_eval_loop(mode, getattr(self.args, f"{mode}_cfg"), run, loader, evaluator)
-        if mode == "val":
-            run.val_loop = loop
-        else:
-            run.test_loop = loop
+        loop = build.build_eval_loop(mode, run, self._dataloader(mode, run, run.data_shard))
+        setattr(run, f"{mode}_loop", loop)
         return loop
 
     def _begin(self, run: Run) -> None:
         """Make the run's hooks, restore its state, and call `before_run`; of a run that goes on, only the last."""
         if run is not self._run:
             run.tell_hub()
-            for hook in build.list_hooks(self.args.default_hooks, self._custom_hooks, run):
+            for hook in build.default_hooks(self.args.default_hooks, run):
                 run.register_hook(hook)
+            for hook, priority in self._custom_hooks:
+                run.register_hook(hook, priority)
             self._run = run
             if isinstance(run, TrainRun) and run.resume_from is not None:
                 resuming.resume_run(run, run.resume_from)

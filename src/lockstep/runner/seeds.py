@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -50,16 +50,11 @@ def set_random_seed(seed: int | None = None, deterministic: bool = False, diff_r
 def seed_all(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
-    _seed_numpy(seed)
     torch.manual_seed(seed)
-
-
-def _seed_numpy(seed: int) -> None:
-    try:
+    with suppress(ModuleNotFoundError):  # without numpy, it has nothing to seed
         import numpy as np
-    except ModuleNotFoundError:  # nothing to seed
-        return
-    np.random.seed(seed % 2**32)
+
+        np.random.seed(seed % 2**32)
 
 
 @contextmanager

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from lockstep.dist import (
-    infer_launcher,
-    init_dist,
-    is_distributed,
-    is_main_process,
-    run_on_main,
-)
+from lockstep.dist import infer_launcher, init_dist, is_distributed, is_main_process, run_on_main
 from lockstep.errors import ConfigError
 from lockstep.runner.arguments import checked_keys
 from lockstep.topology import LauncherName
@@ -104,9 +99,7 @@ def _new_folder(parent: Path, name: str) -> Path:
     # Two runs may begin within one second.
     for attempt in range(1000):
         folder = parent / (name if attempt == 0 else f"{name}_{attempt}")
-        try:
+        with suppress(FileExistsError):
             make_folder(folder, anew=True)
-        except FileExistsError:
-            continue
-        return folder
+            return folder
     raise FileExistsError(f"{parent / name} and a thousand like it exist already")

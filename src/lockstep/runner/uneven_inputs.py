@@ -11,16 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.dataset import (
-    Amount,
-    amount_of,
-    batch_size_of,
-    length_of,
-    position_of,
-    restore_position,
-    skip_batches,
-)
-from lockstep.dist import all_gather, broadcast_object, get_rank, get_world_size
+from lockstep.dataset import Amount, amount_of, batch_size_of, length_of, position_of, restore_position, skip_batches
+from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
 
 _logger = logging.getLogger(__name__)
 _NONE = object()
@@ -58,8 +50,8 @@ class Passes:
         count: returns the number of samples in a batch, where that is not what the sampler says: a number of tokens,
             for instance. Where it is given, the size of every batch is told.
 
-    **Collective**: every rank makes it and goes through it. **Cost**: at the beginning one all_gather of 32 bytes; per
-    batch of a size that is not known before one of 8.
+    **Collective**: every rank makes it and goes through it. **Cost**: at the beginning one all_gather_object of a few
+    numbers; per batch of a size that is not known before one all_gather of 8 bytes.
 
     Attributes:
         lengths: batches of each rank in a pass; None where that is not known.
@@ -87,8 +79,7 @@ class Passes:
         self.taken = 0
         self._resumption: tuple[Any, Callable[[], None]] | None = None
         self._stand_in: Any = _NONE
-        # Who has a stand-in; every rank keeps the same list.
-        self._served = [False] * self._world_size
+        self._all_have_a_batch = False
 
     def turns(self, done: int = 0) -> Iterator[Turn]:
         """Yield the turns of one pass, beginning after the first `done`."""
@@ -159,13 +150,12 @@ class Passes:
         return [None if size == _UNKNOWN else size for size in told]
 
     def _serve(self, held: list[bool]) -> None:
-        """See to it that every rank has a batch that it can take its turn with."""
-        self._served = [before or now for before, now in zip(self._served, held, strict=True)]
-        if not all(self._served):
+        """See to it that every rank has a batch that it can take its turn with: at the first turn, or never again."""
+        if not self._all_have_a_batch and not all(held):
             batch = broadcast_object(self._stand_in if held[self._rank] else None, src=held.index(True))
-            if not self._served[self._rank]:
+            if not held[self._rank]:
                 self._stand_in = batch
-            self._served = [True] * self._world_size
+        self._all_have_a_batch = True
 
 
 @contextmanager
@@ -182,17 +172,10 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 def _agree(own: Amount | None, length: int | None) -> tuple[list[Amount] | None, list[int] | None]:
     """Return what each rank will see, if all are sure, and how many batches each has, if all know."""
-    if get_world_size() == 1:
-        return None if own is None else [own], None if length is None else [length]
-    unsure = Amount(_UNKNOWN, 0, False)
-    told = all_gather(torch.tensor([*(own or unsure), _UNKNOWN if length is None else length]))
-    rows = [[int(value) for value in row] for row in told]
-    lengths = [row[3] for row in rows]
-    amounts = [Amount(row[0], row[1], bool(row[2])) for row in rows]
-    return (
-        None if any(amount.samples == _UNKNOWN for amount in amounts) else amounts,
-        None if _UNKNOWN in lengths else lengths,
-    )
+    told = all_gather_object((own, length))
+    amounts = [amount for amount, _ in told if amount is not None]
+    lengths = [length for _, length in told if length is not None]
+    return amounts if len(amounts) == len(told) else None, lengths if len(lengths) == len(told) else None
 
 
 def _described(loader: Any) -> str:

@@ -99,20 +99,17 @@ def load_checkpoint(
 def _read_fitting(own: Mapping[str, Any], weights: Weights, *, strict: bool) -> dict[str, Any]:
     """Return the weights that can be loaded in place of a model's own."""
     path = weights.path
-    state: dict[str, Any] = {}
     if is_checkpoint(path):
-        shapes = read_shapes(path, "model")
-    elif path.is_file():
-        state = _renamed(_read_file(path), weights.revise_keys)
-        shapes = {name: tuple(value.shape) for name, value in state.items()}
-    else:
+        fitting = _fitting(own, read_shapes(path, "model"), path, strict=strict)
+        read: dict[str, Any] = load_state(path, {"model": {name: own[name] for name in fitting}})["model"]
+        return read
+    if not path.is_file():
         raise ConfigError(
             f"`load_from` must be a checkpoint or a file of weights, but is {path}. Download weights from the web first"
         )
-    fitting = _fitting(own, shapes, path, strict=strict)
-    if is_checkpoint(path):
-        state = load_state(path, {"model": {name: own[name] for name in fitting}})["model"]
-    return {name: state[name] for name in fitting}
+    state = _renamed(_read_file(path), weights.revise_keys)
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    return {name: state[name] for name in _fitting(own, shapes, path, strict=strict)}
 
 
 def _fitting(own: Mapping[str, Any], shapes: Mapping[str, Any], path: Path, *, strict: bool) -> list[str]:
@@ -154,24 +151,18 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         ConfigError: there are no weights in the file.
     """
     try:
-        with torch.serialization.safe_globals([(_Empty, name) for name in _strangers(path)]):
+        # The classes and functions that the file refers to; torch before 1.6 did not list them.
+        strangers = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipfile.is_zipfile(path) else []
+        with torch.serialization.safe_globals([(_Empty, name) for name in strangers]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{path} must be a file that torch.save has written, but cannot be read: {error}") from error
-    for key in ("state_dict", "model"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
+    if isinstance(content, dict):
+        held = (content.get(key) for key in ("state_dict", "model"))
+        content = next((state for state in held if isinstance(state, dict)), content)
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise ConfigError(f"{path} must hold a state dict, alone or under 'state_dict' or 'model', but does not")
     return content
-
-
-def _strangers(path: Path) -> list[str]:
-    """Return the classes and functions that a file refers to, but that weights do not need."""
-    if not zipfile.is_zipfile(path):  # written by torch before 1.6, which does not list them
-        return []
-    return torch.serialization.get_unsafe_globals_in_checkpoint(path)
 
 
 class _Empty:
