@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.errors import ConfigError
 from lockstep.optim.plateau import ReduceOnPlateauLR
-from lockstep.optim.scheduler import ParamScheduler
-from lockstep.optim.torch_schedules import TorchScheduler, length_argument
+from lockstep.optim.scheduler import ParamScheduler, length_argument
+from lockstep.optim.torch_schedules import TorchScheduler
 from lockstep.registry import PARAM_SCHEDULERS
 from lockstep.registry.building import construct
 
@@ -78,7 +78,7 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
             f"{name}: `by_epoch` must be False where the training counts iterations, but is True: an epoch would never "
             "end"
         )
-    length = schedule.length if issubclass(schedule, ParamScheduler) else length_argument(schedule)
+    length = length_argument(schedule)
     open_ended = arguments.get("end") is None or math.isinf(arguments["end"])
     if length is not None and arguments.get(length) is None and open_ended and last is not None:
         arguments["end"] = max(last, arguments.get("begin", 0) + 1)

@@ -72,50 +72,51 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: 
     """
     if not norm_type > 0:
         raise ValueError(f"`norm_type` must be above 0, but is {norm_type!r}")
-    whole = [gradient for gradient in gradients if not _is_sharded(gradient)]
-    shards: dict[Sharding, list[Tensor]] = {}
+    parts: dict[Sharding | None, list[Tensor]] = {}
     for gradient in gradients:
-        if _is_sharded(gradient):
-            sharding, local = _own_part(gradient)
-            shards.setdefault(sharding, []).append(local)
-    norms = [get_total_norm(whole, norm_type, foreach=foreach)] if whole or not shards else []
-    norms += [_norm_of_shards(locals_, *sharding, norm_type, foreach) for sharding, locals_ in shards.items()]
+        sharding, own = _own_part(gradient)
+        parts.setdefault(sharding, []).append(own)
+    norms = [_norm(own, sharding, norm_type, foreach) for sharding, own in parts.items()] or [torch.zeros(())]
     if len(norms) == 1:
         return norms[0]
-    device = norms[0].device
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     return total
 
 
-def _norm_of_shards(
-    parts: list[Tensor], mesh: DeviceMesh, axes: tuple[int, ...], norm_type: float, foreach: bool | None
-) -> Tensor:
+def is_sharded(tensor: Any) -> bool:
+    """Return whether a tensor is a `DTensor`, without importing that, which takes longer than all of lockstep."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _norm(parts: list[Tensor], sharding: Sharding | None, norm_type: float, foreach: bool | None) -> Tensor:
+    """Return the norm of gradients that are whole, or of what all ranks hold of some."""
+    if sharding is None:
+        return get_total_norm(parts, norm_type, foreach=foreach)
+    mesh, axes = sharding
     # A rank may hold nothing of a short parameter, and nothing has no largest number.
     present = [part for part in parts if part.numel()]
     norm = get_total_norm(present, norm_type, foreach=foreach) if present else parts[0].new_zeros(())
     infinite = math.isinf(norm_type)
     if not infinite:
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # float16 could not hold a square
-    total = norm if infinite else norm**norm_type
+        norm = norm**norm_type
     for axis in axes:
-        all_reduce(total, "max" if infinite else "sum", group=mesh.get_group(axis))
-    return total if infinite else total.pow(1 / norm_type)
+        all_reduce(norm, "max" if infinite else "sum", group=mesh.get_group(axis))
+    return norm if infinite else norm.pow(1 / norm_type)
 
 
-def _own_part(gradient: Any) -> tuple[Sharding, Tensor]:
-    """Return how a DTensor is sharded, and what this rank holds of it."""
+def _own_part(gradient: Any) -> tuple[Sharding | None, Tensor]:
+    """Return how a gradient is sharded, if it is, and what this rank holds of it."""
+    if not is_sharded(gradient):
+        return None, gradient
     if any(placement.is_partial() for placement in gradient.placements):
+        from torch.distributed.tensor import Replicate
+
         gradient = gradient.redistribute(
-            placements=[_replicated() if placement.is_partial() else placement for placement in gradient.placements]
+            placements=[Replicate() if placement.is_partial() else placement for placement in gradient.placements]
         )
     axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return (gradient.device_mesh, axes), gradient.to_local()
-
-
-def _replicated() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
 
 
 def _whole_and_sharded(params: list[Tensor]) -> list[list[Tensor]]:
@@ -124,8 +125,3 @@ def _whole_and_sharded(params: list[Tensor]) -> list[list[Tensor]]:
     for param in params:
         lists.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
     return list(lists.values())
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    # Asked without importing DTensor, which takes longer than all of lockstep.
-    return hasattr(tensor, "device_mesh")

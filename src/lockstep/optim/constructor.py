@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -125,10 +124,9 @@ class DefaultOptimWrapperConstructor:
         self.optim_wrapper_cfg = dict(optim_wrapper_cfg)
         self.optimizer_cfg = self.optim_wrapper_cfg["optimizer"]
         self.paramwise_cfg = dict(paramwise_cfg or {})
-        base = _base_options(self.optimizer_cfg)
-        self.base_lr = base.get("lr")
-        self.base_wd = base.get("weight_decay")
-        self._base = base
+        self._known, self._base = _options(self.optimizer_cfg)
+        self.base_lr = self._base.get("lr")
+        self.base_wd = self._base.get("weight_decay")
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
         """Return the optim wrapper over the parameters of a model, as it is trained: on its device, and wrapped."""
@@ -159,16 +157,15 @@ class DefaultOptimWrapperConstructor:
         if prefix:
             raise ConfigError(f"`prefix` must be empty, but is {prefix!r}: one call goes through the whole module")
         sites = param_sites(module)
-        paramwise = Paramwise(self.paramwise_cfg, self._base, _option_names(self.optimizer_cfg))
-        paramwise.check_keys(site.name for site in sites)
-        bypass = bool(self.paramwise_cfg.get("bypass_duplicate"))
+        paramwise = Paramwise(self.paramwise_cfg, self._base, self._known)
+        paramwise.check_keys([site.name for site in sites])
         chosen: dict[int, tuple[ParamSite, Options]] = {}
         for site in sites:
             if not (site.parameter.is_floating_point() or site.parameter.is_complex()):
                 continue  # it can't be trained, now or later
             options = paramwise.options(site)
             first, earlier = chosen.setdefault(id(site.parameter), (site, options))
-            if options != earlier and not bypass:
+            if options != earlier and not self.paramwise_cfg.get("bypass_duplicate"):
                 raise ConfigError(
                     f"`paramwise_cfg` must say the same of {first.name} and {site.name}, which are one parameter, but "
                     f"says {earlier} and {options}. With bypass_duplicate=True the first one counts"
@@ -194,7 +191,7 @@ class DefaultOptimWrapperConstructor:
         if _fits_fused(_kind_of(options), options, params, model):
             options["fused"] = True
         optimizer: Optimizer = OPTIMIZERS.build(options, params=groups)
-        _keep_implementation(optimizer)
+        optimizer.register_load_state_dict_pre_hook(_with_own_implementation)
         return optimizer
 
 
@@ -203,27 +200,16 @@ def _kind_of(cfg: Mapping[str, Any]) -> Any:
     return OPTIMIZERS[kind] if isinstance(kind, str) else kind
 
 
-def _arguments(cfg: Any) -> Arguments | None:
+def _options(cfg: Any) -> tuple[Collection[str] | None, Options]:
+    """Return the names of an optimizer's options, None where it may take any, and those that it has by its config."""
     kind = _kind_of(cfg) if isinstance(cfg, Mapping) else None
-    return Arguments.of(kind) if callable(kind) else None
-
-
-def _base_options(cfg: Any) -> dict[str, Any]:
-    """Return the optimizer's options that its config gives, and the defaults of the others."""
-    takes = _arguments(cfg)
-    if takes is None:
-        return {}
-    defaults = {
-        name: parameter.default
-        for name, parameter in takes.named.items()
-        if name != "params" and parameter.default is not inspect.Parameter.empty
-    }
-    return {**defaults, **{name: value for name, value in cfg.items() if name != "type"}}
-
-
-def _option_names(cfg: Any) -> Collection[str] | None:
-    takes = _arguments(cfg)
-    return None if takes is None or takes.takes_others else [name for name in takes.named if name != "params"]
+    if not callable(kind):
+        return None, {}
+    takes = Arguments.of(kind)
+    named = {name: parameter for name, parameter in takes.named.items() if name != "params"}
+    defaults = {name: option.default for name, option in named.items() if option.default is not option.empty}
+    given = {name: value for name, value in cfg.items() if name != "type"}
+    return None if takes.takes_others else named, {**defaults, **given}
 
 
 def _own_options(group: Mapping[str, Any]) -> Options:
@@ -254,18 +240,15 @@ def _fits_fused(kind: Any, options: Mapping[str, Any], params: Sequence[nn.Param
     return all(torch.is_floating_point(param) and param.device.type in _DEVICES for param in params)
 
 
-def _keep_implementation(optimizer: Optimizer) -> None:
+def _with_own_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Let an optimizer stay fused or not when it loads the state of one that was not or was.
 
     A checkpoint may come from another kind of device, or from parameters that were not sharded.
     """
-    optimizer.register_load_state_dict_pre_hook(_with_own_implementation)
-
-
-def _with_own_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    if len(state["param_groups"]) != len(optimizer.param_groups):
+        return state  # torch says so
     groups = [
         {**saved, **{name: own[name] for name in _IMPLEMENTATION if name in own}}
-        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=False)
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
     ]
-    # Where their number differs, torch says so.
-    return {**state, "param_groups": groups if len(groups) == len(state["param_groups"]) else state["param_groups"]}
+    return {**state, "param_groups": groups}

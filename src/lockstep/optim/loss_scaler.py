@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
+from lockstep.optim.clipping import is_sharded
 
 # Number of updates between two looks at how many of them were skipped; each look waits for the device.
 PATIENCE = 100
@@ -61,17 +61,14 @@ class LossScaler(GradScaler):
         found = super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
         if not found:  # where an optimizer has no gradients, there is nothing to skip
             found = {found_inf.device: found_inf}
-        if any(_is_sharded(param) for param in params):
-            for flag in found.values():
+        sharded = any(is_sharded(param.grad) for param in params)
+        for flag in found.values():
+            if sharded:
                 all_reduce(flag, op="max")
-        self._count(found.values())
-        return found
-
-    def _count(self, flags: Iterable[Tensor]) -> None:
-        for flag in flags:
             if self._skipped is None:
                 self._skipped = torch.zeros_like(flag)
             self._skipped += flag.to(self._skipped.device, non_blocking=True)
+        return found
 
     def _look(self) -> None:
         if self._skipped is None:  # a scaler that is not enabled
@@ -86,17 +83,11 @@ class LossScaler(GradScaler):
         self._skipped.zero_()
 
 
-def _own_part(param: Any) -> Tensor:
+def _own_part(param: Any) -> Any:
     """Return a parameter as this rank holds it, with its gradient, in the same memory."""
-    if not _is_sharded(param):
-        whole: Tensor = param
-        return whole
+    if not is_sharded(param.grad):
+        return param
     with torch.no_grad():
-        own: Tensor = param.to_local().detach()
+        own = param.to_local().detach()
         own.grad = param.grad.to_local()
     return own
-
-
-def _is_sharded(param: Tensor) -> bool:
-    # Asked without importing DTensor, which takes longer than all of lockstep.
-    return hasattr(param.grad, "device_mesh")

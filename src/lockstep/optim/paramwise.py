@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,13 +102,12 @@ class Paramwise:
         # The longest key wins; of several, the first in the alphabet.
         self._keys = sorted(sorted(self._custom), key=len, reverse=True)
 
-    def check_keys(self, names: Iterable[str]) -> None:
+    def check_keys(self, names: list[str]) -> None:
         """Refuse custom keys that are part of no name.
 
         Raises:
             ConfigError: there is one.
         """
-        names = list(names)
         for key in self._keys:
             if not any(key in name for name in names):
                 near = nearest(key, {part for name in names for part in _parts(name)})
@@ -124,34 +123,10 @@ class Paramwise:
         key = next((key for key in self._keys if key in site.name), None)
         if key is not None:
             return self._custom[key]
-        is_offset = _is_offset(site)
-        mults = {
-            "lr": self._lr_key(site, is_offset),
-            "weight_decay": self._decay_key(site, is_offset),
-        }
+        keys = {name: next((key for key in keys if key in self._mult), None) for name, keys in _keys_of(site).items()}
         return self._differing(
-            {name: self._multiplied(name, self._mult[key], key) for name, key in mults.items() if key}
+            {name: self._multiplied(name, self._mult[key], key) for name, key in keys.items() if key}
         )
-
-    def _lr_key(self, site: ParamSite, is_offset: bool) -> str | None:
-        if is_offset:
-            return self._first_of("dcn_offset_lr_mult")
-        if site.own_name == "bias" and not _is_norm(site.module):
-            return self._first_of("bias_lr_mult")
-        return None
-
-    def _decay_key(self, site: ParamSite, is_offset: bool) -> str | None:
-        flat = [] if is_offset or site.parameter.ndim != 1 else ["flat_decay_mult"]
-        if _is_norm(site.module):
-            return self._first_of("norm_decay_mult", *flat)
-        if _is_depthwise(site.module):
-            return self._first_of("dwconv_decay_mult", *flat)
-        if site.own_name == "bias" and not is_offset:
-            return self._first_of("bias_decay_mult", *flat)
-        return self._first_of(*flat)
-
-    def _first_of(self, *keys: str) -> str | None:
-        return next((key for key in keys if key in self._mult), None)
 
     def _read_custom(self, key: str, options: Any, known: Collection[str] | None) -> Options:
         path = f"custom_keys[{key!r}]"
@@ -178,12 +153,23 @@ class Paramwise:
         return {name: value for name, value in options.items() if name not in self._base or value != self._base[name]}
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return _NORM.search(type(module).__name__) is not None
-
-
-def _is_depthwise(module: nn.Module) -> bool:
-    return isinstance(module, _ConvNd) and module.groups == module.in_channels > 1
+def _keys_of(site: ParamSite) -> dict[str, list[str]]:
+    """Return the multipliers that may be meant for a parameter, for each option; the first that is given counts."""
+    module, is_offset = site.module, _is_offset(site)
+    is_bias = site.own_name == "bias" and not is_offset
+    rate = ["dcn_offset_lr_mult"] if is_offset else []
+    decay = []
+    if _NORM.search(type(module).__name__):
+        decay = ["norm_decay_mult"]
+    else:
+        rate += ["bias_lr_mult"] if is_bias else []
+        if isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:  # depthwise
+            decay = ["dwconv_decay_mult"]
+        elif is_bias:
+            decay = ["bias_decay_mult"]
+    if site.parameter.ndim == 1 and not is_offset:
+        decay.append("flat_decay_mult")
+    return {"lr": rate, "weight_decay": decay}
 
 
 def _is_offset(site: ParamSite) -> bool:

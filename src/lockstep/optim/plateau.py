@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.errors import ConfigError, did_you_mean
-from lockstep.optim.scheduler import ParamScheduler, for_momentum
-from lockstep.registry import PARAM_SCHEDULERS
+from lockstep.optim.scheduler import ParamScheduler, for_momentum, for_rates
 
 
-@PARAM_SCHEDULERS.register_module(name=["ReduceOnPlateauLR", "ReduceOnPlateauParamScheduler"])
-@dataclass(eq=False, repr=False)
+@for_rates
 class ReduceOnPlateauLR(ParamScheduler):
     """Multiply by `factor` when a metric of the validation has not become better for some time.
 
@@ -34,6 +31,8 @@ class ReduceOnPlateauLR(ParamScheduler):
 
     **Source**: behaves as `torch.optim.lr_scheduler.ReduceLROnPlateau` (2.13).
     """
+
+    kept: ClassVar[tuple[str, ...]] = ("count", "best", "bad", "cooling")
 
     monitor: str = "loss"
     rule: str = "less"
@@ -87,15 +86,6 @@ class ReduceOnPlateauLR(ParamScheduler):
             self._cooling = self.cooldown
             self._bad = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands, in JSON values."""
-        return {**super().state_dict(), "best": self._best, "bad": self._bad, "cooling": self._cooling}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where another scheduler of the same arguments stood."""
-        super().load_state_dict(state)
-        self._best, self._bad, self._cooling = state["best"], state["bad"], state["cooling"]
-
     def _is_better(self, value: float, best: float | None) -> bool:
         sign = -1 if self.rule == "less" else 1
         if best is None:
@@ -105,13 +95,9 @@ class ReduceOnPlateauLR(ParamScheduler):
 
     def _reduce(self) -> None:
         values = self.get_last_value()
-        least = list(self.min_value) if isinstance(self.min_value, Sequence) else [self.min_value] * len(values)
-        if len(least) != len(values):
-            raise ConfigError(
-                f"{self.title}: `min_value` must be one number, or {len(values)}, one for each parameter group, but "
-                f"has {len(least)}"
-            )
-        reduced = [max(value * self.factor, low) for value, low in zip(values, least, strict=True)]
+        reduced = [
+            max(value * self.factor, low) for value, low in zip(values, self._by_group("min_value"), strict=True)
+        ]
         self.set_values([new if old - new > self.eps else old for old, new in zip(values, reduced, strict=True)])
 
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.errors import ConfigError
 from lockstep.registry import PARAM_SCHEDULERS
 
 _logger = logging.getLogger(__name__)
 _Schedule = TypeVar("_Schedule", bound="ParamScheduler")
+
+WINDOW: Any = None
+"""The default of a length: that of the window."""
+
+# Arguments that say how long a whole schedule takes, and by how much less than the window by default: a ramp arrives at
+# its end value in the window's last count.
+_LENGTHS = {"T_max": 0, "total_iters": 1, "total_steps": 0}
 
 
 @dataclass(eq=False, repr=False)
@@ -37,11 +46,10 @@ class ParamScheduler(ABC):
         verbose: MMEngine's; the values are in every record of a run, so that nothing is printed.
     """
 
-    # Arguments that are lengths of time, which a conversion from epochs to batches multiplies, and the one among them
-    # that is the length of the whole schedule; where it is not given, the window's, less so many counts.
-    durations: ClassVar[tuple[str, ...]] = ()
-    length: ClassVar[str | None] = None
-    length_less: ClassVar[int] = 0
+    # Arguments that are lengths of time, which a conversion from epochs to batches multiplies.
+    durations: ClassVar[tuple[str, ...]] = (*_LENGTHS, "step_size", "milestones", "periods")
+    # What its state holds, in JSON values: attributes, without their underscore.
+    kept: ClassVar[tuple[str, ...]] = ("count",)
 
     optimizer: Optimizer
     by_epoch: bool = field(default=True, kw_only=True)
@@ -72,6 +80,9 @@ class ParamScheduler(ABC):
                 f"{self.title}: `begin` must be at least 0 and less than `end`, "
                 f"but they are {self.begin} and {self.end}"
             )
+        for name in self.durations:
+            if hasattr(self, name):
+                setattr(self, name, self._duration(name))
         self._count = 0
         self.get_last_value()  # fails where there is no such number
         if self.begin == 0:
@@ -118,14 +129,15 @@ class ParamScheduler(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the schedule stands, in JSON values."""
-        return {"count": self._count}
+        return {name: getattr(self, f"_{name}") for name in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where another scheduler of the same arguments stood.
 
         The values themselves belong to the optimizer's state; load that afterwards.
         """
-        self._count = state["count"]
+        for name in self.kept:
+            setattr(self, f"_{name}", state[name])
 
     def __repr__(self) -> str:
         unit = "epochs" if self.by_epoch else "batches"
@@ -134,9 +146,30 @@ class ParamScheduler(ABC):
 
     def _shown(self) -> list[str]:
         """Return the arguments that are its own, as they are written."""
-        common = ParamScheduler.__dataclass_fields__
-        names = [name for name in getattr(self, "__dataclass_fields__", ()) if name not in common]
-        return [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None]
+        own = {field.name: getattr(self, field.name) for field in fields(self)[len(fields(ParamScheduler)) :]}
+        return [f"{name}={value!r}" for name, value in own.items() if value is not None]
+
+    def _duration(self, name: str) -> Any:
+        """Return an argument that is a length of time; where it is not given, that of the window."""
+        given = getattr(self, name)
+        if given is None:
+            if self.end is None:
+                raise ConfigError(f"{self.title}: `{name}` or `end` must be given, but neither is")
+            return window_length(name, self.begin, int(self.end))
+        if not isinstance(given, Sequence) and not given > 0:
+            raise ConfigError(f"{self.title}: `{name}` must be above 0, but is {given!r}")
+        return given
+
+    def _by_group(self, name: str) -> list[float]:
+        """Return an argument that is a number, or a list with one for each parameter group, as such a list."""
+        given, groups = getattr(self, name), len(self.optimizer.param_groups)
+        values = list(given) if isinstance(given, Sequence) else [given] * groups
+        if len(values) != groups:
+            raise ConfigError(
+                f"{self.title}: `{name}` must be one number, or {groups}, one for each parameter group, but has "
+                f"{len(values)}"
+            )
+        return values
 
     def _read(self, group: Mapping[str, Any]) -> float:
         if self.param_name in group:
@@ -168,9 +201,9 @@ class FormulaScheduler(ParamScheduler):
     A subclass says in `multiplier` by what the first value is multiplied, and may have a floor towards which it falls.
     """
 
+    kept: ClassVar[tuple[str, ...]] = ("count", "base", "last")
+
     def __post_init__(self) -> None:
-        if self.length is not None:
-            setattr(self, self.length, self._length(self.length, self.length_less))
         self._base: list[float] = []
         self._last: list[float] = []
         super().__post_init__()
@@ -199,15 +232,6 @@ class FormulaScheduler(ParamScheduler):
         self.set_values([slope * base + offset for base in self._base])
         self._last = self.get_last_value()  # as the optimizer rounds it, where it keeps a tensor
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands, in JSON values."""
-        return {**super().state_dict(), "base": self._base, "last": self._last}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where another scheduler of the same arguments stood."""
-        super().load_state_dict(state)
-        self._base, self._last = list(state["base"]), list(state["last"])
-
     def _moved(self, t: int) -> list[float]:
         """Return first values from which the formula would have come to the present values at `t`."""
         slope, offset = self._line(t)
@@ -220,18 +244,6 @@ class FormulaScheduler(ParamScheduler):
         """Return by what the first value is multiplied at `t`, and what is added."""
         above, (number, part) = self.multiplier(t), self.floor()
         return part + (1 - part) * above, number * (1 - above)
-
-    def _length(self, name: str, less: int = 0) -> int:
-        """Return an argument that is a length of time; where it is not given, that of the window."""
-        given = getattr(self, name)
-        if given is None:
-            if self.end is None:
-                raise ConfigError(f"{self.title}: `{name}` or `end` must be given, but neither is")
-            return max(int(self.end) - self.begin - less, 1)
-        if not given > 0:
-            raise ConfigError(f"{self.title}: `{name}` must be above 0, but is {given!r}")
-        length: int = given
-        return length
 
 
 @dataclass(eq=False, repr=False)
@@ -253,6 +265,25 @@ class FloorScheduler(FormulaScheduler):
 
 def _times(length: Any, factor: int) -> Any:
     return [item * factor for item in length] if isinstance(length, Sequence) else length * factor
+
+
+def window_length(name: str, begin: int, end: int) -> int:
+    """Return the default of an argument that says how long a schedule takes in such a window."""
+    return max(end - begin - _LENGTHS.get(name, 0), 1)
+
+
+def length_argument(schedule: type) -> str | None:
+    """Return the name of the argument that says how long a schedule takes, one of lockstep's or of torch's."""
+    if not issubclass(schedule, ParamScheduler) and schedule.__module__ != LRScheduler.__module__:
+        return None
+    return next((name for name in _LENGTHS if name in inspect.signature(schedule).parameters), None)
+
+
+@dataclass_transform(field_specifiers=(field,))
+def for_rates(schedule: type[_Schedule]) -> type[_Schedule]:
+    """Register and return the schedule of a learning rate as a dataclass, also under MMEngine's name for any number."""
+    names = [schedule.__name__, schedule.__name__.removesuffix("LR") + "ParamScheduler"]
+    return PARAM_SCHEDULERS.register_module(name=names, module=dataclass(eq=False, repr=False)(schedule))
 
 
 def for_momentum(schedule: type[_Schedule]) -> type[_Schedule]:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.optim.scheduler import FloorScheduler, FormulaScheduler, for_momentum
-from lockstep.registry import PARAM_SCHEDULERS
+from lockstep.optim.scheduler import WINDOW, FloorScheduler, FormulaScheduler, for_momentum, for_rates
 
 
-@PARAM_SCHEDULERS.register_module(name=["ConstantLR", "ConstantParamScheduler"])
-@dataclass(eq=False, repr=False)
+@for_rates
 class ConstantLR(FormulaScheduler):
     """Multiply by `factor` for some time.
 
@@ -25,20 +21,15 @@ class ConstantLR(FormulaScheduler):
         **window: of `ParamScheduler`.
     """
 
-    durations: ClassVar[tuple[str, ...]] = ("total_iters",)
-    length: ClassVar[str | None] = "total_iters"
-    length_less: ClassVar[int] = 1
     factor: float = 1 / 3
-    total_iters: int | None = None
+    total_iters: int = WINDOW
 
     def multiplier(self, t: int) -> float:
         """Return `factor`, then 1."""
-        assert self.total_iters is not None
         return self.factor if t < self.total_iters else 1.0
 
 
-@PARAM_SCHEDULERS.register_module(name=["LinearLR", "LinearParamScheduler"])
-@dataclass(eq=False, repr=False)
+@for_rates
 class LinearLR(FormulaScheduler):
     """Multiply by a number that goes linearly from one to another, as a warm-up does.
 
@@ -49,12 +40,9 @@ class LinearLR(FormulaScheduler):
         **window: of `ParamScheduler`.
     """
 
-    durations: ClassVar[tuple[str, ...]] = ("total_iters",)
-    length: ClassVar[str | None] = "total_iters"
-    length_less: ClassVar[int] = 1
     start_factor: float = 1 / 3
     end_factor: float = 1.0
-    total_iters: int | None = None
+    total_iters: int = WINDOW
 
     def __post_init__(self) -> None:
         if not 0 < self.start_factor <= 1 or not 0 <= self.end_factor <= 1:
@@ -66,14 +54,12 @@ class LinearLR(FormulaScheduler):
 
     def multiplier(self, t: int) -> float:
         """Return a number on the line."""
-        assert self.total_iters is not None
         if t >= self.total_iters:
             return self.end_factor
         return self.start_factor + (self.end_factor - self.start_factor) * t / self.total_iters
 
 
-@PARAM_SCHEDULERS.register_module(name=["StepLR", "StepParamScheduler"])
-@dataclass(eq=False, repr=False)
+@for_rates
 class StepLR(FormulaScheduler):
     """Multiply by `gamma` every `step_size` counts.
 
@@ -83,21 +69,15 @@ class StepLR(FormulaScheduler):
         **window: of `ParamScheduler`.
     """
 
-    durations: ClassVar[tuple[str, ...]] = ("step_size",)
     step_size: int
     gamma: float = 0.1
-
-    def __post_init__(self) -> None:
-        self.step_size = self._length("step_size")
-        super().__post_init__()
 
     def multiplier(self, t: int) -> float:
         """Return the power of `gamma`."""
         return float(self.gamma ** (t // self.step_size))
 
 
-@PARAM_SCHEDULERS.register_module(name=["MultiStepLR", "MultiStepParamScheduler"])
-@dataclass(eq=False, repr=False)
+@for_rates
 class MultiStepLR(FormulaScheduler):
     """Multiply by `gamma` at each milestone.
 
@@ -107,7 +87,6 @@ class MultiStepLR(FormulaScheduler):
         **window: of `ParamScheduler`.
     """
 
-    durations: ClassVar[tuple[str, ...]] = ("milestones",)
     milestones: Sequence[int]
     gamma: float = 0.1
 
@@ -120,8 +99,7 @@ class MultiStepLR(FormulaScheduler):
         return float(self.gamma ** bisect_right(self.milestones, t))
 
 
-@PARAM_SCHEDULERS.register_module(name=["ExponentialLR", "ExponentialParamScheduler"])
-@dataclass(eq=False, repr=False)
+@for_rates
 class ExponentialLR(FormulaScheduler):
     """Multiply by `gamma` at each count.
 
@@ -145,8 +123,7 @@ class ExponentialLR(FormulaScheduler):
         return float(self.gamma**t)
 
 
-@PARAM_SCHEDULERS.register_module(name=["CosineAnnealingLR", "CosineAnnealingParamScheduler"])
-@dataclass(eq=False, repr=False)
+@for_rates
 class CosineAnnealingLR(FloorScheduler):
     """Fall along half a cosine.
 
@@ -159,18 +136,14 @@ class CosineAnnealingLR(FloorScheduler):
     **Source**: Loshchilov and Hutter, SGDR (2016), equation 5, without restarts.
     """
 
-    durations: ClassVar[tuple[str, ...]] = ("T_max",)
-    length: ClassVar[str | None] = "T_max"
-    T_max: int | None = None
+    T_max: int = WINDOW
 
     def multiplier(self, t: int) -> float:
         """Return the height of the cosine."""
-        assert self.T_max is not None
         return (1 + math.cos(math.pi * t / self.T_max)) / 2
 
 
-@PARAM_SCHEDULERS.register_module(name=["PolyLR", "PolyParamScheduler"])
-@dataclass(eq=False, repr=False)
+@for_rates
 class PolyLR(FloorScheduler):
     """Fall along a polynomial.
 
@@ -182,20 +155,15 @@ class PolyLR(FloorScheduler):
         **window: of `ParamScheduler`.
     """
 
-    durations: ClassVar[tuple[str, ...]] = ("total_iters",)
-    length: ClassVar[str | None] = "total_iters"
-    length_less: ClassVar[int] = 1
     power: float = 1.0
-    total_iters: int | None = None
+    total_iters: int = WINDOW
 
     def multiplier(self, t: int) -> float:
         """Return the height of the polynomial."""
-        assert self.total_iters is not None
         return float((1 - min(t, self.total_iters) / self.total_iters) ** self.power)
 
 
-@PARAM_SCHEDULERS.register_module(name=["CosineRestartLR", "CosineRestartParamScheduler"])
-@dataclass(eq=False, repr=False)
+@for_rates
 class CosineRestartLR(FloorScheduler):
     """Fall along half a cosine again and again; after the last time, stay at the floor.
 
@@ -209,7 +177,6 @@ class CosineRestartLR(FloorScheduler):
     **Source**: Loshchilov and Hutter, SGDR (2016), equation 5.
     """
 
-    durations: ClassVar[tuple[str, ...]] = ("periods",)
     periods: Sequence[int]
     restart_weights: Sequence[float] | None = None
 
@@ -221,21 +188,19 @@ class CosineRestartLR(FloorScheduler):
                 f"{self.title}: `periods` must be numbers of at least 1, with as many `restart_weights`, but they are "
                 f"{list(self.periods)} and {list(self.restart_weights)}"
             )
-        self._ends = list(accumulate(self.periods))
+        self._falls = list(zip(self.periods, self.restart_weights, strict=True))
         super().__post_init__()
 
     def multiplier(self, t: int) -> float:
         """Return the height of the present cosine."""
-        assert self.restart_weights is not None
-        index = bisect_right(self._ends, t)
-        if index == len(self.periods):
-            return 0.0
-        since = t - (self._ends[index] - self.periods[index])
-        return self.restart_weights[index] * (1 + math.cos(math.pi * since / self.periods[index])) / 2
+        for period, weight in self._falls:
+            if t < period:
+                return weight * (1 + math.cos(math.pi * t / period)) / 2
+            t -= period
+        return 0.0
 
 
-@PARAM_SCHEDULERS.register_module(name=["OneCycleLR", "OneCycleParamScheduler"])
-@dataclass(eq=False, repr=False)
+@for_rates
 class OneCycleLR(FormulaScheduler):
     """Rise to a highest value, then fall far below the first one. Momentum stays as it is.
 
@@ -253,10 +218,8 @@ class OneCycleLR(FormulaScheduler):
     **Source**: Smith and Topin, Super-Convergence (2017), as `torch.optim.lr_scheduler.OneCycleLR` does it.
     """
 
-    durations: ClassVar[tuple[str, ...]] = ("total_steps",)
-    length: ClassVar[str | None] = "total_steps"
     eta_max: float | Sequence[float] | None = None
-    total_steps: int | None = None
+    total_steps: int = WINDOW
     pct_start: float = 0.3
     anneal_strategy: str = "cos"
     div_factor: float = 25.0
@@ -274,30 +237,20 @@ class OneCycleLR(FormulaScheduler):
             )
         self.eta_max = self.max_lr if self.eta_max is None else self.eta_max
         self.max_lr = None
-        self.total_steps = self._length("total_steps")
-        first, last = 1 / self.div_factor, 1 / (self.div_factor * self.final_div_factor)
-        up = self.pct_start * self.total_steps - 1
-        end = self.total_steps - 1
-        # Where each phase ends, and at what part of the highest value.
-        self._phases = [(up, 1.0), (2 * up, first), (end, last)] if self.three_phase else [(up, 1.0), (end, last)]
-        self._first = first
         super().__post_init__()
 
     def first_values(self) -> list[float]:
         """Return the highest values."""
-        groups = len(self.optimizer.param_groups)
-        highest = list(self.eta_max) if isinstance(self.eta_max, Sequence) else [self.eta_max] * groups
-        if len(highest) != groups:
-            raise ConfigError(
-                f"{self.title}: `eta_max` must be one number, or {groups}, one for each parameter group, but has "
-                f"{len(highest)}"
-            )
-        return [float(value) for value in highest if value is not None]
+        return [float(value) for value in self._by_group("eta_max")]
 
     def multiplier(self, t: int) -> float:
         """Return the present part of the highest value."""
-        begin, low = 0.0, self._first
-        for end, high in self._phases:
+        first, last = 1 / self.div_factor, 1 / (self.div_factor * self.final_div_factor)
+        up, over = self.pct_start * self.total_steps - 1, self.total_steps - 1
+        # Where each phase ends, and at what part of the highest value.
+        phases = [(up, 1.0), (2 * up, first), (over, last)] if self.three_phase else [(up, 1.0), (over, last)]
+        begin, low = 0.0, first
+        for end, high in phases:
             if t <= end:
                 return self._between(low, high, (t - begin) / (end - begin) if end > begin else 1.0)
             begin, low = end, high

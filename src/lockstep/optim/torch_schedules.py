@@ -11,22 +11,12 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.errors import ConfigError
-from lockstep.optim.scheduler import ParamScheduler
+from lockstep.optim.scheduler import ParamScheduler, length_argument, window_length
 from lockstep.registry import PARAM_SCHEDULERS
 
 # Those that lockstep has no schedule of that name for.
 for _name in ("CosineAnnealingWarmRestarts", "CyclicLR", "PolynomialLR"):
     PARAM_SCHEDULERS.register_module(module=getattr(lr_scheduler, _name))
-
-# The argument that says how long a schedule takes; the window's length is its default. A ramp
-# arrives at its end value in the last count of the window, hence one less.
-_LENGTH_ARGUMENTS = {
-    "CosineAnnealingLR": ("T_max", 0),
-    "ConstantLR": ("total_iters", 1),
-    "LinearLR": ("total_iters", 1),
-    "PolynomialLR": ("total_iters", 1),
-    "OneCycleLR": ("total_steps", 0),
-}
 
 
 class TorchScheduler(ParamScheduler):
@@ -61,9 +51,9 @@ class TorchScheduler(ParamScheduler):
                 f"{schedule.__name__} must be given as lockstep's own, which sees the metrics of the validation: "
                 "dict(type='ReduceOnPlateauLR', monitor=...)"
             )
-        name, shorter = _LENGTH_ARGUMENTS.get(schedule.__name__, (None, 0))
+        name = length_argument(schedule)
         if name is not None and kwargs.get(name) is None and end is not None:
-            kwargs[name] = max(end - begin - shorter, 1)
+            kwargs[name] = window_length(name, begin, end)
         _check_arguments(schedule, optimizer, kwargs)
         self._schedule = schedule
         self._kwargs = kwargs
@@ -104,11 +94,6 @@ class TorchScheduler(ParamScheduler):
 
     def _shown(self) -> list[str]:
         return [f"{name}={value!r}" for name, value in self._kwargs.items()]
-
-
-def length_argument(schedule: type) -> str | None:
-    """Return the name of the argument that says how long one of torch's schedules takes."""
-    return _LENGTH_ARGUMENTS.get(schedule.__name__, (None, 0))[0]
 
 
 def _check_arguments(schedule: type[LRScheduler], optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
