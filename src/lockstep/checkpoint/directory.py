@@ -194,6 +194,7 @@ def _check_files(directory: Path, index: Metadata) -> None:
 
 def _empty_optim_state(index: Metadata, layout: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state with the entries that a checkpoint has, to be filled."""
+    from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     state: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -209,23 +210,8 @@ def _empty_optim_state(index: Metadata, layout: Mapping[str, Any]) -> dict[str, 
             value = torch.empty_like(
                 like, dtype=stored.properties.dtype, device="cpu", memory_format=torch.contiguous_format
             )
-        _put(state, path[1:], value)
+        set_element(state, path[1:], value)
     return state
-
-
-def _put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Put a value into nested dicts and lists, which grow as is necessary."""
-    part, *rest = path
-    if isinstance(tree, list):
-        tree.extend([None] * (int(part) + 1 - len(tree)))
-        present = tree[int(part)]
-    else:
-        present = tree.get(part)
-    if rest:
-        below = present if present is not None else [] if isinstance(rest[0], int) else {}
-        _put(below, tuple(rest), value)
-        value = below
-    tree[part] = value
 
 
 def _make_draft(draft: Path) -> None:

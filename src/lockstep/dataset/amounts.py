@@ -88,10 +88,8 @@ def batch_size_of(batch: Any) -> int:
         >>> batch_size_of({"img": torch.ones(3, 8), "label": torch.ones(3)}), batch_size_of([["a", "b"], [1, 2]])
         (3, 2)
     """
-    if isinstance(batch, Mapping):
-        batch = next(iter(batch.values()), None)
-    elif isinstance(batch, list | tuple):
-        batch = batch[0] if batch else None
+    if isinstance(batch, Mapping | list | tuple):
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch), None)
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else 1
     return len(batch) if isinstance(batch, Sized) and not isinstance(batch, str) else 1

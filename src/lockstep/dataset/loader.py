@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, default_collate, default_convert
 
 from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
-from lockstep.dataset.sampler import DefaultSampler, InfiniteSampler, WorkerSeeds
-from lockstep.dataset.sharded import ShardedSampler
+from lockstep.dataset.sampler import DealingSampler, DefaultSampler, InfiniteSampler, WorkerSeeds
 from lockstep.dataset.sharded_loader import check_shard, shard_loader, shard_sampler
 from lockstep.dataset.stream import StreamLoader, StreamShard, check_split
 from lockstep.dist import get_dist_info, get_rank, get_world_size
@@ -20,6 +19,7 @@ from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from lockstep.registry.signatures import Arguments
 
 _logger = logging.getLogger(__name__)
+_Loader = TypeVar("_Loader", bound=DataLoader[Any])
 
 
 def build_dataloader(
@@ -113,22 +113,26 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
     in_batches = arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
     arguments.setdefault("generator", WorkerSeeds(seed, shard[0]))
+    split = arguments.pop("split", None)
+    if split is not None and not isinstance(split, bool):
+        raise ConfigError(f"`split` must be True, False or None, but is {split!r}")
     if isinstance(dataset, IterableDataset):
-        return _stream_loader(dataset, arguments, shard)
+        return _stream_loader(dataset, arguments, shard, split)
     if "shuffle" in arguments and arguments.get("sampler") is not None:
         raise ConfigError("a data loader's config has both 'sampler' and 'shuffle'; leave out one")
-    order = _Order(dataset, seed, evaluation, shard, _split(arguments))
-    batch_sampler = arguments.get("batch_sampler")
-    if batch_sampler is not None:
-        arguments["batch_sampler"] = order.batch_sampler(batch_sampler, arguments)
+    order = _Order(dataset, seed, evaluation, shard, split)
+    default = {"shuffle": arguments.pop("shuffle", not evaluation)}
+    if arguments.get("batch_sampler") is not None:
+        arguments["batch_sampler"] = order.batch_sampler(arguments["batch_sampler"], arguments, default)
     else:
         sampler = arguments.get("sampler")
-        if sampler is None:
-            sampler = {"shuffle": arguments.get("shuffle", not evaluation)}
-        arguments["sampler"] = order.sampler(sampler, arguments.get("batch_size", 1))
-    arguments.pop("shuffle", None)
+        arguments["sampler"] = order.sampler(default if sampler is None else sampler, arguments.get("batch_size", 1))
+    return _made(DataLoader, dataset, arguments)
+
+
+def _made(kind: type[_Loader], dataset: Any, arguments: Mapping[str, Any]) -> _Loader:
     try:
-        return DataLoader(dataset, **arguments)
+        return kind(dataset, **arguments)
     except TypeError as error:
         raise ConfigError(f"a data loader's config is not valid: {error}") from error
 
@@ -144,8 +148,7 @@ def _first_samples(dataset: Any, count: int) -> Any:
     return shortened
 
 
-def _stream_loader(dataset: Any, arguments: dict[str, Any], shard: tuple[int, int]) -> StreamLoader:
-    split = _split(arguments)
+def _stream_loader(dataset: Any, arguments: dict[str, Any], shard: tuple[int, int], split: bool | None) -> StreamLoader:
     if arguments.pop("shuffle", None) or any(arguments.get(key) is not None for key in ("sampler", "batch_sampler")):
         raise ConfigError(
             f"an iterable data set has an order of its own, which no sampler can change; but beside "
@@ -156,10 +159,7 @@ def _stream_loader(dataset: Any, arguments: dict[str, Any], shard: tuple[int, in
     stream = StreamShard(dataset, shard, arguments.setdefault("batch_size", 1) or 1, split=deals)
     if parts > 1:
         _logger.info("%s is split over %d ranks and workers: %s", type(dataset).__name__, parts, stream.how)
-    try:
-        return StreamLoader(stream, **arguments)
-    except TypeError as error:
-        raise ConfigError(f"a data loader's config is not valid: {error}") from error
+    return _made(StreamLoader, stream, arguments)
 
 
 class _Order(NamedTuple):
@@ -178,7 +178,7 @@ class _Order(NamedTuple):
         round_up = not self.evaluation and batch_size is not None
         return self._sharded(sampler, round_up=round_up, batch_size=batch_size or 1)
 
-    def batch_sampler(self, batch_sampler: Any, arguments: dict[str, Any]) -> Any:
+    def batch_sampler(self, batch_sampler: Any, arguments: dict[str, Any], default: Mapping[str, Any]) -> Any:
         """Return a sampler of this rank's batches from an object or a config; those arguments that it takes go away."""
         if not isinstance(batch_sampler, Mapping):
             return self._sharded(batch_sampler, round_up=False)
@@ -190,7 +190,7 @@ class _Order(NamedTuple):
             return self._sharded(self._built({**offered, **batch_sampler}), round_up=False)
         # It makes its batches of this rank's samples.
         given = arguments.pop("sampler", None)
-        given = batch_sampler.get("sampler", {"shuffle": self._shuffle(arguments)} if given is None else given)
+        given = batch_sampler.get("sampler", default if given is None else given)
         sampler = self.sampler(given, batch_size)
         return DATA_SAMPLERS.build({"batch_size": batch_size, **batch_sampler, "type": kind, "sampler": sampler})
 
@@ -218,7 +218,7 @@ class _Order(NamedTuple):
     def _sharded(self, sampler: Any, *, round_up: bool, batch_size: int = 1) -> Any:
         if self.split is False:
             return sampler
-        if isinstance(sampler, DefaultSampler | InfiniteSampler | ShardedSampler):
+        if isinstance(sampler, DealingSampler):
             self._check_alike(None)
         elif self.split is True or not is_rank_aware(sampler):
             self._check_alike(sampler)
@@ -235,20 +235,10 @@ class _Order(NamedTuple):
                 "by the seed of a random split, or say `split=False`, if each rank has data of its own"
             )
 
-    def _shuffle(self, arguments: Mapping[str, Any]) -> bool:
-        return bool(arguments.get("shuffle", not self.evaluation))
-
 
 def _kind_of(cfg: Mapping[str, Any]) -> Any:
     kind = cfg.get("type", DefaultSampler)
     return DATA_SAMPLERS[kind] if isinstance(kind, str) else kind
-
-
-def _split(arguments: dict[str, Any]) -> bool | None:
-    split = arguments.pop("split", None)
-    if split is not None and not isinstance(split, bool):
-        raise ConfigError(f"`split` must be True, False or None, but is {split!r}")
-    return split
 
 
 def _collate_fn(collate_fn: Any, in_batches: bool = True) -> Callable[[Any], Any]:
@@ -258,8 +248,7 @@ def _collate_fn(collate_fn: Any, in_batches: bool = True) -> Callable[[Any], Any
         arguments = {key: value for key, value in collate_fn.items() if key != "type"}
         function = _collate_fn(collate_fn.get("type"))
         if isinstance(function, type):
-            built: Callable[[Any], Any] = function(**arguments)
-            return built
+            return function(**arguments)  # type: ignore[no-any-return]
         return functools.partial(function, **arguments) if arguments else function
     if isinstance(collate_fn, str):
         found = FUNCTIONS.get(collate_fn)

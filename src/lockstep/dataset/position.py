@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
-from lockstep.dataset.sampler import DefaultSampler, InfiniteSampler, WorkerSeeds
-from lockstep.dataset.sharded import ShardedSampler
+from lockstep.dataset.sampler import DealingSampler, WorkerSeeds
+from lockstep.dataset.sharded import drawn_from
 from lockstep.dataset.stream import StreamLoader
 
 _logger = logging.getLogger(__name__)
@@ -21,11 +21,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
     if isinstance(loader, StreamLoader):
         loader.dataset.set_epoch(epoch)
     batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    ):
+    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
             return
@@ -39,14 +35,10 @@ def skip_batches(loader: Any, count: int) -> bool:
     """
     if not isinstance(loader, DataLoader):
         return False
-    batches, sampler, items = loader.batch_sampler, loader.sampler, count
-    if type(batches) is BatchSampler:
-        sampler, items = batches.sampler, count * batches.batch_size
-    elif batches is not None:
-        sampler = batches
-    if not isinstance(sampler, DefaultSampler | InfiniteSampler | ShardedSampler):
+    sampler, batch_size = drawn_from(loader)
+    if not isinstance(sampler, DealingSampler):
         return False
-    sampler.skip(items)
+    sampler.skip(count * batch_size)
     return True
 
 

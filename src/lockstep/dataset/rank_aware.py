@@ -133,23 +133,18 @@ def _is_array(value: Any) -> bool:
 
 def _digest(value: Any) -> str:
     """Return a few characters that are the same for equal values in every process."""
-    found = hashlib.sha1(usedforsecurity=False)
-    _add(found, value)
-    return found.hexdigest()[:16]
+    return hashlib.sha1(_text(value).encode(), usedforsecurity=False).hexdigest()[:16]
 
 
-def _add(found: Any, value: Any) -> None:
+def _text(value: Any) -> str:
     if isinstance(value, Tensor):
-        found.update(repr((value.dtype, tuple(value.shape))).encode())
-        if value.layout is torch.strided:
-            found.update(bytes(value.detach().cpu().flatten().view(torch.uint8).tolist()))
-    elif _is_array(value):
-        found.update(repr((value.dtype.str, value.shape)).encode())
-        found.update(value.tobytes())
-    elif isinstance(value, Mapping):
-        _add(found, list(value.values()))
-    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
-        for item in value:
-            _add(found, item)
-    else:
-        found.update(repr(value).encode())
+        is_plain = value.layout is torch.strided
+        data = bytes(value.detach().cpu().flatten().view(torch.uint8).tolist()) if is_plain else b""
+        return repr((value.dtype, tuple(value.shape), data))
+    if _is_array(value):
+        return repr((value.dtype.str, value.shape, value.tobytes()))
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        return repr([_text(item) for item in value])
+    return repr(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Sampler
@@ -13,8 +13,49 @@ from lockstep.errors import ConfigError
 from lockstep.registry import DATA_SAMPLERS
 
 
+class DealingSampler(Sampler[Any]):
+    """What the samplers have in common that deal items out to the ranks, like cards.
+
+    Args:
+        seed: of the order; the same on every rank. By default rank 0 draws one.
+        round_up: whether items are repeated until every rank has equally many.
+        shard: which of how many shards is this rank's; by default its rank, of the world size.
+
+    **Collective**: every rank, if `seed` is None.
+    """
+
+    def __init__(self, seed: int | None, round_up: bool, shard: tuple[int, int] | None) -> None:
+        self.rank, self.world_size = get_dist_info() if shard is None else shard
+        self.seed = sync_random_seed() if seed is None else seed
+        self.round_up = round_up
+        self.epoch = 0
+        self._skipped = 0
+
+    def skip(self, items: int) -> None:
+        """Leave out the first items of this rank in the next pass, to go on inside it."""
+        self._skipped = items
+
+    def _take_skipped(self) -> int:
+        skipped, self._skipped = self._skipped, 0
+        return skipped
+
+    def _require(self, items: int, name: str) -> None:
+        """Refuse fewer items than there are ranks where each must have some."""
+        if self.round_up and items < self.world_size:
+            raise ConfigError(
+                f"`{name}` must have at least one sample for each of the {self.world_size} ranks, but has {items} "
+                f"(rank {self.rank} of {self.world_size}). Use fewer ranks"
+            )
+
+    def _share(self, items: int) -> int:
+        """Return how many of so many items this rank gets."""
+        if self.round_up:
+            return -(-items // self.world_size)
+        return len(range(self.rank, items, self.world_size))
+
+
 @DATA_SAMPLERS.register_module()
-class DefaultSampler(Sampler[int]):
+class DefaultSampler(DealingSampler):
     """Deal one global order of the samples out to the ranks, like cards.
 
     The global order is a function of `seed` and the epoch alone. Rank r of n takes the samples at positions r, r + n, r
@@ -51,46 +92,28 @@ class DefaultSampler(Sampler[int]):
         round_up: bool = True,
         shard: tuple[int, int] | None = None,
     ) -> None:
-        self.rank, self.world_size = get_dist_info() if shard is None else shard
+        super().__init__(seed, round_up, shard)
         self.shuffle = shuffle
-        self.seed = sync_random_seed() if seed is None else seed
-        self.round_up = round_up
-        self.epoch = 0
         self._size = len(dataset)
-        self._skipped = 0
-        if round_up and self._size < self.world_size:
-            raise ConfigError(
-                f"`dataset` must have at least one sample for each of the {self.world_size} ranks, "
-                f"but has {self._size} (rank {self.rank} of {self.world_size}). Use fewer ranks"
-            )
+        self._require(self._size, "dataset")
 
     def __iter__(self) -> Iterator[int]:
-        order = self._order()
+        order = _global_order(self._size, self.seed + self.epoch if self.shuffle else None)
         if self.round_up:
             order += order[: -len(order) % self.world_size]
-        skipped, self._skipped = self._skipped, 0
-        return iter(order[self.rank :: self.world_size][skipped:])
+        return iter(order[self.rank :: self.world_size][self._take_skipped() :])
 
     def __len__(self) -> int:
         """Return the number of samples that this rank sees in an epoch."""
-        if self.round_up:
-            return -(-self._size // self.world_size)
-        return len(range(self.rank, self._size, self.world_size))
+        return self._share(self._size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass."""
         self.epoch = epoch
 
-    def skip(self, samples: int) -> None:
-        """Leave out the first samples of this rank in the next pass, to go on inside an epoch."""
-        self._skipped = samples
-
-    def _order(self) -> list[int]:
-        return _global_order(self._size, self.seed + self.epoch if self.shuffle else None)
-
 
 @DATA_SAMPLERS.register_module()
-class InfiniteSampler(Sampler[int]):
+class InfiniteSampler(DealingSampler):
     """Deal the samples out to the ranks, like cards, one order of the data set after the other, without an end.
 
     The stream that is dealt is a function of `seed` alone: rank r of n takes the samples at positions r, r + n, r + 2n
@@ -118,37 +141,23 @@ class InfiniteSampler(Sampler[int]):
     """
 
     def __init__(
-        self,
-        dataset: Sized,
-        shuffle: bool = True,
-        seed: int | None = None,
-        shard: tuple[int, int] | None = None,
+        self, dataset: Sized, shuffle: bool = True, seed: int | None = None, shard: tuple[int, int] | None = None
     ) -> None:
-        self.rank, self.world_size = get_dist_info() if shard is None else shard
+        super().__init__(seed, False, shard)
         self.shuffle = shuffle
-        self.seed = sync_random_seed() if seed is None else seed
         self._size = len(dataset)
-        self._skipped = 0
         if self._size == 0:
             raise ConfigError(
                 f"`dataset` must have at least one sample, but has none (rank {self.rank} of {self.world_size})"
             )
 
     def __iter__(self) -> Iterator[int]:
-        skipped, self._skipped = self._skipped, 0
-        epoch, offset = divmod(self.rank + skipped * self.world_size, self._size)
+        position = self.rank + self._take_skipped() * self.world_size
         while True:
-            order = _global_order(self._size, self.seed + epoch if self.shuffle else None)
-            yield from order[offset :: self.world_size]
-            # Where this rank's next card lies after the last one of this order.
-            further, offset = divmod(
-                offset + -(-(self._size - offset) // self.world_size) * self.world_size, self._size
-            )
-            epoch += further
-
-    def skip(self, samples: int) -> None:
-        """Leave out the first samples of this rank in the next pass. Nothing is drawn for the orders in between."""
-        self._skipped = samples
+            epoch, offset = divmod(position, self._size)
+            own = _global_order(self._size, self.seed + epoch if self.shuffle else None)[offset :: self.world_size]
+            yield from own
+            position += len(own) * self.world_size
 
 
 class WorkerSeeds(torch.Generator):

@@ -12,15 +12,25 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.rank_aware import parts_of
-from lockstep.dist import get_dist_info, sync_random_seed
-from lockstep.errors import ConfigError
+from lockstep.dataset.sampler import DealingSampler
 
 # Torch's, which draw from nothing but their `generator`.
 _BY_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def drawn_from(loader: Any) -> tuple[Any, int]:
+    """Return what a loader draws from, and how many of it make a batch.
+
+    That is a sampler of indices, where batches are made of them in the plain way; else one of batches.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    if type(batches) is BatchSampler:
+        return batches.sampler, batches.batch_size
+    return getattr(loader, "sampler", None) if batches is None else batches, 1
 
 
 def length_of(items: Any) -> int | None:
@@ -31,7 +41,7 @@ def length_of(items: Any) -> int | None:
         return None
 
 
-class ShardedSampler(Sampler[Any]):
+class ShardedSampler(DealingSampler):
     """Deal out to the ranks what another sampler or batch sampler draws, like cards.
 
     Every rank draws the whole order, the same on each: for as long as the other sampler draws, the global generators
@@ -73,23 +83,15 @@ class ShardedSampler(Sampler[Any]):
         shard: tuple[int, int] | None = None,
         batch_size: int = 1,
     ) -> None:
-        self.rank, self.world_size = get_dist_info() if shard is None else shard
+        super().__init__(seed, round_up, shard)
         self.sampler = sampler
-        self.seed = sync_random_seed() if seed is None else seed
-        self.round_up = round_up
         self.batch_size = batch_size
-        self.epoch = 0
-        self._skipped = 0
-        items = length_of(sampler)
-        if round_up and items is not None and items < self.world_size:
-            raise ConfigError(
-                f"`sampler` must have at least one sample for each of the {self.world_size} ranks, but has {items} "
-                f"(rank {self.rank} of {self.world_size}). Use fewer ranks"
-            )
+        if (items := length_of(sampler)) is not None:
+            self._require(items, "sampler")
 
     def __iter__(self) -> Iterator[Any]:
-        skipped, self._skipped = self._skipped, 0
-        return islice(self._own(self.seed + self.epoch), skipped, None)
+        # What is skipped is drawn, but no sample is read.
+        return islice(self._own(self.seed + self.epoch), self._take_skipped(), None)
 
     def __len__(self) -> int:
         """Return the number of items that this rank sees in a pass.
@@ -97,10 +99,7 @@ class ShardedSampler(Sampler[Any]):
         Raises:
             TypeError: the sampler has no length.
         """
-        items = len(self.sampler)  # type: ignore[arg-type]
-        if self.round_up:
-            return -(-items // self.world_size)
-        return len(range(self.rank, items, self.world_size))
+        return self._share(len(self.sampler))  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass, here and in the sampler."""
@@ -108,10 +107,6 @@ class ShardedSampler(Sampler[Any]):
         for part in parts_of(self.sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-
-    def skip(self, items: int) -> None:
-        """Leave out the first items of this rank in the next pass. They are drawn, but no sample is read."""
-        self._skipped = items
 
     def _own(self, seed: int) -> Iterator[Any]:
         first: list[Any] = []
@@ -124,8 +119,7 @@ class ShardedSampler(Sampler[Any]):
 
     def _rows(self, seed: int) -> Iterator[list[Any]]:
         """Yield one item for each rank after the other; fewer of them at the end."""
-        states: dict[str, Any] = {}
-        drawing: Callable[[], AbstractContextManager[None]] = partial(_in_states, states)
+        drawing: Callable[[], AbstractContextManager[None]] = partial(_in_states, {})
         if type(self.sampler) in _BY_GENERATOR:
             sampler, drawing = copy.copy(self.sampler), nullcontext
             sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
@@ -162,21 +156,15 @@ def _seed_generators(sampler: Any, seed: int) -> None:
     """Seed the global generators, and those that a sampler holds."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)  # those of accelerators are not of the sampler's concern
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    for part in parts_of(sampler):
-        for value in getattr(part, "__dict__", {}).values():
-            _seed_generator(value, seed)
-
-
-def _seed_generator(value: Any, seed: int) -> None:
-    if isinstance(value, torch.Generator):
-        value.manual_seed(seed)
-    elif isinstance(value, random.Random):
-        value.seed(seed)
-    elif "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        if isinstance(value, numpy.RandomState):
+    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    if numpy is not None:
+        numpy.seed(seed % 2**32)
+    for value in (value for part in parts_of(sampler) for value in getattr(part, "__dict__", {}).values()):
+        if isinstance(value, torch.Generator):
+            value.manual_seed(seed)
+        elif isinstance(value, random.Random):
+            value.seed(seed)
+        elif numpy is not None and isinstance(value, numpy.RandomState):
             value.seed(seed % 2**32)
-        elif isinstance(value, numpy.Generator):
+        elif numpy is not None and isinstance(value, numpy.Generator):
             value.bit_generator.state = type(value.bit_generator)(seed).state

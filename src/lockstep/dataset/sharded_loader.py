@@ -11,7 +11,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
 from lockstep.dataset.sampler import DefaultSampler, WorkerSeeds
-from lockstep.dataset.sharded import ShardedSampler, length_of
+from lockstep.dataset.sharded import ShardedSampler, drawn_from, length_of
 from lockstep.dist import get_dist_info, get_world_size
 from lockstep.errors import ConfigError
 
@@ -27,7 +27,7 @@ def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int
 
     **Collective**: every rank.
     """
-    sampler = _drawn_from(loader)
+    sampler, _ = drawn_from(loader)
     differing = differing_parts(getattr(loader, "dataset", loader), sampler) if get_world_size() > 1 else []
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if is_rank_aware(loader) or (not is_map_style and is_rank_aware(getattr(loader, "dataset", None))):
@@ -78,18 +78,15 @@ def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
 
 
 def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[int, int]) -> DataLoader[Any]:
-    batches, sampler = loader.batch_sampler, _drawn_from(loader)
+    batches, (sampler, batch_size) = loader.batch_sampler, drawn_from(loader)
     in_samples = type(batches) is BatchSampler
     # Batches are not repeated to give each rank equally many: `Passes` does with unequal numbers of them.
-    batch_size = batches.batch_size if type(batches) is BatchSampler else 1
     dealt = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
     parts: dict[str, Any] = {"_iterator": None}
     if type(batches) is BatchSampler:
-        parts |= {"sampler": dealt, "batch_sampler": BatchSampler(dealt, batches.batch_size, batches.drop_last)}
-    elif batches is not None:
-        parts["batch_sampler"] = dealt
+        parts |= {"sampler": dealt, "batch_sampler": BatchSampler(dealt, batch_size, batches.drop_last)}
     else:
-        parts["sampler"] = dealt
+        parts["sampler" if batches is None else "batch_sampler"] = dealt
     if loader.generator is None:
         parts["generator"] = WorkerSeeds(seed, shard[0])
     # A copy with other samplers: whatever else the loader or its subclass was given is kept.
@@ -97,14 +94,6 @@ def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[
     vars(sharded).update(parts)
     _tell(loader, sampler, dealt, "samples" if in_samples else "batches", shard[1])
     return sharded
-
-
-def _drawn_from(loader: Any) -> Any:
-    """Return what a loader draws from: a sampler of indices, where batches are made of them in the plain way."""
-    batches = getattr(loader, "batch_sampler", None)
-    if type(batches) is BatchSampler:
-        return batches.sampler
-    return getattr(loader, "sampler", None) if batches is None else batches
 
 
 def _is_sequential(sampler: Any) -> bool:
@@ -119,8 +108,6 @@ def _is_permutation(sampler: Any) -> bool:
 
 def _warn_of_copies(loader: Any, differing: list[str]) -> None:
     """Say of a loader that can't be sharded that its batches may be the same on all ranks."""
-    if get_world_size() == 1:
-        return
     if differing:
         _leave(loader, "it holds other data on each rank", logging.INFO)
         return
@@ -145,18 +132,14 @@ def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, ite
     kinds = f"{type(dealt).__name__} in place of {type(sampler).__name__}"
     if isinstance(dealt, ShardedSampler):
         kinds += f"; {_HOW_TO_SAY}"
-    whole = length_of(sampler)
+    whole, how = length_of(sampler), "come"
     count = "" if whole is None else f"{whole} "
-    if get_world_size() == 1:
-        _logger.info("%s: its %s%s come in an order of seed and epoch (%s)", _describe(loader), count, items, kinds)
-        return
-    each = "" if whole is None else f", {length_of(dealt)} to each"
-    if whole is not None and whole % shards and not dealt.round_up:
-        each = f", {whole // shards} or {whole // shards + 1} to each"
-    _logger.info(
-        "%s: its %s%s are split between %d ranks%s, in an order of seed and epoch (%s)",
-        _describe(loader), count, items, shards, each, kinds,
-    )  # fmt: skip
+    if get_world_size() > 1:
+        each = "" if whole is None else f", {length_of(dealt)} to each"
+        if whole is not None and whole % shards and not dealt.round_up:
+            each = f", {whole // shards} or {whole // shards + 1} to each"
+        how = f"are split between {shards} ranks{each},"
+    _logger.info("%s: its %s%s %s in an order of seed and epoch (%s)", _describe(loader), count, items, how, kinds)
 
 
 def _describe(loader: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sized
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -163,7 +164,7 @@ class StreamLoader(DataLoader[Any]):
         self._batches = 0
         self._workers: dict[int, Mapping[str, Any]] = {}
         self._resumption = _BEGINNING
-        super().__init__(dataset, collate_fn=_WithPosition(collate_fn, dataset), **kwargs)
+        super().__init__(dataset, collate_fn=partial(_with_position, collate_fn, dataset), **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         resumption, self._resumption = self._resumption, _BEGINNING
@@ -231,16 +232,8 @@ def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> boo
     return not asks
 
 
-class _WithPosition:
-    """Makes a batch, where the samples are made, and adds the position that the data set is at."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any], dataset: StreamShard) -> None:
-        self._collate_fn = collate_fn
-        self._dataset = dataset
-
-    def __call__(self, samples: Any) -> tuple[Any, Any]:
-        info = get_worker_info()
-        # In a worker it is the copy there that has made the samples.
-        made_by = self._dataset if info is None else info.dataset
-        assert isinstance(made_by, StreamShard)
-        return self._collate_fn(samples), made_by.position() if made_by.has_position else None
+def _with_position(collate_fn: Callable[[Any], Any], dataset: StreamShard, samples: Any) -> tuple[Any, Any]:
+    """Make a batch, where the samples are made, and add the position that the data set is at."""
+    info = get_worker_info()
+    made_by: Any = dataset if info is None else info.dataset  # in a worker it is the copy there
+    return collate_fn(samples), made_by.position() if made_by.has_position else None

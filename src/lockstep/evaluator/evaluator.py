@@ -17,10 +17,7 @@ class Evaluator:
         metrics: a metric, the config of one, or several of either.
     """
 
-    def __init__(
-        self,
-        metrics: BaseMetric | Mapping[str, Any] | Iterable[BaseMetric | Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, metrics: BaseMetric | Mapping[str, Any] | Iterable[BaseMetric | Mapping[str, Any]]) -> None:
         items = [metrics] if isinstance(metrics, BaseMetric | Mapping) else list(metrics)
         self.metrics: list[BaseMetric] = [METRICS.build(item) if isinstance(item, Mapping) else item for item in items]
         for metric in self.metrics:
@@ -76,9 +73,7 @@ class Evaluator:
 
 def format_metrics(metrics: Mapping[str, Any], units: Mapping[str, str]) -> str:
     """Return metrics as one reads them, for example `accuracy 98.61 %`."""
-    parts = []
-    for name, value in metrics.items():
-        unit = f" {units[name]}" if name in units else ""
-        shown = f"{value:.2f}" if unit else f"{value:.4g}"
-        parts.append(f"{name} {shown}{unit}")
-    return "  ".join(parts)
+    return "  ".join(
+        f"{name} {value:.2f} {units[name]}" if name in units else f"{name} {value:.4g}"
+        for name, value in metrics.items()
+    )

@@ -7,15 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
-from lockstep.dist import (
-    all_reduce,
-    collect_results,
-    get_rank,
-    get_world_size,
-    run_on_main,
-)
+from lockstep.dist import all_reduce_tree, collect_results, get_rank, get_world_size, run_on_main
 
 _logger = logging.getLogger(__name__)
 
@@ -40,12 +32,7 @@ class BaseMetric(ABC):
     default_prefix: ClassVar[str | None] = None
     units: Mapping[str, str] = {}
 
-    def __init__(
-        self,
-        collect_device: str = "cpu",
-        prefix: str | None = None,
-        collect_dir: str | None = None,
-    ) -> None:
+    def __init__(self, collect_device: str = "cpu", prefix: str | None = None, collect_dir: str | None = None) -> None:
         if collect_device not in ("cpu", "gpu"):
             raise ValueError(f"`collect_device` must be 'cpu' or 'gpu', but is {collect_device!r}")
         self.collect_device = collect_device
@@ -84,7 +71,7 @@ class BaseMetric(ABC):
             PeerError: on the other ranks, if `compute_metrics` failed on rank 0.
         """
         results, self.results = self.results, []
-        total = _total(len(results))
+        total = all_reduce_tree(len(results))
         if total == 0:
             raise ValueError(
                 f"{type(self).__name__}.process() must append to self.results, but has appended "
@@ -97,12 +84,7 @@ class BaseMetric(ABC):
                 "equally many: only the first %d count. Append one result per sample or per batch",
                 type(self).__name__, total, size, get_world_size(), size,
             )  # fmt: skip
-        collected = collect_results(
-            results,
-            size,
-            device=self.collect_device,
-            tmpdir=self.collect_dir,
-        )
+        collected = collect_results(results, size, device=self.collect_device, tmpdir=self.collect_dir)
         return run_on_main(lambda: self._named(self.compute_metrics(collected or [])))
 
     def _named(self, metrics: Any) -> dict[str, Any]:
@@ -114,9 +96,3 @@ class BaseMetric(ABC):
         if self.prefix is None:
             return dict(metrics)
         return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
-
-
-def _total(count: int) -> int:
-    counts = torch.tensor(count)
-    all_reduce(counts)
-    return int(counts)

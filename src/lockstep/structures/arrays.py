@@ -35,3 +35,14 @@ def describe(value: Any) -> str:
     if is_array(value):
         return f"ndarray{value.shape} {value.dtype}"
     return repr(value)
+
+
+def slice_at(number: int, size: int, things: str) -> slice:
+    """Return the slice of one of so many things, which may be counted from the end.
+
+    Raises:
+        IndexError: there is no such one.
+    """
+    if not -size <= number < size:
+        raise IndexError(f"an index of {size} {things} must be from {-size} to {size - 1}, but is {number}")
+    return slice(number % size, number % size + 1)

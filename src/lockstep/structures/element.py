@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from itertools import chain
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -72,11 +73,7 @@ class BaseDataElement:
             self.set_field(value, name)
 
     def set_field(
-        self,
-        value: Any,
-        name: str,
-        dtype: type | tuple[type, ...] | None = None,
-        field_type: FieldType = "data",
+        self, value: Any, name: str, dtype: type | tuple[type, ...] | None = None, field_type: FieldType = "data"
     ) -> None:
         """Set one field.
 
@@ -133,8 +130,7 @@ class BaseDataElement:
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of every data field."""
-        for name in self.keys():
-            yield name, getattr(self, name)
+        return ((name, getattr(self, name)) for name in self.keys())
 
     def metainfo_keys(self) -> list[str]:
         """Return the names of all metainfo fields."""
@@ -146,8 +142,7 @@ class BaseDataElement:
 
     def metainfo_items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of every metainfo field."""
-        for name in self.metainfo_keys():
-            yield name, getattr(self, name)
+        return ((name, getattr(self, name)) for name in self.metainfo_keys())
 
     def all_keys(self) -> list[str]:
         """Return the names of all fields, metainfo first."""
@@ -159,8 +154,7 @@ class BaseDataElement:
 
     def all_items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of every field, metainfo first."""
-        yield from self.metainfo_items()
-        yield from self.items()
+        return chain(self.metainfo_items(), self.items())
 
     @property
     def metainfo(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from lockstep.structures.arrays import concatenate, describe, is_array
+from lockstep.structures.arrays import concatenate, describe, is_array, slice_at
 from lockstep.structures.element import BaseDataElement
 
 Index: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | Tensor | Any
@@ -63,11 +63,10 @@ class InstanceData(BaseDataElement):
         """
         if not instances_list:
             raise ValueError("`instances_list` must have at least one element, but has none")
+        first = instances_list[0]
         for place, instances in enumerate(instances_list):
             if not isinstance(instances, InstanceData):
                 raise TypeError(f"`instances_list[{place}]` must be an InstanceData, but is {instances!r}")
-        first = instances_list[0]
-        for place, instances in enumerate(instances_list):
             if set(instances.keys()) != set(first.keys()):
                 raise ValueError(
                     f"`instances_list[{place}]` must have the fields of the first element, {sorted(first.keys())}, "
@@ -121,19 +120,12 @@ def _tensor_of(items: Sequence[Any]) -> Tensor:
 
 
 def _slice_of(item: Any, length: int) -> slice:
-    try:
-        number = operator.index(item)
-    except TypeError:
-        number = None
-    if number is None or isinstance(item, bool):
+    if isinstance(item, bool) or not hasattr(item, "__index__"):
         raise TypeError(
             "an index of instances must be a str, an int, a slice, or a list, tensor or array of ints or bools, "
             f"but is {item!r} of {type(item).__name__}"
         )
-    if not -length <= number < length:
-        raise IndexError(f"an index of {length} instances must be from {-length} to {length - 1}, but is {number}")
-    number %= length
-    return slice(number, number + 1)
+    return slice_at(operator.index(item), length, "instances")
 
 
 def _picked(value: Any, index: slice | Tensor) -> Any:

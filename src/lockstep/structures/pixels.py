@@ -7,7 +7,7 @@ from typing import Any, Self, TypeAlias, overload
 
 from torch import Tensor
 
-from lockstep.structures.arrays import describe, is_array
+from lockstep.structures.arrays import describe, is_array, slice_at
 from lockstep.structures.element import BaseDataElement
 
 Step: TypeAlias = int | slice
@@ -72,10 +72,6 @@ def _as_slice(part: Any, size: int) -> slice:
     if isinstance(part, slice):
         return part
     try:
-        number = operator.index(part)
+        return slice_at(operator.index(part), size, "pixels")
     except TypeError as error:
         raise TypeError(f"an index of pixels must have ints and slices, but has {part!r}") from error
-    if not -size <= number < size:
-        raise IndexError(f"an index of {size} pixels must be from {-size} to {size - 1}, but is {number}")
-    number %= size
-    return slice(number, number + 1)
