@@ -64,7 +64,8 @@ class NaNCheckHook(Hook):
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Put the losses aside; look at them when it is time."""
-        self._judge(runner)
+        if self._looked is not None:
+            self._judge(runner)
         iteration = runner.iter + 1
         for name, value in (outputs or {}).items():
             if "loss" in name and (isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)):

@@ -38,7 +38,7 @@ def charts_of(run: Run) -> list[Chart]:
         _chart(run, "Peak memory", {"memory_mib": "rank that holds most"}, unit="MiB", from_zero=True),
         *(_chart(run, name, {name: "train"}) for name in names if name not in taken),
     ]
-    return [chart for chart in charts if chart is not None]
+    return [chart for chart in charts if chart.lines]
 
 
 def heatmaps_of(run: Run) -> list[HeatMap]:
@@ -71,10 +71,10 @@ def _names(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(name for name, value in values if name not in _PLACE and number(value) is not None))
 
 
-def _chart(run: Run, title: str, labels: Mapping[str, str], unit: str = "", *, from_zero: bool = False) -> Chart | None:
+def _chart(run: Run, title: str, labels: Mapping[str, str], unit: str = "", *, from_zero: bool = False) -> Chart:
     """Return a chart of values of training, which are recorded under one name and shown under another."""
     lines = [Line(label, points) for name, label in labels.items() if (points := points_of(run.train, name))]
-    return Chart(title, lines, unit, from_zero=from_zero) if lines else None
+    return Chart(title, lines, unit, from_zero=from_zero)
 
 
 def _loss_charts(run: Run, names: Sequence[str]) -> list[Chart]:
@@ -86,7 +86,7 @@ def _loss_charts(run: Run, names: Sequence[str]) -> list[Chart]:
                 lines += _evaluation_lines(run, mode, name, f"{mode} {name.removeprefix(f'{mode}_')}")
     if len(lines) > _MOST_LINES:
         return [Chart(line.name, [line]) for line in lines]
-    return [Chart("Loss", lines)] if lines else []
+    return [Chart("Loss", lines)]
 
 
 def _metric_charts(run: Run) -> list[Chart]:
@@ -106,24 +106,20 @@ def _evaluation_lines(run: Run, mode: str, name: str, label: str) -> list[Line]:
     return [Line(label, points, marked=True)] if points else []
 
 
-def _step_chart(run: Run) -> Chart | None:
+def _step_chart(run: Run) -> Chart:
     """Return where the time of a step goes, in a stack, as the mean over the ranks."""
     records = [r for r in run.train if all(number(r.get(name)) is not None for name in ("time", "data_time"))]
-    if not records:
-        return None
-    parts: dict[str, list[Point]] = {_COMPUTE: [], _EXCHANGE: [], _DATA: []}
+    is_measured = any("comm_time" in record for record in records)
+    parts: dict[str, list[Point]] = {}
     for record in records:
-        iteration = float(record["iter"])
         whole, data, exchange = (1e3 * (number(record.get(name)) or 0.0) for name in _PARTS_OF_A_STEP)
         # Where only some exchanges are measured, they may be longer than the mean step.
         exchange = max(0.0, min(exchange, whole - data))
-        parts[_COMPUTE].append((iteration, whole - data - exchange))
-        parts[_EXCHANGE].append((iteration, exchange))
-        parts[_DATA].append((iteration, data))
-    if not any("comm_time" in record for record in records):
-        del parts[_EXCHANGE]
-    lines = [Line(name, points) for name, points in parts.items()]
-    return Chart("Time of a step", lines, "ms", stacked=True)
+        values = {_COMPUTE: whole - data - exchange, _EXCHANGE: exchange, _DATA: data}
+        for name, value in values.items():
+            if name != _EXCHANGE or is_measured:
+                parts.setdefault(name, []).append((float(record["iter"]), value))
+    return Chart("Time of a step", [Line(name, points) for name, points in parts.items()], "ms", stacked=True)
 
 
 def _rows(run: Run) -> list[Record]:

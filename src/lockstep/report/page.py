@@ -103,10 +103,10 @@ def _across(run: Run) -> Scale:
     return Scale(float(low), float(max(*iterations, low + 1)))
 
 
-def _epochs(run: Run) -> list[list[int]]:
+def _epochs(run: Run) -> list[tuple[int, int]]:
     """Return pairs of an epoch and its last recorded iteration."""
     last = {int(record["epoch"]): record["iter"] for record in run.train if number(record.get("epoch")) is not None}
-    return [[epoch, end] for epoch, end in last.items()]
+    return list(last.items())
 
 
 def _header(run: Run) -> str:

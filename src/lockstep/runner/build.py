@@ -23,7 +23,7 @@ from lockstep.model import (
 from lockstep.model.norm import is_synced, sync_on_this_device
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import EVALUATOR, LOOPS, MODELS
-from lockstep.runner.arguments import DEFAULT_HOOKS
+from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments
 from lockstep.runner.eval_loops import EvalLoop
 from lockstep.runner.hook import Hook
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
@@ -34,12 +34,12 @@ from lockstep.visualization import Visualizers, build_visualizers
 _logger = logging.getLogger(__name__)
 
 
-def strategy_of(strategy: Any, cfg: Any) -> Any:
+def strategy_of(args: RunnerArguments) -> Any:
     """Return the strategy that is given, or the one that MMEngine's keys of the config ask for.
 
     `model_wrapper_cfg` is the config of a wrapper, `find_unused_parameters` an argument of the usual one.
     """
-    keys = cfg if isinstance(cfg, Mapping) else {}
+    strategy, keys = args.strategy, args.cfg if isinstance(args.cfg, Mapping) else {}
     wrapper = dict(keys.get("model_wrapper_cfg") or {})
     if not wrapper and keys.get("find_unused_parameters") is not None:
         wrapper["find_unused_parameters"] = keys["find_unused_parameters"]
@@ -54,25 +54,20 @@ def strategy_of(strategy: Any, cfg: Any) -> Any:
     return {"type": "ddp", "model_wrapper": wrapper} if get_world_size() > 1 else None
 
 
-def build_model(
-    model: nn.Module | Mapping[str, Any],
-    data_preprocessor: nn.Module | Mapping[str, Any] | None,
-    strategy: Strategy,
-    compile_: bool | Mapping[str, Any],
-    sync_bn: str | None = None,
-) -> nn.Module:
+def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
     """Return the model, those parts of it compiled in place that `strategy` names, where that is asked for.
 
     It gets the preprocessor, unless its own config names one. On several ranks its BatchNorms are converted where
-    `sync_bn` is the name of an implementation; on one, those that are converted already are reverted.
+    the config's `sync_bn` is the name of an implementation; on one, those that are converted already are reverted.
     """
-    has_own = isinstance(model, Mapping) and model.get("data_preprocessor") is not None
-    built = _with_norms(uncompiled(_build_module("model", model)), sync_bn)
-    if data_preprocessor is not None and not has_own:
-        preprocessor = _build_module("data_preprocessor", data_preprocessor, type="BaseDataPreprocessor")
+    has_own = isinstance(args.model, Mapping) and args.model.get("data_preprocessor") is not None
+    sync_bn = args.cfg.get("sync_bn") if isinstance(args.cfg, Mapping) else None
+    built = _with_norms(uncompiled(_build_module("model", args.model)), sync_bn)
+    if args.data_preprocessor is not None and not has_own:
+        preprocessor = _build_module("data_preprocessor", args.data_preprocessor, type="BaseDataPreprocessor")
         unwrap_model(built).data_preprocessor = preprocessor
-    if compile_ is not False:
-        compile_in_place(built, strategy.compiled_parts(built), compile_ if isinstance(compile_, Mapping) else {})
+    if args.compile is not False:
+        compile_in_place(built, strategy.compiled_parts(built), {} if args.compile is True else args.compile)
     return built
 
 

@@ -282,10 +282,8 @@ class Runner(_PartsOfRun):
         """Return those of the run before, or new ones, which are not prepared yet."""
         if self._run is not None:
             return self._run.strategy, self._run.model
-        args = self.args
-        strategy = build_strategy(build.strategy_of(args.strategy, self.cfg))
-        sync_bn = self.cfg.get("sync_bn") if isinstance(self.cfg, Mapping) else None
-        model = build.build_model(args.model, args.data_preprocessor, strategy, args.compile, sync_bn)
+        strategy = build_strategy(build.strategy_of(self.args))
+        model = build.build_model(self.args, strategy)
         if training:
             build.init_weights(model)
         return strategy, model
