@@ -1,4 +1,4 @@
-"""The digits with a hook and a metric of one's own: lockstep train examples/custom/config.py --nproc 2."""
+"""The digits example with a custom hook and metric: lockstep train examples/custom/config.py --nproc 2."""
 
 from custom import TimeBudget, WorstClass
 

@@ -1,4 +1,4 @@
-"""A metric and a hook of one's own."""
+"""A custom metric and a custom hook."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lockstep.registry import HOOKS, METRICS
 
 @METRICS.register_module()
 class WorstClass(BaseMetric):
-    """Share of right answers, in percent, in the class where it is least."""
+    """Accuracy, in percent, of the class with the lowest accuracy."""
 
     units = {"worst_class_accuracy": "%"}
 
     def process(self, data_batch: Any, data_samples: tuple[Tensor, Tensor]) -> None:
-        """Note one result for each sample: then every sample counts once, on any number of ranks."""
+        """Add one result per sample, so that each sample counts once on any number of ranks."""
         scores, labels = data_samples
         self.results += zip(labels.tolist(), (scores.argmax(dim=1) == labels).tolist(), strict=True)
 
     def compute_metrics(self, results: list[tuple[int, bool]]) -> dict[str, float]:
-        """Look at the results of all ranks. Only rank 0 does it, and tells the others."""
+        """Compute the metric from the results of all ranks. Only rank 0 calls this; the other ranks get its result."""
         seen = Counter(label for label, _ in results)
         right = Counter(label for label, is_right in results if is_right)
         return {"worst_class_accuracy": min(100 * right[label] / seen[label] for label in seen)}
@@ -34,10 +34,10 @@ class WorstClass(BaseMetric):
 
 @HOOKS.register_module()
 class TimeBudget(Hook):
-    """End the training, after a last validation, when its time is over.
+    """End training, after a last validation, when the time budget is used up.
 
     Args:
-        seconds: how long it may take.
+        seconds: the time budget.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -48,7 +48,7 @@ class TimeBudget(Hook):
         self._deadline = monotonic() + self.seconds
 
     def after_train_epoch(self, runner: Any) -> None:
-        """Ask rank 0: the ranks' clocks differ, and one that went on alone would wait for the others for ever."""
+        """Let rank 0 decide: clocks differ between ranks, and a rank that continued alone would wait forever."""
         if broadcast_object(monotonic() > self._deadline):
             runner.logger.info("the time of %g s is over after epoch %d", self.seconds, runner.epoch + 1)
             runner.train_loop.stop_training = True

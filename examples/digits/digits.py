@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits that ship with scikit-learn, and a small network that reads them."""
+"""The 1,797 handwritten digits that ship with scikit-learn, and a small network that classifies them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.utils.data import Dataset
 
 from lockstep.model import BaseModel
 
-HELD_OUT = 359  # a prime: it divides by no number of ranks
+HELD_OUT = 359  # a prime, so no number of ranks divides it
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """Images [1, 8, 8] from 0 to 1, and the digits they show.
+    """Images [1, 8, 8] with values from 0 to 1, and the digits they show.
 
     Args:
-        held_out: the images that are kept for validation, else all others. Which they are never changes.
+        held_out: use the images kept for validation, otherwise all others. The split never changes.
     """
 
     metainfo = {"classes": tuple("0123456789")}

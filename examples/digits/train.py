@@ -1,4 +1,4 @@
-"""The same in Python alone: lockstep launch examples/digits/train.py --nproc 2, or torchrun, or just python."""
+"""The same without a config: lockstep launch examples/digits/train.py --nproc 2, or torchrun, or plain python."""
 
 import torch
 from digits import Digits, DigitsNet
@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import Runner
 
-torch.manual_seed(0)  # the weights are made here, before the Runner seeds what follows
+torch.manual_seed(0)  # the weights are drawn here, before the Runner sets its seed
 runner = Runner(
     model=DigitsNet(),
     work_dir="work_dirs/digits",

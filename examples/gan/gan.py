@@ -1,4 +1,4 @@
-"""A generator that draws handwritten digits, a discriminator that tells them from real ones, and how alike they are."""
+"""A generator that draws handwritten digits, a discriminator that tells them from real ones, and a metric."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NOISE = 32
 
 
 class DigitsGAN(BaseModel):
-    """A GAN for images [batch, 1, 8, 8] from 0 to 1. It is not told which digits they show.
+    """A GAN for images [batch, 1, 8, 8] with values from 0 to 1. It does not use labels.
 
-    Each of its parts has an optimizer of its own and, on several ranks, a DDP of its own.
+    Its generator and discriminator each have their own optimizer and, on several ranks, their own DDP wrapper.
 
     Args:
-        width: number of channels in the middle of both.
+        width: number of hidden channels in both.
     """
 
     def __init__(self, width: int = 64) -> None:
@@ -45,7 +45,7 @@ class DigitsGAN(BaseModel):
             nn.Conv2d(width // 2, width, kernel_size=4, stride=2, padding=1),
             nn.LeakyReLU(0.2),
             nn.Flatten(),
-            nn.Linear(4 * width, 1),  # positive for real
+            nn.Linear(4 * width, 1),  # positive means real
         )
 
     def forward(self, images: Tensor, labels: Tensor | None = None, mode: str = "tensor") -> Tensor:
@@ -71,7 +71,7 @@ class DigitsGAN(BaseModel):
         return loss.detach()
 
     def _train_generator(self, images: Tensor, optim_wrapper: OptimWrapper) -> Tensor:
-        self.discriminator.requires_grad_(False)  # it is asked, but does not learn from the answer
+        self.discriminator.requires_grad_(False)  # used here, but not trained
         with optim_wrapper.optim_context(self.generator):
             loss = softplus(-self.discriminator(self.draw(images))).mean()
         optim_wrapper.update_params(loss)
@@ -80,7 +80,7 @@ class DigitsGAN(BaseModel):
 
 
 class FrechetDistance(BaseMetric):
-    """Squared distance of drawn images from real ones, each taken as a normal distribution of pixels.
+    """Squared distance between drawn and real images, each set modeled as a normal distribution of pixels.
 
     **Source**: Dowson and Landau, The Frechet distance between multivariate normal distributions, 1982.
     """
@@ -98,10 +98,10 @@ class FrechetDistance(BaseMetric):
 
 
 class ShowDrawings(Hook):
-    """Hand the first drawn images of each validation to the visualizer, in one picture.
+    """Pass the first drawn images of each validation to the visualizer, as one picture.
 
     Args:
-        rows: number of rows, and of columns.
+        rows: number of rows and of columns.
     """
 
     def __init__(self, rows: int = 8) -> None:

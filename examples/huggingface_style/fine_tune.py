@@ -1,4 +1,4 @@
-"""Train models that know nothing of lockstep: first on images without labels, then on a few with labels.
+"""Train models that do not depend on lockstep: first on images without labels, then on a few with labels.
 
 lockstep launch examples/huggingface_style/fine_tune.py --nproc 2
 """
@@ -18,7 +18,7 @@ HELD_OUT, LABELLED = 359, 200
 
 
 def load_samples() -> list[dict[str, torch.Tensor]]:
-    """Return all images, in a random order that never changes, as batches of keyword arguments are made of them."""
+    """Return all images in a fixed random order, as dicts that are collated into batches of keyword arguments."""
     data = load_digits()
     images = torch.as_tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # [1797, 1, 8, 8]
     labels = torch.as_tensor(data.target)
@@ -43,7 +43,7 @@ def main() -> None:
         optim_wrapper=dict(optimizer=dict(type="AdamW", lr=2e-3)),
         param_scheduler=dict(type="CosineAnnealingLR", by_epoch=False),
         train_cfg=dict(by_epoch=False, max_iters=args.pretraining_iters),
-        randomness=dict(seed=0, diff_rank_seed=True),  # each rank hides other patches
+        randomness=dict(seed=0, diff_rank_seed=True),  # each rank hides different patches
     )
     pretraining.train()
 

@@ -1,6 +1,6 @@
 """Two models in the style of the Transformers library: keyword arguments in, an object with a loss out.
 
-They know nothing of lockstep.
+They do not depend on lockstep.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DigitsModel(nn.Module):
 
 
 class DigitsForMaskedImageModeling(nn.Module):
-    """Restores images of which it has seen half the patches."""
+    """Reconstructs images from half of their patches."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class DigitsForMaskedImageModeling(nn.Module):
 
 
 class DigitsForImageClassification(nn.Module):
-    """Says which digit an image shows."""
+    """Classifies which digit an image shows."""
 
     def __init__(self, width: int = 64, labels: int = 10) -> None:
         super().__init__()

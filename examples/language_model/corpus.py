@@ -1,4 +1,4 @@
-"""The source code of Python's own standard library: some megabytes of real text that are on every machine."""
+"""The source code of Python's standard library: a few megabytes of real text that every machine has."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-HELD_OUT = 20  # one file in so many
+HELD_OUT = 20  # one file in this many is held out
 
-# What others have installed, and tests, which not every distribution of Python brings along.
+# Installed packages, and tests, which not every Python distribution includes.
 _NOT_ENTERED = ("site-packages", "dist-packages", "test", "tests", "__pycache__")
 
 
 class StandardLibrary(Dataset[Tensor]):
-    """Windows of text, one after the other, as bytes [length + 1]: each is to be foretold from those before it.
+    """Consecutive windows of text, as bytes [length + 1]: each byte is predicted from those before it.
 
     Args:
-        held_out: the files that are kept for validation, else all others. Which they are depends on the version of
-            Python alone.
-        length: number of bytes to foretell in a window.
-        windows: take only so many, from all over the text.
+        held_out: use the files kept for validation, otherwise all others. The split depends only on the version of
+            Python.
+        length: number of bytes to predict in a window.
+        windows: use only this many windows, spread over the text.
     """
 
     def __init__(self, held_out: bool = False, length: int = 128, windows: int | None = None) -> None:

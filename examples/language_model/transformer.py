@@ -1,4 +1,4 @@
-"""A transformer that foretells text byte by byte, in plain PyTorch."""
+"""A transformer that predicts text byte by byte, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES = 256
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a network at each place; each adds to what was there."""
+    """Causal attention, then a feed-forward network at each position, both with residual connections."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         batch, length, _ = x.shape
         normed = self.attention_norm(x)
         q, k, v = (
-            # As many heads as there are here: under tensor parallelism, some of them.
+            # -1: under tensor parallelism, each rank has only some of the heads.
             part(normed).view(batch, length, -1, self.head_width).transpose(1, 2)  # [batch, heads, length, head_width]
             for part in (self.queries, self.keys, self.values)
         )
@@ -43,12 +43,12 @@ class Block(nn.Module):
 
 
 def turned(x: Tensor) -> Tensor:
-    """Turn each pair of numbers by an angle that grows with the place, so that attention sees distances.
+    """Apply rotary embeddings: rotate each pair of numbers by an angle that grows with the position.
 
     **Shapes**: [..., length, even]. **Source**: Su et al., RoFormer, 2021 (2104.09864), equation 34.
     """
     length, size = x.shape[-2:]
-    # In radians per place; the paper has 10,000, for longer texts.
+    # In radians per position; the paper uses 10,000 instead of 1000, for longer texts.
     speeds = 1000 ** -(torch.arange(0, size, 2, device=x.device) / size)
     angles = torch.arange(length, device=x.device).unsqueeze(1) * speeds  # [length, size / 2]
     first, second = x.chunk(2, dim=-1)
@@ -57,15 +57,15 @@ def turned(x: Tensor) -> Tensor:
 
 
 class ByteTransformer(BaseModel):
-    """Scores each possible next byte at every place of a text.
+    """Scores each possible next byte at every position of a text.
 
     Args:
-        width: of the vector at each place.
+        width: size of the vector at each position.
         layers: number of blocks.
-        heads: of attention, in each block.
+        heads: number of attention heads in each block.
     """
 
-    # How the blocks are cut for tensor parallelism, where a strategy asks for it.
+    # How a strategy splits the blocks for tensor parallelism.
     _tp_plan = {
         "blocks.*.queries": "colwise",
         "blocks.*.keys": "colwise",
@@ -85,9 +85,9 @@ class ByteTransformer(BaseModel):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, text: Tensor, mode: str = "tensor") -> Any:
-        """Return scores [batch, length, 256]; the loss; or the loss of each text [batch].
+        """Return scores [batch, length, 256] ("tensor"), the loss ("loss"), or each text's loss [batch] ("predict").
 
-        In the modes "loss" and "predict" the last byte of `text` is only there to be foretold.
+        In the modes "loss" and "predict", the last byte of `text` is only a target.
         """
         text = text.long()
         if mode == "tensor":
@@ -104,7 +104,7 @@ class ByteTransformer(BaseModel):
 
 
 class NatsPerByte(BaseMetric):
-    """How badly each byte is foretold: 5.5 for a guess, and ln 2 of it is one bit."""
+    """Mean cross-entropy of a byte, in nats: 5.5 for uniform guessing; one bit is ln 2 nats."""
 
     def process(self, data_batch: Tensor, data_samples: Tensor) -> None:
         self.results += data_samples.tolist()

@@ -1,4 +1,4 @@
-"""The digits example under a strategy of one's own: lockstep train examples/local_sgd/config.py --nproc 2."""
+"""The digits example under a custom strategy: lockstep train examples/local_sgd/config.py --nproc 2."""
 
 from local_sgd import LocalSGDStrategy
 

@@ -1,6 +1,6 @@
-"""A strategy of one's own: every rank trains by itself, and from time to time all take the mean of their weights.
+"""A custom strategy: each rank trains on its own, and from time to time all ranks average their weights.
 
-It talks less than DDP, by the factor `interval`, and optimizes something slightly different; see Stich, "Local SGD
+It communicates `interval` times less often than DDP, and optimizes something slightly different; see Stich, "Local SGD
 Converges Fast and Communicates Little", 2018 (1805.09767).
 """
 
@@ -25,7 +25,7 @@ class LocalSGDStrategy(Strategy):
     """Average the weights of all ranks every few updates, and never their gradients.
 
     Args:
-        interval: number of updates from one mean to the next.
+        interval: number of updates between two averages.
     """
 
     def __init__(self, interval: int = 8) -> None:
@@ -34,7 +34,7 @@ class LocalSGDStrategy(Strategy):
         self.interval = interval
 
     def parallelize(self, model: nn.Module, optim_wrapper: Any = None) -> tuple[nn.Module, OptimWrapper | None]:
-        """Give all ranks the weights of rank 0, and average them whenever the optimizer has updated often enough."""
+        """Give all ranks the weights of rank 0, and average weights after every `interval` updates."""
         self.model = model.to(get_device())
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             broadcast(tensor.detach(), src=0)
@@ -47,19 +47,19 @@ class LocalSGDStrategy(Strategy):
         return self.model, self.optim_wrapper
 
     def model_state(self) -> dict[str, Any]:
-        """Return the mean of all ranks' weights, which all go on with: there is one model to save, not many."""
+        """Average the weights of all ranks and return them, so that there is one model to save, not one per rank."""
         self._average()
         return get_model_state_dict(self.model)
 
     def optim_state(self) -> dict[str, Any]:
-        """Return the mean of all ranks' moments, in the same spirit."""
+        """Return the optimizer's state with its moments averaged over all ranks."""
         state = read_optim_state(self.model, self.optim_wrapper.optimizers)
         moments = [x for one in state["state"].values() for x in one.values() if isinstance(x, torch.Tensor)]
         all_reduce_params([x for x in moments if x.is_floating_point()], op="mean")
         return state
 
     def load_state(self, model_state: dict[str, Any] | None = None, optim_state: dict[str, Any] | None = None) -> None:
-        """Take over states that any strategy has saved."""
+        """Load states that any strategy has saved."""
         if model_state is not None:
             set_model_state_dict(self.model, model_state)
         if optim_state is not None:
