@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import typer
 
 from lockstep.errors import TopologyError
+from lockstep.launch import JobSpec
 from lockstep.topology import infer_launcher, read_topology
 from lockstep.version import __version__
 
@@ -125,15 +126,17 @@ def _launcher() -> str:
 def _loopback() -> tuple[str, bool]:
     """Meet ourselves in a store, as the ranks of a job on this machine would."""
     from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from lockstep.launch.network import LOOPBACK, interface_towards
-    from lockstep.launch.rendezvous import LoopbackRendezvous
+    from lockstep.launch.rendezvous import NodesRendezvous
 
-    rendezvous = LoopbackRendezvous("doctor")
+    rendezvous = NodesRendezvous(JobSpec(), timeout_seconds=5.0, say=print)
     try:
-        rendezvous.next_rendezvous()
-        TCPStore(LOOPBACK, rendezvous.port, is_master=False, wait_for_workers=False).set("hello", "")
-    except (OSError, RuntimeError) as error:
+        meeting = rendezvous.next_rendezvous().bootstrap_store_info
+        assert meeting is not None
+        TCPStore(LOOPBACK, meeting.master_port, is_master=False, wait_for_workers=False).set("hello", "")
+    except (OSError, RuntimeError, RendezvousError) as error:
         return f"ranks cannot meet at {LOOPBACK}: {error}", False
     finally:
         rendezvous.shutdown()

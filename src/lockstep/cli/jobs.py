@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
 from lockstep.cli.config import apply_options, import_from_beside, read_config
-from lockstep.cli.options import MaxRestarts, RunOptions, takes_options
+from lockstep.cli.options import MaxRestarts, RunOptions
 from lockstep.config import Config, ResolvedConfig
 from lockstep.errors import ConfigError, TopologyError
 from lockstep.launch import JobSpec
@@ -22,70 +23,20 @@ from lockstep.topology import infer_launcher, read_topology
 if TYPE_CHECKING:
     from lockstep.runner import Runner
 
-
-@takes_options
-def train(
-    options: RunOptions,
-    max_restarts: MaxRestarts = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the work dir.")] = False,
-) -> None:
-    """Train what CONFIG describes.
-
-    In this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in the ranks found.
-    """
-    _run(_Request.of("train", options, resume=resume), options, max_restarts)
-
-
-@takes_options
-def test(
-    options: RunOptions,
-    checkpoint: Annotated[
-        Path, typer.Option(metavar="PATH", help="The model: a checkpoint of a run, or a file of weights.")
-    ],
-) -> None:
-    """Test the model of a checkpoint on the test data of CONFIG, or on its validation data where it has no other.
-
-    In this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in the ranks found.
-    """
-    _run(_Request.of("test", options, checkpoint=str(checkpoint)), options, max_restarts=0)
-
-
-def run_as_rank() -> None:
-    """Do what `lockstep train` or `lockstep test` has started this rank for."""
-    asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
-    sys.argv = asked["argv"]  # the run records what the user typed
-    request = _Request(**asked["request"])
-    import_from_beside(Path(request.file))
-    cfg = request.read() if asked["resolved"] is None else ResolvedConfig(**asked["resolved"]).config()
-    cfg.launcher = "pytorch"
-    request.execute(cfg)
+Mode: TypeAlias = Literal["train", "val", "test"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """A command, and what it makes of its config, in plain values."""
+class _Job(RunOptions, ABC):
+    """A command that runs a config."""
 
-    command: Literal["train", "test"]
-    file: str
-    strategy: str | None
-    cfg_options: list[str]
-    work_dir: str | None
-    resume: bool = False
-    checkpoint: str = ""
+    @abstractmethod
+    def complete(self, cfg: Config) -> None:
+        """Set in the config what this command alone decides."""
 
-    @classmethod
-    def of(
-        cls, command: Literal["train", "test"], options: RunOptions, *, resume: bool = False, checkpoint: str = ""
-    ) -> Self:
-        return cls(
-            command=command,
-            file=str(options.config),
-            strategy=options.strategy,
-            cfg_options=options.cfg_options or [],
-            work_dir=None if options.work_dir is None else str(options.work_dir),
-            resume=resume,
-            checkpoint=checkpoint,
-        )
+    @abstractmethod
+    def mode(self, cfg: Config) -> Mode:
+        """Return which data are gone through."""
 
     def read(self) -> Config:
         """Return the config with all changes.
@@ -93,22 +44,13 @@ class _Request:
         Raises:
             ConfigError: it cannot be read, or a change does not fit.
         """
-        cfg = read_config(Path(self.file))
+        cfg = read_config(self.config)
         if self.strategy is not None:
             cfg.strategy = {"type": self.strategy}
-        apply_options(cfg, self.cfg_options)
-        cfg.work_dir = self.work_dir or str(cfg.get("work_dir") or default_work_dir(Path(self.file)))
-        if self.command == "test":
-            cfg.update(load_from=str(_existing(Path(self.checkpoint))), resume=False)
-        else:
-            cfg.resume = self.resume or cfg.get("resume") or False
+        apply_options(cfg, self.cfg_options or [])
+        cfg.work_dir = str(self.work_dir or cfg.get("work_dir") or default_work_dir(self.config))
+        self.complete(cfg)
         return cfg
-
-    def mode(self, cfg: Config) -> Literal["train", "val", "test"]:
-        """Return which data are gone through."""
-        if self.command == "train":
-            return "train"
-        return "val" if cfg.get("test_dataloader") is None and cfg.get("val_dataloader") is not None else "test"
 
     def execute(self, cfg: Config) -> None:
         """Run the config in this process, which is one of the ranks or the only one."""
@@ -123,24 +65,84 @@ class _Request:
         if runner.rank == 0:
             _print_table(mode, metrics, runner)
 
+    def start(self, max_restarts: int) -> None:
+        """Run the config in this process, or in ranks that are started."""
+        spec = self.job_spec()
+        cfg = self.read()
+        cfg.launcher = self.launcher or infer_launcher(os.environ)
+        if cfg.launcher != "none":
+            _check_ranks_found(cfg.launcher, self)
+        if self.check:
+            from lockstep.lint import check_config  # imports torch
 
-def _run(request: _Request, options: RunOptions, max_restarts: int) -> None:
-    spec = options.job_spec()
-    cfg = request.read()
-    cfg.launcher = options.launcher or infer_launcher(os.environ)
-    if cfg.launcher != "none":
-        _check_ranks_found(cfg.launcher, options)
-    if options.check:
-        from lockstep.lint import check_config  # imports torch
-
-        check_config(cfg, needed=("model", f"{request.mode(cfg)}_dataloader"))
-    if cfg.launcher == "none" and (spec.nproc > 1 or spec.nnodes > 1 or max_restarts > 0):
-        _start_ranks(request, cfg, spec, max_restarts)
-    else:
-        request.execute(cfg)
+            check_config(cfg, needed=("model", f"{self.mode(cfg)}_dataloader"))
+        if cfg.launcher == "none" and (spec.nproc > 1 or spec.nnodes > 1 or max_restarts > 0):
+            _start_ranks(self, cfg, spec, max_restarts)
+        else:
+            self.execute(cfg)
 
 
-def _start_ranks(request: _Request, cfg: Config, spec: JobSpec, max_restarts: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(_Job):
+    """Train what CONFIG describes.
+
+    In this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in the ranks found.
+    """
+
+    max_restarts: MaxRestarts = 0
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the work dir.")] = False
+
+    def complete(self, cfg: Config) -> None:
+        """Set whether to resume."""
+        cfg.resume = self.resume or cfg.get("resume") or False
+
+    def mode(self, cfg: Config) -> Mode:
+        """Return "train"."""
+        return "train"
+
+    def run(self) -> None:
+        """Train."""
+        self.start(self.max_restarts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Test(_Job):
+    """Test the model of a checkpoint on the test data of CONFIG, or on its validation data where it has no other.
+
+    In this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in the ranks found.
+    """
+
+    checkpoint: Annotated[
+        Path, typer.Option(metavar="PATH", help="The model: a checkpoint of a run, or a file of weights.")
+    ]
+
+    def complete(self, cfg: Config) -> None:
+        """Set which weights are loaded."""
+        cfg.update(load_from=str(_existing(self.checkpoint)), resume=False)
+
+    def mode(self, cfg: Config) -> Mode:
+        """Return "val" where there are validation data alone."""
+        return "val" if cfg.get("test_dataloader") is None and cfg.get("val_dataloader") is not None else "test"
+
+    def run(self) -> None:
+        """Test."""
+        self.start(max_restarts=0)
+
+
+def run_as_rank() -> None:
+    """Do what `lockstep train` or `lockstep test` has started this rank for."""
+    asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
+    sys.argv = asked["argv"]  # the run records what the user typed
+    options = asked["options"]
+    options |= {name: Path(options[name]) for name in ("config", "work_dir", "checkpoint") if options.get(name)}
+    job = {"Train": Train, "Test": Test}[asked["job"]](**options)
+    import_from_beside(job.config)
+    cfg = job.read() if asked["resolved"] is None else ResolvedConfig(**asked["resolved"]).config()
+    cfg.launcher = "pytorch"
+    job.execute(cfg)
+
+
+def _start_ranks(job: _Job, cfg: Config, spec: JobSpec, max_restarts: int) -> None:
     """Run a config on ranks that are started here, until they have ended."""
     from lockstep.launch import launch  # imports torch
     from lockstep.runner import Runner
@@ -152,10 +154,12 @@ def _start_ranks(request: _Request, cfg: Config, spec: JobSpec, max_restarts: in
     resolved = ResolvedConfig.of(cfg)
     asked = {
         "argv": sys.argv,
-        "request": asdict(request),
+        "job": type(job).__name__,
+        "options": asdict(job),
         "resolved": None if resolved is None else asdict(resolved),
     }
-    launch(["-m", "lockstep.cli.rank"], spec, max_restarts=max_restarts, log_dir=log_dir, payload=json.dumps(asked))
+    payload = json.dumps(asked, default=str)  # paths become texts
+    launch(["-m", "lockstep.cli.rank"], spec, max_restarts=max_restarts, log_dir=log_dir, payload=payload)
 
 
 def default_work_dir(config: Path) -> Path:

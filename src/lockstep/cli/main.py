@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +13,8 @@ from typer.core import TyperGroup
 from lockstep.cli.config import check, diff, print_config
 from lockstep.cli.doctor import doctor, strategies
 from lockstep.cli.errors import print_error
-from lockstep.cli.jobs import test, train
-from lockstep.cli.options import MaxRestarts, RankOptions, takes_options
+from lockstep.cli.jobs import Test, Train
+from lockstep.cli.options import MaxRestarts, RankOptions, command
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
 from lockstep.errors import INPUT_ERRORS, LaunchError
 from lockstep.report import find_run, read_run, write_page
@@ -35,31 +36,29 @@ class _Commands(TyperGroup):
             raise typer.Exit(1) from None
 
 
-@takes_options
-def launch_script(
-    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A script and its arguments.")],
-    options: RankOptions,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
-    max_restarts: MaxRestarts = 0,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Write what ranks other than 0 print to rank_N.log in this folder.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch(RankOptions):
     """Run any script on several ranks.
 
     The options may stand before or after SCRIPT; what comes after -- is the script's in any case.
     """
-    job = options.job_spec()
-    if not module and not Path(script[0]).is_file():
-        raise LaunchError(f"the script `{script[0]}` does not exist. To run a module, use -m")
-    from lockstep.launch import launch  # imports torch
 
-    launch(
-        ["-m", *script] if module else script,
-        job,
-        max_restarts=max_restarts,
-        log_dir=log_dir,
-    )
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A script and its arguments.")]
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False
+    max_restarts: MaxRestarts = 0
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Write what ranks other than 0 print to rank_N.log in this folder.")
+    ] = None
+
+    def run(self) -> None:
+        """Start the ranks, and return when they have ended."""
+        job = self.job_spec()
+        if not self.module and not Path(self.script[0]).is_file():
+            raise LaunchError(f"the script `{self.script[0]}` does not exist. To run a module, use -m")
+        from lockstep.launch import launch  # imports torch
+
+        words = ["-m", *self.script] if self.module else self.script
+        launch(words, job, max_restarts=self.max_restarts, log_dir=self.log_dir)
 
 
 def report(
@@ -91,9 +90,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train", cls=CfgOptionsCommand)(train)
-app.command("test", cls=CfgOptionsCommand)(test)
-app.command("launch", cls=ScriptCommand)(launch_script)
+app.command("train", cls=CfgOptionsCommand)(command(Train))
+app.command("test", cls=CfgOptionsCommand)(command(Test))
+app.command("launch", cls=ScriptCommand)(command(Launch))
 app.command("doctor")(doctor)
 app.command("strategies")(strategies)
 app.command("report")(report)

@@ -1,20 +1,21 @@
-"""Options that several commands have, as dataclasses: a command takes one, and Typer sees an option for each field."""
+"""Options that several commands have, as dataclasses. A command that has many is one itself, see `command`."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
 
 from lockstep.launch import JobSpec
 
-_RANKS = "Ranks"
+_rank_option = partial(typer.Option, rich_help_panel="Ranks")
 
-Nproc = Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: 1.", rich_help_panel=_RANKS)]
+Nproc = Annotated[int | None, _rank_option(min=1, help="Ranks on this machine. Default: 1.")]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A Python, YAML or JSON file.")]
 CfgOptions = Annotated[
     list[str] | None,
@@ -24,9 +25,7 @@ CfgOptions = Annotated[
         help="Change the config: a.b=1 c.0=[1,2]. The name of this option may be left out.",
     ),
 ]
-MaxRestarts = Annotated[
-    int, typer.Option(min=0, help="How often all ranks start again after one failed.", rich_help_panel=_RANKS)
-]
+MaxRestarts = Annotated[int, _rank_option(min=0, help="How often all ranks start again after one failed.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +33,12 @@ class RankOptions:
     """How many ranks are started, and on how many machines."""
 
     nproc: Nproc = None
-    nnodes: Annotated[
-        int, typer.Option(min=1, help="Machines of the job; call this on each.", rich_help_panel=_RANKS)
-    ] = 1
-    node_rank: Annotated[int, typer.Option(min=0, help="Which of the machines this is.", rich_help_panel=_RANKS)] = 0
+    nnodes: Annotated[int, _rank_option(min=1, help="Machines of the job; call this on each.")] = 1
+    node_rank: Annotated[int, _rank_option(min=0, help="Which of the machines this is.")] = 0
     rdzv: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Where several machines meet: an address of node 0, and a free port there.",
-            rich_help_panel=_RANKS,
+        _rank_option(
+            metavar="HOST:PORT", help="Where several machines meet: an address of node 0, and a free port there."
         ),
     ] = None
 
@@ -77,38 +72,30 @@ class RunOptions(RankOptions):
     ] = True
     launcher: Annotated[
         str | None,
-        typer.Option(
+        _rank_option(
             metavar="[none|pytorch|slurm|mpi]",
             help="Whose ranks to join. Default: found in the environment; none starts own ones.",
-            rich_help_panel=_RANKS,
         ),
     ] = None
 
 
-def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, in place of its parameter `options`, a parameter for each field of that dataclass."""
-    own = inspect.signature(command).parameters
-    hints = get_type_hints(command, include_extras=True)
-    made = hints["options"]
-    names = [field.name for field in fields(made)]
+class Command(Protocol):
+    """A dataclass of options that can be run."""
 
-    def with_options(**values: Any) -> None:
-        command(options=made(**{name: values.pop(name) for name in names}), **values)
+    def run(self) -> None:
+        """Do what the command is for."""
 
-    annotations = {**get_type_hints(made, include_extras=True), **hints}
-    defaults = {name: parameter.default for name, parameter in own.items()}
-    defaults |= {
-        field.name: inspect.Parameter.empty if field.default is MISSING else field.default for field in fields(made)
-    }
-    order = [name for parameter in own for name in (names if parameter == "options" else [parameter])]
-    with_options.__doc__ = command.__doc__
-    with_options.__annotations__ = {name: annotations[name] for name in order}
-    with_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotations[name]
-            )
-            for name in order
-        ]
+
+def command(options: type[Command]) -> Callable[..., None]:
+    """Return the function that Typer takes for a command: it has a parameter for each field of a dataclass."""
+
+    def run(**values: Any) -> None:
+        options(**values).run()
+
+    hints = get_type_hints(options, include_extras=True)
+    parameters = inspect.signature(options).parameters.values()
+    run.__doc__ = options.__doc__
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
     )
-    return with_options
+    return run

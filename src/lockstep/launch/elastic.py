@@ -12,9 +12,8 @@ import signal
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from lockstep.errors import LaunchError
 from lockstep.launch.failures import describe, is_follow_up
 from lockstep.launch.job_spec import JobSpec
-from lockstep.launch.network import LOOPBACK, interface_towards
-from lockstep.launch.rendezvous import LoopbackRendezvous, NodesRendezvous
+from lockstep.launch.network import interface_towards
+from lockstep.launch.rendezvous import NodesRendezvous
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # How long a rank that failed first may take to say so, when others have already reported that it failed.
@@ -67,56 +66,43 @@ def launch(
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
     if not command:
         raise ValueError("`command` must name a script, or -m and a module, but is empty")
-    rendezvous = (
-        LoopbackRendezvous(uuid.uuid4().hex) if job.nnodes == 1 else NodesRendezvous(job, rdzv_timeout_seconds, _say)
-    )
+    logs = None if log_dir is None else os.fspath(log_dir)
+    rendezvous = NodesRendezvous(job, rdzv_timeout_seconds, _say)
     spec = WorkerSpec(
         role="rank",
         local_world_size=job.nproc,
         entrypoint=sys.executable,
-        args=_worker_arguments(command, log_dir),
+        args=_worker_arguments(command, logs),
         rdzv_handler=rendezvous,
         max_restarts=max_restarts,
     )
+    additions = _environment_additions(job)
     try:
-        _run(spec, _environment_additions(job), None if log_dir is None else Path(log_dir), payload)
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_restored(), _torch_quiet():
+            if payload is not None:
+                file = Path(folder, "payload")
+                file.write_text(payload, encoding="utf-8")
+                additions["LOCKSTEP_PAYLOAD"] = str(file)
+            result = _Agent(spec, rendezvous, _RankSetup(folder, additions, rendezvous), logs).run()
+    except RendezvousError as error:
+        raise LaunchError(str(error)) from error
     except SignalException as error:
         # The ranks are gone; now the signal does to this process what it would have done without them.
         _say(f"{error.sigval.name}: all ranks were stopped")
         sys.stdout.flush()
         signal.raise_signal(error.sigval)
         raise LaunchError(f"all ranks were stopped by {error.sigval.name}") from None  # where the signal is ignored
+    else:
+        if result.is_failed():
+            first = rendezvous.give_up()
+            before = "" if first is None else f"\n\nNode {first} failed before this one: look there first."
+            raise LaunchError(describe(result.failures, logs) + before)
+    finally:
+        rendezvous.shutdown()
 
 
-def _run(spec: WorkerSpec, additions: dict[str, str], log_dir: Path | None, payload: str | None) -> None:
-    rendezvous = spec.rdzv_handler
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_restored(), _torch_quiet():
-        if payload is not None:
-            file = Path(folder) / "payload"
-            file.write_text(payload, encoding="utf-8")
-            additions["LOCKSTEP_PAYLOAD"] = str(file)
-        agent = _Agent(spec, _RankSetup(folder, additions, rendezvous), log_dir)
-        try:
-            result = agent.run()
-        except RendezvousError as error:
-            raise LaunchError(str(error)) from error
-        else:
-            _check(result, rendezvous, log_dir)
-        finally:
-            rendezvous.shutdown()
-
-
-def _check(result: RunResult, rendezvous: RendezvousHandler, log_dir: Path | None) -> None:
-    if not result.is_failed():
-        return
-    text = describe(result.failures, log_dir)
-    if isinstance(rendezvous, NodesRendezvous) and (first := rendezvous.give_up()) is not None:
-        text += f"\n\nNode {first} failed before this one: look there first."
-    raise LaunchError(text)
-
-
-def _worker_arguments(command: Sequence[str], log_dir: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    logs = () if log_dir is None else ("--log-dir", os.fspath(log_dir))
+def _worker_arguments(command: Sequence[str], log_dir: str | None) -> tuple[str, ...]:
+    logs = () if log_dir is None else ("--log-dir", log_dir)
     arguments = ("-m", "lockstep.launch.worker", "--agent", str(os.getpid()), *logs, "--", *command)
     # The agent replaces $-macros in arguments; the user's are not meant for it.
     return tuple(argument.replace("$", "$$") for argument in arguments)
@@ -125,8 +111,9 @@ def _worker_arguments(command: Sequence[str], log_dir: str | os.PathLike[str] | 
 class _Agent(LocalElasticAgent):
     """torch's agent, which also prints what it does."""
 
-    def __init__(self, spec: WorkerSpec, setup: _RankSetup, log_dir: Path | None) -> None:
+    def __init__(self, spec: WorkerSpec, rendezvous: NodesRendezvous, setup: _RankSetup, log_dir: str | None) -> None:
         super().__init__(spec, setup)
+        self._nodes = rendezvous
         self._log_dir = log_dir
         self._cause_awaited_since: float | None = None
 
@@ -137,17 +124,12 @@ class _Agent(LocalElasticAgent):
         if result.is_failed():
             self._cause_awaited_since = None
             # torch names the ranks that had ended when it looked; one that raised first may take longer to end.
-            result.failures.update(
-                {
-                    worker_group.workers[failure.local_rank].global_rank: failure
-                    for failure in self._recorded(worker_group)
-                }
-                | result.failures
-            )
-        if result.is_failed() and self._remaining_restarts > 0:
-            total = worker_group.spec.max_restarts
-            count = total - self._remaining_restarts + 1
-            _say(f"{describe(result.failures, self._log_dir)}\n\nStarting all ranks again ({count} of {total}).")
+            for failure in self._recorded(worker_group):
+                result.failures.setdefault(worker_group.workers[failure.local_rank].global_rank, failure)
+            if self._remaining_restarts > 0:
+                total = worker_group.spec.max_restarts
+                count = total - self._remaining_restarts + 1
+                _say(f"{describe(result.failures, self._log_dir)}\n\nStarting all ranks again ({count} of {total}).")
         return result
 
     def _awaits_cause(self, worker_group: WorkerGroup) -> bool:
@@ -178,8 +160,7 @@ class _Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         # torch's own waits in one piece, deaf to Ctrl-C, and no longer than five minutes.
-        if isinstance(self._rdzv_handler, NodesRendezvous):
-            self._rdzv_handler.await_others()
+        self._nodes.await_others()
 
 
 def _has_ended(pid: int) -> bool:
@@ -193,7 +174,7 @@ def _has_ended(pid: int) -> bool:
 class _RankSetup(DefaultLogsSpecs):
     """Where torch's agent lets us add to what each rank finds in its environment."""
 
-    def __init__(self, folder: str, additions: dict[str, str], rendezvous: RendezvousHandler) -> None:
+    def __init__(self, folder: str, additions: Mapping[str, str], rendezvous: NodesRendezvous) -> None:
         super().__init__(log_dir=folder)
         self._additions = additions
         self._rendezvous = rendezvous
@@ -201,26 +182,24 @@ class _RankSetup(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)
         for env in envs.values():
-            env.update(self._additions)
-            if isinstance(self._rendezvous, NodesRendezvous):
-                # The agent counts its own failures only; attempts are what all nodes have in common.
-                env["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous.attempt)
+            # The agent counts its own failures only; attempts are what all nodes have in common.
+            env.update(self._additions, TORCHELASTIC_RESTART_COUNT=str(self._rendezvous.attempt))
         return destinations
 
 
 def _environment_additions(job: JobSpec) -> dict[str, str]:
     additions = {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // job.nproc)
-    ranks = f"{job.nproc} rank{'s'[: job.nproc > 1]}"
-    node = "" if job.nnodes == 1 else f" on node {job.node_rank} of {job.nnodes}"
-    if "OMP_NUM_THREADS" in os.environ:
-        _say(f"starting {ranks}{node}")
-    else:
+    starting = f"starting {job.nproc} rank{'s'[: job.nproc > 1]}"
+    if job.nnodes > 1:
+        starting += f" on node {job.node_rank} of {job.nnodes}"
+    if "OMP_NUM_THREADS" not in os.environ:
         # torch would start as many threads as there are cores, in every rank.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, cores // job.nproc)
         additions["OMP_NUM_THREADS"] = str(threads)
-        _say(f"starting {ranks}{node}, OMP_NUM_THREADS={threads} each ({cores} cores)")
-    interface = interface_towards(LOOPBACK if job.nnodes == 1 else job.endpoint()[0])
+        starting += f", OMP_NUM_THREADS={threads} each ({cores} cores)"
+    _say(starting)
+    interface = interface_towards(job.endpoint()[0])
     if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         additions["GLOO_SOCKET_IFNAME"] = interface
     return additions
@@ -229,17 +208,13 @@ def _environment_additions(job: JobSpec) -> dict[str, str]:
 @contextmanager
 def _signals_restored() -> Iterator[None]:
     """Put back the signal handlers that torch's agent replaces for good."""
-    before: dict[signal.Signals, Any] = {}
-    for number in _SIGNALS:
-        before[number] = signal.getsignal(number)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
     finally:
-        try:
+        with suppress(ValueError):  # not in the main thread, where the agent has replaced nothing either
             for number, handler in before.items():
                 signal.signal(number, handler)
-        except ValueError:  # not in the main thread, where the agent has replaced nothing either
-            pass
 
 
 @contextmanager

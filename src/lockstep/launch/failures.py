@@ -52,11 +52,8 @@ def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
 
 def _ending(failure: ProcessFailure) -> str:
     if failure.exitcode < 0 and "type" not in _extra(failure):
-        hint = (
-            "; where nobody sent it, the machine may have run out of memory"
-            if failure.exitcode == -signal.SIGKILL
-            else ""
-        )
+        killed = failure.exitcode == -signal.SIGKILL
+        hint = "; where nobody sent it, the machine may have run out of memory" if killed else ""
         return f"was ended by {_signal_name(failure)}{hint}"
     kind = _kind(failure)
     return f"exited with code {failure.exitcode}" if kind == "SystemExit" else f"raised {kind}"

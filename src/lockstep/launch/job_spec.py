@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.launch.network import LOOPBACK
+
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
@@ -38,11 +40,12 @@ class JobSpec:
             raise ValueError(
                 f"`rdzv` is for several nodes, but is {self.rdzv!r} with `nnodes` 1; leave it out, or give `nnodes`"
             )
-        if self.nnodes > 1:
-            self.endpoint()
+        self.endpoint()
 
     def endpoint(self) -> tuple[str, int]:
-        """Return host and port of `rdzv`."""
+        """Return host and port of `rdzv`; with one node those of any free port of the loopback interface."""
+        if self.nnodes == 1:
+            return LOOPBACK, 0
         host, _, port = (self.rdzv or "").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(

@@ -17,20 +17,12 @@ def listener(host: str, port: int) -> socket.socket:
     listens on all of them.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        try:
-            sock.bind(address)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            sock.bind(("", port))
-        sock.listen(1024)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+        return socket.create_server(address, family=family, backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6)
 
 
 def answers(host: str, port: int, timeout_seconds: float) -> bool:

@@ -1,9 +1,11 @@
-"""Where the agents and ranks of a job meet: on the loopback interface of one machine, or at an address of node 0."""
+"""Where the agents and ranks of a job meet: at an address of node 0, on one machine that of the loopback interface."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -17,79 +19,24 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from lockstep.launch.job_spec import JobSpec
-from lockstep.launch.network import LOOPBACK, answers, listener
+from lockstep.launch.network import answers, listener
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then say what is being waited for
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """A rendezvous of one node, whose store listens on the loopback interface.
-
-    torch's own rendezvous (static, c10d) make stores that listen on all addresses, whatever address they are given
-    (2.13). Each attempt gets a store of its own, so that ranks which are started again do not meet what their
-    predecessors left; bare torch scripts recover as well.
-
-    Attributes:
-        port: where the store of the present attempt listens.
-    """
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._store: TCPStore | None = None
-        self.port = 0
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open a new store; nobody has to be waited for."""
-        sock = listener(LOOPBACK, 0)
-        self.port = sock.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK, self.port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach()
-        )
-        # A prefix for the agent's own keys keeps them apart from the ranks'.
-        agents = PrefixStore("agent", self._store)
-        return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(LOOPBACK, self.port))
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks join the agent's store as clients, instead of opening one that listens everywhere."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
-        return "lockstep-loopback"
-
-    def get_run_id(self) -> str:
-        """Return an identifier of this job."""
-        return self._run_id
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: there is no other node."""
-        return 0
-
-    def is_closed(self) -> bool:
-        """Return whether the job is over."""
-        return self._store is None
-
-    def set_closed(self) -> None:
-        """End the job."""
-        self._store = None
-
-    def shutdown(self) -> bool:
-        """Close the store."""
-        self._store = None
-        return True
-
-
 class NodesRendezvous(RendezvousHandler):
     """A rendezvous of a known number of nodes, each of which knows its rank.
 
-    Node 0 owns the store; the nodes may start in any order. Against torch's static rendezvous it waits in small
-    steps, so that Ctrl-C ends it; it names the nodes that are missing; a node whose ranks fail makes all nodes start
-    theirs again, so that attempts count alike everywhere; and a node that gives up ends the job on all of them.
+    Node 0 owns the stores; the nodes may start in any order. torch's own rendezvous (static, c10d) make stores that
+    listen on all addresses, whatever address they are given (2.13); these listen on one. Each attempt gets a store of
+    its own for the ranks, so that those which are started again do not meet what their predecessors left; bare torch
+    scripts recover as well. Against torch's static rendezvous it waits in small steps, so that Ctrl-C ends it; it names
+    the nodes that are missing; a node whose ranks fail makes all nodes start theirs again, so that attempts count alike
+    everywhere; and a node that gives up ends the job on all of them.
 
     Args:
-        job: its nodes, several.
+        job: its nodes.
         timeout_seconds: how long to wait for all nodes.
         say: prints what is being waited for.
     """
@@ -97,6 +44,7 @@ class NodesRendezvous(RendezvousHandler):
     def __init__(self, job: JobSpec, timeout_seconds: float, say: Callable[[str], None]) -> None:
         self._job = job
         self._host, self._port = job.endpoint()
+        self._run_id = uuid.uuid4().hex if job.nnodes == 1 else f"lockstep-{self._host}-{self._port}"
         self._timeout_seconds = timeout_seconds
         self._say = say
         self._store: TCPStore | None = None
@@ -112,7 +60,7 @@ class NodesRendezvous(RendezvousHandler):
                 self._store = self._open(deadline)
             attempt = PrefixStore(f"attempt_{self.attempt}", self._store)
             self._claim(attempt)
-            self._await_all(attempt, deadline)
+            self._await(attempt, {node: f"node_{node}" for node in range(self._job.nnodes)}, deadline)
             port = self._open_for_ranks(attempt, deadline)
         except DistError as error:
             raise RendezvousClosedError(f"node 0 at {self._job.rdzv} is gone: {error}") from error
@@ -147,9 +95,9 @@ class NodesRendezvous(RendezvousHandler):
 
     def give_up(self) -> int | None:
         """Tell all nodes that this one has failed for good; return the node that had done so before, if any."""
-        own = str(self._job.node_rank)
         if self._store is None:
             return None
+        own = str(self._job.node_rank)
         try:
             first = self._store.compare_set("closed", "", own).decode()
         except DistError:
@@ -163,12 +111,12 @@ class NodesRendezvous(RendezvousHandler):
                 return self._serve(self._port)
             except OSError as error:
                 raise RendezvousConnectionError(
-                    f"node 0 cannot listen at {self._job.rdzv}: {error}; choose an address of this machine "
-                    "and a free port"
+                    f"node 0 cannot listen at {self._job.rdzv or self._host}: {error}; choose an address of this "
+                    "machine and a free port"
                 ) from error
-        wait = _Wait(deadline, self._say, lambda: f"node 0 at {self._job.rdzv}")
+        wait = _Wait(deadline, self._say)
         while not answers(self._host, self._port, timeout_seconds=1.0):
-            wait.a_little()
+            wait.a_little(f"node 0 at {self._job.rdzv}")
         return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
 
     def _open_for_ranks(self, attempt: PrefixStore, deadline: float) -> int:
@@ -176,10 +124,7 @@ class NodesRendezvous(RendezvousHandler):
         if self._job.node_rank == 0:
             self._ranks_store = self._serve(0)
             attempt.set("port", str(self._ranks_store.port))
-        wait = _Wait(deadline, self._say, lambda: "node 0")
-        while not attempt.check(["port"]):
-            self._refuse_without([0])
-            wait.a_little()
+        self._await(attempt, {0: "port"}, deadline)
         return int(attempt.get("port"))
 
     def _serve(self, port: int) -> TCPStore:
@@ -200,14 +145,12 @@ class NodesRendezvous(RendezvousHandler):
         store.set(f"node_{rank}", "")
         store.set("begun", "")
 
-    def _await_all(self, attempt: PrefixStore, deadline: float) -> None:
-        def missing() -> list[int]:
-            return [node for node in range(self._job.nnodes) if not attempt.check([f"node_{node}"])]
-
-        wait = _Wait(deadline, self._say, lambda: f"node {', '.join(map(str, missing()))}")
-        while left := missing():
-            self._refuse_without(left)
-            wait.a_little()
+    def _await(self, attempt: PrefixStore, keys: Mapping[int, str], deadline: float) -> None:
+        """Wait until each of these nodes has set its key."""
+        wait = _Wait(deadline, self._say)
+        while missing := [node for node, key in keys.items() if not attempt.check([key])]:
+            self._refuse_without(missing)
+            wait.a_little(f"node {', '.join(map(str, missing))}")
 
     def _refuse_without(self, missing: list[int]) -> None:
         """Raise where waiting for these nodes is in vain."""
@@ -230,7 +173,7 @@ class NodesRendezvous(RendezvousHandler):
 
     def get_run_id(self) -> str:
         """Return an identifier of this job: the same on all nodes."""
-        return f"lockstep-{self._host}-{self._port}"
+        return self._run_id
 
     def is_closed(self) -> bool:
         """Return whether the job is over."""
@@ -246,24 +189,23 @@ class NodesRendezvous(RendezvousHandler):
         return True
 
 
+@dataclass(slots=True)
 class _Wait:
     """Waits in small steps until a deadline, and says once what for."""
 
-    def __init__(self, deadline: float, say: Callable[[str], None], what: Callable[[], str]) -> None:
-        self._deadline = deadline
-        self._say = say
-        self._what = what
-        self._begun = time.monotonic()
-        self._said = False
+    deadline: float
+    say: Callable[[str], None]
+    begun: float = field(default_factory=time.monotonic)
+    said: bool = False
 
-    def a_little(self) -> None:
+    def a_little(self, what: str) -> None:
         now = time.monotonic()
-        if now > self._deadline:
+        if now > self.deadline:
             raise RendezvousTimeoutError(
-                f"{self._what()} did not come within {self._deadline - self._begun:.0f} s; start it, and check that "
-                "`rdzv` is the same on all nodes and can be reached from there"
+                f"{what} did not come within {self.deadline - self.begun:.0f} s; start it, and check that `rdzv` is "
+                "the same on all nodes and can be reached from there"
             )
-        if not self._said and now > self._begun + _PATIENCE_SECONDS:
-            self._said = True
-            self._say(f"waiting for {self._what()}")
+        if not self.said and now > self.begun + _PATIENCE_SECONDS:
+            self.said = True
+            self.say(f"waiting for {what}")
         time.sleep(_POLL_SECONDS)
