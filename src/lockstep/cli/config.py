@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Annotated
@@ -48,17 +48,14 @@ def apply_options(cfg: Config, options: Sequence[str]) -> None:
     changes = parse_options(options)
     for dotted in changes:
         key = dotted.partition(".")[0]
-        if key not in cfg and key not in (known := _arguments_of_runner()):
-            raise ConfigError(
-                f"the config has no key `{key}` for the option `{dotted}`" + did_you_mean(key, {*cfg, *known})
-            )
+        if key in cfg:
+            continue
+        from lockstep.runner import Runner  # imports torch
+
+        if key not in (known := signature(Runner).parameters):
+            hint = did_you_mean(key, {*cfg, *known})
+            raise ConfigError(f"the config has no key `{key}` for the option `{dotted}`{hint}")
     cfg.merge_from_dict(changes)
-
-
-def _arguments_of_runner() -> Collection[str]:
-    from lockstep.runner import Runner  # imports torch
-
-    return signature(Runner).parameters
 
 
 def print_config(config: ConfigPath, cfg_options: CfgOptions = None) -> None:
@@ -98,8 +95,7 @@ def diff(
     except INPUT_ERRORS as error:
         print_error(error)
         raise typer.Exit(_TROUBLE) from None
-    if found:
-        _print_differences(found)
+    _print_differences(found)
     raise typer.Exit(_DIFFERENT if found else _SAME)
 
 

@@ -24,21 +24,17 @@ def doctor() -> None:
         {
             "lockstep": __version__,
             "python": f"{platform.python_version()} on {platform.platform()}",
-            "torch": _version("torch") or "-",
+            "torch": _version("torch"),
             "cores": str(os.cpu_count()),
             "launcher": _launcher(),
-            "optional": ", ".join(f"{name} {_version(name) or '-'}" for name in _OPTIONAL),
+            "optional": ", ".join(f"{name} {_version(name)}" for name in _OPTIONAL),
         },
     )
     try:
         loopback, works = _loopback()
         _print_table(
             "as torch finds it",
-            {
-                "accelerators": _accelerators(),
-                "backends": _backends(),
-                "loopback": loopback,
-            },
+            {"accelerators": _accelerators(), "backends": _backends(), "loopback": loopback},
             wrong="" if works else "loopback",
         )
     except ImportError as error:
@@ -100,14 +96,8 @@ def _accelerators() -> str:
 def _backends() -> str:
     import torch.distributed as dist
 
-    there = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-        "ucc": dist.is_ucc_available(),
-        "xccl": dist.is_xccl_available(),
-    }
-    return ", ".join(name for name, available in there.items() if available) or "none"
+    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    return ", ".join(name for name in names if getattr(dist, f"is_{name}_available")()) or "none"
 
 
 def _launcher() -> str:
@@ -115,12 +105,10 @@ def _launcher() -> str:
         launcher = infer_launcher(os.environ)
         if launcher == "none":
             return "none: lockstep starts its own ranks"
-        topology = read_topology(os.environ, launcher)
+        at = read_topology(os.environ, launcher)
     except TopologyError as error:
         return f"contradictory: {error}"
-    return (
-        f"{launcher}: rank {topology.rank} of {topology.world_size}, node {topology.node_rank} of {topology.num_nodes}"
-    )
+    return f"{launcher}: rank {at.rank} of {at.world_size}, node {at.node_rank} of {at.num_nodes}"
 
 
 def _loopback() -> tuple[str, bool]:
@@ -143,8 +131,8 @@ def _loopback() -> tuple[str, bool]:
     return f"works ({LOOPBACK}, interface {interface_towards(LOOPBACK) or 'not known'})", True
 
 
-def _version(package: str) -> str | None:
+def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
+        return "-"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 
 from lockstep.cli.config import apply_options, import_from_beside, read_config
-from lockstep.cli.options import MaxRestarts, RunOptions
+from lockstep.cli.options import CfgOptions, ConfigPath, MaxRestarts, RankOptions, rank_option
 from lockstep.config import Config, ResolvedConfig
 from lockstep.errors import ConfigError, TopologyError
 from lockstep.launch import JobSpec
@@ -27,8 +27,32 @@ Mode: TypeAlias = Literal["train", "val", "test"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job(RunOptions, ABC):
-    """A command that runs a config."""
+class _Job(RankOptions, ABC):
+    """A command that runs a config: which, what is changed in it, and the ranks that run it."""
+
+    config: ConfigPath
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How the model is laid over ranks, whatever the config says; `lockstep strategies` shows the names.",
+        ),
+    ] = None
+    cfg_options: CfgOptions = None
+    work_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the run. Default: the config's, else work_dirs/NAME.")
+    ] = None
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="Look for errors in the whole config before anything is started."),
+    ] = True
+    launcher: Annotated[
+        str | None,
+        rank_option(
+            metavar="[none|pytorch|slurm|mpi]",
+            help="Whose ranks to join. Default: found in the environment; none starts own ones.",
+        ),
+    ] = None
 
     @abstractmethod
     def complete(self, cfg: Config) -> None:
@@ -168,7 +192,7 @@ def default_work_dir(config: Path) -> Path:
     return Path("work_dirs") / (path.parent.name if path.stem == "config" else path.stem)
 
 
-def _check_ranks_found(launcher: str, options: RunOptions) -> None:
+def _check_ranks_found(launcher: str, options: RankOptions) -> None:
     """Compare the options with the ranks that are found.
 
     Raises:

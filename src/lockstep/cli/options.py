@@ -13,9 +13,9 @@ import typer
 
 from lockstep.launch import JobSpec
 
-_rank_option = partial(typer.Option, rich_help_panel="Ranks")
+rank_option = partial(typer.Option, rich_help_panel="Ranks")
 
-Nproc = Annotated[int | None, _rank_option(min=1, help="Ranks on this machine. Default: 1.")]
+Nproc = Annotated[int | None, rank_option(min=1, help="Ranks on this machine. Default: 1.")]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A Python, YAML or JSON file.")]
 CfgOptions = Annotated[
     list[str] | None,
@@ -25,7 +25,7 @@ CfgOptions = Annotated[
         help="Change the config: a.b=1 c.0=[1,2]. The name of this option may be left out.",
     ),
 ]
-MaxRestarts = Annotated[int, _rank_option(min=0, help="How often all ranks start again after one failed.")]
+MaxRestarts = Annotated[int, rank_option(min=0, help="How often all ranks start again after one failed.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class RankOptions:
     """How many ranks are started, and on how many machines."""
 
     nproc: Nproc = None
-    nnodes: Annotated[int, _rank_option(min=1, help="Machines of the job; call this on each.")] = 1
-    node_rank: Annotated[int, _rank_option(min=0, help="Which of the machines this is.")] = 0
+    nnodes: Annotated[int, rank_option(min=1, help="Machines of the job; call this on each.")] = 1
+    node_rank: Annotated[int, rank_option(min=0, help="Which of the machines this is.")] = 0
     rdzv: Annotated[
         str | None,
-        _rank_option(
+        rank_option(
             metavar="HOST:PORT", help="Where several machines meet: an address of node 0, and a free port there."
         ),
     ] = None
@@ -48,35 +48,6 @@ class RankOptions:
             return JobSpec(self.nproc or 1, self.nnodes, self.node_rank, self.rdzv)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(RankOptions):
-    """A config, what is changed in it, and the ranks that run it."""
-
-    config: ConfigPath
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="How the model is laid over ranks, whatever the config says; `lockstep strategies` shows the names.",
-        ),
-    ] = None
-    cfg_options: CfgOptions = None
-    work_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the run. Default: the config's, else work_dirs/NAME.")
-    ] = None
-    check: Annotated[
-        bool,
-        typer.Option("--check/--no-check", help="Look for errors in the whole config before anything is started."),
-    ] = True
-    launcher: Annotated[
-        str | None,
-        _rank_option(
-            metavar="[none|pytorch|slurm|mpi]",
-            help="Whose ranks to join. Default: found in the environment; none starts own ones.",
-        ),
-    ] = None
 
 
 class Command(Protocol):

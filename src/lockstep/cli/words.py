@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import Any
 
 from typer.core import TyperCommand
@@ -25,9 +26,7 @@ class CfgOptionsCommand(TyperCommand):
             elif _ASSIGNMENT.match(arg):
                 repeated += [_CFG_OPTIONS, arg]
             elif arg != _CFG_OPTIONS:  # the values that follow are recognised by their own form
-                repeated.append(arg)
-                if takes_value.get(arg, False):
-                    repeated += [value for value in [next(rest, None)] if value is not None]
+                repeated += [arg, *islice(rest, takes_value.get(arg, False))]
         return super().parse_args(ctx, repeated)
 
 
@@ -54,10 +53,8 @@ class ScriptCommand(TyperCommand):
                     if value is None:
                         return super().parse_args(ctx, own)  # which says that it is missing
                     own.append(value)
-            elif arg in ctx.help_option_names and not script:
-                own.append(arg)
             elif not script and arg.startswith("-"):
-                own.append(arg)  # unknown: let the parser say so
+                own.append(arg)  # help, or unknown: let the parser say so
             else:
                 script.append(arg)
         return super().parse_args(ctx, [*own, "--", *script])

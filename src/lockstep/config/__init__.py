@@ -6,12 +6,11 @@ makes those from ``a.b=1 c=[1,2]`` on a command line. Importing this package doe
 
 from __future__ import annotations
 
-from lockstep.config.config import Config
+from lockstep.config.config import Config, ResolvedConfig
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.differences import Difference, differences
 from lockstep.config.options import DictAction, parse_options
 from lockstep.config.read_base import read_base
-from lockstep.config.resolved import ResolvedConfig
 
 __all__ = [
     "Config",

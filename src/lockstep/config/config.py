@@ -1,10 +1,11 @@
-"""`Config`: what a run is made of, read from a file."""
+"""`Config`: what a run is made of, read from a file; and a form of it that travels to other processes."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -15,10 +16,10 @@ import yaml
 
 from lockstep.config.config_file import DUMPED
 from lockstep.config.dictionary import ConfigDict
-from lockstep.config.inheritance import Sources, load
+from lockstep.config.inheritance import Source
 from lockstep.config.options import set_dotted
-from lockstep.config.python_file import neighbours_importable
-from lockstep.config.source_form import plain_data, python_source
+from lockstep.config.python_file import PythonFile, importable
+from lockstep.config.source_form import plain_data, python_source, source_form
 from lockstep.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
@@ -47,10 +48,6 @@ class Config(ConfigDict):
 
     __slots__ = _SLOTS
 
-    _changed: frozenset[str]
-    _filename: str | None
-    _text: str
-
     def __init__(
         self,
         cfg_dict: Mapping[str, Any] | None = None,
@@ -59,7 +56,7 @@ class Config(ConfigDict):
     ) -> None:
         if cfg_dict is not None and not isinstance(cfg_dict, Mapping):
             raise TypeError(f"`cfg_dict` must be a dict, but is {type(cfg_dict).__name__}")
-        self._changed = frozenset()
+        self._changed: frozenset[str] = frozenset()
         self._filename = None if filename is None else str(filename)
         self._text = text
         super().__init__(cfg_dict or {})
@@ -95,10 +92,10 @@ class Config(ConfigDict):
             ConfigError: something in it, or in a base, is wrong; names file, line and key.
         """
         path = Path(filename).expanduser().resolve()
-        values, text = load(path)
-        cfg = cls(values, filename=path, text=text)
+        source = Source.read(path)
+        cfg = cls(source.values(), filename=path, text=source.text())
         if import_custom_modules:
-            with neighbours_importable(path):
+            with importable(path.parent):
                 import_custom(cfg)
         return cfg
 
@@ -138,8 +135,8 @@ class Config(ConfigDict):
     @property
     def helpers(self) -> set[str]:
         """The keys that need no other purpose, as the files' own code has read them."""
-        sources = self._sources()
-        return set() if sources is None else sources.helpers()
+        source = self._source()
+        return set() if source is None else source.helpers()
 
     def where(self, key: str) -> str:
         """Return where a dotted key, or the nearest above it, got its value, in words for a message.
@@ -148,8 +145,8 @@ class Config(ConfigDict):
         """
         if any(f"{key}.".startswith(f"{changed}.") for changed in self._changed):
             return "an option"
-        sources = self._sources()
-        return "" if sources is None else sources.where(key)
+        source = self._source()
+        return "" if source is None else source.where(key)
 
     def dump(self, file: str | PathLike[str] | None = None) -> str:
         """Return the config as text, and write it to `file`, whose suffix chooses the format.
@@ -191,10 +188,10 @@ class Config(ConfigDict):
         self.update(changed)
         self._changed |= options.keys()
 
-    def _sources(self) -> Sources | None:
+    def _source(self) -> Source | None:
         try:
-            return None if self._filename is None else Sources.read(Path(self._filename))
-        except OSError:  # moved or removed since
+            return None if self._filename is None else Source.read(Path(self._filename))
+        except (OSError, ConfigError):  # moved or removed since, or one of its bases
             return None
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -231,3 +228,51 @@ def import_custom(cfg: Config) -> None:
             raise ConfigError(
                 f"{cfg.filename}: `custom_imports` names `{name}`, which cannot be imported: {error}"
             ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """A config in plain strings, which `asdict` and JSON can carry to another process.
+
+    Attributes:
+        source: assignments that give the values.
+        imports: what the config's files import, because a module may register something when it is imported.
+        folders: where those files are; modules beside them can be imported.
+        filename: the file that the config came from.
+        text: the text of that file, after those of its bases.
+    """
+
+    source: str
+    imports: list[str]
+    folders: list[str]
+    filename: str
+    text: str
+
+    @classmethod
+    def of(cls, cfg: Config) -> Self | None:
+        """Return the values that a config has now; None where another process has to read its files itself.
+
+        That is where a value has no source form (a lambda, an object, a class that the file defines), or where a file
+        does more than import and give values: whatever it does, it does in each process then.
+        """
+        source, lost = source_form(cfg)
+        if lost or cfg.filename is None:
+            return None
+        files = Source.read(Path(cfg.filename)).files()
+        imports: dict[str, None] = {}
+        for file in files:
+            if (statements := file.imports()) is None:
+                return None
+            imports.update(dict.fromkeys(statements))
+        folders = list(dict.fromkeys(str(file.path.parent) for file in files))
+        return cls(source=source, imports=list(imports), folders=folders, filename=cfg.filename, text=cfg.text)
+
+    def config(self) -> Config:
+        """Return the config; what its files have imported is imported."""
+        path = Path(self.filename)
+        with importable(*self.folders):
+            exec("\n".join(self.imports), {})
+            values: Mapping[str, Any] = PythonFile(path, self.source).values(ConfigDict())
+            cfg = Config(values, filename=path, text=self.text)
+            import_custom(cfg)
+        return cfg

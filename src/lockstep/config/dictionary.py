@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
-from difflib import get_close_matches
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, nearest
 
 DELETE = "_delete_"
+# Makes an error from a dotted key and what is wrong with it.
+MakeError: TypeAlias = Callable[[str, str], ConfigError]
 
 
 class ConfigDict(dict[Any, Any]):
@@ -100,22 +101,11 @@ class ConfigDict(dict[Any, Any]):
         return {key: _plain(value) for key, value in self.items()}
 
     def _no_key(self, key: Any) -> str:
-        close = closest(key, self)
-        return f"no key `{key}`" + (f": did you mean `{close}`?" if close else "")
+        near = nearest(str(key), map(str, self))
+        return f"no key `{key}`" + (f": did you mean `{near}`?" if near else "")
 
 
-def closest(word: object, names: Iterable[object]) -> str | None:
-    """Return the name that was probably meant by `word`, or None."""
-    close = get_close_matches(str(word), [str(name) for name in names], n=1)
-    return close[0] if close else None
-
-
-def merged(
-    base: Mapping[Any, Any],
-    changes: Mapping[Any, Any],
-    error: Callable[[str, str], ConfigError],
-    prefix: str = "",
-) -> ConfigDict:
+def merged(base: Mapping[Any, Any], changes: Mapping[Any, Any], error: MakeError, prefix: str = "") -> ConfigDict:
     """Return `base` with `changes` laid over it.
 
     Dicts are merged key by key; anything else replaces what was there. A dict of `changes` with
@@ -124,7 +114,7 @@ def merged(
     Args:
         base: left as it is.
         changes: left as it is.
-        error: makes the error from a dotted key and what is wrong with it.
+        error: makes the errors.
         prefix: the dotted key of the two dicts, for errors, with a dot at its end.
     """
     result = ConfigDict() if _deletes(changes, error, prefix) else ConfigDict(base)
@@ -136,13 +126,8 @@ def merged(
             result[key] = value
             continue
         below = result.get(key, {})
-        if not isinstance(below, dict):
-            if not _deletes(value, error, f"{name}."):
-                raise error(
-                    name,
-                    f"is a dict, but was {below!r} in the base; add {DELETE}=True to replace it",
-                )
-            below = {}
+        if not isinstance(below, dict) and not _deletes(value, error, f"{name}."):
+            raise error(name, f"is a dict, but was {below!r} in the base; add {DELETE}=True to replace it")
         result[key] = merged(below, value, error, f"{name}.")
     return result
 
@@ -152,14 +137,14 @@ def _wrapped(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         return ConfigDict(value)
-    return _mapped(_wrapped, value)
+    return mapped(_wrapped, value)
 
 
 def _plain(value: Any) -> Any:
-    return value.to_dict() if isinstance(value, ConfigDict) else _mapped(_plain, value)
+    return value.to_dict() if isinstance(value, ConfigDict) else mapped(_plain, value)
 
 
-def _mapped(function: Any, value: Any) -> Any:
+def mapped(function: Any, value: Any) -> Any:
     """Apply `function` to the items of a list or tuple; return anything else as it is."""
     if not isinstance(value, list | tuple):
         return value
@@ -169,7 +154,7 @@ def _mapped(function: Any, value: Any) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
-def _deletes(changes: Mapping[Any, Any], error: Callable[[str, str], ConfigError], prefix: str) -> bool:
+def _deletes(changes: Mapping[Any, Any], error: MakeError, prefix: str) -> bool:
     flag = changes.get(DELETE, False)
     if not isinstance(flag, bool):
         raise error(f"{prefix}{DELETE}", f"must be True or False, but is {flag!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,42 +33,39 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Diff
         >>> [d.key for d in differences({"a": 1, "b": {"c": [1, 2]}}, {"b": {"c": [1, 3]}, "d": 0})]
         ['a', 'b.c.1', 'd']
     """
-    yield from _between(_items(old), _items(new), "")
+    yield from _between(old, new, "")
 
 
-def _between(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str) -> Iterator[Difference]:
-    for name, value in old.items():
+def _between(old: object, new: object, prefix: str) -> Iterator[Difference]:
+    before, after = _items(old), _items(new)
+    for name, value in before.items():
         key = f"{prefix}{name}"
-        if name not in new:
+        if name not in after:
             yield from (Difference("removed", path, old=source) for path, source in _leaves(key, value))
-        elif _is_nested(value) and _is_nested(new[name]) and _kind(value) is _kind(new[name]):
-            yield from _between(_items(value), _items(new[name]), f"{key}.")
-        elif (before := python_value(value)) != (after := python_value(new[name])):
-            yield Difference("changed", key, before, after)
-    for name, value in new.items():
-        if name not in old:
+        elif _items(value) and _items(after[name]) and _kind(value) is _kind(after[name]):
+            yield from _between(value, after[name], f"{key}.")
+        elif (source := python_value(value)) != (other := python_value(after[name])):
+            yield Difference("changed", key, source, other)
+    for name, value in after.items():
+        if name not in before:
             yield from (Difference("added", path, new=source) for path, source in _leaves(f"{prefix}{name}", value))
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+def _leaves(key: str, value: object) -> Iterator[tuple[str, str]]:
     """Yield the dotted keys below a value, or its own, with their values as source."""
-    if _is_nested(value):
-        for name, item in _items(value).items():
-            yield from _leaves(f"{key}.{name}", item)
-    else:
+    items = _items(value)
+    for name, item in items.items():
+        yield from _leaves(f"{key}.{name}", item)
+    if not items:
         yield key, python_value(value)
 
 
-def _items(value: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {str(name): item for name, item in value.items()}
-    return {str(index): item for index, item in enumerate(value)}
+def _items(value: object) -> dict[str, Any]:
+    """Return what stands below a value by key or index: nothing also for an empty dict or list."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
 
 
-def _kind(value: Any) -> type:
+def _kind(value: object) -> type:
     return dict if isinstance(value, Mapping) else type(value)
-
-
-def _is_nested(value: Any) -> bool:
-    """Say whether there are keys below a value; an empty dict or list is a value itself."""
-    return isinstance(value, Mapping | list | tuple) and len(value) > 0

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Self
 
-from lockstep.config.config_file import BASE, BaseFile, ConfigFile, Location
-from lockstep.config.data_file import DataFile
-from lockstep.config.dictionary import ConfigDict, closest, merged
-from lockstep.config.placeholders import filled
+from lockstep.config.config_file import BaseFile, ConfigFile, DataFile
+from lockstep.config.dictionary import ConfigDict, merged
+from lockstep.config.placeholders import BASE, filled
 from lockstep.config.python_file import PythonFile
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, nearest
 
 _KINDS: dict[str, type[PythonFile] | type[DataFile]] = {
     ".py": PythonFile,
@@ -19,36 +19,6 @@ _KINDS: dict[str, type[PythonFile] | type[DataFile]] = {
     ".yml": DataFile,
     ".json": DataFile,
 }
-
-
-def load(path: Path, children: tuple[ConfigFile, ...] = ()) -> tuple[ConfigDict, str]:
-    """Return what the file at `path` and its bases say, and their texts, bases first.
-
-    Args:
-        path: absolute.
-        children: the files that led here, the youngest first.
-
-    Raises:
-        FileNotFoundError: `path` does not exist.
-        ConfigError: a base does not exist, leads back to itself or contradicts another; a file has an error. Names
-            file, line and key.
-    """
-    file = read_file(path)
-    parts: list[tuple[BaseFile, ConfigDict]] = []
-    texts = []
-    for base in file.bases():
-        part, text = _load_base(base, (*children, file))
-        parts.append((base, part))
-        texts.append(text)
-    texts.append(f"# {path}\n{file.text}")
-    if file.imports_bases:
-        taken = [_taken(base, part, file) for base, part in parts]
-        values = ConfigDict(filled(file.values(ConfigDict(), taken), path))
-    else:
-        joined = _joined(parts, file)
-        own = filled(file.values(deepcopy(joined)), path, joined)
-        values = merged(joined, ConfigDict(own), file.error)
-    return values, "\n".join(texts)
 
 
 def read_file(path: Path) -> ConfigFile:
@@ -62,69 +32,92 @@ def read_file(path: Path) -> ConfigFile:
     if kind is None:
         raise ConfigError(f"{path}: a config must end in one of {', '.join(_KINDS)}")
     if not path.is_file():
-        near = closest(path.name, (p.name for p in path.parent.glob("*")))
+        near = nearest(path.name, (p.name for p in path.parent.glob("*")))
         hint = f"; did you mean `{path.with_name(near)}`?" if near else ""
         raise FileNotFoundError(f"there is no config file `{path}`{hint}")
     return kind(path, path.read_text(encoding="utf-8"))
 
 
-class Sources:
-    """A config file and those that it builds upon, which are looked at but not run.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A config file and those that it builds upon.
 
-    Args:
+    Attributes:
         file: the youngest of them.
-        bases: the sources of each of its bases, in its order.
+        bases: its bases, in its order, each with what the file takes of it.
     """
 
-    def __init__(self, file: ConfigFile, bases: list[Self]) -> None:
-        self._file = file
-        self._bases = bases
+    file: ConfigFile
+    bases: list[tuple[BaseFile, Source]]
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read the file at `path` and its bases, which `Config.fromfile` has read before.
+    def read(cls, path: Path, children: tuple[ConfigFile, ...] = ()) -> Source:
+        """Read the file at `path` and its bases; none of them is run.
+
+        Args:
+            path: absolute.
+            children: the files that led here, the youngest first.
 
         Raises:
-            OSError: one of them is not there any more.
+            FileNotFoundError: `path` does not exist.
+            ConfigError: a base does not exist or leads back to itself; a file has an error. Names file, line and key.
         """
         file = read_file(path)
-        return cls(file, [cls.read(base.path.resolve()) for base in file.bases()])
+        return cls(file, [(base, cls._read_base(base, (*children, file))) for base in file.bases()])
 
-    def where(self, key: str) -> str:
-        """Return file and line of a dotted key, or of the nearest key above it; "" for nowhere."""
-        found = self._find(key)
-        return "" if found is None else f"{found[0]}:{found[1].line}"
-
-    def helpers(self) -> set[str]:
-        """Return the keys that have done their work when the files have been read."""
-        return self._file.helpers().union(*(base.helpers() for base in self._bases))
+    @classmethod
+    def _read_base(cls, base: BaseFile, children: tuple[ConfigFile, ...]) -> Source:
+        path = base.path.resolve()
+        chain = [child.path for child in children]
+        if path in chain:
+            circle = " -> ".join(map(str, [*chain[chain.index(path) :], path]))
+            raise children[-1].error(base.named_by, f"leads in a circle: {circle}", base.line)
+        try:
+            return cls.read(path, children)
+        except FileNotFoundError as error:
+            raise children[-1].error(base.named_by, f"names a file that is missing: {error}", base.line) from error
 
     def files(self) -> list[ConfigFile]:
         """Return all of the files, bases first."""
-        return [*(file for base in self._bases for file in base.files()), self._file]
+        return [*(file for _, source in self.bases for file in source.files()), self.file]
 
-    def _find(self, key: str) -> tuple[Path, Location] | None:
-        location = self._file.locate(key)
-        found = None if location is None else (self._file.path, location)
+    def text(self) -> str:
+        """Return the texts of all files, bases first."""
+        return "\n".join(f"# {file.path}\n{file.text}" for file in self.files())
+
+    def values(self) -> ConfigDict:
+        """Run the files, and return what they say.
+
+        Raises:
+            ConfigError: a base contradicts another; a file has an error. Names file, line and key.
+        """
+        file, path = self.file, self.file.path
+        parts = [(base, source.values()) for base, source in self.bases]
+        if file.imports_bases:
+            taken = [_taken(base, part, file) for base, part in parts]
+            return ConfigDict(filled(file.values(ConfigDict(), taken), path))
+        joined = _joined(parts, file)
+        own = filled(file.values(deepcopy(joined)), path, joined)
+        return merged(joined, ConfigDict(own), file.error)
+
+    def where(self, key: str) -> str:
+        """Return file and line of a dotted key, or of the nearest key above it; "" for nowhere."""
+        return self._find(key)[1]
+
+    def helpers(self) -> set[str]:
+        """Return the keys that have done their work when the files have been read."""
+        return set().union(*(file.helpers() for file in self.files()))
+
+    def _find(self, key: str) -> tuple[int, str]:
+        """Return how many parts of a dotted key the nearest place spells out, and that place."""
+        depth, line = self.file.locate(key)
+        found = (depth, f"{self.file.path}:{line}" if depth else "")
         name, dot, rest = key.partition(".")
-        for base, sources in zip(self._file.bases(), self._bases, strict=True):
+        for base, source in self.bases:
             inherited = name if base.names is None else base.names.get(name)
-            below = None if inherited is None else sources._find(f"{inherited}{dot}{rest}")
-            if below is not None and (found is None or below[1].depth > found[1].depth):
-                found = below
+            if inherited is not None:
+                found = max(found, source._find(f"{inherited}{dot}{rest}"), key=itemgetter(0))
         return found
-
-
-def _load_base(base: BaseFile, children: tuple[ConfigFile, ...]) -> tuple[ConfigDict, str]:
-    path = base.path.resolve()
-    chain = [child.path for child in children]
-    if path in chain:
-        circle = " -> ".join(map(str, [*chain[chain.index(path) :], path]))
-        raise children[-1].error(base.named_by, f"leads in a circle: {circle}", base.line)
-    try:
-        return load(path, children)
-    except FileNotFoundError as error:
-        raise children[-1].error(base.named_by, f"names a file that is missing: {error}", base.line) from error
 
 
 def _taken(base: BaseFile, values: ConfigDict, file: ConfigFile) -> dict[str, object]:
@@ -133,7 +126,7 @@ def _taken(base: BaseFile, values: ConfigDict, file: ConfigFile) -> dict[str, ob
         return dict(values)
     for name in base.names.values():
         if name not in values:
-            near = closest(name, values)
+            near = nearest(name, values)
             raise file.error(
                 name,
                 f"is not a key of {base.path}{f', did you mean `{near}`?' if near else '.'} What is no key (a "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
-from collections.abc import Iterable, Sequence
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Iterable
 from typing import Any
 
 from lockstep.config.dictionary import ConfigDict, merged
@@ -37,27 +37,21 @@ def parse_options(options: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-class DictAction(argparse.Action):
+class DictAction(Action):
     """Collects ``key=value`` texts, read by `parse_options`, to a dict for `Config.merge_from_dict`.
 
     Example:
+        >>> import argparse
         >>> parser = argparse.ArgumentParser()
         >>> _ = parser.add_argument("--cfg-options", nargs="+", action=DictAction)
         >>> parser.parse_args(["--cfg-options", "a.b=1", "c=x,y"]).cfg_options
         {'a.b': 1, 'c': ['x', 'y']}
     """
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: Any = None) -> None:
         """Add what one mention of the option gives to what others gave."""
-        texts = [values] if isinstance(values, str) else list(values or ())
         try:
-            given = parse_options(texts)
+            given = parse_options([values] if isinstance(values, str) else values or ())
         except ConfigError as error:
             parser.error(str(error))
         setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **given})
@@ -111,9 +105,7 @@ def set_dotted(target: ConfigDict, dotted: str, value: Any) -> None:
     holder: Any = target
     for depth, part in enumerate(path):
         at = _key_or_index(holder, part, path[:depth], dotted)
-        if isinstance(holder, ConfigDict) and at not in holder:
-            holder[at] = ConfigDict()
-        holder = holder[at]
+        holder = holder.setdefault(at, {}) if isinstance(holder, ConfigDict) else holder[at]
     at = _key_or_index(holder, last, path, dotted)
     if isinstance(value, dict):
         below = holder[at] if isinstance(holder, list) else holder.get(at, {})

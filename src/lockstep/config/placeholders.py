@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.dictionary import mapped
 from lockstep.errors import ConfigError
 
-_BASE = "_base_"
+BASE = "_base_"
 _PLACEHOLDER = re.compile(r"\{\{\s*(\$?\w[\w.]*)(:[^{}]*?)?\s*\}\}")
 _FACTS: Mapping[str, Callable[[Path], str]] = {
     "fileDirname": lambda path: path.parent.as_posix(),
@@ -43,11 +44,7 @@ def filled(value: Any, path: Path, base: Mapping[str, Any] | None = None) -> Any
         return _meant(whole, path, base) if whole else _PLACEHOLDER.sub(lambda m: str(_meant(m, path, base)), value)
     if isinstance(value, dict):
         return {key: filled(item, path, base) for key, item in value.items()}
-    if isinstance(value, list):
-        return [filled(item, path, base) for item in value]
-    if type(value) is tuple:
-        return tuple(filled(item, path, base) for item in value)
-    return value
+    return mapped(lambda item: filled(item, path, base), value)
 
 
 class BaseValues(ast.NodeTransformer):
@@ -56,7 +53,7 @@ class BaseValues(ast.NodeTransformer):
     def visit_Set(self, node: ast.Set) -> ast.expr:
         """Return what the braces hold, if they are such a placeholder."""
         match node:
-            case ast.Set(elts=[ast.Set(elts=[ast.Attribute() as inner])]) if _root(inner) == _BASE:
+            case ast.Set([ast.Set([ast.Attribute() as inner])]) if ast.unparse(inner).startswith(f"{BASE}."):
                 return inner
         self.generic_visit(node)
         return node
@@ -72,7 +69,7 @@ def _meant(match: re.Match[str], path: Path, base: Mapping[str, Any] | None) -> 
     if match[2] is None and name in _FACTS:
         return _FACTS[name](path)
     first, *keys = name.split(".")
-    if first != _BASE or not keys or base is None:
+    if first != BASE or not keys or base is None:
         return match[0]
     found: Any = base
     for key in keys:
@@ -80,9 +77,3 @@ def _meant(match: re.Match[str], path: Path, base: Mapping[str, Any] | None) -> 
             raise ConfigError(f"{path}: `{match[0]}` must name a key of the bases, but they have no `{key}` there")
         found = found[key]
     return found
-
-
-def _root(node: ast.expr) -> str | None:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None

@@ -6,20 +6,20 @@ import __future__
 import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from traceback import extract_tb
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from lockstep.config.config_file import BASE, DUMPED, BaseFile, ConfigFile, Location
+from lockstep.config.config_file import BaseFile, ConfigFile, Write
 from lockstep.config.dictionary import ConfigDict
-from lockstep.config.placeholders import BaseValues
+from lockstep.config.placeholders import BASE, BaseValues
 from lockstep.config.read_base import imported_bases, is_read_base
 from lockstep.errors import ConfigError
 
 _MAKERS = ("dict", "ConfigDict")
 _CHANGERS = ("update", "merge")
-_MOST_NAMES_FOLLOWED = 5
 
 
 class PythonFile(ConfigFile):
@@ -58,7 +58,7 @@ class PythonFile(ConfigFile):
         module.__file__ = str(self.path)
         setattr(module, BASE, base)
         sys.modules[module.__name__] = module
-        with neighbours_importable(self.path):
+        with importable(self.path.parent):
             try:
                 self._run(module, list(imported))
             except Exception as error:
@@ -75,14 +75,14 @@ class PythonFile(ConfigFile):
             and (value is inherited.get(name) or not self._is_tool(name, value, module))
         }
 
-    def locate(self, key: str) -> Location | None:
-        """Return where the file writes a key; what it changes in place counts, code in functions does not."""
-        return _location_in(self._tree, key.split("."))
+    def writes(self) -> Iterator[Write]:
+        """Yield where the file writes keys; what it changes in place counts, code in functions does not."""
+        for statement in self._tree.body:
+            for path, value in _assignments(statement):
+                yield from _writes_of(path, value, statement.lineno)
 
-    def helpers(self) -> set[str]:
-        """Return the names that the file's own code reads, or all names of a file that was dumped."""
-        if self.text.startswith(DUMPED):
-            return {name for statement in self._tree.body for name in _names_assigned(statement)}
+    def names_read(self) -> set[str]:
+        """Return the names that the file's own code reads."""
         return {
             node.id if isinstance(node, ast.Name) else node.attr
             for node in ast.walk(self._tree)
@@ -99,8 +99,7 @@ class PythonFile(ConfigFile):
         outer = [statement for statement in self._tree.body if isinstance(statement, ast.Import | ast.ImportFrom)]
         if not all(_only_gives_values(statement) for statement in self._tree.body if statement not in outer):
             return None
-        future = (isinstance(statement, ast.ImportFrom) and statement.module == "__future__" for statement in outer)
-        return [ast.unparse(statement) for statement, skip in zip(outer, future, strict=True) if not skip]
+        return [ast.unparse(statement) for statement in outer if getattr(statement, "module", "") != "__future__"]
 
     def _run(self, module: ModuleType, imported: list[Mapping[str, Any]]) -> None:
         for statement in self._tree.body:
@@ -130,15 +129,16 @@ class PythonFile(ConfigFile):
 
 
 @contextmanager
-def neighbours_importable(path: Path) -> Iterator[None]:
-    """Let the file at `path` import the modules beside it, as Python lets a script."""
-    folder = str(path.parent)
-    sys.path.insert(0, folder)
+def importable(*folders: str | Path) -> Iterator[None]:
+    """Let modules in these folders be imported, as Python lets a script import those beside it."""
+    added = [str(folder) for folder in folders]
+    sys.path[:0] = reversed(added)
     try:
         yield
     finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
+        for folder in added:
+            with suppress(ValueError):  # somebody else has removed it
+                sys.path.remove(folder)
 
 
 def _only_gives_values(statement: ast.stmt) -> bool:
@@ -167,13 +167,8 @@ def _names_assigned(statement: ast.stmt) -> list[str]:
 
 def _line_in(error: Exception, path: Path) -> int | str:
     """Return the innermost line of the file at `path` that took part in an error."""
-    line: int | str = "?"
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return lines[-1] or "?" if lines else "?"
 
 
 def _assignments(statement: ast.stmt) -> Iterator[tuple[list[str], ast.expr]]:
@@ -193,43 +188,11 @@ def _assignments(statement: ast.stmt) -> Iterator[tuple[list[str], ast.expr]]:
                 yield from (([*path, keyword.arg], keyword.value) for keyword in call.keywords if keyword.arg)
 
 
-def _location_in(tree: ast.Module, parts: Sequence[str]) -> Location | None:
-    """Return where the top-level code of `tree` writes a key, or the nearest key above it.
-
-    Of several locations the one that spells out most of the key counts, and of these the last one. Names of other
-    variables are followed.
-    """
-    return _location(tree, list(parts), followed=0)
-
-
-def _location(tree: ast.Module, parts: list[str], followed: int) -> Location | None:
-    found: Location | None = None
-    for statement in tree.body:
-        for path, value in _assignments(statement):
-            if path == parts[: len(path)]:
-                inner = _descend(tree, value, parts[len(path) :], followed)
-                location = (
-                    Location(len(path), statement.lineno)
-                    if inner is None
-                    else inner._replace(depth=len(path) + inner.depth)
-                )
-                if found is None or location.depth >= found.depth:
-                    found = location
-    return found
-
-
-def _descend(tree: ast.Module, value: ast.expr, parts: list[str], followed: int) -> Location | None:
-    """Return the location of `parts` below an expression, its depth counted from there."""
-    if not parts:
-        return None
-    for key, line, below in _items(value):
-        if key == parts[0]:
-            inner = _descend(tree, below, parts[1:], followed)
-            return Location(1, line) if inner is None else inner._replace(depth=inner.depth + 1)
-    if isinstance(value, ast.Name) and followed < _MOST_NAMES_FOLLOWED:
-        location = _location(tree, [value.id, *parts], followed + 1)
-        return None if location is None or location.depth == 1 else location._replace(depth=location.depth - 1)
-    return None
+def _writes_of(path: list[str], value: ast.expr, line: int) -> Iterator[Write]:
+    """Yield where a key and all keys below its value are written."""
+    yield Write(path, line, value.id if isinstance(value, ast.Name) else None)
+    for key, line_below, below in _items(value):
+        yield from _writes_of([*path, key], below, line_below)
 
 
 def _items(value: ast.expr) -> Iterator[tuple[str, int, ast.expr]]:

@@ -41,10 +41,8 @@ def read_base() -> Iterator[None]:
 
 def is_read_base(statement: ast.AST) -> bool:
     """Say whether a statement is ``with read_base():``."""
-    if not isinstance(statement, ast.With):
-        return False
-    match statement.items:
-        case [ast.withitem(ast.Call(ast.Name("read_base") | ast.Attribute(attr="read_base")))]:
+    match statement:
+        case ast.With([ast.withitem(ast.Call(ast.Name("read_base") | ast.Attribute(attr="read_base")))]):
             return True
     return False
 

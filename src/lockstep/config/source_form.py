@@ -20,22 +20,16 @@ def python_source(values: Mapping[str, Any]) -> str:
     Classes and functions are written by the name under which they are imported. Where a value has no source form (an
     open file, a lambda), its description is written as a string, and a comment at the top says which keys these are.
     """
-    source, lost = _source(values)
+    source, lost = source_form(values)
     described = f"# without a source form, so described only: {', '.join(lost)}\n" if lost else ""
     return described + source
 
 
-def python_source_if_whole(values: Mapping[str, Any]) -> str | None:
-    """Return what `python_source` does, or None where a value has no source form."""
-    source, lost = _source(values)
-    return None if lost else source
-
-
-def _source(values: Mapping[str, Any]) -> tuple[str, list[str]]:
+def source_form(values: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return assignments, and the keys whose values have no source form."""
     writer = _Writer()
     body = [
-        f"{left} = {writer.write(value, key, indent=0, used=len(left) + 3)}\n"
+        f"{left} = {writer.write(value, key, used=len(left) + 3)}\n"
         for key, value in values.items()
         for left in [key if _is_name(key) else f"globals()[{key!r}]"]
     ]
@@ -45,7 +39,7 @@ def _source(values: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 def python_value(value: Any) -> str:
     """Return one value as Python source on one line, with the full names of what it names."""
-    return _Writer().flat(value, "")
+    return _Writer().write(value, "")
 
 
 def plain_data(value: Any) -> Any:
@@ -72,36 +66,30 @@ class _Writer:
         self.imports: set[str] = set()
         self.lost: list[str] = []
 
-    def write(self, value: Any, key: str, *, indent: int, used: int) -> str:
+    def write(self, value: Any, key: str, *, indent: int = 0, used: int | None = None) -> str:
         """Return the source of `value`.
 
         Args:
             value: what to write.
             key: its dotted key.
             indent: columns before the closing bracket, if it comes on a line of its own.
-            used: columns of the first line that are taken already.
+            used: columns of the first line that are taken already; None for all on one line.
         """
-        flat = self.flat(value, key)
         form = _brackets(value, key)
-        if form is None or used + len(flat) <= WIDTH:
-            return flat
+        if form is None:
+            return self._atom(value, key)
         opening, closing, items = form
+        flat = ", ".join(left + self.write(item, name) for left, item, name in items)
+        comma = "," if opening == "(" and len(items) == 1 else ""
+        flat = f"{opening}{flat}{comma}{closing}"
+        if used is None or used + len(flat) <= WIDTH:
+            return flat
         inner = indent + 4
         lines = "".join(
             f"{' ' * inner}{left}" + self.write(item, name, indent=inner, used=inner + len(left) + 1) + ",\n"
             for left, item, name in items
         )
         return f"{opening}\n{lines}{' ' * indent}{closing}"
-
-    def flat(self, value: Any, key: str) -> str:
-        """Return the source of `value` on one line."""
-        form = _brackets(value, key)
-        if form is None:
-            return self._atom(value, key)
-        opening, closing, items = form
-        flat = ", ".join(left + self.flat(item, name) for left, item, name in items)
-        comma = "," if opening == "(" and len(items) == 1 else ""
-        return f"{opening}{flat}{comma}{closing}"
 
     def _atom(self, value: Any, key: str) -> str:
         if (literal := _literal(value)) is not None:
@@ -127,16 +115,14 @@ def _brackets(value: Any, key: str) -> tuple[str, str, list[tuple[str, Any, str]
         if all(_is_name(k) for k in value):
             return "dict(", ")", [(f"{k}=", v, f"{key}.{k}") for k, v in value.items()]
         return "{", "}", [(f"{k!r}: ", v, f"{key}.{k}") for k, v in value.items()]
-    if isinstance(value, list):
-        opening, closing, items = "[", "]", value
-    elif isinstance(value, tuple):
-        opening, closing, items = "(", ")", list(value)
-    elif isinstance(value, set | frozenset):
-        # Sorted, so that the same config gives the same text in every process.
-        opening, closing, items = f"{type(value).__name__}([", "])", sorted(value, key=repr)
+    if isinstance(value, set | frozenset):
+        opening, closing = f"{type(value).__name__}([", "])"
+        value = sorted(value, key=repr)  # so that the same config gives the same text in every process
+    elif isinstance(value, list | tuple):
+        opening, closing = "[]" if isinstance(value, list) else "()"
     else:
         return None
-    return opening, closing, [("", v, f"{key}.{n}") for n, v in enumerate(items)]
+    return opening, closing, [("", v, f"{key}.{n}") for n, v in enumerate(value)]
 
 
 def _literal(value: Any) -> str | None:
@@ -160,10 +146,8 @@ def _import_path(value: Any) -> tuple[str, str] | None:
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return None
     module, name = getattr(value, "__module__", None) or "", value.__qualname__
-    if module == "__main__":
-        return None  # another script in another process
-    if not all(part.isidentifier() for part in module.split(".")):
-        return None  # local to the config file
+    if module == "__main__" or not all(part.isidentifier() for part in module.split(".")):
+        return None  # another script in another process, or local to the config file
     # A package may hide its modules, as torch.optim does: it has AdamW, but not torch.optim.adamw.
     while module:
         top, *path = module.split(".")

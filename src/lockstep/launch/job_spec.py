@@ -27,10 +27,9 @@ class JobSpec:
     rdzv: str | None = None
 
     def __post_init__(self) -> None:
-        if self.nproc < 1:
-            raise ValueError(f"`nproc` must be at least 1, but is {self.nproc}")
-        if self.nnodes < 1:
-            raise ValueError(f"`nnodes` must be at least 1, but is {self.nnodes}")
+        for name, count in (("nproc", self.nproc), ("nnodes", self.nnodes)):
+            if count < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {count}")
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(
                 f"`node_rank` must be from 0 to {self.nnodes - 1}, since `nnodes` is {self.nnodes}, "

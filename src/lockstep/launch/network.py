@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import struct
+from contextlib import suppress
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -27,11 +28,9 @@ def listener(host: str, port: int) -> socket.socket:
 
 def answers(host: str, port: int, timeout_seconds: float) -> bool:
     """Return whether somebody listens at an address."""
-    try:
-        socket.create_connection((host, port), timeout=timeout_seconds).close()
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), socket.create_connection((host, port), timeout=timeout_seconds):
+        return True
+    return False
 
 
 def interface_towards(host: str) -> str | None:
@@ -40,20 +39,15 @@ def interface_towards(host: str) -> str | None:
     Knows IPv4 on Linux. gloo, left to itself, takes the one that the machine's own name resolves to, which on many
     systems is the loopback interface.
     """
-    try:
+    with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         import fcntl
 
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing; the kernel chooses the way
-            own = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode())
-                try:
-                    answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                except OSError:  # an interface without an address
-                    continue
+        probe.connect((host, 9))  # sends nothing; the kernel chooses the way
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
                 if socket.inet_ntoa(answer[20:24]) == own:
                     return name
-    except (ImportError, OSError):
-        return None
     return None

@@ -5,18 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 
 from torch.distributed import DistError, PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic import rendezvous
 
 from lockstep.launch.job_spec import JobSpec
 from lockstep.launch.network import answers, listener
@@ -25,7 +17,7 @@ _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then say what is being waited for
 
 
-class NodesRendezvous(RendezvousHandler):
+class NodesRendezvous(rendezvous.RendezvousHandler):
     """A rendezvous of a known number of nodes, each of which knows its rank.
 
     Node 0 owns the stores; the nodes may start in any order. torch's own rendezvous (static, c10d) make stores that
@@ -51,7 +43,7 @@ class NodesRendezvous(RendezvousHandler):
         self._ranks_store: TCPStore | None = None
         self.attempt = -1
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Wait until all nodes have begun the next attempt."""
         self.attempt += 1
         deadline = time.monotonic() + self._timeout_seconds
@@ -63,8 +55,10 @@ class NodesRendezvous(RendezvousHandler):
             self._await(attempt, {node: f"node_{node}" for node in range(self._job.nnodes)}, deadline)
             port = self._open_for_ranks(attempt, deadline)
         except DistError as error:
-            raise RendezvousClosedError(f"node 0 at {self._job.rdzv} is gone: {error}") from error
-        return RendezvousInfo(attempt, self._job.node_rank, self._job.nnodes, RendezvousStoreInfo(self._host, port))
+            raise rendezvous.RendezvousClosedError(f"node 0 at {self._job.rdzv} is gone: {error}") from error
+        return rendezvous.RendezvousInfo(
+            attempt, self._job.node_rank, self._job.nnodes, rendezvous.RendezvousStoreInfo(self._host, port)
+        )
 
     def num_nodes_waiting(self) -> int:
         """Return whether another node wants all ranks started again; the agent then does so here."""
@@ -84,14 +78,12 @@ class NodesRendezvous(RendezvousHandler):
         """Return when the other nodes are done too; only node 0, which owns the store, has to wait for that."""
         if self._store is None:
             return
-        try:
+        with suppress(DistError):
             self._store.set(f"done_{self._job.node_rank}", "")
             if self._job.node_rank == 0:
                 done = [f"done_{node}" for node in range(self._job.nnodes)]
                 while not self._store.check(done) and not self._store.check(["closed"]):
                     time.sleep(_POLL_SECONDS)
-        except DistError:
-            return
 
     def give_up(self) -> int | None:
         """Tell all nodes that this one has failed for good; return the node that had done so before, if any."""
@@ -110,13 +102,12 @@ class NodesRendezvous(RendezvousHandler):
             try:
                 return self._serve(self._port)
             except OSError as error:
-                raise RendezvousConnectionError(
+                raise rendezvous.RendezvousConnectionError(
                     f"node 0 cannot listen at {self._job.rdzv or self._host}: {error}; choose an address of this "
                     "machine and a free port"
                 ) from error
-        wait = _Wait(deadline, self._say)
-        while not answers(self._host, self._port, timeout_seconds=1.0):
-            wait.a_little(f"node 0 at {self._job.rdzv}")
+        node_0 = f"node 0 at {self._job.rdzv}"
+        self._wait(lambda: "" if answers(self._host, self._port, timeout_seconds=1.0) else node_0, deadline)
         return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
 
     def _open_for_ranks(self, attempt: PrefixStore, deadline: float) -> int:
@@ -137,30 +128,47 @@ class NodesRendezvous(RendezvousHandler):
         rank, nnodes = self._job.node_rank, self._job.nnodes
         agreed = int(store.compare_set("nnodes", "", str(nnodes)))
         if agreed != nnodes:
-            raise RendezvousError(
+            raise rendezvous.RendezvousError(
                 f"`nnodes` must be the same on all nodes, but is {nnodes} here and {agreed} elsewhere"
             )
         if store.add(f"claims_{rank}", 1) > 1:
-            raise RendezvousError(f"`node_rank` must be different on each node, but is {rank} on two of them")
+            raise rendezvous.RendezvousError(
+                f"`node_rank` must be different on each node, but is {rank} on two of them"
+            )
         store.set(f"node_{rank}", "")
         store.set("begun", "")
 
     def _await(self, attempt: PrefixStore, keys: Mapping[int, str], deadline: float) -> None:
         """Wait until each of these nodes has set its key."""
-        wait = _Wait(deadline, self._say)
-        while missing := [node for node, key in keys.items() if not attempt.check([key])]:
-            self._refuse_without(missing)
-            wait.a_little(f"node {', '.join(map(str, missing))}")
+        store = self._store
+        assert store is not None
 
-    def _refuse_without(self, missing: list[int]) -> None:
-        """Raise where waiting for these nodes is in vain."""
-        assert self._store is not None
-        if self._store.check(["closed"]):
-            first = self._store.get("closed").decode()
-            raise RendezvousClosedError(f"node {first} has failed; what went wrong is written there")
-        for node in missing:
-            if self._store.check([f"done_{node}"]):
-                raise RendezvousClosedError(f"node {node} has finished already and cannot start again")
+        def missing() -> str:
+            nodes = [node for node, key in keys.items() if not attempt.check([key])]
+            if nodes and store.check(["closed"]):
+                first = store.get("closed").decode()
+                raise rendezvous.RendezvousClosedError(f"node {first} has failed; what went wrong is written there")
+            for node in nodes:
+                if store.check([f"done_{node}"]):
+                    raise rendezvous.RendezvousClosedError(f"node {node} has finished already and cannot start again")
+            return f"node {', '.join(map(str, nodes))}" if nodes else ""
+
+        self._wait(missing, deadline)
+
+    def _wait(self, missing: Callable[[], str], deadline: float) -> None:
+        """Wait in small steps until nothing is missing, and say once what for."""
+        begun, said = time.monotonic(), False
+        while what := missing():
+            now = time.monotonic()
+            if now > deadline:
+                raise rendezvous.RendezvousTimeoutError(
+                    f"{what} did not come within {deadline - begun:.0f} s; start it, and check that `rdzv` is the same "
+                    "on all nodes and can be reached from there"
+                )
+            if not said and now > begun + _PATIENCE_SECONDS:
+                said = True
+                self._say(f"waiting for {what}")
+            time.sleep(_POLL_SECONDS)
 
     @property
     def use_agent_store(self) -> bool:
@@ -187,25 +195,3 @@ class NodesRendezvous(RendezvousHandler):
         """Leave the stores; node 0 closes them."""
         self._store = self._ranks_store = None
         return True
-
-
-@dataclass(slots=True)
-class _Wait:
-    """Waits in small steps until a deadline, and says once what for."""
-
-    deadline: float
-    say: Callable[[str], None]
-    begun: float = field(default_factory=time.monotonic)
-    said: bool = False
-
-    def a_little(self, what: str) -> None:
-        now = time.monotonic()
-        if now > self.deadline:
-            raise RendezvousTimeoutError(
-                f"{what} did not come within {self.deadline - self.begun:.0f} s; start it, and check that `rdzv` is "
-                "the same on all nodes and can be reached from there"
-            )
-        if not self.said and now > self.begun + _PATIENCE_SECONDS:
-            self.said = True
-            self.say(f"waiting for {what}")
-        time.sleep(_POLL_SECONDS)

@@ -77,9 +77,17 @@ class Kind:
                 yield Fault(f"{key}.{name}", f"is no argument of {title}{did_you_mean(name, takes.named)}")
             for name in takes.missing({*given, *self.supplied}):
                 yield Fault(key, f"must have the key `{name}`, which {title} needs, but has only {sorted(part)}")
-            yield from _value_faults(key, given, takes)
+            yield from value_faults(key, given, takes)
         for name, value in given.items():
             yield from _nested_faults(f"{key}.{name}", value, self.registry)
+
+    def each(self, key: str, parts: object) -> Iterator[Fault]:
+        """Yield what is wrong with one part, or with those of a list."""
+        if isinstance(parts, list | tuple):
+            for index, part in enumerate(parts):
+                yield from self.faults(f"{key}.{index}", part)
+        else:
+            yield from self.faults(key, parts)
 
 
 def resolve(kind: object, registry: Registry) -> tuple[Callable[..., Any] | None, str | None]:
@@ -115,12 +123,13 @@ def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Faul
             if (meant := nearest(name, takes.named.keys() - given)) is not None:
                 title = getattr(constructor, "__qualname__", constructor)
                 yield Fault(f"{key}.{name}", f"is no argument of `{title}`: did you mean `{meant}`?")
-        yield from _value_faults(key, given, takes)
+        yield from value_faults(key, given, takes)
     for name, item in value.items():
         yield from _nested_faults(f"{key}.{name}", item, registry)
 
 
-def _value_faults(key: str, given: Mapping[str, object], takes: Arguments) -> Iterator[Fault]:
+def value_faults(key: str, given: Mapping[str, object], takes: Arguments) -> Iterator[Fault]:
+    """Yield which of the `given` arguments cannot have their values."""
     for name, value in given.items():
         if name in takes.named and (says := misfit(value, takes.named[name])) is not None:
             yield Fault(f"{key}.{name}", says)

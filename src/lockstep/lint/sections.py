@@ -5,33 +5,16 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep import registry
 from lockstep.errors import ConfigError, did_you_mean
-from lockstep.lint.parts import Fault, Kind, resolve
-from lockstep.lint.values import misfit
+from lockstep.lint.parts import Fault, Kind, resolve, value_faults
 from lockstep.optim import ParamScheduler
 from lockstep.optim.paramwise import PARAMWISE_KEYS
-from lockstep.registry import (
-    DATA_SAMPLERS,
-    DATASETS,
-    EVALUATOR,
-    HOOKS,
-    LOOPS,
-    METRICS,
-    MODEL_WRAPPERS,
-    MODELS,
-    OPTIM_WRAPPER_CONSTRUCTORS,
-    OPTIM_WRAPPERS,
-    OPTIMIZERS,
-    PARAM_SCHEDULERS,
-    STRATEGIES,
-    VISUALIZERS,
-)
 from lockstep.registry.signatures import Arguments
 from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content
 
@@ -42,33 +25,28 @@ _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     for name, parameter in inspect.signature(ParamScheduler).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 )
-_MODEL = Kind(MODELS)
-_DATASET = Kind(DATASETS)
 _ORDER = frozenset({"dataset", "data_source", "seed", "shard", "num_replicas", "world_size", "rank"})
-_SAMPLER = Kind(DATA_SAMPLERS, default="DefaultSampler", supplied=_ORDER)
-_BATCH_SAMPLER = Kind(DATA_SAMPLERS, supplied=_ORDER | {"sampler", "batch_size"})
-_OPTIMIZER = Kind(OPTIMIZERS, supplied=frozenset({"params"}))
-_OPTIM_WRAPPER = Kind(OPTIM_WRAPPERS, default="OptimWrapper", own=frozenset({"constructor", "paramwise_cfg"}))
+_LOADER_PARTS: Mapping[str, Kind] = {
+    "dataset": Kind(registry.DATASETS),
+    "sampler": Kind(registry.DATA_SAMPLERS, default="DefaultSampler", supplied=_ORDER),
+    "batch_sampler": Kind(registry.DATA_SAMPLERS, supplied=_ORDER | {"sampler", "batch_size"}),
+}
+_OPTIMIZER = Kind(registry.OPTIMIZERS, supplied=frozenset({"params"}))
+_OPTIM_WRAPPER = Kind(
+    registry.OPTIM_WRAPPERS,
+    default="OptimWrapper",
+    supplied=frozenset({"optimizer"}),
+    own=frozenset({"constructor", "paramwise_cfg"}),
+)
 _CONSTRUCTOR = "DefaultOptimWrapperConstructor"
 # Where a schedule's length is missing, it is that of its window.
 _LENGTHS = frozenset({"T_max", "total_iters", "total_steps"})
-_SCHEDULER = Kind(PARAM_SCHEDULERS, supplied=_LENGTHS | {"optimizer"}, own=_OWN_SCHEDULER_KEYS)
-_METRIC = Kind(METRICS)
-_EVALUATOR = Kind(EVALUATOR, default="Evaluator", supplied=frozenset({"metrics"}))
+_SCHEDULER = Kind(registry.PARAM_SCHEDULERS, supplied=_LENGTHS | {"optimizer"}, own=_OWN_SCHEDULER_KEYS)
+_METRIC = Kind(registry.METRICS)
 _LOADER_KEYS = frozenset({"split", "num_batch_per_epoch"})
-_HOOK = Kind(HOOKS, own=frozenset({"priority"}))
-_STRATEGY = Kind(STRATEGIES)
-_VISUALIZER = Kind(VISUALIZERS)
+_HOOK = Kind(registry.HOOKS, own=frozenset({"priority"}))
 _FSDP_WRAPPER = "MMFullyShardedDataParallel"
 _LOOP_PARTS = frozenset({"runner", "dataloader", "evaluator"})
-
-
-def _one_or_more(kind: Kind, key: str, value: object) -> Iterator[Fault]:
-    if isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from kind.faults(f"{key}.{index}", item)
-    else:
-        yield from kind.faults(key, value)
 
 
 def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
@@ -77,30 +55,25 @@ def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
     if not isinstance(cfg, Mapping):
         return
     takes = Arguments.of(DataLoader)
-    for name in takes.unknown({known: value for known, value in cfg.items() if known not in _LOADER_KEYS}):
-        yield Fault(
-            f"{key}.{name}", f"is no argument of a data loader{did_you_mean(name, {*takes.named, *_LOADER_KEYS})}"
-        )
+    for name in takes.unknown(name for name in cfg if name not in _LOADER_KEYS):
+        hint = did_you_mean(name, {*takes.named, *_LOADER_KEYS})
+        yield Fault(f"{key}.{name}", f"is no argument of a data loader{hint}")
     if not isinstance(cfg.get("split"), bool | None):
         yield Fault(f"{key}.split", "must be True, False or None")
     if cfg.get("dataset") is None:
         yield Fault(key, f"must have the key `dataset`, but has only {sorted(map(str, cfg))}")
     if cfg.get("sampler") is not None and "shuffle" in cfg:
         yield Fault(f"{key}.shuffle", "contradicts `sampler`, which has a `shuffle` of its own; leave out one")
-    parts = {"dataset": _DATASET, "sampler": _SAMPLER, "batch_sampler": _BATCH_SAMPLER}
-    for name, kind in parts.items():
-        if cfg.get(name) is not None and isinstance(cfg[name], Mapping):
+    for name, kind in _LOADER_PARTS.items():
+        if isinstance(cfg.get(name), Mapping):
             yield from kind.faults(f"{key}.{name}", cfg[name])
-    for name, value in cfg.items():
-        if name in takes.named and name not in parts and name != "collate_fn":
-            says = misfit(value, takes.named[name])
-            if says is not None:
-                yield Fault(f"{key}.{name}", says)
+    plain = {name: value for name, value in cfg.items() if name not in _LOADER_PARTS and name != "collate_fn"}
+    yield from value_faults(key, plain, takes)
 
 
 def _train_cfg(key: str, cfg: object) -> Iterator[Fault]:
     if not isinstance(cfg, Mapping) or "type" in cfg:
-        yield from Kind(LOOPS, supplied=_LOOP_PARTS).faults(key, cfg)
+        yield from Kind(registry.LOOPS, supplied=_LOOP_PARTS).faults(key, cfg)
         return
     if "max_epochs" in cfg and "max_iters" in cfg:
         yield Fault(key, "must have either `max_epochs` or `max_iters`, but has both")
@@ -111,7 +84,7 @@ def _train_cfg(key: str, cfg: object) -> Iterator[Fault]:
         yield Fault(f"{key}.by_epoch", f"contradicts `{other}`; leave it out, or give `{counted}`")
         return
     loop = "EpochBasedTrainLoop" if by_epoch else "IterBasedTrainLoop"
-    yield from Kind(LOOPS, default=loop, supplied=_LOOP_PARTS, own=frozenset({"by_epoch"})).faults(key, cfg)
+    yield from Kind(registry.LOOPS, default=loop, supplied=_LOOP_PARTS, own=frozenset({"by_epoch"})).faults(key, cfg)
 
 
 def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
@@ -121,7 +94,7 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
     if isinstance(cfg.get("optimizer"), Mapping):
         yield from _OPTIMIZER.faults(f"{key}.optimizer", cfg["optimizer"])
     if (cfg.get("constructor") or _CONSTRUCTOR) != _CONSTRUCTOR:  # which knows its keys alone
-        _, says = resolve(cfg["constructor"], OPTIM_WRAPPER_CONSTRUCTORS)
+        _, says = resolve(cfg["constructor"], registry.OPTIM_WRAPPER_CONSTRUCTORS)
         if says is not None:
             yield Fault(f"{key}.constructor", says)
         return
@@ -133,20 +106,21 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
         return
     if "optimizer" not in cfg:
         yield Fault(key, f"must have the key `optimizer`, but has only {sorted(map(str, cfg))}")
-    own = {name: value for name, value in cfg.items() if name != "optimizer"}
-    kind = Kind(_OPTIM_WRAPPER.registry, _OPTIM_WRAPPER.default, frozenset({"optimizer"}), _OPTIM_WRAPPER.own)
-    yield from kind.faults(key, own)
+    yield from _OPTIM_WRAPPER.faults(key, {name: value for name, value in cfg.items() if name != "optimizer"})
 
 
 def _paramwise(key: str, cfg: object) -> Iterator[Fault]:
+    if not isinstance(cfg, Mapping):
+        return
     yield from _keys(PARAMWISE_KEYS, key, cfg)
-    for name, value in cfg.items() if isinstance(cfg, Mapping) else ():
+    for name, value in cfg.items():
         if str(name).endswith("_mult") and value is not None and not isinstance(value, int | float):
             yield Fault(f"{key}.{name}", "must be a number")
-    custom = cfg.get("custom_keys") if isinstance(cfg, Mapping) else None
-    if custom is not None and not isinstance(custom, Mapping):
+    custom = cfg.get("custom_keys")
+    if not isinstance(custom, Mapping | None):
         yield Fault(f"{key}.custom_keys", "must be a dict of parts of parameters' names")
-    for name, options in custom.items() if isinstance(custom, Mapping) else ():
+        return
+    for name, options in (custom or {}).items():
         if not isinstance(options, Mapping):
             yield Fault(f"{key}.custom_keys.{name}", "must be a dict such as dict(lr_mult=0.1)")
 
@@ -154,9 +128,9 @@ def _paramwise(key: str, cfg: object) -> Iterator[Fault]:
 def _param_scheduler(key: str, cfg: object) -> Iterator[Fault]:
     if isinstance(cfg, Mapping) and _is_by_name(cfg, "type"):
         for name, part in cfg.items():
-            yield from _one_or_more(_SCHEDULER, f"{key}.{name}", part)
+            yield from _SCHEDULER.each(f"{key}.{name}", part)
     else:
-        yield from _one_or_more(_SCHEDULER, key, cfg)
+        yield from _SCHEDULER.each(key, cfg)
 
 
 def _is_by_name(cfg: Mapping[str, object], usual: str) -> bool:
@@ -164,33 +138,28 @@ def _is_by_name(cfg: Mapping[str, object], usual: str) -> bool:
     return bool(cfg) and usual not in cfg and all(isinstance(part, Mapping | list | tuple) for part in cfg.values())
 
 
-def _default_hooks(key: str, cfg: object) -> Iterator[Fault]:
-    for name, given in cfg.items() if isinstance(cfg, Mapping) else ():
+def _default_hooks(key: str, cfg: Mapping[str, object]) -> Iterator[Fault]:
+    for name, given in cfg.items():
         if isinstance(given, Mapping) and "type" not in given and name not in DEFAULT_HOOKS:
-            yield Fault(
-                f"{key}.{name}",
-                f"must have a `type`, since no default hook is called so{did_you_mean(name, DEFAULT_HOOKS)}",
-            )
+            hint = did_you_mean(name, DEFAULT_HOOKS)
+            yield Fault(f"{key}.{name}", f"must have a `type`, since no default hook is called so{hint}")
         elif given is not None:
             default = DEFAULT_HOOKS.get(name, {}).get("type")
-            yield from Kind(HOOKS, default=default, own=_HOOK.own).faults(f"{key}.{name}", given)
-
-
-def _custom_hooks(key: str, hooks: object) -> Iterator[Fault]:
-    for index, hook in enumerate(hooks if isinstance(hooks, list | tuple) else ()):
-        yield from _HOOK.faults(f"{key}.{index}", hook)
+            yield from Kind(registry.HOOKS, default=default, own=_HOOK.own).faults(f"{key}.{name}", given)
 
 
 def _strategy(key: str, strategy: object) -> Iterator[Fault]:
     if isinstance(strategy, str):
-        _, says = resolve(strategy, STRATEGIES)
+        _, says = resolve(strategy, registry.STRATEGIES)
         if says is not None:
             yield Fault(key, says)
         return
-    yield from _STRATEGY.faults(key, strategy)
+    yield from Kind(registry.STRATEGIES).faults(key, strategy)
     if isinstance(strategy, Mapping):
-        kind, _ = resolve(strategy.get("type"), STRATEGIES)
-        if kind is not None and kind is STRATEGIES.module_dict.get("FSDPStrategy"):  # only there when it is asked for
+        kind, _ = resolve(strategy.get("type"), registry.STRATEGIES)
+        if kind is not None and kind is registry.STRATEGIES.module_dict.get(
+            "FSDPStrategy"
+        ):  # only there when it is asked for
             yield from _fsdp(key, strategy, kind)
 
 
@@ -201,7 +170,7 @@ def _fsdp(key: str, cfg: Mapping[str, object], strategy: Callable[..., Any]) -> 
     wrapper = cfg.get("model_wrapper") or {}
     if not isinstance(wrapper, Mapping) or wrapper.get("type", _FSDP_WRAPPER) != _FSDP_WRAPPER:
         return
-    handed_on = Arguments.of(resolve(_FSDP_WRAPPER, MODEL_WRAPPERS)[0] or dict).named.keys() - {"module"}
+    handed_on = Arguments.of(resolve(_FSDP_WRAPPER, registry.MODEL_WRAPPERS)[0] or dict).named.keys() - {"module"}
     yield from _keys({"type", *Arguments.of(strategy).named, *handed_on}, key, cfg)
     yield from _keys({"type", *handed_on}, f"{key}.model_wrapper", wrapper)
     for where, part in ((key, cfg), (f"{key}.model_wrapper", wrapper)):
@@ -223,10 +192,11 @@ def _compile(key: str, cfg: object) -> Iterator[Fault]:
 
 def _evaluator(key: str, cfg: object) -> Iterator[Fault]:
     if isinstance(cfg, Mapping) and "metrics" in cfg:
-        yield from _one_or_more(_METRIC, f"{key}.metrics", cfg["metrics"])
-        yield from _EVALUATOR.faults(key, {name: value for name, value in cfg.items() if name != "metrics"})
+        yield from _METRIC.each(f"{key}.metrics", cfg["metrics"])
+        evaluator = Kind(registry.EVALUATOR, default="Evaluator", supplied=frozenset({"metrics"}))
+        yield from evaluator.faults(key, {name: value for name, value in cfg.items() if name != "metrics"})
     else:
-        yield from _one_or_more(_METRIC, key, cfg)
+        yield from _METRIC.each(key, cfg)
 
 
 def _log_level(key: str, level: object) -> Iterator[Fault]:
@@ -236,22 +206,24 @@ def _log_level(key: str, level: object) -> Iterator[Fault]:
 
 
 _SECTIONS: Mapping[Content, Section] = {
-    "model": _MODEL.faults,
-    "preprocessor": Kind(MODELS, default="BaseDataPreprocessor").faults,
+    "model": Kind(registry.MODELS).faults,
+    "preprocessor": Kind(registry.MODELS, default="BaseDataPreprocessor").faults,
     "dataloader": _dataloader,
     "train loop": _train_cfg,
-    "val loop": Kind(LOOPS, default="ValLoop", supplied=_LOOP_PARTS).faults,
-    "test loop": Kind(LOOPS, default="TestLoop", supplied=_LOOP_PARTS).faults,
+    "val loop": Kind(registry.LOOPS, default="ValLoop", supplied=_LOOP_PARTS).faults,
+    "test loop": Kind(registry.LOOPS, default="TestLoop", supplied=_LOOP_PARTS).faults,
     "optim wrapper": _optim_wrapper,
     "schedulers": _param_scheduler,
     "evaluator": _evaluator,
     "default hooks": _default_hooks,
-    "custom hooks": _custom_hooks,
+    "custom hooks": _HOOK.each,
     "strategy": _strategy,
-    "model wrapper": Kind(MODEL_WRAPPERS, default="MMDistributedDataParallel", supplied=frozenset({"module"})).faults,
+    "model wrapper": Kind(
+        registry.MODEL_WRAPPERS, default="MMDistributedDataParallel", supplied=frozenset({"module"})
+    ).faults,
     "compile options": _compile,
     "log level": _log_level,
-    "visualizer": partial(_one_or_more, _VISUALIZER),
+    "visualizer": Kind(registry.VISUALIZERS).each,
 }
 
 

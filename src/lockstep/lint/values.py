@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torch import Tensor
 
-_NUMBERS: Mapping[type, tuple[type, ...]] = {
+_TAKES: Mapping[type, tuple[type, ...]] = {
+    NoneType: (),
+    str: (str,),
     bool: (bool, int),
     int: (int,),
     float: (int, float),
@@ -46,17 +48,9 @@ def fits(value: object, hint: Any) -> bool:
     kind = origin or hint
     if not isinstance(kind, type):
         return True
-    if kind in _NUMBERS:
+    if kind in _TAKES:
         whole = kind is int and isinstance(value, float) and value.is_integer()
-        return whole or isinstance(value, _NUMBERS[kind])
-    return _fits_class(value, kind)
-
-
-def _fits_class(value: object, kind: type) -> bool:
-    if kind is NoneType:
-        return False
-    if kind is str:
-        return isinstance(value, str)
+        return whole or isinstance(value, _TAKES[kind])
     if issubclass(kind, list | tuple | set | frozenset):
         return isinstance(value, list | tuple)
     if issubclass(kind, Mapping):

@@ -14,7 +14,7 @@ from lockstep.optim.plateau import ReduceOnPlateauLR
 from lockstep.optim.scheduler import ParamScheduler, length_argument
 from lockstep.optim.torch_schedules import TorchScheduler
 from lockstep.registry import PARAM_SCHEDULERS
-from lockstep.registry.building import construct
+from lockstep.registry.signatures import construct
 
 
 def build_param_schedulers(

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any, Final, TypeAlias, TypeVar, overload
 
 from lockstep.errors import RegistryError, did_you_mean, nearest
-from lockstep.registry.building import construct
+from lockstep.registry.signatures import construct
 
 Entry = Callable[..., Any]
 EntryT = TypeVar("EntryT", bound=Entry)
+Names: TypeAlias = str | list[str] | tuple[str, ...] | None
 
 _default_scope: str | None = None
 
@@ -61,6 +62,14 @@ class Registry:
         build_func: what `build` calls instead of the constructor, with the config, this registry as `registry`, and the
             default arguments; by default that of the parent.
 
+    Attributes:
+        name: what the entries are, in the singular.
+        scope: address of this registry within its family.
+        parent: the registry in which a name is looked for next.
+        root: the oldest of the family.
+        children: the registries that have this one as their parent, by scope. Read only.
+        module_dict: what has been registered here so far, by name. Read only.
+
     Raises:
         RegistryError: the parent already has a child of that scope.
 
@@ -87,49 +96,23 @@ class Registry:
             scope = str(sys._getframe(1).f_globals["__name__"]).partition(".")[0]
         if not scope or "." in scope:
             raise ValueError(f"`scope` must be a name without dots, but is {scope!r}")
-        self._name = name
-        self._scope = scope
-        self._parent = parent
+        self.name: Final = name
+        self.scope: Final = scope
+        self.parent: Final = parent
+        self.root: Final[Registry] = self if parent is None else parent.root
+        self._ancestry: tuple[Registry, ...] = (self,) if parent is None else (self, *parent._ancestry)
         named = locations if isinstance(locations, Mapping) else dict.fromkeys(locations, ())
         self._locations = {module: tuple(names) for module, names in named.items()}  # without names: may have any
         self._libraries = tuple(libraries)
         self._build_func: Entry | None = build_func or (None if parent is None else parent._build_func)
         self._entries: dict[str, Entry] = {}
         self._children: dict[str, Registry] = {}
+        self.module_dict: Final[Mapping[str, Entry]] = MappingProxyType(self._entries)
+        self.children: Final[Mapping[str, Registry]] = MappingProxyType(self._children)
         if parent is not None:
             if scope in parent._children:
                 raise RegistryError(f"{parent!r} has a child of scope `{scope}` already; choose another `scope`")
             parent._children[scope] = self
-
-    @property
-    def name(self) -> str:
-        """What the entries are, in the singular."""
-        return self._name
-
-    @property
-    def scope(self) -> str:
-        """Address of this registry within its family."""
-        return self._scope
-
-    @property
-    def parent(self) -> Registry | None:
-        """The registry in which a name is looked for next."""
-        return self._parent
-
-    @property
-    def root(self) -> Registry:
-        """The oldest of the family."""
-        return self if self._parent is None else self._parent.root
-
-    @property
-    def children(self) -> Mapping[str, Registry]:
-        """The registries that have this one as their parent, by scope. Read only."""
-        return MappingProxyType(self._children)
-
-    @property
-    def module_dict(self) -> Mapping[str, Entry]:
-        """What has been registered here so far, by name. Read only."""
-        return MappingProxyType(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -144,24 +127,17 @@ class Registry:
         return isinstance(key, str) and self.get(key) is not None
 
     def __repr__(self) -> str:
-        return f"Registry({self._name!r}, scope={self._scope!r}, entries={len(self)})"
+        return f"Registry({self.name!r}, scope={self.scope!r}, entries={len(self)})"
 
     @overload
     def register_module(self, name: EntryT) -> EntryT: ...
     @overload
-    def register_module(
-        self, name: str | list[str] | None = None, force: bool = False, *, module: EntryT
-    ) -> EntryT: ...
+    def register_module(self, name: Names = None, force: bool = False, *, module: EntryT) -> EntryT: ...
     @overload
     def register_module(
-        self, name: str | list[str] | None = None, force: bool = False, module: None = None
+        self, name: Names = None, force: bool = False, module: None = None
     ) -> Callable[[EntryT], EntryT]: ...
-    def register_module(
-        self,
-        name: str | list[str] | Entry | None = None,
-        force: bool = False,
-        module: Entry | None = None,
-    ) -> Any:
+    def register_module(self, name: Any = None, force: bool = False, module: Entry | None = None) -> Any:
         """Register a class or function, as a decorator or by a call.
 
         Args:
@@ -193,7 +169,7 @@ class Registry:
             return self._register(module, name, force)
         return lambda entry: self._register(entry, name, force)
 
-    def _register(self, entry: EntryT, name: str | list[str] | None, force: bool) -> EntryT:
+    def _register(self, entry: EntryT, name: Names, force: bool) -> EntryT:
         if not (inspect.isclass(entry) or inspect.isroutine(entry)):
             raise TypeError(f"`module` must be a class or a function, but is an object of {type(entry)}")
         names = [entry.__name__] if name is None else [name] if isinstance(name, str) else name
@@ -203,7 +179,7 @@ class Registry:
             present = self._entries.get(key)
             if not force and present is not None and present is not entry:
                 raise RegistryError(
-                    f"{self._name} `{key}` is registered in `{self._scope}` already, by "
+                    f"{self.name} `{key}` is registered in `{self.scope}` already, by "
                     f"{present.__module__}; choose another name, or replace it with force=True"
                 )
         self._entries.update(dict.fromkeys(names, entry))
@@ -224,8 +200,7 @@ class Registry:
             raise TypeError(f"`key` must be a str, but is {key!r} of {type(key).__name__}")
         scope, dot, name = key.partition(".")
         if not dot:
-            first = _default_scope
-            there = None if first in (None, self._scope) else self._in_scope(str(first), key)
+            there = None if _default_scope is None else self._in_scope(_default_scope, key)
             return self._ascend(key) if there is None else there
         if (found := self._in_scope(scope, name)) is not None:
             return found
@@ -236,7 +211,7 @@ class Registry:
     def __getitem__(self, key: str) -> Entry:
         found = self.get(key)
         if found is None:
-            raise RegistryError(f"there is no {self._name} `{key}` {self.suggest(key)}")
+            raise RegistryError(f"there is no {self.name} `{key}` {self.suggest(key)}")
         return found
 
     def suggest(self, key: str) -> str:
@@ -245,9 +220,9 @@ class Registry:
         if module in sys.modules:
             there = [own for own, value in vars(sys.modules[module]).items() if own[0] != "_" and callable(value)]
             return f"in the module `{module}`{did_you_mean(name, there)}"
-        here = f"in the registry of scope `{self._scope}`"
-        name = key.removeprefix(f"{self._scope}.")
-        if module and all(other._scope != key.partition(".")[0] for other in self.root._family()):
+        here = f"in the registry of scope `{self.scope}`"
+        name = key.removeprefix(f"{self.scope}.")
+        if module and all(other.scope != key.partition(".")[0] for other in self.root._family()):
             near = nearest(name, self._known_names())
             return f"{here}, nor is there a module `{module}`" + (f": did you mean `{near}`?" if near else "")
         return here + did_you_mean(name, self._known_names())
@@ -270,7 +245,7 @@ class Registry:
         """
         if not isinstance(cfg, Mapping):
             raise TypeError(
-                f"`cfg` must be a dict with the key `type` to build a {self._name}, but is "
+                f"`cfg` must be a dict with the key `type` to build a {self.name}, but is "
                 f"{cfg!r} of {type(cfg).__name__}; an object that exists needs no building"
             )
         if self._build_func is not None:
@@ -278,43 +253,33 @@ class Registry:
         arguments = {**default_args, **cfg}
         if "type" not in arguments:
             raise RegistryError(
-                f"`cfg` must have the key `type` to build a {self._name}, but has only {sorted(map(str, cfg))}"
+                f"`cfg` must have the key `type` to build a {self.name}, but has only {sorted(map(str, cfg))}"
             )
         kind = arguments.pop("type")
         if isinstance(kind, str):
             kind = self[kind]
         elif not callable(kind):
-            raise TypeError(f"`type` of a {self._name} must be a name, a class or a function, but is {kind!r}")
-        return construct(kind, arguments, self._name)
+            raise TypeError(f"`type` of a {self.name} must be a name, a class or a function, but is {kind!r}")
+        return construct(kind, arguments, self.name)
 
     def _ascend(self, name: str) -> Entry | None:
         """Look for `name` here, then in the parents."""
-        for registry in self._ancestry():
-            if (found := registry._own(name)) is not None:
-                return found
-        return None
+        found = (registry._own(name) for registry in self._ancestry)
+        return next((entry for entry in found if entry is not None), None)
 
     def _own(self, name: str) -> Entry | None:
+        for location, names in self._locations.items():
+            if name not in self._entries and (not names or name in names):
+                import_module(location)
         if name in self._entries:
             return self._entries[name]
-        for location, names in self._locations.items():
-            if names and name not in names:
-                continue
-            import_module(location)
-            if name in self._entries:
-                return self._entries[name]
-        for library in self._libraries:
-            if (found := library.entries().get(name)) is not None:
-                return found
-        return None
+        found = (library.entries().get(name) for library in self._libraries)
+        return next((entry for entry in found if entry is not None), None)
 
     def _in_scope(self, scope: str, name: str) -> Entry | None:
-        if scope == self._scope:
-            return self._ascend(name)
-        for registry in self.root._family():
-            if registry._scope == scope:
-                return registry._ascend(name)
-        return None
+        found = (registry for registry in (self, *self.root._family()) if registry.scope == scope)
+        registry = next(found, None)
+        return None if registry is None else registry._ascend(name)
 
     def _family(self) -> Iterator[Registry]:
         """Yield this registry and everything below it."""
@@ -322,17 +287,11 @@ class Registry:
         for child in self._children.values():
             yield from child._family()
 
-    def _ancestry(self) -> Iterator[Registry]:
-        """Yield this registry and everything above it."""
-        yield self
-        if self._parent is not None:
-            yield from self._parent._ancestry()
-
     def _known_names(self) -> set[str]:
         """Return its own names and its ancestors', and with their scope those of the others."""
-        ancestry = list(self._ancestry())
-        names = {f"{other._scope}.{name}" for other in self.root._family() if other not in ancestry for name in other}
-        for registry in ancestry:
+        others = (other for other in self.root._family() if other not in self._ancestry)
+        names = {f"{other.scope}.{name}" for other in others for name in other}
+        for registry in self._ancestry:
             names.update(registry, *registry._locations.values())
             names.update(*(library.entries() for library in registry._libraries))
         return names

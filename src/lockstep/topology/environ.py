@@ -165,13 +165,10 @@ def read_topology(env: Environment, launcher: str) -> Topology:
         _refuse_other_torch_numbers(env, by, statement)
     restart_count = _number(env, names.restart_count)
     return Topology(
-        launcher=by,
-        rank=statement.rank.value,
-        world_size=statement.world_size.value,
-        local_rank=placement.local_rank,
-        local_size=placement.local_size,
-        node_rank=placement.node_rank,
-        num_nodes=placement.num_nodes,
+        by,
+        statement.rank.value,
+        statement.world_size.value,
+        *placement,
         master_addr=master_addr,
         master_port=_master_port(env),
         restart_count=restart_count.value if restart_count else 0,
@@ -219,19 +216,12 @@ def _read_statement(env: Environment, launcher: LauncherName, names: _Names, *, 
             f"{names.world_size[0]} must be set where {rank.name} is, {rank.value}, but is missing. "
             f"{_REMEDIES[launcher]}"
         )
+    local_rank, local_size = _number(env, names.local_rank), _number(env, names.local_size)
     node_rank, num_nodes = _number(env, names.node_rank), _number(env, names.num_nodes)
-    local_size = _number(env, names.local_size)
     if launcher == "slurm":
         local_size, num_nodes = _slurm_counts(env, world_size, node_rank, num_nodes)
     return Statement(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_number(env, names.local_rank),
-        local_size=local_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        one_host=one_host,
-        remedy=_REMEDIES[launcher],
+        rank, world_size, local_rank, local_size, node_rank, num_nodes, one_host, remedy=_REMEDIES[launcher]
     )
 
 

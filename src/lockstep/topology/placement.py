@@ -44,17 +44,10 @@ class Statement:
         return TopologyError(f"{must} (rank {self.rank.value} of {self.world_size.value}). {self.remedy}")
 
 
-class Placement(NamedTuple):
-    """The position of a process, complete."""
-
-    local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
-
-
-def derive_placement(statement: Statement) -> Placement:
+def derive_placement(statement: Statement) -> tuple[int, int, int, int]:
     """Check the numbers that are stated, and derive those that are not.
+
+    Returns local rank, number of ranks on this node, node rank and number of nodes.
 
     Ranks are taken to fill one node after the other, all nodes alike, where nothing numbers the nodes.
 
@@ -70,14 +63,14 @@ def derive_placement(statement: Statement) -> Placement:
             f"{local_rank.name} must be below the number of ranks on this node, {local_size}, but is {local_rank.value}"
         )
     if statement.node_rank is not None:
-        return Placement(local_rank.value, local_size, statement.node_rank.value, num_nodes)
+        return local_rank.value, local_size, statement.node_rank.value, num_nodes
     if rank % local_size != local_rank.value:
         raise statement.contradiction(
             f"{local_rank.name} must be {rank % local_size} where ranks fill one node after the other, {local_size} "
             f"each, but is {local_rank.value}, and nothing says which node this is. Number ranks node by node (mpirun "
             "--map-by slot), or export GROUP_RANK and GROUP_WORLD_SIZE: the number of the node, and how many there are"
         )
-    return Placement(local_rank.value, local_size, rank // local_size, num_nodes)
+    return local_rank.value, local_size, rank // local_size, num_nodes
 
 
 def _check_bounds(statement: Statement) -> None:
