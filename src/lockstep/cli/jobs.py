@@ -142,7 +142,12 @@ class Test(_Job):
 
     def complete(self, cfg: Config) -> None:
         """Set which weights are loaded."""
-        cfg.update(load_from=str(_existing(self.checkpoint)), resume=False)
+        from lockstep.checkpoint import is_checkpoint
+
+        path = self.checkpoint
+        if not (path.is_file() or is_checkpoint(path)):
+            raise ConfigError(f"`--checkpoint` must be a checkpoint of a run or a file of weights, but is {path}")
+        cfg.update(load_from=str(path.resolve()), resume=False)
 
     def mode(self, cfg: Config) -> Mode:
         """Return "val" where there are validation data alone."""
@@ -210,14 +215,6 @@ def _check_ranks_found(launcher: str, options: RankOptions) -> None:
             )
     if topology.rank == 0:
         print(f"lockstep: joining the ranks found ({launcher}): {topology.world_size}", file=sys.stderr)
-
-
-def _existing(checkpoint: Path) -> Path:
-    from lockstep.checkpoint import is_checkpoint
-
-    if not (checkpoint.is_file() or is_checkpoint(checkpoint)):
-        raise ConfigError(f"`--checkpoint` must be a checkpoint of a run or a file of weights, but is {checkpoint}")
-    return checkpoint.resolve()
 
 
 def _print_table(mode: Literal["val", "test"], metrics: Mapping[str, Any], runner: Runner) -> None:

@@ -154,6 +154,13 @@ def mapped(function: Any, value: Any) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
+def items_below(value: object) -> dict[str, Any]:
+    """Return what stands below a value by key or index: nothing also for an empty dict or list."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
+
+
 def _deletes(changes: Mapping[Any, Any], error: MakeError, prefix: str) -> bool:
     flag = changes.get(DELETE, False)
     if not isinstance(flag, bool):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lockstep.config.dictionary import items_below
 from lockstep.config.source_form import python_value
 
 
@@ -37,12 +38,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Diff
 
 
 def _between(old: object, new: object, prefix: str) -> Iterator[Difference]:
-    before, after = _items(old), _items(new)
+    before, after = items_below(old), items_below(new)
     for name, value in before.items():
         key = f"{prefix}{name}"
         if name not in after:
             yield from (Difference("removed", path, old=source) for path, source in _leaves(key, value))
-        elif _items(value) and _items(after[name]) and _kind(value) is _kind(after[name]):
+        elif items_below(value) and items_below(after[name]) and _kind(value) is _kind(after[name]):
             yield from _between(value, after[name], f"{key}.")
         elif (source := python_value(value)) != (other := python_value(after[name])):
             yield Difference("changed", key, source, other)
@@ -53,18 +54,11 @@ def _between(old: object, new: object, prefix: str) -> Iterator[Difference]:
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, str]]:
     """Yield the dotted keys below a value, or its own, with their values as source."""
-    items = _items(value)
+    items = items_below(value)
     for name, item in items.items():
         yield from _leaves(f"{key}.{name}", item)
     if not items:
         yield key, python_value(value)
-
-
-def _items(value: object) -> dict[str, Any]:
-    """Return what stands below a value by key or index: nothing also for an empty dict or list."""
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
 
 
 def _kind(value: object) -> type:

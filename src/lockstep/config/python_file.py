@@ -62,7 +62,8 @@ class PythonFile(ConfigFile):
             try:
                 self._run(module, list(imported))
             except Exception as error:
-                line = _line_in(error, self.path)
+                lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(self.path)]
+                line = lines[-1] if lines else "?"
                 raise ConfigError(f"{self.path}:{line}: {type(error).__name__}: {error}") from error
         if vars(module).get(BASE) is not base:
             raise ConfigError(f"{self.path}: `{BASE}` must be assigned at the top level, plainly")
@@ -163,12 +164,6 @@ def _names_assigned(statement: ast.stmt) -> list[str]:
             return [name]
         case _:
             return []
-
-
-def _line_in(error: Exception, path: Path) -> int | str:
-    """Return the innermost line of the file at `path` that took part in an error."""
-    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return lines[-1] or "?" if lines else "?"
 
 
 def _assignments(statement: ast.stmt) -> Iterator[tuple[list[str], ast.expr]]:

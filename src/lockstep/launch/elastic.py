@@ -111,11 +111,12 @@ def _worker_arguments(command: Sequence[str], log_dir: str | None) -> tuple[str,
 class _Agent(LocalElasticAgent):
     """torch's agent, which also prints what it does."""
 
+    _cause_awaited_since: float | None = None
+
     def __init__(self, spec: WorkerSpec, rendezvous: NodesRendezvous, setup: _RankSetup, log_dir: str | None) -> None:
         super().__init__(spec, setup)
         self._nodes = rendezvous
         self._log_dir = log_dir
-        self._cause_awaited_since: float | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._awaits_cause(worker_group):

@@ -123,15 +123,9 @@ def _record(error: BaseException) -> bool:
     now = time.time()
     shown = None if isinstance(error, (SystemExit, *INPUT_ERRORS)) else _own_frames(error.__traceback__)
     lines = traceback.format_exception(error.with_traceback(shown))
-    report = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {
-            "py_callstack": "".join(lines),
-            "timestamp": str(int(now)),
-            "time": now,
-            "type": type(error).__name__,
-        },
-    }
+    kind = type(error).__name__
+    extra = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now, "type": kind}
+    report = {"message": f"{kind}: {error}", "extraInfo": extra}
     draft = Path(f"{path}.{os.getpid()}")  # the agent may be looking
     draft.write_text(json.dumps({"message": report}))
     draft.replace(path)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.dictionary import items_below
 from lockstep.errors import RegistryError, did_you_mean, nearest
 from lockstep.lint.values import misfit
 from lockstep.registry import Registry
@@ -30,10 +31,9 @@ class Fault:
         """Return the fault as a sentence, with the value that the key has in `cfg` where that is short."""
         value: Any = cfg
         for part in self.key.split("."):
-            try:
-                value = value[int(part)] if isinstance(value, list | tuple) else value[part]
-            except (KeyError, IndexError, ValueError, TypeError):
+            if part not in (below := items_below(value)):
                 return f"`{self.key}` {self.says}"
+            value = below[part]
         shown = repr(value)
         if isinstance(value, Mapping | list | tuple) or len(shown) > _LONGEST_VALUE or shown in self.says:
             return f"`{self.key}` {self.says}"
@@ -110,13 +110,7 @@ def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Faul
     Who gets a dict there may add arguments to it, or take some out, before anything is built. So what is missing does
     not count, nor a type that is not known, nor a key unless it comes close to one that is free.
     """
-    if isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _nested_faults(f"{key}.{index}", item, registry)
-    if not isinstance(value, Mapping):
-        return
-    constructor, _ = resolve(value.get("type"), registry)
-    if constructor is not None:
+    if isinstance(value, Mapping) and (constructor := resolve(value.get("type"), registry)[0]) is not None:
         takes = Arguments.of(constructor)
         given = {name: item for name, item in value.items() if name != "type"}
         for name in takes.unknown(given):
@@ -124,7 +118,7 @@ def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Faul
                 title = getattr(constructor, "__qualname__", constructor)
                 yield Fault(f"{key}.{name}", f"is no argument of `{title}`: did you mean `{meant}`?")
         yield from value_faults(key, given, takes)
-    for name, item in value.items():
+    for name, item in items_below(value).items():
         yield from _nested_faults(f"{key}.{name}", item, registry)
 
 

@@ -18,8 +18,6 @@ from lockstep.optim.paramwise import PARAMWISE_KEYS
 from lockstep.registry.signatures import Arguments
 from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content
 
-Section = Callable[[str, Any], Iterator[Fault]]
-
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     name
     for name, parameter in inspect.signature(ParamScheduler).parameters.items()
@@ -205,7 +203,7 @@ def _log_level(key: str, level: object) -> Iterator[Fault]:
         yield Fault(key, f"is no level of logging{did_you_mean(level, names)}")
 
 
-_SECTIONS: Mapping[Content, Section] = {
+_SECTIONS: Mapping[Content, Callable[[str, Any], Iterator[Fault]]] = {
     "model": Kind(registry.MODELS).faults,
     "preprocessor": Kind(registry.MODELS, default="BaseDataPreprocessor").faults,
     "dataloader": _dataloader,

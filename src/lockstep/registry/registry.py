@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import getmembers, isclass, isroutine
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar, overload
 
@@ -37,11 +37,7 @@ class Library:
         """Import the module and return its public subclasses of `base` by name."""
         module = import_module(self.module)
         base = getattr(module, self.base)
-        return {
-            name: value
-            for name, value in vars(module).items()
-            if inspect.isclass(value) and issubclass(value, base) and value is not base
-        }
+        return dict(getmembers(module, lambda value: isclass(value) and issubclass(value, base) and value is not base))
 
 
 class Registry:
@@ -170,7 +166,7 @@ class Registry:
         return lambda entry: self._register(entry, name, force)
 
     def _register(self, entry: EntryT, name: Names, force: bool) -> EntryT:
-        if not (inspect.isclass(entry) or inspect.isroutine(entry)):
+        if not (isclass(entry) or isroutine(entry)):
             raise TypeError(f"`module` must be a class or a function, but is an object of {type(entry)}")
         names = [entry.__name__] if name is None else [name] if isinstance(name, str) else name
         for key in names:
@@ -345,5 +341,5 @@ def _import_entry(path: str) -> Entry | None:
             raise
         for attribute in parts[length:]:
             found = getattr(found, attribute, None)
-        return found if inspect.isclass(found) or inspect.isroutine(found) else None
+        return found if isclass(found) or isroutine(found) else None
     return None

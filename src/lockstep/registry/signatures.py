@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,12 @@ class Arguments:
         """Return those of the `given` names that cannot be taken."""
         return [] if self.takes_others else [name for name in given if name not in self.named]
 
-    def missing(self, given: Iterable[str]) -> list[str]:
+    def missing(self, given: Collection[str]) -> list[str]:
         """Return the names that must be given, but are not among the `given` ones."""
-        there = set(given)
         return [
             name
             for name, parameter in self.named.items()
-            if parameter.default is inspect.Parameter.empty and name not in there
+            if parameter.default is inspect.Parameter.empty and name not in given
         ]
 
 

@@ -264,19 +264,15 @@ def _refuse_several_tasks(statement: Statement) -> None:
 
 def _refuse_other_torch_numbers(env: Environment, launcher: LauncherName, statement: Statement) -> None:
     """Refuse numbers of torchrun, or set by hand, that say something else than this launcher does."""
-    said = {
-        "RANK": statement.rank,
-        "WORLD_SIZE": statement.world_size,
-        "LOCAL_RANK": statement.local_rank,
-        "LOCAL_WORLD_SIZE": statement.local_size,
-    }
-    for name, stated in said.items():
-        other = _number(env, (name,))
+    said = (statement.rank, statement.world_size, statement.local_rank, statement.local_size)
+    theirs = (_TORCH.rank, _TORCH.world_size, _TORCH.local_rank, _TORCH.local_size)
+    for stated, variables in zip(said, theirs, strict=True):
+        other = _number(env, variables)
         if other is not None and stated is not None and other.value != stated.value:
             raise TopologyError(
-                f"{name} must be {stated.value} for launcher {launcher!r}, as {stated.name} says, but is {other.value} "
-                f"(rank {statement.rank.value} of {statement.world_size.value}). If torchrun started the ranks, use "
-                f"launcher 'pytorch'; else unset {name}"
+                f"{other.name} must be {stated.value} for launcher {launcher!r}, as {stated.name} says, but is "
+                f"{other.value} (rank {statement.rank.value} of {statement.world_size.value}). If torchrun started the "
+                f"ranks, use launcher 'pytorch'; else unset {other.name}"
             )
 
 
