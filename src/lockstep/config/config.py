@@ -222,12 +222,10 @@ def import_custom(cfg: Config) -> None:
         try:
             import_module(name)
         except ImportError as error:
-            if isinstance(custom, dict) and custom.get("allow_failed_imports"):
-                _logger.warning("`custom_imports` names `%s`, which cannot be imported: %s", name, error)
-                continue
-            raise ConfigError(
-                f"{cfg.filename}: `custom_imports` names `{name}`, which cannot be imported: {error}"
-            ) from error
+            says = f"`custom_imports` names `{name}`, which cannot be imported: {error}"
+            if not (isinstance(custom, dict) and custom.get("allow_failed_imports")):
+                raise ConfigError(f"{cfg.filename}: {says}") from error
+            _logger.warning(says)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,16 +33,17 @@ class PythonFile(ConfigFile):
             raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
         self._imported = imported_bases(self._tree, path)
         self.imports_bases = bool(self._imported)
-        if self.imports_bases and (base := self._assignment_of_base()) is not None:
-            raise self.error(BASE, "and read_base() must not both be in one file; keep one", base.lineno)
+        self._base = next((statement for statement in self._tree.body if BASE in _names_assigned(statement)), None)
+        if self.imports_bases and self._base is not None:
+            raise self.error(BASE, "and read_base() must not both be in one file; keep one", self._base.lineno)
 
     @property
     def base(self) -> Any:
         """What the file gives for `_base_`, read without running it."""
-        if (statement := self._assignment_of_base()) is None:
+        if self._base is None:
             return None
         try:
-            return ast.literal_eval(statement.value)  # type: ignore[attr-defined]
+            return ast.literal_eval(self._base.value)  # type: ignore[attr-defined]
         except ValueError as error:
             raise self.error(BASE, "must be a plain string or list of strings") from error
 
@@ -112,9 +113,6 @@ class PythonFile(ConfigFile):
                 code = BaseValues().visit(statement)
                 exec(compile(ast.Module([code], type_ignores=[]), str(self.path), "exec"), vars(module))
 
-    def _assignment_of_base(self) -> ast.stmt | None:
-        return next((statement for statement in self._tree.body if BASE in _names_assigned(statement)), None)
-
     def _is_tool(self, name: str, value: object, module: ModuleType) -> bool:
         """Say whether a name is there to make values, rather than a value itself.
 
@@ -162,8 +160,7 @@ def _names_assigned(statement: ast.stmt) -> list[str]:
             return [target.id for target in targets if isinstance(target, ast.Name)]
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
             return [name]
-        case _:
-            return []
+    return []
 
 
 def _assignments(statement: ast.stmt) -> Iterator[tuple[list[str], ast.expr]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,9 @@ def _stopped(failure: ProcessFailure) -> bool:
 
 
 def _signal_name(failure: ProcessFailure) -> str:
-    try:
+    with suppress(ValueError):
         return signal.Signals(-failure.exitcode).name
-    except ValueError:
-        return f"signal {-failure.exitcode}"
+    return f"signal {-failure.exitcode}"
 
 
 def _extra(failure: ProcessFailure) -> dict[str, Any]:
