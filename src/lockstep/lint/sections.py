@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -19,9 +18,7 @@ from lockstep.registry.signatures import Arguments
 from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content
 
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
-    name
-    for name, parameter in inspect.signature(ParamScheduler).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    name for name, parameter in Arguments.of(ParamScheduler).named.items() if parameter.kind is parameter.KEYWORD_ONLY
 )
 _ORDER = frozenset({"dataset", "data_source", "seed", "shard", "num_replicas", "world_size", "rank"})
 _LOADER_PARTS: Mapping[str, Kind] = {
