@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -145,12 +146,14 @@ class MMFullyShardedDataParallel(ModelWrapper):
             self.data_shard = _position_in(self.mesh)
         # What the ranks of one row compute together must begin the same on all of them.
         materializer = Materializer(device, param_init_fn, whole if sync_module_states else self.tensor_mesh)
-        options = {
-            "mesh": self.mesh,
-            "reshard_after_forward": sharding.reshard_after_forward,
-            "offload_policy": offload,
-        }
-        scalars = _shard(module, units, ignored, precision, materializer, parallel, options)
+        shard = partial(
+            fully_shard,
+            mesh=self.mesh,
+            reshard_after_forward=sharding.reshard_after_forward,
+            offload_policy=offload,
+        )
+        precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, ignored)
+        scalars = _shard(module, precisions, ignored, materializer, parallel, shard)
         broadcast_from_first([scalar.detach() for scalar in scalars], whole)
         self.module = module
         self._syncs_gradients = True
@@ -158,7 +161,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
         self._consistency = Consistency(module, whole, scalars, find_unused=find_unused_parameters)
         self._is_summoned = False
         if forward_prefetch:
-            _prefetch_in_order(module)
+            for unit, following in pairwise(part for part in module.modules() if isinstance(part, FSDPModule)):
+                unit.set_modules_to_forward_prefetch([following])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, gathering each unit while it computes.
@@ -205,10 +209,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
         Raises:
             CollectiveMismatchError: on every rank, if the losses depend on different units or parameters.
         """
-        with (
-            nullcontext() if syncs else self.no_sync(),
-            self._consistency.backward_pass(loss, reduces=self._syncs_gradients),
-        ):
+        synced = nullcontext() if syncs else self.no_sync()
+        with synced, self._consistency.backward_pass(loss, reduces=self._syncs_gradients):
             yield
 
     @contextmanager
@@ -217,13 +219,12 @@ class MMFullyShardedDataParallel(ModelWrapper):
 
         **Cost**: the memory of all gradients in full, until the next backward pass outside.
         """
-        before, self._syncs_gradients = self._syncs_gradients, False
-        self._set_gradient_sync()
+        before = self._syncs_gradients
+        self._set_gradient_sync(False)
         try:
             yield
         finally:
-            self._syncs_gradients = before
-            self._set_gradient_sync()
+            self._set_gradient_sync(before)
 
     @contextmanager
     def summon_full_params(
@@ -280,9 +281,10 @@ class MMFullyShardedDataParallel(ModelWrapper):
         """Load a state dict of the module: its own names, tensors that are sharded alike."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _set_gradient_sync(self) -> None:
+    def _set_gradient_sync(self, syncs: bool) -> None:
         assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(self._syncs_gradients)
+        self._syncs_gradients = syncs
+        self.module.set_requires_gradient_sync(syncs)
 
 
 def _refuse(kwargs: Mapping[str, Any], wrapper: type) -> None:
@@ -319,22 +321,22 @@ def _position_in(mesh: DeviceMesh) -> tuple[int, int]:
 
 def _shard(
     module: nn.Module,
-    units: list[nn.Module],
+    precisions: Mapping[nn.Module, MixedPrecisionPolicy],
     ignored: Collection[nn.Module],
-    precision: MixedPrecisionPolicy,
     materializer: Materializer,
     parallel: TensorParallel | None,
-    options: Mapping[str, Any],
+    shard: partial[Any],
 ) -> list[nn.Parameter]:
     """Shard the units and then the rest, each whole for only as long as it takes to fill and shard it.
 
     Returns:
         The parameters of dimension 0, which have nothing that could be sharded, and stay whole.
     """
-    _move_preprocessor(module, materializer.device)
+    # Sharding moves parameters and buffers, of which a preprocessor may have none to learn the device from.
+    if isinstance(preprocessor := getattr(module, "data_preprocessor", None), nn.Module):
+        preprocessor.to(materializer.device)
     ignored_params = {parameter for each in ignored for parameter in each.parameters()}
     scalars: list[nn.Parameter] = []
-    precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, ignored)
     for unit in reversed(list(module.modules())):
         if unit in precisions:
             materializer.materialize(unit, ignored_params)
@@ -346,7 +348,7 @@ def _shard(
                     parameter.data = parameter.data.to(materializer.device)
                     scalars.append(parameter)
                     ignored_params.add(parameter)
-            fully_shard(unit, mp_policy=precisions[unit], ignored_params=ignored_params or None, **options)
+            shard(unit, mp_policy=precisions[unit], ignored_params=ignored_params or None)
     return scalars
 
 
@@ -358,13 +360,6 @@ def _check_scalar(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _move_preprocessor(module: nn.Module, device: torch.device) -> None:
-    # fully_shard moves parameters and buffers, of which a preprocessor may have none to learn the device from.
-    preprocessor = getattr(module, "data_preprocessor", None)
-    if isinstance(preprocessor, nn.Module):
-        preprocessor.to(device)
-
-
 def _precisions_of_norms(
     module: nn.Module, precision: MixedPrecisionPolicy, ignored: Collection[nn.Module]
 ) -> dict[nn.Module, MixedPrecisionPolicy]:
@@ -372,20 +367,10 @@ def _precisions_of_norms(
 
     BatchNorm refuses parameters in half precision beside running statistics in full precision.
     """
-    if precision.param_dtype is None:
-        return {}
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     own = MixedPrecisionPolicy(cast_forward_inputs=False)
-    return {
-        part: own
-        for part in module.modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.affine and part not in ignored
-    }
-
-
-def _prefetch_in_order(module: nn.Module) -> None:
-    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    for unit, following in pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
+    is_half = precision.param_dtype is not None
+    return {norm: own for norm in norms if is_half and norm.affine and norm not in ignored}
 
 
 @contextmanager

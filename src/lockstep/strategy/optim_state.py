@@ -7,6 +7,7 @@ gradient has none either. Writing gives a state to the parameters that were save
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -65,23 +66,21 @@ def write_optim_state(core: nn.Module, optimizers: Iterable[Optimizer], state: O
         ConfigError: on every rank, before anything is changed, if the state is another optimizer's or another model's.
     """
     optimizers = list(optimizers)
+    entries: Mapping[str, Any] = state["state"]
     parameters = named_parameters(core)
     names = {parameter: name for name, parameter in parameters.items()}
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     own = [group for optimizer in optimizers for group in _names_by_group(optimizer, names)]
     refuse(find_strangers(parameters, own, state))
-    saved = iter(match_groups(own, state["param_groups"]))
-    options = [[merge_options(group, next(saved)) for group in optimizer.param_groups] for optimizer in optimizers]
-    entries: list[dict[int, str]] = []
-    for optimizer, merged in zip(optimizers, options, strict=True):
-        by_group = _names_by_group(optimizer, names)
-        for group, group_options in zip(by_group, merged, strict=True):
-            found = {name: state["state"].get(name) for name in group}
-            refuse(find_misfit(optimizer, group_options, parameters, found))
-        every = enumerate(name for group in by_group for name in group)
-        entries.append({index: name for index, name in every if state["state"].get(name)})
-    for optimizer, merged, by_index in zip(optimizers, options, entries, strict=True):
-        written = {index: _like(state["state"][name], parameters[name]) for index, name in by_index.items()}
-        write_entries(optimizer, written, merged)
+    options = match_groups([group for _, group in groups], own, state["param_groups"])
+    for (optimizer, _), group_names, merged in zip(groups, own, options, strict=True):
+        refuse(find_misfit(optimizer, merged, parameters, {name: entries.get(name) for name in group_names}))
+    of_groups = iter(options)
+    for optimizer in optimizers:
+        updated = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        present = {index: name for index, name in enumerate(updated) if entries.get(name)}
+        written = {index: _like(entries[name], parameters[name]) for index, name in present.items()}
+        write_entries(optimizer, written, list(islice(of_groups, len(optimizer.param_groups))))
 
 
 def write_entries(
@@ -136,10 +135,18 @@ def merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     return merged
 
 
-def match_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each group of parameter names the options with which it was saved; none of one that is all new.
+def match_groups(
+    groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return for each group of parameters the options as they will be: those with which it was saved, merged into its.
 
-    Parameters may have come or gone since, as some do that are frozen or no longer are.
+    Parameters may have come or gone since, as some do that are frozen or no longer are; a group that is all new keeps
+    its options.
+
+    Args:
+        groups: of the optimizer.
+        own: the names of their parameters.
+        saved: the groups as they were saved.
 
     Raises:
         ConfigError: two groups have become one, or one has become two, so that options were not those of a group.
@@ -147,7 +154,7 @@ def match_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]
     owner = {name: index for index, group in enumerate(saved) for name in group["params"]}
     taken: dict[int, str] = {}
     matched: list[dict[str, Any]] = []
-    for position, names in enumerate(own):
+    for position, (group, names) in enumerate(zip(groups, own, strict=True)):
         by_saved = {owner[name]: name for name in reversed(names) if name in owner}
         if not names and position < len(saved) and not saved[position]["params"]:
             by_saved[position] = ""
@@ -161,7 +168,7 @@ def match_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]
                 "were saved"
             )
         taken |= by_saved
-        matched.append(options_of(saved[next(iter(by_saved))]) if by_saved else {})
+        matched.append(merge_options(group, options_of(saved[next(iter(by_saved))]) if by_saved else {}))
     return matched
 
 

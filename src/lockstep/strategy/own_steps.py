@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
 from lockstep.model import steps
+from lockstep.tree import tree_map
 
 _STEPS = ("train_step", "val_step", "test_step")
 _CALL = "_compiled_call_impl"  # what `nn.Module.__call__` looks for before anything else
@@ -183,18 +184,36 @@ def cast_parts(core: nn.Module, dtype: torch.dtype) -> None:
 
     Such steps may call parts, past the model, where inputs are brought to half precision.
     """
-    if dtype == torch.float32 or not any(steps.defines_step(core, name) for name in _STEPS):
+    if not any(steps.defines_step(core, name) for name in _STEPS):
         return
-
-    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(
-            Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
-        )
-
     for part in core.modules():
         own = [parameter for parameter in part._parameters.values() if parameter is not None]
         if part is not core and own and all(parameter.dtype == dtype for parameter in own):
-            part.register_forward_pre_hook(cast, with_kwargs=True)
+            cast_inputs(part, dtype)
+
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype, which: Iterable[int | str] | None = None) -> None:
+    """Have floating-point inputs of `module` brought to `dtype` before each forward pass, unless that is float32.
+
+    Args:
+        module: takes the inputs.
+        dtype: what it computes in.
+        which: the inputs that are meant, by position or by name; all where that is None.
+    """
+    if dtype == torch.float32:
+        return
+    chosen = None if which is None else frozenset(which)
+
+    def cast(key: int | str, value: Any) -> Any:
+        return tree_map(to_dtype, value) if chosen is None or key in chosen else value
+
+    def to_dtype(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(cast, range(len(args)), args)), {key: cast(key, value) for key, value in kwargs.items()}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def called_from(package: str) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lockstep.dist import all_gather
 from lockstep.errors import ConfigError
@@ -20,7 +19,6 @@ from lockstep.strategy.optim_state import (
     find_strangers,
     first_state,
     match_groups,
-    merge_options,
     options_of,
     refuse,
     write_entries,
@@ -37,7 +35,7 @@ class StateTranslator:
 
     Args:
         core: the user's own module.
-        engine: ColossalAI's optimizer.
+        engine: ColossalAI's optimizer; None of a model that is only evaluated.
         tp_group: the ranks that share a replica; None where each has one.
 
     **Cost**: of `model_state` and `optim_state`: one all-gather per parameter and entry of its state that is sharded.
@@ -47,9 +45,9 @@ class StateTranslator:
     **Source**: `LowLevelZeroOptimizer` and `colossalai.shardformer.layer.ParallelModule` (0.5.0).
     """
 
-    def __init__(self, core: nn.Module, engine: Any, tp_group: Any) -> None:
+    def __init__(self, core: nn.Module, engine: Any = None, tp_group: Any = None) -> None:
         self._core = core
-        self._optimizer: Optimizer = engine.optim
+        self._optimizer: Any = getattr(engine, "optim", None)
         self._tp_group = tp_group
         # By id of what computes: what is trained in its place.
         get_masters = getattr(engine, "get_working_to_master_map", dict)
@@ -121,8 +119,7 @@ class StateTranslator:
         named = self._trained()
         names = {trained: name for name, (_, trained) in named.items()}
         groups = self._groups()
-        saved = match_groups([group["params"] for group in groups], state["param_groups"])
-        options = [merge_options(group, own) for group, own in zip(groups, saved, strict=True)]
+        options = match_groups(groups, [group["params"] for group in groups], state["param_groups"])
         order = [[names[trained] for trained in group["params"]] for group in self._optimizer.param_groups]
         parameters = {name: param for name, (param, _) in named.items()}
         complaint = self._find_strangers(state)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
@@ -19,21 +18,21 @@ from lockstep.model import is_model_wrapper
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
-from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
+from lockstep.strategy.base import OptimLike
 from lockstep.strategy.colossalai import engine
 from lockstep.strategy.colossalai.optim import ColossalAIOptimWrapper
 from lockstep.strategy.colossalai.pipeline import Pipeline, check_model
 from lockstep.strategy.colossalai.plugin import PluginChoice, name_and_options
 from lockstep.strategy.colossalai.stages import Inventory, PipelineStateTranslator, Stages
 from lockstep.strategy.colossalai.state import StateTranslator
+from lockstep.strategy.engine_strategy import EngineStrategy
 from lockstep.strategy.gradient_flow import GradientFlow
-from lockstep.strategy.own_steps import WholeParams, called_from, cast_parts
-from lockstep.strategy.resharding import reshard_as
+from lockstep.strategy.own_steps import WholeParams, called_from, cast_inputs, cast_parts
 from lockstep.strategy.trainable import leave_out_frozen
 
 
 @STRATEGIES.register_module(name=["ColossalAIStrategy", "colossalai"])
-class ColossalAIStrategy(Strategy):
+class ColossalAIStrategy(EngineStrategy):
     """Train by one of ColossalAI's plugins.
 
     All ranks begin with the parameters of rank 0. Gradients are clipped by their global norm. A model that is prepared
@@ -81,8 +80,6 @@ class ColossalAIStrategy(Strategy):
             options["tp_size"], self._plan = _read_tensor_parallel(tensor_parallel, options)
         self._choice = PluginChoice.read(name, options)
         self._wrapper = dict(model_wrapper or {})
-        self._translator: StateTranslator | None = None
-        self._model: nn.Module | None = None
         self._data_shard: tuple[int, int] | None = None
 
     def parallelize(
@@ -103,8 +100,8 @@ class ColossalAIStrategy(Strategy):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError("`model` must not be on the meta device under the strategy 'colossalai'. Use 'fsdp'")
         model = model.to(torch.device(get_device()))
-        self._model = model
         if optim_wrapper is None:
+            self._state, self._trains = StateTranslator(model), False
             return model, None
         if not is_distributed():
             init_dist("none")
@@ -136,51 +133,14 @@ class ColossalAIStrategy(Strategy):
                 flow=GradientFlow(model) if zero_stage and not in_pipeline else None,
                 sends_as_they_come=zero_stage == 2 or bool(options.get("overlap_communication", True)),
             )
-        if self._choice.dtype != torch.float32:
-            model.register_forward_pre_hook(partial(_cast_inputs, self._choice.dtype), with_kwargs=True)
-            cast_parts(model, self._choice.dtype)
+        cast_inputs(model, self._choice.dtype)
+        cast_parts(model, self._choice.dtype)
         if self._choice.tp_size * self._choice.pp_size > 1:
             self._sync_replica(plugin)
-        self._translator = laid.translator
+        self._state, self._trains = laid.translator, True
         cfg = {"type": "ColossalAIModelWrapper", **self._wrapper}
         wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, model=model, **laid.options)
-        self._model = wrapped
         return wrapped, wrapper
-
-    def model_state(self) -> ModelState:
-        """Return the model's state by canonical names: its own tensors; of those that are split, this rank's rows.
-
-        **Collective**: every rank.
-        """
-        if self._translator is not None:
-            return self._translator.model_state()
-        state: ModelState = self._prepared_model().state_dict()
-        return state
-
-    def optim_state(self) -> OptimState:
-        """Return `{"state": {parameter name: ...}, "param_groups": [...]}`; what is sharded by rows, in CPU memory.
-
-        **Collective**: every rank.
-        """
-        return self._prepared_translator().optim_state()
-
-    def optim_template(self) -> ModelState:
-        """Return tensors by parameter name that are sharded as the optimizer's state is to be read."""
-        return self._prepared_translator().optim_template()
-
-    def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
-        """Take over states by canonical names, as `NativeStrategy.load_state` does.
-
-        A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every rank.
-        """
-        if model_state is not None:
-            if self._translator is None:
-                model = self._prepared_model()
-                model.load_state_dict(reshard_as(model_state, model.state_dict()))
-            else:
-                self._translator.load_model(model_state)
-        if optim_state is not None:
-            self._prepared_translator().load_optim(optim_state)
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -256,16 +216,6 @@ class ColossalAIStrategy(Strategy):
             return {}
         return {"custom_policy": engine.replacing_policy(engine.replacements(model, self._plan, choice.tp_size))}
 
-    def _prepared_model(self) -> nn.Module:
-        if self._model is None:
-            raise RuntimeError("ColossalAIStrategy.prepare() must be called first")
-        return self._model
-
-    def _prepared_translator(self) -> StateTranslator:
-        if self._translator is None:
-            raise RuntimeError("ColossalAIStrategy.prepare() must be called with an optim wrapper first")
-        return self._translator
-
 
 class _Laid(NamedTuple):
     """What the booster made, how its states are read, and what the model's wrapper needs of it."""
@@ -323,11 +273,4 @@ def _problem_of_parts(param: Tensor, _: str) -> str | None:
     return (
         "with `tp_size` above 1 this rank has a part of it, and what layers return are parts, too. "
         "Use plugin='lowlevel_zero', or strategy 'fsdp'"
-    )
-
-
-def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Bring what goes into the model to its dtype, in training and where the wrapper is stepped around."""
-    return tree_map_only(
-        Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
     )

@@ -21,9 +21,8 @@ from lockstep.errors import ConfigError
 from lockstep.model import ModelWrapper, steps, train_step
 from lockstep.model.call_order import CallOrder
 from lockstep.registry import MODEL_WRAPPERS
-from lockstep.strategy.own_steps import OwnStep, WholeParams, called_from, cast_parts
+from lockstep.strategy.own_steps import OwnStep, WholeParams, called_from, cast_inputs, cast_parts
 from lockstep.strategy.trainable import TrainableParams
-from lockstep.tree import tree_map
 
 
 def join_engine() -> None:
@@ -224,19 +223,3 @@ def _problem_of_partitions(parameter: Any, function: str) -> str | None:
             "Use stage=2, or strategy 'fsdp'"
         )
     return None
-
-
-def cast_inputs(module: nn.Module, dtype: torch.dtype, which: Iterable[int | str] | None) -> None:
-    """Have floating-point inputs of `module` brought to `dtype` before each forward pass, unless that is float32."""
-    if dtype == torch.float32:
-        return
-    chosen = None if which is None else frozenset(which)
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cast_args = tuple(tree_map(cast, v) if chosen is None or i in chosen else v for i, v in enumerate(args))
-        return cast_args, {k: tree_map(cast, v) if chosen is None or k in chosen else v for k, v in kwargs.items()}
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)

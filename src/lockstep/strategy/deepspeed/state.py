@@ -19,7 +19,6 @@ from lockstep.strategy.optim_state import (
     find_strangers,
     first_state,
     match_groups,
-    merge_options,
     named_parameters,
     options_of,
     read_optim_state,
@@ -125,14 +124,10 @@ class EngineState:
         self._refuse_swapped()
         entries: Mapping[str, Any] = state["state"]
         refuse(find_strangers(named_parameters(self._core), self._groups, state))
+        matched = match_groups(self._optimizer.param_groups, self._groups, state["param_groups"])
         saved = [
-            _GroupState.of(self._optimizer, merge_options(group, options), self._trained(names), entries)
-            for group, options, names in zip(
-                self._optimizer.param_groups,
-                match_groups(self._groups, state["param_groups"]),
-                self._groups,
-                strict=True,
-            )
+            _GroupState.of(self._optimizer, options, self._trained(names), entries)
+            for options, names in zip(matched, self._groups, strict=True)
         ]
         for index, group in enumerate(saved):
             own = self._optimizer.param_groups[index]

@@ -17,22 +17,16 @@ from lockstep.errors import ConfigError
 from lockstep.model import is_model_wrapper
 from lockstep.optim import OptimWrapper
 from lockstep.registry import STRATEGIES
-from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
+from lockstep.strategy.base import OptimLike
 from lockstep.strategy.deepspeed import config as config_rules
-from lockstep.strategy.deepspeed.engine import (
-    MMDeepSpeedEngineWrapper,
-    cast_inputs,
-    join_engine,
-    release_engine,
-    start_engine,
-)
+from lockstep.strategy.deepspeed.engine import MMDeepSpeedEngineWrapper, join_engine, release_engine, start_engine
 from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
 from lockstep.strategy.deepspeed.state import EngineState
-from lockstep.strategy.own_steps import cast_parts
+from lockstep.strategy.engine_strategy import EngineStrategy
+from lockstep.strategy.own_steps import cast_inputs, cast_parts
 from lockstep.strategy.trainable import check_kinds, leave_out_frozen
 
 _UNTESTED = "zero_allow_untested_optimizer"
-Section = Mapping[str, Any] | bool | None
 
 # Whose update of one number looks at no other: it does the same to parameters laid end to end and cut into pieces.
 _ELEMENTWISE = (
@@ -42,7 +36,7 @@ _ELEMENTWISE = (
 
 
 @STRATEGIES.register_module(name=["DeepSpeedStrategy", "deepspeed"])
-class DeepSpeedStrategy(Strategy):
+class DeepSpeedStrategy(EngineStrategy):
     """Train by a DeepSpeed engine: a partition of the optimizer's state, gradients and parameters on every rank (ZeRO).
 
     Accumulation and clipping may be stated in the optim wrapper or in DeepSpeed's config, and mean the same. The
@@ -54,20 +48,16 @@ class DeepSpeedStrategy(Strategy):
         config: a DeepSpeed config, as a dict or as the path of a JSON file, taken as it is.
         stage: ZeRO stage, from 0 (as DDP) to 3 (everything sharded); 1 where nothing is said at all.
         offload: keep the optimizer's state, and at stage 3 the parameters, in CPU memory.
-        zero_optimization: DeepSpeed's section of that name, like the following.
-        gradient_clipping: largest norm of all gradients; by default there is no limit.
-        fp16: train in float16 with full weights in the optimizer; True, or DeepSpeed's section. Not on the CPU.
-        bf16: the same in bfloat16.
-        amp: MMEngine's; DeepSpeed no longer has it.
-        activation_checkpointing: DeepSpeed's section.
-        aio: DeepSpeed's section.
-        train_micro_batch_size_per_gpu: DeepSpeed counts samples with it; the data loader makes the batches.
-        gradient_accumulation_steps: number of batches per update.
-        steps_per_print: DeepSpeed's.
         inputs_to_half: with `fp16` or `bf16`, which inputs of the model, by position or name, are brought to that
             precision; by default all tensors of floating-point numbers.
         exclude_frozen_parameters: MMEngine's; means nothing here, where a checkpoint has every parameter.
-        **kwargs: any other key of a DeepSpeed config, such as `torch_autocast`.
+        **kwargs: further keys of a DeepSpeed config, such as `zero_optimization`, `activation_checkpointing`, `aio` and
+            `torch_autocast`, which are sections; `gradient_clipping`, the largest norm of all gradients (by default
+            there is no limit); `gradient_accumulation_steps`, the number of batches per update;
+            `train_micro_batch_size_per_gpu`, with which DeepSpeed counts samples, while the data loader makes the
+            batches; `steps_per_print`; `fp16` to train in float16 with full weights in the optimizer, as True or
+            DeepSpeed's section, not on the CPU; `bf16`, the same in bfloat16. MMEngine's `amp` is refused, because
+            DeepSpeed no longer has it.
 
     Raises:
         ConfigError: DeepSpeed is not installed, or what is asked for contradicts itself or can't be done right.
@@ -81,40 +71,21 @@ class DeepSpeedStrategy(Strategy):
         *,
         stage: int | None = None,
         offload: bool = False,
-        zero_optimization: Mapping[str, Any] | None = None,
-        gradient_clipping: float | None = None,
-        fp16: Section = None,
-        bf16: Section = None,
-        amp: Section = None,
-        activation_checkpointing: Mapping[str, Any] | None = None,
-        aio: Mapping[str, Any] | None = None,
-        train_micro_batch_size_per_gpu: int | None = None,
-        gradient_accumulation_steps: int | None = None,
-        steps_per_print: int | None = None,
         inputs_to_half: Iterable[int | str] | None = None,
         exclude_frozen_parameters: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {
-            "stage": stage, "offload": offload or None, "zero_optimization": zero_optimization,
-            "gradient_clipping": gradient_clipping, "fp16": fp16, "bf16": bf16, "amp": amp,
-            "activation_checkpointing": activation_checkpointing, "aio": aio,
-            "train_micro_batch_size_per_gpu": train_micro_batch_size_per_gpu,
-            "gradient_accumulation_steps": gradient_accumulation_steps, "steps_per_print": steps_per_print,
-        }  # fmt: skip
         if find_spec("deepspeed") is None:
             raise ConfigError(
                 "strategy 'deepspeed' needs the package deepspeed, which is not installed. Install it with: "
                 "pip install 'lockstep-engine[deepspeed]', or use strategy 'fsdp', which shards as well"
             )
-        self._config = config_rules.read_config(config, {**given, **kwargs})
+        self._config = config_rules.read_config(config, {"stage": stage, "offload": offload or None, **kwargs})
         if get_device() == "cpu" and config_rules.is_on(self._config, "fp16"):
             raise ConfigError(
                 "`fp16` must not be enabled on the CPU, where DeepSpeed does not support it. Use bf16=True"
             )
         self._inputs_to_half = None if inputs_to_half is None else list(inputs_to_half)
-        self._state: EngineState | None = None
-        self._trains = False
         if "optimizer" in self._config:
             self.own_optim_wrapper = {"type": "DeepSpeedOptimWrapper"}
         if "scheduler" in self._config:
@@ -140,38 +111,16 @@ class DeepSpeedStrategy(Strategy):
         )
         groups = _names_by_group(model, asked.optimizer)
         engine = start_engine(model, asked.optimizer, _with_optimizer_rules(config, asked.optimizer))
-        self._state, self._trains = EngineState(engine, groups), True
+        state = EngineState(engine, groups)
+        self._state, self._trains = state, True
         clipping = config[config_rules.CLIPPING]
         wrapper = DeepSpeedOptimWrapper(
             getattr(engine.optimizer, "optimizer", engine.optimizer),
             config[config_rules.ACCUMULATION],
             {"max_norm": clipping} if clipping else None,
         )
-        wrapper.attach(engine, self._state)
+        wrapper.attach(engine, state)
         return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half), wrapper
-
-    def model_state(self) -> ModelState:
-        """Return the model's state by canonical names; see `EngineState` for who holds what, and the cost."""
-        return self._prepared().model_state()
-
-    def optim_state(self) -> OptimState:
-        """Return the optimizer's state by canonical names; see `EngineState` for who holds what, and the cost."""
-        return self._prepared(with_optimizer=True).optim_state()
-
-    def optim_template(self) -> ModelState:
-        """Return tensors by parameter name that are sharded as the optimizer's state is to be read."""
-        return self._prepared(with_optimizer=True).optim_template()
-
-    def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
-        """Take over states by canonical names, as `NativeStrategy.load_state` does.
-
-        For what ZeRO makes of parameters without a state see `EngineState.load_optim`. A tensor may be sharded in any
-        way or whole, in which case every rank has it. **Collective**: every rank.
-        """
-        if model_state is not None:
-            self._prepared().load_model(model_state)
-        if optim_state is not None:
-            self._prepared(with_optimizer=True).load_optim(optim_state)
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the user's own module, which this strategy may have prepared to evaluate before."""
@@ -214,12 +163,6 @@ class DeepSpeedStrategy(Strategy):
     def _changes_model(self) -> bool:
         """Say whether laying out the model to evaluate leaves it other than it was."""
         return config_rules.stage_of(self._config) == 3 or config_rules.model_dtype(self._config) != torch.float32
-
-    def _prepared(self, *, with_optimizer: bool = False) -> EngineState:
-        if self._state is None or (with_optimizer and not self._trains):
-            with_what = " with an optim wrapper" if with_optimizer else ""
-            raise RuntimeError(f"{type(self).__name__}.prepare() must be called{with_what} first")
-        return self._state
 
 
 def _names_by_group(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
