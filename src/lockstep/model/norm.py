@@ -87,10 +87,7 @@ def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> 
     """
     if implementation != "torch":
         raise ValueError(f"`implementation` must be 'torch', but is {implementation!r}")
-    if get_device() == "cpu":
-        return _replaced(module, nn.modules.batchnorm._BatchNorm, CpuSyncBatchNorm, {})
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-    return converted
+    return _replaced(module, _BatchNorm, CpuSyncBatchNorm if get_device() == "cpu" else nn.SyncBatchNorm)
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -102,12 +99,12 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     Args:
         module: not wrapped yet.
     """
-    return _replaced(module, (nn.SyncBatchNorm, CpuSyncBatchNorm), BatchNormXd, {})
+    return _replaced(module, (nn.SyncBatchNorm, CpuSyncBatchNorm), BatchNormXd)
 
 
 def sync_on_this_device(module: nn.Module) -> nn.Module:
     """Return `module` with torch's `SyncBatchNorm`s replaced, where there is no accelerator, by some that run."""
-    return _replaced(module, nn.SyncBatchNorm, CpuSyncBatchNorm, {}) if get_device() == "cpu" else module
+    return _replaced(module, nn.SyncBatchNorm, CpuSyncBatchNorm) if get_device() == "cpu" else module
 
 
 def is_synced(module: nn.Module) -> bool:
@@ -116,21 +113,20 @@ def is_synced(module: nn.Module) -> bool:
 
 
 def _replaced(
-    module: nn.Module,
-    kinds: type[_BatchNorm] | tuple[type[_BatchNorm], ...],
-    by: type[_BatchNorm],
-    done: dict[nn.Module, nn.Module],
+    module: nn.Module, kinds: type[_BatchNorm] | tuple[type[_BatchNorm], ...], by: type[_BatchNorm]
 ) -> nn.Module:
     """Return `module` with its layers of some kinds replaced, those that are shared by one."""
-    if module in done:
-        return done[module]
-    done[module] = module
-    if isinstance(module, kinds):
-        done[module] = _as(by, module)
-    for name, child in module._modules.items():
-        if child is not None:
-            setattr(module, name, _replaced(child, kinds, by, done))
-    return done[module]
+    done: dict[nn.Module, nn.Module] = {}
+
+    def replaced(part: nn.Module) -> nn.Module:
+        if part not in done:
+            done[part] = _as(by, part) if isinstance(part, kinds) else part
+            for name, child in part._modules.items():
+                if child is not None:
+                    setattr(part, name, replaced(child))
+        return done[part]
+
+    return replaced(module)
 
 
 def _as(kind: type[_BatchNorm], norm: _BatchNorm) -> _BatchNorm:

@@ -30,8 +30,8 @@ class Request(NamedTuple):
         plan: styles by patterns of names; None leaves it to the model.
     """
 
-    degree: int | None
-    plan: Mapping[str, Any] | None
+    degree: int | None = None
+    plan: Mapping[str, Any] | None = None
 
 
 class Split(Enum):
@@ -60,17 +60,14 @@ def read_request(tensor_parallel: Any) -> Request | None:
     """
     if tensor_parallel is None:
         return None
-    if isinstance(tensor_parallel, Mapping):
-        for key in tensor_parallel:
-            if key not in Request._fields:
-                raise ConfigError(
-                    f"`tensor_parallel` must have keys out of {', '.join(Request._fields)}, but has {key!r}"
-                    + did_you_mean(str(key), Request._fields)
-                )
-        request = Request(tensor_parallel.get("degree"), tensor_parallel.get("plan"))
-    else:
-        request = Request(tensor_parallel, None)
-    degree, plan = request
+    given = tensor_parallel if isinstance(tensor_parallel, Mapping) else {"degree": tensor_parallel}
+    for key in given:
+        if key not in Request._fields:
+            raise ConfigError(
+                f"`tensor_parallel` must have keys out of {', '.join(Request._fields)}, but has {key!r}"
+                + did_you_mean(str(key), Request._fields)
+            )
+    degree, plan = request = Request(**given)
     if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
         raise ConfigError(
             "`tensor_parallel` must be a number of ranks, at least 1, or a dict(degree=..., plan=...), but is "

@@ -19,18 +19,12 @@ if TYPE_CHECKING:
     from lockstep.strategy.optim_state import read_optim_state, write_optim_state
 
 _HOMES = {
-    "ColossalAIModelWrapper": "lockstep.strategy.colossalai",
-    "ColossalAIOptimWrapper": "lockstep.strategy.colossalai",
-    "ColossalAIStrategy": "lockstep.strategy.colossalai",
-    "DDPStrategy": "lockstep.strategy.ddp",
-    "DeepSpeedOptimWrapper": "lockstep.strategy.deepspeed",
-    "DeepSpeedStrategy": "lockstep.strategy.deepspeed",
-    "FSDPStrategy": "lockstep.strategy.fsdp",
-    "MMDeepSpeedEngineWrapper": "lockstep.strategy.deepspeed",
-    "NativeStrategy": "lockstep.strategy.native",
-    "SingleDeviceStrategy": "lockstep.strategy.ddp",
-    "read_optim_state": "lockstep.strategy.optim_state",
-    "write_optim_state": "lockstep.strategy.optim_state",
+    "colossalai": {"ColossalAIModelWrapper", "ColossalAIOptimWrapper", "ColossalAIStrategy"},
+    "ddp": {"DDPStrategy", "SingleDeviceStrategy"},
+    "deepspeed": {"DeepSpeedOptimWrapper", "DeepSpeedStrategy", "MMDeepSpeedEngineWrapper"},
+    "fsdp": {"FSDPStrategy"},
+    "native": {"NativeStrategy"},
+    "optim_state": {"read_optim_state", "write_optim_state"},
 }
 
 __all__ = [
@@ -52,6 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,6 +18,7 @@ from lockstep.registry import MODELS, STRATEGIES
 ModelState: TypeAlias = dict[str, Any]
 OptimState: TypeAlias = dict[str, Any]
 OptimLike: TypeAlias = OptimWrapper | Optimizer | Mapping[str, Any]
+Prepared: TypeAlias = tuple[nn.Module, OptimWrapper | None]
 
 
 class Strategy(ABC):
@@ -108,9 +109,7 @@ class Strategy(ABC):
         return parallelized, wrapper, schedules
 
     @abstractmethod
-    def parallelize(
-        self, model: nn.Module, optim_wrapper: OptimLike | None = None
-    ) -> tuple[nn.Module, OptimWrapper | None]:
+    def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Do what `prepare` is for: a strategy's own part of it.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,11 +17,15 @@ from lockstep.model import ModelWrapper, checkpoint_activations, is_model_wrappe
 from lockstep.model.fsdp import MMFullyShardedDataParallel
 from lockstep.model.fsdp_policies import choose_units
 from lockstep.model.full_params import reshard
-from lockstep.optim import OptimWrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
-from lockstep.strategy.base import OptimLike
+from lockstep.strategy.base import OptimLike, Prepared
 from lockstep.strategy.native import NativeStrategy
 
+_REFUSED = {
+    LBFGS: "works on all parameters in one vector. Use AdamW or SGD",
+    Adafactor: "takes norms over whole parameters. Use AdamW",
+    Rprop: "writes to single elements. Use AdamW or SGD",
+}
 _OTHERWISE = "or strategy 'ddp', which keeps every parameter whole"
 
 
@@ -61,9 +66,7 @@ class FSDPStrategy(NativeStrategy):
         self._wrapper = {"type": "MMFullyShardedDataParallel", "sync_module_states": True, **given}
         self._recomputed = _read_check(activation_checkpointing)
 
-    def parallelize(
-        self, model: nn.Module, optim_wrapper: OptimLike | None = None
-    ) -> tuple[nn.Module, OptimWrapper | None]:
+    def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Shard the model, then build its optimizer.
 
         An optimizer that is given as an object holds the parameters as they were; it gets the sharded ones. In this
@@ -187,12 +190,9 @@ def _reason(optimizer: Optimizer, parameter: Tensor) -> str | None:
     """Return why an optimizer must not update a parameter, and what to use instead; None where it may."""
     if not isinstance(parameter, DTensor):
         return None
-    if isinstance(optimizer, LBFGS):
-        return "works on all parameters in one vector. Use AdamW or SGD"
-    if isinstance(optimizer, Adafactor):
-        return "takes norms over whole parameters. Use AdamW"
-    if isinstance(optimizer, Rprop):
-        return "writes to single elements. Use AdamW or SGD"
+    for kind, reason in _REFUSED.items():
+        if isinstance(optimizer, kind):
+            return reason
     if isinstance(optimizer, Muon) and parameter.shape[0] < _shards(parameter, 0):
         return (
             f"fails where there are more shards, {_shards(parameter, 0)}, than rows, {parameter.shape[0]}. Shard over "
@@ -210,8 +210,5 @@ def _reason(optimizer: Optimizer, parameter: Tensor) -> str | None:
 
 def _shards(parameter: DTensor, dim: int) -> int:
     """Return in how many shards a dim is divided, over all axes of the mesh."""
-    shards = 1
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard(dim):
-            shards *= parameter.device_mesh.size(axis)
-    return shards
+    placements = enumerate(parameter.placements)
+    return prod(parameter.device_mesh.size(axis) for axis, placement in placements if placement.is_shard(dim))

@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.device import get_device
 from lockstep.model import is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper, build_optim_wrapper
-from lockstep.strategy.base import ModelState, OptimLike, OptimState, Strategy
+from lockstep.strategy.base import ModelState, OptimLike, OptimState, Prepared, Strategy
 
 
 class NativeStrategy(Strategy):
@@ -37,9 +37,7 @@ class NativeStrategy(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return `model`, which is on this rank's device, laid over the ranks."""
 
-    def parallelize(
-        self, model: nn.Module, optim_wrapper: OptimLike | None = None
-    ) -> tuple[nn.Module, OptimWrapper | None]:
+    def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Move the model to this rank's device, wrap it, then build its optimizer."""
         if not is_model_wrapper(model):
             model = self.wrap(self.to_device(model))

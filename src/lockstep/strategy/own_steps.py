@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,7 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 
 
+@dataclass(eq=False, slots=True)
 class OwnStep:
     """What goes on beside a `train_step` that the model defines itself.
 
@@ -42,23 +44,13 @@ class OwnStep:
         may_go_round: whether a `loss.backward()` past the optim wrapper does what it should.
     """
 
-    def __init__(
-        self,
-        wrapper: nn.Module,
-        core: nn.Module,
-        boosted: Callable[[], Any],
-        guard: WholeParams | None = None,
-        *,
-        always: bool = False,
-        may_go_round: bool = False,
-    ) -> None:
-        self._wrapper = (wrapper,)  # in a tuple, as is the module: this is no part of either
-        self._core = (core,)
-        self._boosted = boosted
-        self._guard = guard
-        self._always = always
-        self._may_go_round = may_go_round
-        self._is_shown = False
+    wrapper: nn.Module
+    core: nn.Module
+    boosted: Callable[[], Any]
+    guard: WholeParams | None = None
+    always: bool = False
+    may_go_round: bool = False
+    _is_shown: bool = field(default=False, init=False)
 
     @contextmanager
     def running(self, optim_wrapper: Any) -> Iterator[None]:
@@ -71,15 +63,15 @@ class OwnStep:
         methods = self._methods(optim_wrapper)
         vars(optim_wrapper).update(methods)
         try:
-            with nullcontext() if self._guard is None else self._guard:
+            with nullcontext() if self.guard is None else self.guard:
                 yield
         finally:
             for name in methods:
                 del vars(optim_wrapper)[name]
-        if optim_wrapper.inner_count == before and not self._may_go_round:
+        if optim_wrapper.inner_count == before and not self.may_go_round:
             rank, size = get_dist_info()
             raise RuntimeError(
-                f"`train_step` of {type(self._core[0]).__name__} must run its backward pass by "
+                f"`train_step` of {type(self.core).__name__} must run its backward pass by "
                 "`optim_wrapper.update_params(loss)` or `optim_wrapper.backward(loss)`, but has done "
                 f"neither (rank {rank} of {size}): with this strategy `loss.backward()` and `optimizer.step()` train "
                 "nothing. For a batch that is to change nothing, pass a loss times 0"
@@ -94,14 +86,14 @@ class OwnStep:
 
     def inside(self) -> AbstractContextManager[None]:
         """Return a context for what the engine does itself."""
-        return nullcontext() if self._guard is None else self._guard.paused()
+        return nullcontext() if self.guard is None else self.guard.paused()
 
     def _methods(self, optim_wrapper: Any) -> dict[str, Callable[..., Any]]:
         """Return what takes the place of the optim wrapper's methods during a step."""
         context, backward = optim_wrapper.optim_context, optim_wrapper.backward
 
         def context_of(model: nn.Module) -> AbstractContextManager[Any]:
-            entered: AbstractContextManager[Any] = context(self._wrapper[0] if model is self._core[0] else model)
+            entered: AbstractContextManager[Any] = context(self.wrapper if model is self.core else model)
             return entered
 
         def backward_of(loss: Tensor, **kwargs: Any) -> None:
@@ -120,12 +112,12 @@ class OwnStep:
 
     def _shown(self, loss: Tensor) -> Tensor:
         """Return the loss, passed through the engine unless it has seen where the loss comes from."""
-        if self._always or not self._is_shown:
-            attributes = vars(self._core[0])
+        if self.always or not self._is_shown:
+            attributes = vars(self.core)
             kept = {name: attributes[name] for name in (_CALL,) if name in attributes}
             attributes[_CALL] = lambda: loss
             try:
-                loss = self._boosted().clone()  # hooks of the engine belong to its output alone
+                loss = self.boosted().clone()  # hooks of the engine belong to its output alone
             finally:
                 del attributes[_CALL]
                 attributes.update(kept)

@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
 
+_CHANGES = {"unfrozen": False, "frozen": True}  # and whether a parameter was trained before
+
 
 class TrainableParams:
     """The parameters that an engine has laid out to be trained, or to be left alone.
@@ -23,9 +25,7 @@ class TrainableParams:
 
     def __init__(self, core: nn.Module, engine: str) -> None:
         self._engine = engine
-        self._parameters = list(core.parameters())
-        self._names = [name for name, _ in core.named_parameters()]
-        self._flags = [parameter.requires_grad for parameter in self._parameters]
+        self._before = [(name, parameter, parameter.requires_grad) for name, parameter in core.named_parameters()]
 
     def check(self) -> None:
         """Look whether they are still the same, which costs microseconds.
@@ -33,18 +33,15 @@ class TrainableParams:
         Raises:
             ConfigError: `requires_grad` of some has been changed.
         """
-        flags = [parameter.requires_grad for parameter in self._parameters]
-        if flags == self._flags:
+        changed = [(name, before) for name, parameter, before in self._before if parameter.requires_grad != before]
+        if not changed:
             return
-        thawed = [name for name, now, then in zip(self._names, flags, self._flags, strict=True) if now and not then]
-        frozen = [name for name, now, then in zip(self._names, flags, self._flags, strict=True) if then and not now]
-        changed = " and ".join(
-            f"{len(n)} were {w}: {_some(n)}" for n, w in ((thawed, "unfrozen"), (frozen, "frozen")) if n
-        )
+        kinds = {what: [name for name, before in changed if before == was] for what, was in _CHANGES.items()}
+        told = " and ".join(f"{len(names)} were {what}: {_some(names)}" for what, names in kinds.items() if names)
         rank, size = get_dist_info()
         raise ConfigError(
             f"`requires_grad` of parameters must stay as it was when training began under {self._engine}, which has "
-            f"laid out what it trains, but {changed} (rank {rank} of {size}). Begin with all that is ever trained, at "
+            f"laid out what it trains, but {told} (rank {rank} of {size}). Begin with all that is ever trained, at "
             "lr=0 by paramwise_cfg, or use strategy 'fsdp'"
         )
 

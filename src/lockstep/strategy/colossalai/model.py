@@ -59,7 +59,7 @@ class ColossalAIModelWrapper(ModelWrapper):
     def num_parameters(self) -> int:
         """Number of elements of the parameters of all stages, whole or in pieces."""
         if self._pipeline is not None:
-            return self._pipeline.full_numel
+            return self._pipeline.stages.inventory.numel
         return sum(map(full_numel, self.module.parameters()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,26 @@ from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.strategy.gradient_flow import GradientFlow
+
+
+class Drive(NamedTuple):
+    """What an update is made by.
+
+    Attributes:
+        engine: ColossalAI's optimizer.
+        gradients: yields those that its next step will use.
+        clips: whether it clips by itself.
+        in_pipeline: whether forward and backward passes are one, so that there is no loss to begin from.
+        flow: how losses reach the model's parameters; needed with ZeRO.
+        sends_as_they_come: whether ZeRO sends gradients during the backward pass, in the order of their coming.
+    """
+
+    engine: Any
+    gradients: Callable[[], Iterator[Tensor]]
+    clips: bool
+    in_pipeline: bool
+    flow: GradientFlow | None
+    sends_as_they_come: bool
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -29,18 +49,10 @@ class ColossalAIOptimWrapper(OptimWrapper):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        accumulative_counts: int = 1,
-        clip_grad: Mapping[str, Any] | None = None,
+        self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        self._engine: Any = None
-        self._engine_clips = False
-        self._in_pipeline = False
-        self._gradients: Callable[[], Iterator[Tensor]] = lambda: iter(())
-        self._flow: GradientFlow | None = None
-        self._sends_as_they_come = False
+        self._drive: Drive | None = None
 
     @classmethod
     def of(cls, wrapper: OptimWrapper) -> ColossalAIOptimWrapper:
@@ -83,31 +95,9 @@ class ColossalAIOptimWrapper(OptimWrapper):
             raise ConfigError(f"`clip_grad['max_norm']` must be above 0, but is {max_norm}")
         return max_norm
 
-    def attach(
-        self,
-        engine: Any,
-        gradients: Callable[[], Iterator[Tensor]],
-        *,
-        clips: bool,
-        in_pipeline: bool = False,
-        flow: GradientFlow | None = None,
-        sends_as_they_come: bool = False,
-    ) -> None:
-        """Take over ColossalAI's optimizer.
-
-        Args:
-            engine: the optimizer, made around this one's.
-            gradients: yields those that its next step will use.
-            clips: whether it clips by itself.
-            in_pipeline: whether forward and backward passes are one, so that there is no loss to begin from.
-            flow: how losses reach the model's parameters; needed with ZeRO.
-            sends_as_they_come: whether ZeRO sends gradients during the backward pass, in the order of their coming.
-        """
-        self._flow, self._sends_as_they_come = flow, sends_as_they_come
-        self._engine = engine
-        self._in_pipeline = in_pipeline
-        self._gradients = gradients
-        self._engine_clips = clips and self.clip_grad is not None
+    def attach(self, drive: Drive) -> None:
+        """Take over ColossalAI's optimizer, made around this one's."""
+        self._drive = drive
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch.
@@ -119,18 +109,18 @@ class ColossalAIOptimWrapper(OptimWrapper):
                 another order.
             RuntimeError: the model is in stages, of which none has a loss to begin from; call `train_step`.
         """
-        if self._in_pipeline:
+        drive = self._attached()
+        if drive.in_pipeline:
             raise RuntimeError(
                 "a model with `pp_size` above 1 must be trained by its `train_step`, because forward and backward "
                 "passes of its stages are one, but `update_params` or `backward` was called"
             )
-        engine = self._attached()
-        if self._flow is not None and engine.require_grad_sync:
-            if self._sends_as_they_come:
-                self._flow.check_order(loss, "Use stage=1 with overlap_communication=False, or strategy 'ddp'")
+        if drive.flow is not None and drive.engine.require_grad_sync:
+            if drive.sends_as_they_come:
+                drive.flow.check_order(loss, "Use stage=1 with overlap_communication=False, or strategy 'ddp'")
             else:
-                loss = self._flow.reach_alike(loss)
-        engine.backward(loss, **kwargs)
+                loss = drive.flow.reach_alike(loss)
+        drive.engine.backward(loss, **kwargs)
         self._inner_count += 1
 
     def update_by(self, model: nn.Module, run: Callable[[float], None]) -> None:
@@ -152,16 +142,16 @@ class ColossalAIOptimWrapper(OptimWrapper):
 
     def step(self, **kwargs: Any) -> None:
         """Clip the gradients, then let the optimizer update the parameters."""
-        engine = self._attached()
-        if self.clip_grad is not None and not self._engine_clips:
+        drive = self._attached()
+        if self.clip_grad is not None and not drive.clips:
             self._clip_grad()
-        engine.step(**kwargs)
-        if self._engine_clips:
-            self._grad_norm = torch.tensor(float(engine.get_grad_norm()))
+        drive.engine.step(**kwargs)
+        if self.clip_grad is not None and drive.clips:
+            self._grad_norm = torch.tensor(float(drive.engine.get_grad_norm()))
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
-        self._attached().zero_grad(**kwargs)
+        self._attached().engine.zero_grad(**kwargs)
 
     def left_out(self, model: nn.Module) -> list[str]:
         """Return no names: the engine holds other tensors than the model's, and refuses what it does not train."""
@@ -170,12 +160,12 @@ class ColossalAIOptimWrapper(OptimWrapper):
     def _even_out(self) -> None:
         factor = self._sample_weights.correction()
         if factor != 1:
-            for gradient in self._gradients():
+            for gradient in self._attached().gradients():
                 gradient.mul_(factor)
 
-    def _attached(self) -> Any:
-        if self._engine is None:
+    def _attached(self) -> Drive:
+        if self._drive is None:
             raise RuntimeError(
                 "a ColossalAIOptimWrapper must be given to ColossalAIStrategy.prepare() before it is used"
             )
-        return self._engine
+        return self._drive

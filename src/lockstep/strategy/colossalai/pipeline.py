@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ class Cutting(NamedTuple):
         return [samples // pieces + (index < samples % pieces) for index in range(pieces)]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Pipeline:
     """The stages that compute on one batch together, seen from one of them.
 
@@ -82,28 +84,14 @@ class Pipeline:
         core: what is left here of the user's own module.
         stages: of the pipeline.
         cutting: into how many micro-batches a batch is cut.
-
-    Attributes:
-        full_numel: number of elements of the parameters of all stages.
     """
 
-    def __init__(
-        self,
-        execute: Callable[[list[dict[str, Any]], Criterion, Any], None],
-        no_sync: Callable[[], AbstractContextManager[Any]],
-        engine: Any,
-        core: nn.Module,
-        stages: Stages,
-        cutting: Cutting,
-    ) -> None:
-        self._execute = execute
-        self._no_sync = no_sync
-        self._engine = engine
-        self._core = core
-        self._stages = stages
-        self._cutting = cutting
-        self._last: int = stages.group.size() - 1
-        self.full_numel = stages.inventory.numel
+    execute: Callable[[list[dict[str, Any]], Criterion, Any], None]
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    engine: Any
+    core: nn.Module
+    stages: Stages
+    cutting: Cutting
 
     def train(self, model: nn.Module, data: Any, optim_wrapper: ColossalAIOptimWrapper) -> dict[str, Tensor]:
         """Train on this replica's batch, and return its values to log, which are means over its samples.
@@ -116,11 +104,11 @@ class Pipeline:
         **Collective**: every rank of the pipeline; at the end of a window every rank.
         """
         batches = self._cut(data, "loss", training=True)
-        parse = getattr(self._core, "parse_losses", steps.parse_losses)
+        parse = getattr(self.core, "parse_losses", steps.parse_losses)
         means: dict[str, Tensor] = {}
 
         def run(factor: float) -> None:
-            weights = iter(weights_of(self._core, batches) if self._stages.stage == self._last else ())
+            weights = iter(weights_of(self.core, batches) if self.stages.stage == self.stages.last else ())
 
             def criterion(outputs: Any, _: Any) -> Tensor:
                 weight = next(weights)
@@ -133,10 +121,10 @@ class Pipeline:
                 return loss * (weight * len(batches.parts) * factor)
 
             with self._own_randomness():
-                self._execute(batches.parts, criterion, self._engine)
+                self.execute(batches.parts, criterion, self.engine)
 
         optim_wrapper.update_by(model, run)
-        return broadcast_object(means, src=self._last, group=self._stages.group)
+        return broadcast_object(means, src=self.stages.last, group=self.stages.group)
 
     def predict(self, data: Any) -> Any:
         """Return what the model predicts for this replica's batch, on each of its ranks.
@@ -150,14 +138,14 @@ class Pipeline:
             outputs.append(output)
             return torch.zeros(())
 
-        with torch.no_grad(), self._own_randomness(), self._no_sync():
-            self._execute(batches.parts, criterion, None)
-        whole = merged(outputs, weights_of(self._core, batches), batches.sizes) if outputs else None
-        return broadcast_object(whole, src=self._last, group=self._stages.group)
+        with torch.no_grad(), self._own_randomness(), self.no_sync():
+            self.execute(batches.parts, criterion, None)
+        whole = merged(outputs, weights_of(self.core, batches), batches.sizes) if outputs else None
+        return broadcast_object(whole, src=self.stages.last, group=self.stages.group)
 
     def _cut(self, data: Any, mode: steps.Mode, *, training: bool) -> MicroBatches:
-        batch = steps.preprocess(self._core, data, training=training)
-        return cut(by_name(type(self._core).forward, batch, mode), self._cutting)
+        batch = steps.preprocess(self.core, data, training=training)
+        return cut(by_name(type(self.core).forward, batch, mode), self.cutting)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -166,7 +154,7 @@ class Pipeline:
         device = get_device()
         devices = [] if device == "cpu" else [torch.get_device_module(device).current_device()]
         with torch.random.fork_rng(devices, device_type="cuda" if device == "cpu" else device):
-            torch.manual_seed(seed + self._stages.stage)
+            torch.manual_seed(seed + self.stages.stage)
             yield
 
 

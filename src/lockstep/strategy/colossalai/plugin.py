@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,67 +48,45 @@ _REFUSED: Mapping[str, str] = {
 _WHOLE_PARAMETERS = frozenset({"Adafactor", "Muon", "SparseAdam"})
 
 
-@dataclass(frozen=True, slots=True)
 class PluginChoice:
     """A plugin and its options.
 
+    Args:
+        plugin: its name.
+        options: arguments of the plugin's class.
+
     Attributes:
         kind: `"ddp"`, `"lowlevel_zero"` or `"hybrid"`.
-        options: arguments of the plugin's class.
+        class_name: name of the plugin's class.
+        options: the arguments, with lockstep's defaults.
+        zero_stage: 0 where every rank has the whole optimizer, 1 or 2 where it is sharded.
+        tp_size: number of ranks that share one replica of the model.
+        pp_size: number of stages of each replica.
+        dtype: what the model computes in.
+        clips: whether the plugin's optimizer clips gradients itself, which it alone has whole.
+
+    Raises:
+        ConfigError: the plugin is unknown, or is wrong in all that it does; or an option is.
     """
 
-    kind: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, plugin: str, options: Mapping[str, Any]) -> PluginChoice:
-        """Return what a name and options mean.
-
-        Raises:
-            ConfigError: the plugin is unknown, or is wrong in all that it does; or an option is.
-        """
-        kind = _kind(plugin)
+    def __init__(self, plugin: str, options: Mapping[str, Any]) -> None:
+        self.kind = kind = _kind(plugin)
         if kind in _REFUSED:
             raise ConfigError(f"`plugin` must be one of {', '.join(_CLASSES)}, because {kind!r} {_REFUSED[kind]}")
-        choice = cls(kind, {**_DEFAULTS[kind], **options})
-        choice._check_options()
-        return choice
-
-    @property
-    def class_name(self) -> str:
-        """Name of the plugin's class."""
-        return _CLASSES[self.kind]
-
-    @property
-    def zero_stage(self) -> int:
-        """0 where every rank has the whole optimizer, 1 or 2 where it is sharded."""
-        return int(self.options.get("stage", self.options.get("zero_stage", 0)))
-
-    @property
-    def tp_size(self) -> int:
-        """Number of ranks that share one replica of the model."""
-        return int(self.options.get("tp_size", 1))
-
-    @property
-    def pp_size(self) -> int:
-        """Number of stages of each replica."""
-        return int(self.options.get("pp_size", 1))
+        self.class_name = _CLASSES[kind]
+        self.options: Mapping[str, Any] = {**_DEFAULTS[kind], **options}
+        self.zero_stage: int = self.options.get("stage", self.options.get("zero_stage", 0))
+        self.tp_size: int = self.options.get("tp_size", 1)
+        self.pp_size: int = self.options.get("pp_size", 1)
+        self.dtype = torch.bfloat16 if self.options.get("precision") == "bf16" else torch.float32
+        self.clips = kind != "ddp"
+        self._check_options()
 
     @property
     def cutting(self) -> Cutting:
         """Into how many micro-batches a batch is cut."""
         number, size = self.options.get("num_microbatches"), self.options.get("microbatch_size")
         return Cutting(2 * self.pp_size if size is None and number is None else number, size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the model computes in."""
-        return torch.bfloat16 if self.options.get("precision") == "bf16" else torch.float32
-
-    @property
-    def clips(self) -> bool:
-        """Whether the plugin's optimizer clips gradients itself, which it alone has whole."""
-        return self.kind != "ddp"
 
     def with_run(self, max_norm: float | None) -> dict[str, Any]:
         """Return the options, completed by what is known when training begins."""
@@ -140,8 +117,8 @@ class PluginChoice:
                 "Use AdamW or SGD, or plugin='ddp'"
             )
         if self.clips:
-            half, engine = self.dtype != torch.float32, f"ColossalAI's {self.kind!r}"
-            check_kinds(model, half=half, engine=engine, half_option="precision='bf16'")
+            engine = f"ColossalAI's {self.kind!r}"
+            check_kinds(model, half=self.dtype != torch.float32, engine=engine, half_option="precision='bf16'")
         if get_world_size() % (self.tp_size * self.pp_size):
             times = f" times `pp_size`, which is {self.pp_size}," if self.pp_size > 1 else ""
             raise ConfigError(
@@ -194,8 +171,8 @@ class PluginChoice:
             self._check_hybrid(precision)
 
     def _check_hybrid(self, precision: str) -> None:
-        if not isinstance(self.options["pp_size"], int) or self.pp_size < 1:
-            raise ConfigError(f"`pp_size` must be an int of at least 1, but is {self.options['pp_size']!r}")
+        if not isinstance(self.pp_size, int) or self.pp_size < 1:
+            raise ConfigError(f"`pp_size` must be an int of at least 1, but is {self.pp_size!r}")
         if self.pp_size > 1:
             self._check_pipeline()
         if self.zero_stage and precision == "fp32":
@@ -211,26 +188,28 @@ class PluginChoice:
 
     def _check_pipeline(self) -> None:
         options = self.options
-        style = options.get("pp_style", "1f1b")
-        if style != "1f1b" or options.get("num_model_chunks", 1) != 1:
+        style, chunks = options.get("pp_style", "1f1b"), options.get("num_model_chunks", 1)
+        if style != "1f1b" or chunks != 1:
             raise ConfigError(
-                f"`pp_style` must be '1f1b' and `num_model_chunks` 1, but are {style!r} and "
-                f"{options.get('num_model_chunks', 1)}: of the other schedules a rank has several pieces of the model, "
-                "which are not put together again for a checkpoint. Leave both out"
+                f"`pp_style` must be '1f1b' and `num_model_chunks` 1, but are {style!r} and {chunks}: of the other "
+                "schedules a rank has several pieces of the model, which are not put together again for a checkpoint. "
+                "Leave both out"
             )
         if self.zero_stage == 2:
             raise ConfigError(
                 "`zero_stage` must be 0 or 1 with `pp_size` above 1, but is 2: gradients of many micro-batches add up "
                 "before they are sent, and can't be shards meanwhile. Use zero_stage=1"
             )
-        if options.get("num_microbatches") is not None and options.get("microbatch_size") is not None:
+        given = {
+            name: options[name] for name in ("num_microbatches", "microbatch_size") if options.get(name) is not None
+        }
+        if len(given) == 2:
             raise ConfigError(
                 "`num_microbatches` must not come with `microbatch_size`, but is "
                 f"{options['num_microbatches']} beside {options['microbatch_size']}. Leave one out"
             )
-        for name in ("num_microbatches", "microbatch_size"):
-            value = options.get(name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+        for name, value in given.items():
+            if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
 
 

@@ -79,6 +79,7 @@ class Stages:
         self.group = group
         self._replicas = replicas
         self.stage: int = group.rank()
+        self.last: int = group.size() - 1
         self._parameters = frozenset(inventory.parameters)
         own = owned_state(core)
         shared_ids = {id(tensor) for tensor in shared}

@@ -16,11 +16,11 @@ from lockstep.dist import broadcast, init_dist, is_distributed
 from lockstep.errors import ConfigError
 from lockstep.model import is_model_wrapper
 from lockstep.model.tensor_parallel_plan import read_request
-from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
+from lockstep.optim import OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
-from lockstep.strategy.base import OptimLike
+from lockstep.strategy.base import OptimLike, Prepared
 from lockstep.strategy.colossalai import engine
-from lockstep.strategy.colossalai.optim import ColossalAIOptimWrapper
+from lockstep.strategy.colossalai.optim import ColossalAIOptimWrapper, Drive
 from lockstep.strategy.colossalai.pipeline import Pipeline, check_model
 from lockstep.strategy.colossalai.plugin import PluginChoice, name_and_options
 from lockstep.strategy.colossalai.stages import Inventory, PipelineStateTranslator, Stages
@@ -78,13 +78,11 @@ class ColossalAIStrategy(EngineStrategy):
         self._plan: Mapping[str, Any] | None = None
         if self._splits_by_plan:
             options["tp_size"], self._plan = _read_tensor_parallel(tensor_parallel, options)
-        self._choice = PluginChoice.read(name, options)
+        self._choice = PluginChoice(name, options)
         self._wrapper = dict(model_wrapper or {})
         self._data_shard: tuple[int, int] | None = None
 
-    def parallelize(
-        self, model: nn.Module, optim_wrapper: OptimLike | None = None
-    ) -> tuple[nn.Module, OptimWrapper | None]:
+    def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Build the optimizer, then let the booster lay both over the ranks.
 
         **Collective**: every rank, once.
@@ -122,17 +120,16 @@ class ColossalAIStrategy(EngineStrategy):
         if options.get("custom_policy") is None and not options.get("parallel_output"):
             engine.predict_whole_vocabulary(model)
         if isinstance(wrapper, ColossalAIOptimWrapper):
-            gradients = partial(engine.gradients_of, laid.optimizer, model)
-            in_pipeline = "pipeline" in laid.options
-            zero_stage = self._choice.zero_stage
-            wrapper.attach(
+            in_pipeline = self._choice.pp_size > 1
+            drive = Drive(
                 laid.optimizer,
-                gradients,
+                partial(engine.gradients_of, laid.optimizer, model),
                 clips=self._choice.clips,
                 in_pipeline=in_pipeline,
-                flow=GradientFlow(model) if zero_stage and not in_pipeline else None,
-                sends_as_they_come=zero_stage == 2 or bool(options.get("overlap_communication", True)),
+                flow=GradientFlow(model) if self._choice.zero_stage and not in_pipeline else None,
+                sends_as_they_come=self._choice.zero_stage == 2 or bool(options.get("overlap_communication", True)),
             )
+            wrapper.attach(drive)
         cast_inputs(model, self._choice.dtype)
         cast_parts(model, self._choice.dtype)
         if self._choice.tp_size * self._choice.pp_size > 1:
@@ -161,10 +158,9 @@ class ColossalAIStrategy(EngineStrategy):
         """Lay out a model of which each rank has all layers."""
         booster, boosted, laid = engine.boost(plugin, model, optimizer)
         no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, laid)
-        options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync}
-        options |= {"may_go_round": self._choice.kind == "ddp"}
-        if self._choice.tp_size > 1:
-            options["guard"] = WholeParams(model, _problem_of_parts)
+        guard = WholeParams(model, _problem_of_parts) if self._choice.tp_size > 1 else None
+        options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync, "guard": guard}
+        options["may_go_round"] = self._choice.kind == "ddp"
         return _Laid(laid, StateTranslator(model, laid, getattr(plugin, "tp_group", None)), options)
 
     def _in_stages(self, plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Laid:
@@ -178,12 +174,8 @@ class ColossalAIStrategy(EngineStrategy):
         pipeline = Pipeline(
             partial(engine.run_pipeline, booster, boosted), boosted.no_sync, laid, model, stages, self._choice.cutting
         )
-        options = {
-            "model_wrapper": boosted,
-            "booster": booster,
-            "no_sync": partial(booster.no_sync, boosted, laid),
-            "pipeline": pipeline,
-        }
+        no_sync = partial(booster.no_sync, boosted, laid)
+        options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync, "pipeline": pipeline}
         return _Laid(laid, PipelineStateTranslator(model, laid, plugin.tp_group, stages), options)
 
     def _sync_replica(self, plugin: Any) -> None:

@@ -47,7 +47,8 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
     given = {name: value for name, value in arguments.items() if value is not None}
     stage, offload = given.pop("stage", None), given.pop("offload", False)
     for name, value in given.items():
-        _set_once(merged, name, {"enabled": value} if _is_switch(name, value) else value)
+        is_switch = isinstance(value, bool) and name in ("fp16", "bf16", "torch_autocast")
+        _set_once(merged, name, {"enabled": value} if is_switch else value)
     for name in merged:
         if name in _REFUSED and merged[name]:
             raise ConfigError(f"`{name}` must not be given to DeepSpeedStrategy: {_REFUSED[name]}")
@@ -69,8 +70,7 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
 
 def stage_of(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage of a config."""
-    stage: int = config["zero_optimization"].get("stage", 0)
-    return stage
+    return int(config["zero_optimization"].get("stage", 0))
 
 
 def is_on(config: Mapping[str, Any], section: str) -> bool:
@@ -157,10 +157,6 @@ def _autos(tree: Any, path: str) -> Iterator[str]:
             yield from _autos(value, f"{path}.{key}")
     elif tree == "auto":
         yield path
-
-
-def _is_switch(name: str, value: Any) -> bool:
-    return name in ("fp16", "bf16", "torch_autocast") and isinstance(value, bool)
 
 
 def _set_once(config: dict[str, Any], name: str, value: Any, prefix: str = "") -> None:

@@ -171,14 +171,13 @@ def environ_with_local_rank() -> Iterator[None]:
 
     Slurm and MPI call it something else, and one process alone has none.
     """
-    if "LOCAL_RANK" in os.environ:
-        yield
-        return
-    os.environ["LOCAL_RANK"] = str(get_local_rank())
+    is_there = "LOCAL_RANK" in os.environ
+    os.environ.setdefault("LOCAL_RANK", str(get_local_rank()))
     try:
         yield
     finally:
-        del os.environ["LOCAL_RANK"]
+        if not is_there:
+            del os.environ["LOCAL_RANK"]
 
 
 def autocast_of(engine: Any) -> AbstractContextManager[Any]:

@@ -15,9 +15,8 @@ from lockstep.device import get_device
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.model import is_model_wrapper
-from lockstep.optim import OptimWrapper
 from lockstep.registry import STRATEGIES
-from lockstep.strategy.base import OptimLike
+from lockstep.strategy.base import OptimLike, Prepared
 from lockstep.strategy.deepspeed import config as config_rules
 from lockstep.strategy.deepspeed.engine import MMDeepSpeedEngineWrapper, join_engine, release_engine, start_engine
 from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
@@ -91,9 +90,7 @@ class DeepSpeedStrategy(EngineStrategy):
         if "scheduler" in self._config:
             self.own_schedule = f"the scheduler {self._config['scheduler'].get('type')!r} of the DeepSpeed config"
 
-    def parallelize(
-        self, model: nn.Module, optim_wrapper: OptimLike | None = None
-    ) -> tuple[nn.Module, OptimWrapper | None]:
+    def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Start an engine for the model and its optimizer; with no optimizer, lay the model out to be evaluated.
 
         Raises:
