@@ -72,8 +72,7 @@ class Stages:
         group: Any,
         replicas: Any,
         shared: list[Tensor],
-        *,
-        zero: bool = False,
+        zero: bool,
     ) -> None:
         self.inventory = inventory
         self.group = group
@@ -84,10 +83,11 @@ class Stages:
         own = owned_state(core)
         shared_ids = {id(tensor) for tensor in shared}
         self._here = {inventory.first[name]: name for name in reversed(own) if name in inventory.first}
+        held = {name: own[path] for name, path in self._here.items()}
         holdings = _Holdings(
-            list(self._here),
-            [name for name, path in self._here.items() if id(own[path]) in shared_ids],
-            [name for name, path in self._here.items() if own[path].requires_grad],
+            set(held),
+            {name for name, tensor in held.items() if id(tensor) in shared_ids},
+            {name for name, tensor in held.items() if tensor.requires_grad},
         )
         self._check(all_gather_object(holdings, group=group), zero)
 
@@ -123,21 +123,20 @@ class Stages:
                 raise ConfigError(found)
 
     def _check(self, stages: list[_Holdings], zero: bool) -> None:
-        holders: dict[str, list[int]] = {}
         for stage, holdings in enumerate(stages):
-            for name in holdings.held:
-                holders.setdefault(name, []).append(stage)
             if not holdings.trained:
                 raise ConfigError(
                     f"each stage of a pipeline must have parameters to train, but stage {stage} of {len(stages)} has "
                     "none. Train more of the model, choose a smaller `pp_size`, or use strategy='fsdp'"
                 )
-        missing = [name for name in self.inventory.first.values() if name not in holders]
-        if missing:
-            raise ConfigError(
-                f"the policy must give each parameter to a stage of the pipeline, but gives {missing[0]!r} to none. "
-                "Return its module in `get_held_layers`, or use strategy='fsdp'"
-            )
+        holders: dict[str, list[int]] = {}
+        for name in self.inventory.first.values():
+            holders[name] = [stage for stage, holdings in enumerate(stages) if name in holdings.held]
+            if not holders[name]:
+                raise ConfigError(
+                    f"the policy must give each parameter to a stage of the pipeline, but gives {name!r} to none. "
+                    "Return its module in `get_held_layers`, or use strategy='fsdp'"
+                )
         if zero:
             _check_groups(self.inventory.groups, stages)
         self._owners = {name: held[0] for name, held in holders.items()}
@@ -241,15 +240,15 @@ class PipelineStateTranslator(StateTranslator):
 class _Holdings(NamedTuple):
     """First names of what a stage holds, shares with others and trains."""
 
-    held: list[str]
-    shared: list[str]
-    trained: list[str]
+    held: set[str]
+    shared: set[str]
+    trained: set[str]
 
 
 def _check_groups(groups: list[list[str]], stages: list[_Holdings]) -> None:
     """Refuse a group that is not on every stage: ZeRO adds up its norm over all, and those without do not take part."""
     for index, names in enumerate(groups):
-        lacking = [stage for stage, holdings in enumerate(stages) if not set(names) & set(holdings.trained)]
+        lacking = [stage for stage, holdings in enumerate(stages) if holdings.trained.isdisjoint(names)]
         if 0 < len(lacking) < len(stages):
             raise ConfigError(
                 f"each group of the optimizer must have parameters on each stage of a pipeline with zero_stage=1, but "

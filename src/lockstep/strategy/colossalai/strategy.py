@@ -170,7 +170,7 @@ class ColossalAIStrategy(EngineStrategy):
         with _put_aside(model, "data_preprocessor"):  # no stage has it, but each needs it
             booster, boosted, laid = engine.boost(plugin, model, optimizer)
         shared, zero = engine.shared_parameters(boosted), self._choice.zero_stage > 0
-        stages = Stages(inventory, model, plugin.pp_group, plugin.dp_group, shared, zero=zero)
+        stages = Stages(inventory, model, plugin.pp_group, plugin.dp_group, shared, zero)
         pipeline = Pipeline(
             partial(engine.run_pipeline, booster, boosted), boosted.no_sync, laid, model, stages, self._choice.cutting
         )

@@ -269,12 +269,10 @@ def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Opt
             "the loss reaches none of these %d parameters in the first update: %s. DeepSpeed takes their gradients for "
             "0, where other strategies leave such parameters alone: %s moves them by its %s all the same. Freeze them "
             "with requires_grad_(False)%s, or use strategy 'ddp' or 'fsdp'",
-            len(names),
-            ", ".join(names[:10]) + (", ..." if len(names) > 10 else ""),
-            type(optimizer).__name__,
+            len(names), ", ".join(names[:10]) + (", ..." if len(names) > 10 else ""), type(optimizer).__name__,
             "weight decay and momentum" if decays else "momentum",
             ", give them decay_mult=0 by paramwise_cfg" if decays else "",
-        )
+        )  # fmt: skip
 
 
 def _not_wanted(built: OptimWrapper) -> str:

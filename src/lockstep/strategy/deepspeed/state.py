@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ class EngineState:
         """Return the model's state by canonical names; of half-precision weights the full ones in float32."""
         whole: dict[int, Any] = {}  # what is tied is gathered once
         state: dict[str, Any] = {}
-        for name, value in self._entries().items():
+        for name, value in self._core.state_dict(keep_vars=True).items():
             if id(value) not in whole:
                 whole[id(value)] = self._value(value)
             state[name] = whole[id(value)]
@@ -95,8 +95,13 @@ class EngineState:
     @torch.no_grad()
     def load_model(self, state: Mapping[str, Any]) -> None:
         """Take over a model's state; every name must be there."""
-        entries = self._entries()
-        _check_names("the model's state", state, entries)
+        entries = self._core.state_dict(keep_vars=True)
+        missing, surplus = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys())
+        if missing or surplus:
+            raise ConfigError(
+                f"the model's state must have an entry for each parameter, but misses {missing} and has besides "
+                f"{surplus}"
+            )
         rest: dict[str, Any] = {}
         done: set[int] = set()
         for name, value in entries.items():
@@ -125,15 +130,13 @@ class EngineState:
         entries: Mapping[str, Any] = state["state"]
         refuse(find_strangers(named_parameters(self._core), self._groups, state))
         matched = match_groups(self._optimizer.param_groups, self._groups, state["param_groups"])
-        saved = [
-            _GroupState.of(self._optimizer, options, self._trained(names), entries)
-            for options, names in zip(matched, self._groups, strict=True)
-        ]
+        trained = [self._trained(names) for names in self._groups]
+        saved = [self._group_state(*group, entries) for group in zip(matched, trained, strict=True)]
         for index, group in enumerate(saved):
             own = self._optimizer.param_groups[index]
             own.update({key: value for key, value in group.options.items() if key in own})
             self._begin(index, group)
-            for name, parameter in self._trained(self._groups[index]).items():
+            for name, parameter in trained[index].items():
                 for key, fill in group.fills.items():
                     if entries.get(name):
                         self._write_moment(parameter, _whole(entries[name][key]), key)
@@ -144,10 +147,6 @@ class EngineState:
     def _optimizer(self) -> Any:
         """The torch optimizer that updates."""
         return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
-
-    def _entries(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._core.state_dict(keep_vars=True)
-        return state
 
     def _has_master(self, parameter: nn.Parameter) -> bool:
         """Say whether the optimizer holds the parameter's true values."""
@@ -202,6 +201,29 @@ class EngineState:
             if key not in tensors
         }
 
+    def _group_state(
+        self, options: dict[str, Any], parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]
+    ) -> _GroupState:
+        """Return what is to become the state of a group, from the entries of the parameters that have one.
+
+        Raises:
+            ConfigError: they are those of another optimizer, or what is shared differs.
+        """
+        entries = {name: state[name] for name in parameters if state.get(name)}
+        refuse(find_misfit(self._optimizer, options, parameters, entries))
+        if not entries:
+            return _GroupState(options, {}, {})
+        name, entry = next(iter(entries.items()))
+        shape = _shape(parameters[name])
+        own = [key for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape]
+        agreed = {key: _agreed(key, {name: entries[name][key] for name in entries}) for key in entry if key not in own}
+        if "step" in agreed:
+            # torch's optimizers count steps in a tensor, DeepSpeed's in an int.
+            is_deepspeeds = type(self._optimizer).__module__.startswith("deepspeed.")
+            agreed["step"] = int(agreed["step"]) if is_deepspeeds else torch.as_tensor(float(agreed["step"]))
+        first = first_state(self._optimizer, options, 1) or {}
+        return _GroupState(options, {key: float(first.get(key, 0.0)) for key in own}, agreed)
+
     def _begin(self, index: int, group: _GroupState) -> None:
         """Make the state of a group anew, its tensors still to be filled; or none where none was saved."""
         for flat in self._flats(index):
@@ -241,34 +263,6 @@ class _GroupState(NamedTuple):
     options: dict[str, Any]
     fills: dict[str, float]
     scalars: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        optimizer: Any,
-        options: dict[str, Any],
-        parameters: Mapping[str, nn.Parameter],
-        state: Mapping[str, Any],
-    ) -> _GroupState:
-        """Return it from the entries of the parameters that have one.
-
-        Raises:
-            ConfigError: they are those of another optimizer, or what is shared differs.
-        """
-        entries = {name: state[name] for name in parameters if state.get(name)}
-        refuse(find_misfit(optimizer, options, parameters, entries))
-        if not entries:
-            return cls(options, {}, {})
-        name, entry = next(iter(entries.items()))
-        shape = _shape(parameters[name])
-        own = [key for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape]
-        agreed = {key: _agreed(key, {name: entries[name][key] for name in entries}) for key in entry if key not in own}
-        if "step" in agreed:
-            # torch's optimizers count steps in a tensor, DeepSpeed's in an int.
-            is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.")
-            agreed["step"] = int(agreed["step"]) if is_deepspeeds else torch.as_tensor(float(agreed["step"]))
-        first = first_state(optimizer, options, 1) or {}
-        return cls(options, {key: float(first[key]) if key in first else 0.0 for key in own}, agreed)
 
 
 def _copied(scalars: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
@@ -310,12 +304,3 @@ def _agreed(key: str, values: Mapping[str, Any]) -> Any:
                 f"tensor, but is {value} for {first!r} and {other} for {name!r}. Use strategy 'fsdp' to go on from it"
             )
     return value
-
-
-def _check_names(what: str, given: Mapping[str, Any], wanted: Iterable[str]) -> None:
-    expected = set(wanted)
-    missing, surplus = sorted(expected - given.keys()), sorted(given.keys() - expected)
-    if missing or surplus:
-        raise ConfigError(
-            f"{what} must have an entry for each parameter, but misses {missing} and has besides {surplus}"
-        )

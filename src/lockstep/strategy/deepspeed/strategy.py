@@ -183,6 +183,7 @@ def _names_by_group(model: nn.Module, optimizer: Optimizer | None) -> list[list[
 def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
     """Return the config with what it takes to use the optimizer as it is."""
     full = dict(config)
+    is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.")
     if optimizer is None:
         section = dict(full["optimizer"])
         kind = str(section.get("type")).lower()
@@ -201,7 +202,7 @@ def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None
         )
     elif type(optimizer) in _ELEMENTWISE:
         full.setdefault(_UNTESTED, True)
-    elif config_rules.stage_of(full) > 0 and not (_is_deepspeeds(optimizer) or full.get(_UNTESTED)):
+    elif config_rules.stage_of(full) > 0 and not (is_deepspeeds or full.get(_UNTESTED)):
         raise ConfigError(
             f"`optimizer` must update each number by itself under ZeRO, which cuts parameters into pieces, but is "
             f"{type(optimizer).__name__}, which is not known to do so. Use AdamW, stage=0 or strategy 'fsdp', or set "
@@ -211,7 +212,3 @@ def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None
         # Otherwise DeepSpeed takes no optimizer but its own, which has to be compiled.
         full.setdefault("zero_force_ds_cpu_optimizer", False)
     return full
-
-
-def _is_deepspeeds(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("deepspeed.")
