@@ -147,10 +147,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         # What the ranks of one row compute together must begin the same on all of them.
         materializer = Materializer(device, param_init_fn, whole if sync_module_states else self.tensor_mesh)
         shard = partial(
-            fully_shard,
-            mesh=self.mesh,
-            reshard_after_forward=sharding.reshard_after_forward,
-            offload_policy=offload,
+            fully_shard, mesh=self.mesh, reshard_after_forward=sharding.reshard_after_forward, offload_policy=offload
         )
         precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, ignored)
         scalars = _shard(module, precisions, ignored, materializer, parallel, shard)

@@ -101,10 +101,7 @@ class Strategy(ABC):
             )
         lengths = dispatch_kwargs or {}
         schedules = build_param_schedulers(
-            wrapper.optimizer,
-            param_scheduler,
-            max_epochs=lengths.get("max_epochs"),
-            max_iters=lengths.get("max_iters"),
+            wrapper.optimizer, param_scheduler, max_epochs=lengths.get("max_epochs"), max_iters=lengths.get("max_iters")
         )
         return parallelized, wrapper, schedules
 

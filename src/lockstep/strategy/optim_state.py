@@ -7,6 +7,7 @@ gradient has none either. Writing gives a state to the parameters that were save
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -220,14 +221,11 @@ def find_misfit(
     kind = type(optimizer)
     # Where a new state can't be had, those of other parameters tell.
     present = next((held for held in optimizer.state.values() if held), None)
-    tried: dict[int, dict[str, Any] | None] = {}
+    first = cache(partial(first_state, optimizer, options))
     for name, entry in entries.items():
         if not entry:
             continue
-        dim = parameters[name].dim()
-        if dim not in tried:
-            tried[dim] = first_state(optimizer, options, dim)
-        wanted = tried[dim]
+        wanted = first(parameters[name].dim())
         if wanted is not None:
             fits = wanted.keys() == entry.keys()
         else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,9 @@ from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, DistError, did_you_mean
 from lockstep.model.tensor_parallel_plan import read_plan
 from lockstep.registry.signatures import Arguments
+
+# Warnings that nobody here can heed: of optional parts, and of names that torch has given up since.
+_QUIET = partial(warnings.catch_warnings, action="ignore")
 
 
 class Replacement(NamedTuple):
@@ -41,7 +44,7 @@ def require_engine() -> None:
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # ColossalAI imports it, and nobody here uses it
     try:
-        with _quietly():
+        with _QUIET():
             accelerator = load_engine("colossalai.accelerator")
             load_engine("colossalai.booster")
     except DistError as error:
@@ -81,7 +84,7 @@ def boost(plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
     """Return ColossalAI's booster, model and optimizer. **Collective**: every rank."""
     from colossalai.booster import Booster
 
-    with _quietly():
+    with _QUIET():
         booster = Booster(plugin=plugin)
         boosted, engine, *_ = booster.boost(model, optimizer)
     return booster, boosted, engine
@@ -234,14 +237,6 @@ def split_like(whole: Tensor, param: Any, tp_group: Any) -> Tensor:
 
 def _is_replicated(layouts: Any) -> bool:
     return all(layout.is_replicate() for layout in layouts)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep back warnings that nobody here can heed: of optional parts, and of names that torch has given up since."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @cache

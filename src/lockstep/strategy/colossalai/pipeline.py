@@ -23,17 +23,10 @@ Criterion = Callable[[Any, Any], Tensor]
 
 # For these ColossalAI's policies have been compared with one process; others fail, or have not been looked at.
 MEASURED = (
-    "BertForMaskedLM",
-    "BertForSequenceClassification",
-    "BertForTokenClassification",
-    "BloomForCausalLM",
-    "FalconForCausalLM",
-    "LlamaForCausalLM",
-    "LlamaForSequenceClassification",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "ViTForImageClassification",
-)
+    "BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BloomForCausalLM",
+    "FalconForCausalLM", "LlamaForCausalLM", "LlamaForSequenceClassification", "MistralForCausalLM",
+    "Qwen2ForCausalLM", "ViTForImageClassification",
+)  # fmt: skip
 _IGNORED = -100  # the label that HuggingFace's losses leave out
 _SHIFTED = ("ForCausalLM", "LMHeadModel")  # classes that predict the next word, and so score no first label
 _WHOLE = (bool, int, float, str, type(None))

@@ -66,13 +66,7 @@ class Stages:
     """
 
     def __init__(
-        self,
-        inventory: Inventory,
-        core: nn.Module,
-        group: Any,
-        replicas: Any,
-        shared: list[Tensor],
-        zero: bool,
+        self, inventory: Inventory, core: nn.Module, group: Any, replicas: Any, shared: list[Tensor], zero: bool
     ) -> None:
         self.inventory = inventory
         self.group = group

@@ -137,6 +137,7 @@ class ColossalAIStrategy(EngineStrategy):
         self._state, self._trains = laid.translator, True
         cfg = {"type": "ColossalAIModelWrapper", **self._wrapper}
         wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, model=model, **laid.options)
+        self._model = wrapped  # its booster owns the groups over which states are gathered
         return wrapped, wrapper
 
     @property

@@ -100,10 +100,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         return autocast_of(self.engine)
 
     def update_params(
-        self,
-        loss: Tensor,
-        step_kwargs: Mapping[str, Any] | None = None,
-        zero_kwargs: Mapping[str, Any] | None = None,
+        self, loss: Tensor, step_kwargs: Mapping[str, Any] | None = None, zero_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Run the backward pass; at the end of a window update the parameters and clear gradients.
 
