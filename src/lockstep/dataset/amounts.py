@@ -6,16 +6,7 @@ from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 
 from lockstep.dataset.sampler import DefaultSampler, InfiniteSampler
 from lockstep.dataset.sharded import ShardedSampler
@@ -26,11 +17,11 @@ ENDLESS = 2**62
 # Samplers that yield as many indices as they say. One of a user's own may say what it likes.
 _RELIABLE = (
     DefaultSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
+    data.DistributedSampler,
+    data.RandomSampler,
+    data.SequentialSampler,
+    data.SubsetRandomSampler,
+    data.WeightedRandomSampler,
     list,
     tuple,
     range,
@@ -67,9 +58,9 @@ def amount_of(loader: Any) -> Amount | None:
     It is sure of a torch `DataLoader` over map-style data, whose sampler keeps its word and whose batches are made in
     the plain way.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, data.DataLoader) or isinstance(loader.dataset, data.IterableDataset):
         return None
-    if type(loader.batch_sampler) is not BatchSampler:
+    if type(loader.batch_sampler) is not data.BatchSampler:
         return None
     sampler, batch_size = loader.batch_sampler.sampler, loader.batch_sampler.batch_size
     if type(sampler) is InfiniteSampler:

@@ -198,15 +198,9 @@ class _Order(NamedTuple):
         kind = _kind_of(cfg)
         is_ours = issubclass(kind, DefaultSampler | InfiniteSampler)
         rank, size = shard = (0, 1) if is_ours and self.split is False else self.shard
-        offered: dict[str, Any] = {
-            "dataset": self.dataset,
-            "data_source": self.dataset,
-            "seed": self.seed,
-            "shard": shard,
-            "num_replicas": size,
-            "world_size": size,
-            "rank": rank,
-        }
+        offered: dict[str, Any] = {"seed": self.seed, "shard": shard, "rank": rank}
+        offered |= dict.fromkeys(("dataset", "data_source"), self.dataset)
+        offered |= dict.fromkeys(("num_replicas", "world_size"), size)
         if issubclass(kind, DefaultSampler):
             offered |= {"shuffle": not self.evaluation, "round_up": not self.evaluation}
         takes = Arguments.of(kind)

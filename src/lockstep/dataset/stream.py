@@ -56,7 +56,11 @@ class StreamShard(IterableDataset[Any]):
         self.dataset = dataset
         self.shard = shard
         self.batch_size = batch_size
-        self.split = split
+        self._asks_for_parts = split and hasattr(dataset, "split_over")
+        # Whether each sample is given to one part here, and not by the data set itself.
+        self.deals_out = split and not self._asks_for_parts
+        # Whether the data set can say where it is, and go on there.
+        self.has_position = all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict"))
         # Workers that live on from pass to pass see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._resumption = _BEGINNING
@@ -71,21 +75,11 @@ class StreamShard(IterableDataset[Any]):
         return getattr(self.dataset, "metainfo", None)
 
     @property
-    def deals_out(self) -> bool:
-        """Whether each sample is given to one part here, and not by the data set itself."""
-        return self.split and not self._asks_for_parts
-
-    @property
     def how(self) -> str:
         """How it is dealt out, in words."""
         if self.deals_out:
             return "each goes through all samples and keeps its shard"
-        return "by its split_over" if self.split else "by itself"
-
-    @property
-    def has_position(self) -> bool:
-        """Whether the data set can say where it is, and go on there."""
-        return all(hasattr(self.dataset, name) for name in ("state_dict", "load_state_dict"))
+        return "by its split_over" if self._asks_for_parts else "by itself"
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass."""
@@ -95,9 +89,11 @@ class StreamShard(IterableDataset[Any]):
         """Choose where the next pass begins."""
         self._resumption = resumption
 
-    def position(self) -> tuple[int, dict[str, Any]]:
-        """Return which worker this is, and what it needs to go on after the last sample it has yielded."""
-        return self._worker, {"taken": self._taken, "dataset": copy.deepcopy(self._source.state_dict())}
+    def position(self) -> dict[int, dict[str, Any]]:
+        """Return, by its number, what this worker needs to go on after the last sample it has yielded, if it can."""
+        if not self.has_position:
+            return {}
+        return {self._worker: {"taken": self._taken, "dataset": copy.deepcopy(self._source.state_dict())}}
 
     def __iter__(self) -> Iterator[Any]:
         # Workers that live on begin their next pass at its beginning.
@@ -135,10 +131,6 @@ class StreamShard(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(int(self._epoch))
 
-    @property
-    def _asks_for_parts(self) -> bool:
-        return self.split and hasattr(self.dataset, "split_over")
-
     def _is_own(self, index: int, workers: int) -> bool:
         if not self.deals_out:
             return True
@@ -161,22 +153,16 @@ class StreamLoader(DataLoader[Any]):
     dataset: StreamShard
 
     def __init__(self, dataset: StreamShard, collate_fn: Callable[[Any], Any], **kwargs: Any) -> None:
-        self._batches = 0
-        self._workers: dict[int, Mapping[str, Any]] = {}
-        self._resumption = _BEGINNING
+        self._position = self._resumption = _BEGINNING
         super().__init__(dataset, collate_fn=partial(_with_position, collate_fn, dataset), **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        resumption, self._resumption = self._resumption, _BEGINNING
-        self._batches, self._workers = resumption.batches, dict(resumption.workers)
-        self.dataset.resume(resumption)
-        for batch, position in super().__iter__():
-            self._batches += 1
-            if position is not None:
-                worker, state = position
-                self._workers[worker] = state
+        self._position, self._resumption = self._resumption, _BEGINNING
+        self.dataset.resume(self._position)
+        for batch, made_by in super().__iter__():
+            self._position = Resumption(self._position.batches + 1, {**self._position.workers, **made_by})
             yield batch
-        self._batches, self._workers = 0, {}
+        self._position = _BEGINNING
 
     def __len__(self) -> int:
         """Return the number of batches that this rank sees in a pass, where the data set has a length.
@@ -193,7 +179,7 @@ class StreamLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank is in its pass, after the last batch that was taken."""
-        return {"batches": self._batches, "workers": dict(self._workers), "layout": self._layout()}
+        return {"batches": self._position.batches, "workers": dict(self._position.workers), "layout": self._layout()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin the next pass where another one was saved.
@@ -206,8 +192,7 @@ class StreamLoader(DataLoader[Any]):
                 f"[rank, ranks, workers, batch size] must be {state_dict['layout']}, as they were saved, but are "
                 f"{self._layout()}"
             )
-        self._batches, self._workers = state_dict["batches"], dict(state_dict["workers"])
-        self._resumption = Resumption(self._batches, self._workers)
+        self._position = self._resumption = Resumption(state_dict["batches"], dict(state_dict["workers"]))
 
     def _layout(self) -> list[int]:
         return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]
@@ -236,4 +221,4 @@ def _with_position(collate_fn: Callable[[Any], Any], dataset: StreamShard, sampl
     """Make a batch, where the samples are made, and add the position that the data set is at."""
     info = get_worker_info()
     made_by: Any = dataset if info is None else info.dataset  # in a worker it is the copy there
-    return collate_fn(samples), made_by.position() if made_by.has_position else None
+    return collate_fn(samples), made_by.position()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from lockstep.dist import all_reduce
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 # A gradient's mesh, and those of its axes over which it is sharded.
-Sharding = tuple["DeviceMesh", tuple[int, ...]]
+Sharding = tuple[DeviceMesh, tuple[int, ...]]
 
 
 def clip_by_norm(

@@ -45,11 +45,6 @@ class ParamSite:
     module: nn.Module
     parent: str
 
-    @property
-    def own_name(self) -> str:
-        """The last part of the name, such as `weight`."""
-        return self.name.rpartition(".")[2]
-
 
 def param_sites(model: nn.Module) -> list[ParamSite]:
     """Return the occurrences of all parameters, in the order of `model.parameters()`.
@@ -70,12 +65,9 @@ def _sites(module: nn.Module, prefix: str, parent: str) -> Iterator[ParamSite]:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    while True:
-        names = ("module",) if is_model_wrapper(module) else _AROUND
-        inner = next((module._modules[name] for name in names if name in module._modules), None)
-        if inner is None:
-            return module
-        module = inner
+    names = ("module",) if is_model_wrapper(module) else _AROUND
+    inner = next((module._modules[name] for name in names if name in module._modules), None)
+    return module if inner is None else _inside(inner)
 
 
 class Paramwise:
@@ -123,10 +115,11 @@ class Paramwise:
         key = next((key for key in self._keys if key in site.name), None)
         if key is not None:
             return self._custom[key]
-        keys = {name: next((key for key in keys if key in self._mult), None) for name, keys in _keys_of(site).items()}
-        return self._differing(
-            {name: self._multiplied(name, self._mult[key], key) for name, key in keys.items() if key}
-        )
+        read: Options = {}
+        for name, key in _keys_of(site):
+            if key in self._mult:
+                read.setdefault(name, self._multiplied(name, self._mult[key], key))
+        return self._differing(read)
 
     def _read_custom(self, key: str, options: Any, known: Collection[str] | None) -> Options:
         path = f"custom_keys[{key!r}]"
@@ -153,23 +146,23 @@ class Paramwise:
         return {name: value for name, value in options.items() if name not in self._base or value != self._base[name]}
 
 
-def _keys_of(site: ParamSite) -> dict[str, list[str]]:
-    """Return the multipliers that may be meant for a parameter, for each option; the first that is given counts."""
+def _keys_of(site: ParamSite) -> Iterator[tuple[str, str]]:
+    """Yield each option with the multipliers that may be meant for a parameter; the first that is given counts."""
     module, is_offset = site.module, _is_offset(site)
-    is_bias = site.own_name == "bias" and not is_offset
-    rate = ["dcn_offset_lr_mult"] if is_offset else []
-    decay = []
-    if _NORM.search(type(module).__name__):
-        decay = ["norm_decay_mult"]
-    else:
-        rate += ["bias_lr_mult"] if is_bias else []
-        if isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:  # depthwise
-            decay = ["dwconv_decay_mult"]
-        elif is_bias:
-            decay = ["bias_decay_mult"]
+    is_norm = _NORM.search(type(module).__name__) is not None
+    is_bias = site.name.rpartition(".")[2] == "bias" and not is_norm and not is_offset
+    if is_offset:
+        yield "lr", "dcn_offset_lr_mult"
+    elif is_bias:
+        yield "lr", "bias_lr_mult"
+    if is_norm:
+        yield "weight_decay", "norm_decay_mult"
+    elif isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:  # depthwise
+        yield "weight_decay", "dwconv_decay_mult"
+    elif is_bias:
+        yield "weight_decay", "bias_decay_mult"
     if site.parameter.ndim == 1 and not is_offset:
-        decay.append("flat_decay_mult")
-    return {"lr": rate, "weight_decay": decay}
+        yield "weight_decay", "flat_decay_mult"
 
 
 def _is_offset(site: ParamSite) -> bool:

@@ -80,8 +80,7 @@ class TorchScheduler(ParamScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Return where the schedule stands, in plain numbers and lists."""
         inner = {} if self._inner is None else self._inner.state_dict()
-        plain = {key: value for key, value in inner.items() if _is_plain(value)}
-        return {**super().state_dict(), "schedule": plain}
+        return {**super().state_dict(), "schedule": {key: value for key, value in inner.items() if _is_plain(value)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where another scheduler of the same arguments stood."""

@@ -31,9 +31,7 @@ class PixelData(BaseDataElement):
     @property
     def shape(self) -> tuple[int, int] | None:
         """Height and width, or None where there are no fields."""
-        for value in self._data.values():
-            return tuple(value.shape[-2:])
-        return None
+        return next((tuple(value.shape[-2:]) for value in self._data.values()), None)
 
     @overload
     def __getitem__(self, item: str) -> Any: ...
