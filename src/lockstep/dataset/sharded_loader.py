@@ -27,30 +27,43 @@ def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int
 
     **Collective**: every rank.
     """
+    left = _reason_to_leave(loader, evaluation, shard)
+    if left is None:
+        return _sharded(loader, seed, evaluation, shard)
+    level, why = left
+    if get_world_size() > 1:
+        _logger.log(level, "%s is left as it is: %s", _describe(loader), why)
+    return loader
+
+
+def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> tuple[int, str] | None:
+    """Return why a loader is left as it is, after the level at which that is logged; None where it is sharded."""
     sampler, _ = drawn_from(loader)
     differing = differing_parts(getattr(loader, "dataset", loader), sampler) if get_world_size() > 1 else []
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if is_rank_aware(loader) or (not is_map_style and is_rank_aware(getattr(loader, "dataset", None))):
         check_shard(sampler, shard)
-        _leave(loader, "it knows of ranks, and gives each of them its own part", logging.INFO)
-        return loader
+        return logging.INFO, "it knows of ranks, and gives each of them its own part"
+    if differing and not is_map_style:
+        return logging.INFO, "it holds other data on each rank"
     if not is_map_style:
-        _warn_of_copies(loader, differing)
-        return loader
-    if differing:
-        _leave(
-            loader,
-            f"{' and '.join(differing)} differ between ranks, as if each rank had data of its own. If that is by "
-            "accident, as after a random split without a seed, all ranks must make them alike",
-            logging.WARNING,
+        advice = "Give a DataLoader of map-style data, or on each rank batches of its own"
+        if isinstance(loader, DataLoader):
+            advice = "The config dict(dataset=..., batch_size=...) splits an iterable data set"
+        return logging.WARNING, (
+            f"each of the {get_world_size()} ranks goes through all that it yields, which is the same on every rank "
+            f"unless it shards by itself. {advice}; {_HOW_TO_SAY}"
         )
-        return loader
+    if differing:
+        return logging.WARNING, (
+            f"{' and '.join(differing)} differ between ranks, as if each rank had data of its own. If that is by "
+            "accident, as after a random split without a seed, all ranks must make them alike"
+        )
     if get_world_size() == 1 and (type(loader) is not DataLoader or (evaluation and _is_sequential(sampler))):
-        return loader
+        return logging.INFO, "one process sees all of it"
     if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
-        _leave(loader, "it has begun to read before the training, so that every rank sees all samples", logging.WARNING)
-        return loader
-    return _sharded(loader, seed, evaluation, shard)
+        return logging.WARNING, "it has begun to read before the training, so that every rank sees all samples"
+    return None
 
 
 def shard_sampler(
@@ -104,27 +117,6 @@ def _is_permutation(sampler: Any) -> bool:
     if type(sampler) is not RandomSampler or sampler.replacement:
         return False
     return sampler.num_samples == len(sampler.data_source)
-
-
-def _warn_of_copies(loader: Any, differing: list[str]) -> None:
-    """Say of a loader that can't be sharded that its batches may be the same on all ranks."""
-    if differing:
-        _leave(loader, "it holds other data on each rank", logging.INFO)
-        return
-    advice = "Give a DataLoader of map-style data, or on each rank batches of its own"
-    if isinstance(loader, DataLoader):
-        advice = "The config dict(dataset=..., batch_size=...) splits an iterable data set"
-    _leave(
-        loader,
-        f"each of the {get_world_size()} ranks goes through all that it yields, which is the same on every rank unless "
-        f"it shards by itself. {advice}; {_HOW_TO_SAY}",
-        logging.WARNING,
-    )
-
-
-def _leave(loader: Any, why: str, level: int) -> None:
-    if get_world_size() > 1:
-        _logger.log(level, "%s is left as it is: %s", _describe(loader), why)
 
 
 def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, items: str, shards: int) -> None:

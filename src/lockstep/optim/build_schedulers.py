@@ -69,7 +69,8 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
             f"torch.optim.lr_scheduler.LRScheduler or the name of one, but is {schedule!r}"
         )
     name = schedule.__name__
-    arguments = _in_batches(schedule, arguments, max_epochs, max_iters)
+    if arguments.pop("convert_to_iter_based", False):
+        arguments = _in_batches(schedule, arguments, max_epochs, max_iters)
     # A plateau is counted in validations; its window alone has a unit, which is that of the training.
     by_epoch = arguments.setdefault("by_epoch", max_epochs is not None or not issubclass(schedule, ReduceOnPlateauLR))
     last = max_epochs if by_epoch else max_iters
@@ -91,16 +92,11 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
 def _in_batches(
     schedule: type, arguments: Mapping[str, Any], max_epochs: int | None, max_iters: int | None
 ) -> dict[str, Any]:
-    """Return arguments that ask for it with all numbers of epochs turned into numbers of batches."""
-    converted = dict(arguments)
-    if not converted.pop("convert_to_iter_based", False):
-        return converted
+    """Return arguments with all numbers of epochs turned into numbers of batches."""
     if not arguments.get("by_epoch", True) or not issubclass(schedule, ParamScheduler) or not max_epochs:
         raise ConfigError(
             f"{schedule.__name__}: `convert_to_iter_based` must be False unless it is one of lockstep's schedules, it "
             "counts epochs, and so does the training"
         )
     assert max_iters is not None
-    epoch_length = max_iters // max_epochs
-    window = {name: converted[name] * epoch_length for name in ("begin", "end") if converted.get(name) is not None}
-    return {**schedule.stretched(converted, epoch_length), **window, "by_epoch": False}
+    return {**schedule.stretched(arguments, max_iters // max_epochs), "by_epoch": False}

@@ -174,9 +174,9 @@ class DefaultOptimWrapperConstructor:
             # Options may be lists, which no dict takes as keys; there are few groups.
             group = next((group for group in params if _own_options(group) == options), None)
             if group is None:
-                params.append({"params": [site.parameter], **options})
-            else:
-                group["params"].append(site.parameter)
+                group = {"params": [], **options}
+                params.append(group)
+            group["params"].append(site.parameter)
 
     def _build_optimizer(self, model: nn.Module) -> Optimizer:
         groups: list[dict[str, Any]] = []

@@ -115,8 +115,8 @@ class ParamScheduler(ABC):
     @classmethod
     def stretched(cls, arguments: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
         """Return arguments that are meant in epochs as what they mean in batches."""
-        lengths = {name: arguments[name] for name in cls.durations if arguments.get(name) is not None}
-        return {**arguments, **{name: _times(length, epoch_length) for name, length in lengths.items()}}
+        names = [name for name in ("begin", "end", *cls.durations) if arguments.get(name) is not None]
+        return {**arguments, **{name: _times(arguments[name], epoch_length) for name in names}}
 
     def get_last_value(self) -> list[float]:
         """Return the present value of every parameter group."""

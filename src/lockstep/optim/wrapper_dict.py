@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -13,6 +13,20 @@ from lockstep.errors import did_you_mean
 from lockstep.model import ModelWrapper
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
+
+
+def _refused(method: str) -> Callable[..., NoReturn]:
+    """Return a method that asks which of the optim wrappers is meant."""
+
+    def refuse(wrappers: OptimWrapperDict, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: which of them is meant?"""
+        first = next(iter(wrappers))
+        raise TypeError(
+            f"{method} must be called on one of the optim wrappers ({', '.join(wrappers)}), but was called on all of "
+            f"them. Override train_step of the model, and call optim_wrapper[{first!r}].{method}(...) there"
+        )
+
+    return refuse
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -94,29 +108,12 @@ class OptimWrapperDict(OptimWrapper):
                 stack.enter_context(wrapper.optim_context(model))
             yield
 
-    def update_params(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: which of them is meant?"""
-        self._refuse("update_params")
-
-    def scale_loss(self, loss: Tensor) -> NoReturn:
-        """Refuse: which of them is meant?"""
-        self._refuse("scale_loss")
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> NoReturn:
-        """Refuse: which of them is meant?"""
-        self._refuse("backward")
-
-    def step(self, **kwargs: Any) -> NoReturn:
-        """Refuse: which of them is meant?"""
-        self._refuse("step")
-
-    def should_sync(self) -> NoReturn:
-        """Refuse: which of them is meant?"""
-        self._refuse("should_sync")
-
-    def should_update(self) -> NoReturn:
-        """Refuse: which of them is meant?"""
-        self._refuse("should_update")
+    update_params = _refused("update_params")
+    scale_loss = _refused("scale_loss")
+    backward = _refused("backward")
+    step = _refused("step")
+    should_sync = _refused("should_sync")
+    should_update = _refused("should_update")
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of all."""
@@ -179,10 +176,3 @@ class OptimWrapperDict(OptimWrapper):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={wrapper!r}' for name, wrapper in self.items())})"
-
-    def _refuse(self, method: str) -> NoReturn:
-        first = next(iter(self))
-        raise TypeError(
-            f"{method} must be called on one of the optim wrappers ({', '.join(self)}), but was called on all of them. "
-            f"Override train_step of the model, and call optim_wrapper[{first!r}].{method}(...) there"
-        )
