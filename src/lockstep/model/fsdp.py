@@ -155,7 +155,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         self.module = module
         self._syncs_gradients = True
         ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
-        self._consistency = Consistency(module, whole, scalars, find_unused=find_unused_parameters)
+        self._consistency = Consistency(module, whole, scalars, find_unused_parameters)
         self._is_summoned = False
         if forward_prefetch:
             for unit, following in pairwise(part for part in module.modules() if isinstance(part, FSDPModule)):

@@ -52,9 +52,7 @@ class Consistency:
     parameter.
     """
 
-    def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, replicated: Collection[Tensor] = (), *, find_unused: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, replicated: Collection[Tensor], find_unused: bool) -> None:
         self._find_unused = find_unused
         self._module = module
         self._units = {unit: name for name, unit in module.named_modules() if _is_unit(unit)}

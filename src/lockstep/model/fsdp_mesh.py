@@ -10,15 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lockstep.dist import (
-    all_gather_object,
-    get_default_group,
-    get_node_rank,
-    get_rank,
-    get_world_size,
-    init_dist,
-    is_distributed,
-)
+from lockstep import dist
 from lockstep.errors import ConfigError
 from lockstep.model.fsdp_arguments import Sharding
 from lockstep.model.tensor_parallel_plan import Request
@@ -70,8 +62,8 @@ def make_meshes(
         ValueError: what is asked for contradicts itself, or does not fit the ranks there are.
         ConfigError: the same of `tensor_parallel`, on every rank.
     """
-    if not is_distributed():
-        init_dist("none")
+    if not dist.is_distributed():
+        dist.init_dist("none")
     if request is None:
         mesh = _data_mesh(device_type, sharding, process_group, device_mesh)
         return Meshes(mesh, None, mesh)
@@ -107,7 +99,7 @@ def _data_mesh(
                 "`sharding_strategy` must shard where a process_group or device_mesh is given, but is NO_SHARD. "
                 "Use MMDistributedDataParallel with that group"
             )
-        return _grid(device_type, torch.arange(get_world_size()).view(-1, 1))
+        return _grid(device_type, torch.arange(dist.get_world_size()).view(-1, 1))
     mesh = _whole(device_type, hybrid=bool(sharding.hybrid)) if given is None else _given(device_type, given)
     if sharding.hybrid not in (None, mesh.ndim == 2):
         wanted = "two axes (replicas, shards)" if sharding.hybrid else "one axis"
@@ -119,7 +111,7 @@ def _data_mesh(
 
 def _data_shape(degree: int, shape: Any, sharding: Sharding) -> tuple[int, ...]:
     """Return the lengths of the axes before that of tensor parallelism: one, or replicas and shards."""
-    world_size = get_world_size()
+    world_size = dist.get_world_size()
     if world_size % degree:
         raise ConfigError(
             f"the degree of `tensor_parallel` must divide the number of ranks, but is {degree} of {world_size}. Start "
@@ -138,7 +130,7 @@ def _data_shape(degree: int, shape: Any, sharding: Sharding) -> tuple[int, ...]:
     if shape[0] * shape[1] != ranks:
         raise ConfigError(
             f"`device_mesh` must be a shape for {ranks} groups of {degree} ranks each, but is {tuple(shape)} "
-            f"(rank {get_rank()} of {world_size})"
+            f"(rank {dist.get_rank()} of {world_size})"
         )
     return tuple(shape)
 
@@ -162,12 +154,12 @@ def _checked(device_type: str, mesh: DeviceMesh, degree: int | None) -> DeviceMe
 
 def _whole(device_type: str, *, hybrid: bool) -> DeviceMesh:
     """Return all ranks, in one row, or in a row for each node."""
-    group = get_default_group()
+    group = dist.get_default_group()
     assert group is not None
     if not hybrid:
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=(SHARD,))
     nodes: dict[int, list[int]] = {}
-    for rank, node in enumerate(all_gather_object(get_node_rank())):
+    for rank, node in enumerate(dist.all_gather_object(dist.get_node_rank())):
         nodes.setdefault(node, []).append(rank)
     rows = list(nodes.values())
     if len({len(row) for row in rows}) > 1:
@@ -184,7 +176,7 @@ def _given(device_type: str, given: Any) -> DeviceMesh:
     if isinstance(given, Sequence) and len(given) == 2:
         if all(isinstance(item, ProcessGroup) for item in given):
             shard, replicate = given
-            ranks = torch.tensor(all_gather_object(get_process_group_ranks(shard), group=replicate))
+            ranks = torch.tensor(dist.all_gather_object(get_process_group_ranks(shard), group=replicate))
             return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
         if all(isinstance(item, int) for item in given):
             return _shaped(device_type, *given)
@@ -206,11 +198,11 @@ def _given(device_type: str, given: Any) -> DeviceMesh:
 
 
 def _shaped(device_type: str, replicas: int, shards: int) -> DeviceMesh:
-    world_size = get_world_size()
+    world_size = dist.get_world_size()
     if replicas < 1 or shards < 1 or replicas * shards != world_size:
         raise ValueError(
             f"`device_mesh` must be a shape for {world_size} ranks, but is ({replicas}, {shards}) "
-            f"(rank {get_rank()} of {world_size})"
+            f"(rank {dist.get_rank()} of {world_size})"
         )
     return _grid(device_type, torch.arange(world_size).view(replicas, shards))
 

@@ -43,7 +43,6 @@ class DDPStrategy(NativeStrategy):
     """
 
     def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__()
         self._wrapper = {
             "type": "MMDistributedDataParallel",
             "broadcast_buffers": False,

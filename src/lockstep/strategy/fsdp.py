@@ -59,7 +59,6 @@ class FSDPStrategy(NativeStrategy):
         skip_init_weights: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
         given = {**(model_wrapper or {}), **kwargs}
         if "fsdp_auto_wrap_policy" not in given:
             given.setdefault("auto_wrap_policy", "repeated_blocks")

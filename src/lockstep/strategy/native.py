@@ -25,9 +25,8 @@ class NativeStrategy(Strategy):
     **Source**: `torch.distributed.checkpoint.state_dict` (2.13).
     """
 
-    def __init__(self) -> None:
-        self._model: nn.Module | None = None
-        self._optim_wrapper: OptimWrapper | None = None
+    _model: nn.Module | None = None
+    _optim_wrapper: OptimWrapper | None = None
 
     def to_device(self, model: nn.Module) -> nn.Module:
         """Return `model` on this rank's device."""

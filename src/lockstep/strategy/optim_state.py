@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimS
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         own = _names_by_group(optimizer, names)
-        by_index = [name for group in own for name in group]
+        by_index = list(chain(*own))
         packed = optimizer.state_dict()
         for index, entry in packed["state"].items():
             if not isinstance(index, int):
@@ -52,7 +52,7 @@ def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimS
                 )
             if entry:
                 entries[by_index[index]] = dict(entry)
-        groups += [{**options_of(group), "params": own[index]} for index, group in enumerate(packed["param_groups"])]
+        groups += named_groups(packed["param_groups"], own)
     return {"state": entries, "param_groups": groups}
 
 
@@ -124,6 +124,11 @@ def named_parameters(core: nn.Module) -> dict[str, nn.Parameter]:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a group holds beside its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def named_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Iterable[str]]) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with the names of their parameters."""
+    return [{**options_of(group), "params": list(own)} for group, own in zip(groups, names, strict=True)]
 
 
 def merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

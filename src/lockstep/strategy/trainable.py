@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
@@ -59,6 +59,19 @@ def leave_out_frozen(optimizer: Optimizer) -> None:
         raise ConfigError(
             "`optimizer` must have parameters that require a gradient, but all of its parameters are frozen. Unfreeze "
             "some, or call val() or test() instead of train()"
+        )
+
+
+def refuse_lbfgs(optimizer: Optimizer | None, engine: str) -> None:
+    """Refuse the optimizer that evaluates the loss itself.
+
+    Raises:
+        ConfigError: it is that.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "`optimizer` must take one step per loss, but is LBFGS, which evaluates the loss several times, while "
+            f"{engine} runs one backward pass per update. Use AdamW or SGD"
         )
 
 

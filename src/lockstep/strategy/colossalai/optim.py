@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper
@@ -48,11 +47,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
         clip_grad: `dict(max_norm=...)`; with the plugin `ddp` also what else `OptimWrapper` takes.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: Mapping[str, Any] | None = None
-    ) -> None:
-        super().__init__(optimizer, accumulative_counts, clip_grad)
-        self._drive: Drive | None = None
+    _drive: Drive | None = None
 
     @classmethod
     def of(cls, wrapper: OptimWrapper) -> ColossalAIOptimWrapper:

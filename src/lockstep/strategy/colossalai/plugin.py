@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError, did_you_mean
 from lockstep.strategy.colossalai.pipeline import Cutting
-from lockstep.strategy.trainable import check_kinds
+from lockstep.strategy.trainable import check_kinds, refuse_lbfgs
 
 _CLASSES: Mapping[str, str] = {
     "ddp": "TorchDDPPlugin",
@@ -106,11 +106,7 @@ class PluginChoice:
             ConfigError: the model, the optimizer or the number of ranks does not fit.
         """
         name = type(optimizer).__name__
-        if isinstance(optimizer, LBFGS):
-            raise ConfigError(
-                "`optimizer` must take one step per loss, but is LBFGS, which evaluates the loss several times, while "
-                "ColossalAI runs one backward pass per update. Use AdamW or SGD"
-            )
+        refuse_lbfgs(optimizer, "ColossalAI")
         if (self.zero_stage or self.tp_size * self.pp_size > 1) and name in _WHOLE_PARAMETERS:
             raise ConfigError(
                 f"`optimizer` must update each number by itself, because {self.kind!r} hands it shards, but is {name}. "

@@ -13,7 +13,7 @@ from lockstep.dist import all_gather_object, broadcast_object
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.colossalai.state import StateTranslator, owned_state
-from lockstep.strategy.optim_state import find_strangers, options_of
+from lockstep.strategy.optim_state import find_strangers, named_groups
 from lockstep.strategy.resharding import shard_rows, template_of_rows
 
 T = TypeVar("T")
@@ -210,8 +210,7 @@ class PipelineStateTranslator(StateTranslator):
         return [name for name in self._stages.inventory.parameters if name in names]
 
     def _groups(self) -> list[dict[str, Any]]:
-        groups = zip(self._optimizer.param_groups, self._stages.inventory.groups, strict=True)
-        return [{**options_of(group), "params": list(names)} for group, names in groups]
+        return named_groups(self._optimizer.param_groups, self._stages.inventory.groups)
 
     def _find_strangers(self, state: OptimState) -> str | None:
         # Of the parameters on other stages those will complain.

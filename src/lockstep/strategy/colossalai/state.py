@@ -12,17 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.dist import all_gather
 from lockstep.errors import ConfigError
+from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.colossalai.engine import gather_like, is_split, split_like
-from lockstep.strategy.optim_state import (
-    find_misfit,
-    find_strangers,
-    first_state,
-    match_groups,
-    options_of,
-    refuse,
-    write_entries,
-)
 from lockstep.strategy.resharding import shard_rows, template_of_rows
 
 
@@ -119,13 +111,13 @@ class StateTranslator:
         named = self._trained()
         names = {trained: name for name, (_, trained) in named.items()}
         groups = self._groups()
-        options = match_groups(groups, [group["params"] for group in groups], state["param_groups"])
+        options = canonical.match_groups(groups, [group["params"] for group in groups], state["param_groups"])
         order = [[names[trained] for trained in group["params"]] for group in self._optimizer.param_groups]
         parameters = {name: param for name, (param, _) in named.items()}
         complaint = self._find_strangers(state)
         for own_names, group_options in zip(order, options, strict=True):
             entries = {name: state["state"].get(name) for name in own_names}
-            complaint = complaint or find_misfit(self._optimizer, group_options, parameters, entries)
+            complaint = complaint or canonical.find_misfit(self._optimizer, group_options, parameters, entries)
         self._refuse(complaint)
         indices = {name: index for index, name in enumerate(chain(*order))}
         packed: dict[int, dict[str, Any]] = {}
@@ -134,7 +126,7 @@ class StateTranslator:
             entry = {key: _full(value) for key, value in state["state"].get(name, {}).items()}
             if entry and name in indices:
                 packed[indices[name]] = self._own_entry(parameters[name], entry, of_numbers)
-        write_entries(self._optimizer, packed, options)
+        canonical.write_entries(self._optimizer, packed, options)
 
     def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return, by name, what computes and what is trained."""
@@ -160,15 +152,17 @@ class StateTranslator:
         """Return the optimizer's groups, with the names of their parameters."""
         names = {trained: name for name, (_, trained) in self._trained().items()}
         groups = self._optimizer.param_groups
-        return [{**options_of(group), "params": [names[trained] for trained in group["params"]]} for group in groups]
+        return canonical.named_groups(groups, ([names[trained] for trained in group["params"]] for group in groups))
 
     def _find_strangers(self, state: OptimState) -> str | None:
         """Return what is wrong with a state that has entries for parameters which the optimizer does not update."""
-        return find_strangers(dict(self._core.named_parameters()), [group["params"] for group in self._groups()], state)
+        return canonical.find_strangers(
+            dict(self._core.named_parameters()), [group["params"] for group in self._groups()], state
+        )
 
     def _keys_of_numbers(self, options: Sequence[Mapping[str, Any]]) -> set[str] | None:
         """Return the keys of what each number of a parameter has of its own in the state, where that is known."""
-        first = first_state(self._optimizer, options[0], 1)
+        first = canonical.first_state(self._optimizer, options[0], 1)
         return None if first is None else {key for key, value in first.items() if _dims(value) == 1}
 
     def _own_entry(self, param: Tensor, entry: Mapping[str, Any], of_numbers: set[str] | None) -> dict[str, Any]:
@@ -193,7 +187,7 @@ class StateTranslator:
 
     def _refuse(self, complaint: str | None) -> None:
         """Raise a complaint about what is to be loaded, if there is one."""
-        refuse(complaint)
+        canonical.refuse(complaint)
 
     def _load_tensor(self, name: str, own: Tensor, value: Tensor) -> None:
         part = split_like(value, own, self._tp_group) if is_split(own) else value

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
@@ -29,6 +30,9 @@ from lockstep.strategy.engine_strategy import EngineStrategy
 from lockstep.strategy.gradient_flow import GradientFlow
 from lockstep.strategy.own_steps import WholeParams, called_from, cast_inputs, cast_parts
 from lockstep.strategy.trainable import leave_out_frozen
+
+# ColossalAI's optimizer, what reads and writes its states, and what the model's wrapper is made of.
+_Laid: TypeAlias = tuple[Any, StateTranslator, dict[str, Any]]
 
 
 @STRATEGIES.register_module(name=["ColossalAIStrategy", "colossalai"])
@@ -115,15 +119,16 @@ class ColossalAIStrategy(EngineStrategy):
         options = self._choice.with_run(max_norm) | self._policy(model)
         plugin = engine.make_plugin(self._choice.class_name, options)
         _begin_alike(model)
-        laid = (self._in_stages if self._choice.pp_size > 1 else self._whole)(plugin, model, wrapper.optimizer)
+        in_pipeline = self._choice.pp_size > 1
+        lay = self._in_stages if in_pipeline else self._whole
+        laid, translator, parts = lay(plugin, model, wrapper.optimizer)
         engine.check_splits(model)
         if options.get("custom_policy") is None and not options.get("parallel_output"):
             engine.predict_whole_vocabulary(model)
         if isinstance(wrapper, ColossalAIOptimWrapper):
-            in_pipeline = self._choice.pp_size > 1
             drive = Drive(
-                laid.optimizer,
-                partial(engine.gradients_of, laid.optimizer, model),
+                laid,
+                partial(engine.gradients_of, laid, model),
                 clips=self._choice.clips,
                 in_pipeline=in_pipeline,
                 flow=GradientFlow(model) if self._choice.zero_stage and not in_pipeline else None,
@@ -134,9 +139,9 @@ class ColossalAIStrategy(EngineStrategy):
         cast_parts(model, self._choice.dtype)
         if self._choice.tp_size * self._choice.pp_size > 1:
             self._sync_replica(plugin)
-        self._state, self._trains = laid.translator, True
+        self._state, self._trains = translator, True
         cfg = {"type": "ColossalAIModelWrapper", **self._wrapper}
-        wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, model=model, **laid.options)
+        wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, model=model, **parts)
         self._model = wrapped  # its booster owns the groups over which states are gathered
         return wrapped, wrapper
 
@@ -155,17 +160,17 @@ class ColossalAIStrategy(EngineStrategy):
             raise ConfigError("`compile` must be left out with `pp_size` above 1, but is given. Use strategy='fsdp'")
         return super().compiled_parts(model)
 
-    def _whole(self, plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Laid:
-        """Lay out a model of which each rank has all layers."""
+    def _whole(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Laid:
+        """Lay out a model of which each rank has all layers; see `_Laid`."""
         booster, boosted, laid = engine.boost(plugin, model, optimizer)
         no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, laid)
         guard = WholeParams(model, _problem_of_parts) if self._choice.tp_size > 1 else None
         options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync, "guard": guard}
         options["may_go_round"] = self._choice.kind == "ddp"
-        return _Laid(laid, StateTranslator(model, laid, getattr(plugin, "tp_group", None)), options)
+        return laid, StateTranslator(model, laid, getattr(plugin, "tp_group", None)), options
 
-    def _in_stages(self, plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Laid:
-        """Lay out a model in stages."""
+    def _in_stages(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Laid:
+        """Lay out a model in stages; see `_Laid`."""
         inventory = Inventory.of(model, optimizer)
         engine.take_micro_batches(plugin)
         with _put_aside(model, "data_preprocessor"):  # no stage has it, but each needs it
@@ -177,7 +182,7 @@ class ColossalAIStrategy(EngineStrategy):
         )
         no_sync = partial(booster.no_sync, boosted, laid)
         options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync, "pipeline": pipeline}
-        return _Laid(laid, PipelineStateTranslator(model, laid, plugin.tp_group, stages), options)
+        return laid, PipelineStateTranslator(model, laid, plugin.tp_group, stages), options
 
     def _sync_replica(self, plugin: Any) -> None:
         """Let the ranks of a replica see the same samples, and draw the same random numbers."""
@@ -208,14 +213,6 @@ class ColossalAIStrategy(EngineStrategy):
             _check_adapters(model)
             return {}
         return {"custom_policy": engine.replacing_policy(engine.replacements(model, self._plan, choice.tp_size))}
-
-
-class _Laid(NamedTuple):
-    """What the booster made, how its states are read, and what the model's wrapper needs of it."""
-
-    optimizer: Any
-    translator: StateTranslator
-    options: dict[str, Any]
 
 
 @contextmanager

@@ -63,22 +63,18 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         clip_grad: `dict(max_norm=...)`.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: Mapping[str, Any] | None = None
-    ) -> None:
-        super().__init__(optimizer, accumulative_counts, clip_grad)
-        self._engine: Any = None
-        self._state: EngineState | None = None
-        self._went_back = False
-        self._flow: GradientFlow | None = None
-        # By index in the flow: who has been reached in the first window; None when it is over.
-        self._reached: set[int] | None = set()
+    _engine: Any = None
+    _state: EngineState | None = None
+    _went_back = False
+    _flow: GradientFlow | None = None
+    # By index in the flow: who has been reached in the first window; None when it is over.
+    _reached: set[int] | None = None
 
     def attach(self, engine: Any, state: EngineState) -> None:
         """Hand over the engine that this wrapper is to drive, and the view of its state."""
         self._engine = engine
         self._state = state
-        self._flow = GradientFlow(engine.module)
+        self._flow, self._reached = GradientFlow(engine.module), set()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Say how many batches there have been and will be; a scheduler of DeepSpeed's own goes on from there."""

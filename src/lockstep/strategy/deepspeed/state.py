@@ -13,18 +13,8 @@ from lockstep.dist import get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError
 from lockstep.model.full_params import gather_full
+from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import OptimState
-from lockstep.strategy.optim_state import (
-    find_misfit,
-    find_strangers,
-    first_state,
-    match_groups,
-    named_parameters,
-    options_of,
-    read_optim_state,
-    refuse,
-    write_optim_state,
-)
 from lockstep.strategy.resharding import shard_rows, template_of_rows
 
 
@@ -72,10 +62,9 @@ class EngineState:
         steps. A strategy of torch's that resumes from it takes the parameter's next step for that which is counted.
         """
         if self._stage == 0:
-            return read_optim_state(self._core, [self._optimizer])
+            return canonical.read_optim_state(self._core, [self._optimizer])
         self._refuse_swapped()
         entries: dict[str, Any] = {}
-        groups: list[dict[str, Any]] = []
         for index, names in enumerate(self._groups):
             tensors, scalars = self._entries_of_group(index)
             if tensors and self._stage < 3:
@@ -85,8 +74,7 @@ class EngineState:
                 entry = {key: shard_rows(get(parameter, key)) for key in tensors} | _copied(scalars)
                 if entry:
                     entries[name] = entry
-            groups.append({**options_of(self._optimizer.param_groups[index]), "params": list(names)})
-        return {"state": entries, "param_groups": groups}
+        return {"state": entries, "param_groups": canonical.named_groups(self._optimizer.param_groups, self._groups)}
 
     def optim_template(self) -> dict[str, Any]:
         """Return tensors by parameter name that are sharded as the optimizer's state is to be read: by rows."""
@@ -124,12 +112,12 @@ class EngineState:
                 optimizer, or what all parameters of a group share differs between them.
         """
         if self._stage == 0:
-            write_optim_state(self._core, [self._optimizer], state)
+            canonical.write_optim_state(self._core, [self._optimizer], state)
             return
         self._refuse_swapped()
         entries: Mapping[str, Any] = state["state"]
-        refuse(find_strangers(named_parameters(self._core), self._groups, state))
-        matched = match_groups(self._optimizer.param_groups, self._groups, state["param_groups"])
+        canonical.refuse(canonical.find_strangers(canonical.named_parameters(self._core), self._groups, state))
+        matched = canonical.match_groups(self._optimizer.param_groups, self._groups, state["param_groups"])
         trained = [self._trained(names) for names in self._groups]
         saved = [self._group_state(*group, entries) for group in zip(matched, trained, strict=True)]
         for index, group in enumerate(saved):
@@ -210,7 +198,7 @@ class EngineState:
             ConfigError: they are those of another optimizer, or what is shared differs.
         """
         entries = {name: state[name] for name in parameters if state.get(name)}
-        refuse(find_misfit(self._optimizer, options, parameters, entries))
+        canonical.refuse(canonical.find_misfit(self._optimizer, options, parameters, entries))
         if not entries:
             return _GroupState(options, {}, {})
         name, entry = next(iter(entries.items()))
@@ -221,7 +209,7 @@ class EngineState:
             # torch's optimizers count steps in a tensor, DeepSpeed's in an int.
             is_deepspeeds = type(self._optimizer).__module__.startswith("deepspeed.")
             agreed["step"] = int(agreed["step"]) if is_deepspeeds else torch.as_tensor(float(agreed["step"]))
-        first = first_state(self._optimizer, options, 1) or {}
+        first = canonical.first_state(self._optimizer, options, 1) or {}
         return _GroupState(options, {key: float(first.get(key, 0.0)) for key in own}, agreed)
 
     def _begin(self, index: int, group: _GroupState) -> None:

@@ -23,7 +23,7 @@ from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
 from lockstep.strategy.deepspeed.state import EngineState
 from lockstep.strategy.engine_strategy import EngineStrategy
 from lockstep.strategy.own_steps import cast_inputs, cast_parts
-from lockstep.strategy.trainable import check_kinds, leave_out_frozen
+from lockstep.strategy.trainable import check_kinds, leave_out_frozen, refuse_lbfgs
 
 _UNTESTED = "zero_allow_untested_optimizer"
 
@@ -182,6 +182,7 @@ def _names_by_group(model: nn.Module, optimizer: Optimizer | None) -> list[list[
 
 def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
     """Return the config with what it takes to use the optimizer as it is."""
+    refuse_lbfgs(optimizer, "DeepSpeed")
     full = dict(config)
     is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.")
     if optimizer is None:
@@ -195,11 +196,6 @@ def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None
         if kind in ("adam", "adamw"):
             section["params"] = {"torch_adam": True, **section.get("params", {})}
         full["optimizer"] = section
-    elif isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            "`optimizer` must take one step per loss, but is LBFGS, which evaluates the loss several times, while "
-            "DeepSpeed runs one backward pass per update. Use AdamW or SGD"
-        )
     elif type(optimizer) in _ELEMENTWISE:
         full.setdefault(_UNTESTED, True)
     elif config_rules.stage_of(full) > 0 and not (is_deepspeeds or full.get(_UNTESTED)):
