@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lockstep.dist import get_rank
 from lockstep.errors import ConfigError, did_you_mean
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
@@ -143,7 +143,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
         parallel = None
         if request is not None and self.tensor_mesh is not None:
             parallel = TensorParallel(module, request.plan, self.tensor_mesh, ignored)
-            self.data_shard = _position_in(self.mesh)
+            ranks = self.mesh.mesh.flatten().tolist()
+            self.data_shard = (ranks.index(get_rank()), len(ranks))
         # What the ranks of one row compute together must begin the same on all of them.
         materializer = Materializer(device, param_init_fn, whole if sync_module_states else self.tensor_mesh)
         shard = partial(
@@ -306,14 +307,6 @@ def _refuse_sparse_gradients(module: nn.Module, ignored: Collection[nn.Module]) 
                 f"`{name}.sparse` must be False under FSDP, which can't reduce sparse gradients, but is True. Set it "
                 "to False, or use strategy 'ddp'"
             )
-
-
-def _position_in(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return this rank's number in a mesh, counted row by row, and the number of ranks."""
-    position = 0
-    for axis in range(mesh.ndim):
-        position = position * mesh.size(axis) + mesh.get_local_rank(axis)
-    return position, mesh.size()
 
 
 def _shard(

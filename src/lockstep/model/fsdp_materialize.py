@@ -47,7 +47,13 @@ class Materializer:
         """
         self._make(unit)
         if self._mesh is not None:
-            self._broadcast(unit, ignored, self._mesh)
+            tensors = [
+                tensor.detach()
+                for tensor in chain(unit.parameters(), unit.buffers())
+                if not isinstance(tensor, DTensor) and tensor not in self._done and tensor not in ignored
+            ]
+            self._done.update(unit.buffers())
+            broadcast_from_first(tensors, self._mesh)
 
     @torch.no_grad()
     def _make(self, unit: nn.Module) -> None:
@@ -69,15 +75,6 @@ class Materializer:
                     f"`param_init_fn` must put every parameter and buffer of a module on {self.device}, but {name!r} "
                     f"of {type(unit).__name__} is still on the meta device"
                 )
-
-    def _broadcast(self, unit: nn.Module, ignored: Collection[Tensor], mesh: DeviceMesh) -> None:
-        tensors = [
-            tensor.detach()
-            for tensor in chain(unit.parameters(), unit.buffers())
-            if not isinstance(tensor, DTensor) and tensor not in self._done and tensor not in ignored
-        ]
-        self._done.update(unit.buffers())
-        broadcast_from_first(tensors, mesh)
 
 
 def broadcast_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:

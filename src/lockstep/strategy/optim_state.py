@@ -92,12 +92,9 @@ def write_entries(
     Parameters without an entry have what they have in a new optimizer.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = iter(range(len(parameters)))
-    groups = [
-        {**group_options, "params": [next(indices) for _ in group["params"]]}
-        for group, group_options in zip(optimizer.param_groups, options, strict=True)
-    ]
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(entries), "param_groups": groups})
+    packed = optimizer.state_dict()
+    groups = [{**own, "params": group["params"]} for group, own in zip(packed["param_groups"], options, strict=True)]
+    optimizer.load_state_dict({**packed, "state": dict(entries), "param_groups": groups})
     for index, entry in entries.items():
         # torch rounds all numbers to the parameter's dtype, which leaves little of NAdam's product of momenta in
         # bfloat16. Source: `Optimizer._process_value_according_to_param_policy` (2.13).
@@ -106,10 +103,8 @@ def write_entries(
             if isinstance(value, Tensor) and value.shape != parameters[index].shape and held[key].dtype != value.dtype:
                 held[key] = value.to(held[key].device)
     if isinstance(optimizer, Adagrad):  # whose state is there from the beginning
-        indices = iter(range(len(parameters)))
-        for group in optimizer.param_groups:
-            new = [parameter for parameter in group["params"] if next(indices) not in entries]
-            if new:
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            if new := [parameters[index] for index in saved["params"] if index not in entries]:
                 optimizer.state.update(Adagrad([{**options_of(group), "params": new}]).state)
 
 

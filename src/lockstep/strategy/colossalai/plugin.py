@@ -121,20 +121,18 @@ class PluginChoice:
                 f"`tp_size`{times} must divide the number of ranks, but is {self.tp_size}, and there are "
                 f"{get_world_size()}"
             )
-        if self.pp_size > 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        norms = [path for path, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        if norms and self.pp_size > 1:
             raise ConfigError(
                 "the model must have no BatchNorm with `pp_size` above 1, because it would normalise within each "
                 "micro-batch, but has one. Use GroupNorm or LayerNorm, or strategy='fsdp'"
             )
         replaced = self.kind == "ddp" or (self.kind == "hybrid" and not self.zero_stage)
-        if get_device() == "cpu" and replaced:
-            for path, module in model.named_modules():
-                if isinstance(module, _BatchNorm):
-                    raise ConfigError(
-                        f"the model must have no BatchNorm on the CPU, because {self.kind!r} makes SyncBatchNorm of "
-                        f"it, which runs on accelerators alone, but {path!r} is one. Use plugin='lowlevel_zero', or "
-                        "strategy='ddp'"
-                    )
+        if norms and replaced and get_device() == "cpu":
+            raise ConfigError(
+                f"the model must have no BatchNorm on the CPU, because {self.kind!r} makes SyncBatchNorm of it, which "
+                f"runs on accelerators alone, but {norms[0]!r} is one. Use plugin='lowlevel_zero', or strategy='ddp'"
+            )
 
     def _check_options(self) -> None:
         options = self.options
