@@ -6,7 +6,7 @@ import sys
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import compress, takewhile
 from traceback import walk_tb
 from typing import Any, NoReturn, TypeAlias
 
@@ -68,11 +68,8 @@ class Consistency:
         self._sites = _sites_by_unit(module)
         self._gathered: dict[Tensor, str] = {}  # of the units that have been called
         self._found: set[nn.Module] = set()
-        self._replicated = {
-            parameter: name
-            for name, parameter in module.named_parameters()
-            if any(parameter is other for other in replicated)
-        }
+        whole = set(replicated)
+        self._replicated = {own: name for name, own in module.named_parameters() if own in whole}
         names = [name for sites in self._sites.values() for name in sites.values()]
         self._param_names = list(dict.fromkeys([*names, *self._replicated.values()]))
         self._open: list[nn.Module] = []
@@ -185,9 +182,7 @@ class Consistency:
         anywhere = torch.tensor([name in self._window for name in self._param_names], dtype=torch.uint8)
         for group in self._order.groups:
             all_reduce(anywhere, op="max", group=group)
-        missing = {
-            name for name, is_needed in zip(self._param_names, anywhere.tolist(), strict=True) if is_needed
-        } - self._window
+        missing = set(compress(self._param_names, anywhere.tolist())) - self._window
         for parameter, name in self._gathered.items():
             if name in missing:
                 parameter.grad = torch.zeros_like(parameter)

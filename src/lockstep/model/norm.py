@@ -132,9 +132,7 @@ def _replaced(
 def _as(kind: type[_BatchNorm], norm: _BatchNorm) -> _BatchNorm:
     other = kind(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=norm.track_running_stats)
     other.affine = norm.affine
-    other.register_parameter("weight", norm.weight)
-    other.register_parameter("bias", norm.bias)
-    for name, buffer in norm._buffers.items():
-        other._buffers[name] = buffer
+    other._parameters.update(norm._parameters)
+    other._buffers.update(norm._buffers)
     other.train(norm.training)
     return other

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ def require_engine() -> None:
     if not hasattr(torch.distributed, "is_hccl_available"):
         torch.distributed.is_hccl_available = lambda: False  # type: ignore[attr-defined]
     if type(accelerator.get_accelerator()) is accelerator.CpuAccelerator:
-        accelerator.set_accelerator(_cpu_accelerator()())
+        accelerator.set_accelerator(_host_accelerator())
 
 
 def make_plugin(name: str, options: Mapping[str, Any]) -> Any:
@@ -126,7 +126,34 @@ def replacements(model: nn.Module, plan: Mapping[str, Any] | None, tp_size: int)
 
 def replacing_policy(found: Mapping[str, Replacement]) -> Any:
     """Return a sharding policy that replaces the layers of these names, and leaves the rest alone."""
-    return _replacing_policy()(found)
+    from colossalai.shardformer import layer
+    from colossalai.shardformer.policies import base_policy as base
+
+    class ReplacingPolicy(base.Policy):  # type: ignore[misc]
+        """Replaces what it is told to."""
+
+        def config_sanity_check(self) -> None:
+            return None
+
+        def preprocess(self) -> nn.Module:
+            model: nn.Module = self.model
+            return model
+
+        def postprocess(self) -> nn.Module:
+            # Views of the whole weight until here, which would keep it in memory, and in its strides.
+            for param in self.model.parameters():
+                if is_split(param):
+                    param.data = param.data.clone(memory_format=torch.contiguous_format)
+            return self.preprocess()
+
+        def module_policy(self) -> dict[Any, Any]:
+            replaced = [
+                base.SubModuleReplacementDescription(name, getattr(layer, replacement.layer), replacement.options)
+                for name, replacement in found.items()
+            ]
+            return {type(self.model): base.ModulePolicyDescription(sub_module_replacement=replaced)} if replaced else {}
+
+    return ReplacingPolicy()
 
 
 def has_policy(model: nn.Module) -> bool:
@@ -142,7 +169,32 @@ def has_policy(model: nn.Module) -> bool:
 
 def take_micro_batches(plugin: Any) -> None:
     """Let the plugin's schedule take a list of micro-batches, which may be of any number and of unequal sizes."""
-    plugin.scheduler = _micro_batch_schedule()(
+    from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
+
+    class MicroBatchSchedule(OneForwardOneBackwardSchedule):  # type: ignore[misc]
+        """One forward, one backward, over micro-batches that are cut already.
+
+        **Source**: `OneForwardOneBackwardSchedule` (0.5.0), which cuts each batch itself: into equal parts, as many for
+        every batch, at least one per stage, and so refuses the last, shorter batch of an epoch. It also takes the
+        shapes of the first batch for those of all others.
+        """
+
+        def load_batch(self, data_iter: Iterator[list[Any]], device: torch.device | None = None) -> None:
+            self.batch = next(data_iter)
+            self.num_microbatches = len(self.batch)
+            self.microbatch_offset = 0
+            shapes = {
+                tuple(leaf.shape for leaf in tree_leaves(part) if isinstance(leaf, Tensor)) for part in self.batch
+            }
+            self.enable_metadata_cache = len(shapes) == 1
+            self.send_tensor_metadata = self.send_grad_metadata = True
+            self.tensor_metadata_recv = self.grad_metadata_recv = None
+
+        def load_micro_batch(self) -> Any:
+            self.microbatch_offset += 1
+            return self.batch[self.microbatch_offset - 1]
+
+    plugin.scheduler = MicroBatchSchedule(
         plugin.stage_manager, num_microbatches=1, fp8_communication=plugin.scheduler.fp8_communication
     )
 
@@ -239,8 +291,7 @@ def _is_replicated(layouts: Any) -> bool:
     return all(layout.is_replicate() for layout in layouts)
 
 
-@cache
-def _cpu_accelerator() -> Any:
+def _host_accelerator() -> Any:
     from colossalai.accelerator import CpuAccelerator
 
     class HostAccelerator(CpuAccelerator):  # type: ignore[misc]
@@ -278,74 +329,4 @@ def _cpu_accelerator() -> Any:
         def manual_seed(self, seed: int) -> None:
             torch.manual_seed(seed)
 
-    return HostAccelerator
-
-
-@cache
-def _micro_batch_schedule() -> Any:
-    from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
-
-    class MicroBatchSchedule(OneForwardOneBackwardSchedule):  # type: ignore[misc]
-        """One forward, one backward, over micro-batches that are cut already.
-
-        **Source**: `OneForwardOneBackwardSchedule` (0.5.0), which cuts each batch itself: into equal parts, as many for
-        every batch, at least one per stage, and so refuses the last, shorter batch of an epoch. It also takes the
-        shapes of the first batch for those of all others.
-        """
-
-        def load_batch(self, data_iter: Iterator[list[Any]], device: torch.device | None = None) -> None:
-            self.batch = next(data_iter)
-            self.num_microbatches = len(self.batch)
-            self.microbatch_offset = 0
-            shapes = {
-                tuple(leaf.shape for leaf in tree_leaves(part) if isinstance(leaf, Tensor)) for part in self.batch
-            }
-            self.enable_metadata_cache = len(shapes) == 1
-            self.send_tensor_metadata = self.send_grad_metadata = True
-            self.tensor_metadata_recv = self.grad_metadata_recv = None
-
-        def load_micro_batch(self) -> Any:
-            self.microbatch_offset += 1
-            return self.batch[self.microbatch_offset - 1]
-
-    return MicroBatchSchedule
-
-
-@cache
-def _replacing_policy() -> Any:
-    from colossalai.shardformer import layer
-    from colossalai.shardformer.policies.base_policy import (
-        ModulePolicyDescription,
-        Policy,
-        SubModuleReplacementDescription,
-    )
-
-    class ReplacingPolicy(Policy):  # type: ignore[misc]
-        """Replaces what it is told to."""
-
-        def __init__(self, found: Mapping[str, Replacement]) -> None:
-            super().__init__()
-            self._found = found
-
-        def config_sanity_check(self) -> None:
-            return None
-
-        def preprocess(self) -> nn.Module:
-            model: nn.Module = self.model
-            return model
-
-        def postprocess(self) -> nn.Module:
-            # Views of the whole weight until here, which would keep it in memory, and in its strides.
-            for param in self.model.parameters():
-                if is_split(param):
-                    param.data = param.data.clone(memory_format=torch.contiguous_format)
-            return self.preprocess()
-
-        def module_policy(self) -> dict[Any, Any]:
-            replaced = [
-                SubModuleReplacementDescription(name, getattr(layer, replacement.layer), replacement.options)
-                for name, replacement in self._found.items()
-            ]
-            return {type(self.model): ModulePolicyDescription(sub_module_replacement=replaced)} if replaced else {}
-
-    return ReplacingPolicy
+    return HostAccelerator()

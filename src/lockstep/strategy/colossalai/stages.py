@@ -59,6 +59,11 @@ class Stages:
         shared: this rank's parameters that the policy keeps equal on several stages.
         zero: whether ZeRO shards the optimizer.
 
+    Attributes:
+        stage: which of them this is.
+        last: the number of the last one.
+        here: by the first name of something that this stage has, the name that it has here.
+
     **Collective**: every rank.
 
     Raises:
@@ -76,22 +81,14 @@ class Stages:
         self._parameters = frozenset(inventory.parameters)
         own = owned_state(core)
         shared_ids = {id(tensor) for tensor in shared}
-        self._here = {inventory.first[name]: name for name in reversed(own) if name in inventory.first}
-        held = {name: own[path] for name, path in self._here.items()}
+        self.here = {inventory.first[name]: name for name in reversed(own) if name in inventory.first}
+        held = {name: own[path] for name, path in self.here.items()}
         holdings = _Holdings(
             set(held),
             {name for name, tensor in held.items() if id(tensor) in shared_ids},
             {name for name, tensor in held.items() if tensor.requires_grad},
         )
         self._check(all_gather_object(holdings, group=group), zero)
-
-    def name_here(self, name: str) -> str | None:
-        """Return the name that something has on this stage, by its first name; None where it is on others."""
-        return self._here.get(name)
-
-    def first_name(self, name: str) -> str:
-        """Return the first name of something that has another one here."""
-        return self.inventory.first[name]
 
     def spread(self, name: str, make: Callable[[], T]) -> T:
         """Return what the first stage that holds something makes of it; of a buffer that of the first replica.
@@ -162,7 +159,7 @@ class PipelineStateTranslator(StateTranslator):
         own = self._own_state()
         kept: dict[str, Any] = {}
         for name in dict.fromkeys(self._stages.inventory.first.values()):
-            here = own.get(self._stages.name_here(name) or "")
+            here = own.get(self._stages.here.get(name, ""))
             kept[name] = _own_part(self._stages.spread(name, partial(self._canonical, here)))
         return {name: kept[first] for name, first in self._stages.inventory.first.items()}
 
@@ -214,14 +211,14 @@ class PipelineStateTranslator(StateTranslator):
 
     def _find_strangers(self, state: OptimState) -> str | None:
         # Of the parameters on other stages those will complain.
-        own = {self._stages.first_name(name): param for name, param in self._core.named_parameters()}
+        own = {self._stages.inventory.first[name]: param for name, param in self._core.named_parameters()}
         return find_strangers(own, self._stages.inventory.groups, state, self._stages.inventory.parameters)
 
     def _refuse(self, complaint: str | None) -> None:
         self._stages.agree(complaint)
 
     def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
-        return {self._stages.first_name(name): pair for name, pair in super()._trained().items()}
+        return {self._stages.inventory.first[name]: pair for name, pair in super()._trained().items()}
 
     def _entry(self, param: Tensor, trained: Tensor) -> dict[str, Any]:
         return super()._entry(param, trained) if self._optimizer.state.get(trained) else {}
