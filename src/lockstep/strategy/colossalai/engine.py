@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,8 @@ from lockstep.registry.signatures import Arguments
 _QUIET = partial(warnings.catch_warnings, action="ignore")
 
 
-class Replacement(NamedTuple):
-    """What takes the place of a linear layer.
-
-    Attributes:
-        layer: name of a class in `colossalai.shardformer.layer`.
-        options: its options.
-    """
-
-    layer: str
-    options: dict[str, Any]
+# What takes the place of a linear layer: the name of a class in `colossalai.shardformer.layer`, and its options.
+Replacement: TypeAlias = tuple[str, dict[str, Any]]
 
 
 def require_engine() -> None:
@@ -118,9 +110,9 @@ def replacements(model: nn.Module, plan: Mapping[str, Any] | None, tp_size: int)
                 f"tensor_parallel, but is {size}. Leave it out of the plan, or choose another degree"
             )
         if by_column:
-            found[name] = Replacement("Linear1D_Col", {"gather_output": _is_replicated(style.output_layouts)})
+            found[name] = "Linear1D_Col", {"gather_output": _is_replicated(style.output_layouts)}
         else:
-            found[name] = Replacement("Linear1D_Row", {"parallel_input": not _is_replicated(style.input_layouts)})
+            found[name] = "Linear1D_Row", {"parallel_input": not _is_replicated(style.input_layouts)}
     return found
 
 
@@ -148,8 +140,8 @@ def replacing_policy(found: Mapping[str, Replacement]) -> Any:
 
         def module_policy(self) -> dict[Any, Any]:
             replaced = [
-                base.SubModuleReplacementDescription(name, getattr(layer, replacement.layer), replacement.options)
-                for name, replacement in found.items()
+                base.SubModuleReplacementDescription(name, getattr(layer, kind), options)
+                for name, (kind, options) in found.items()
             ]
             return {type(self.model): base.ModulePolicyDescription(sub_module_replacement=replaced)} if replaced else {}
 
