@@ -52,19 +52,14 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
     ) -> None:
         super().__init__()
         _check_ownership(module)
+        kwargs |= {"device_ids": device_ids, "output_device": output_device}
+        kwargs |= {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
         device = _device_of(module, device_ids)
         self._parallel: list[MMDistributedDataParallel] = []
         for parent, name, child in callable_children(module):
             child.to(device)
             if any(parameter.requires_grad for parameter in child.parameters()):
-                wrapped = MMDistributedDataParallel(
-                    child,
-                    device_ids=device_ids,
-                    output_device=output_device,
-                    broadcast_buffers=broadcast_buffers,
-                    find_unused_parameters=find_unused_parameters,
-                    **kwargs,
-                )
+                wrapped = MMDistributedDataParallel(child, **kwargs)
                 setattr(parent, name, wrapped)
                 self._parallel.append(wrapped)
         self.module = module

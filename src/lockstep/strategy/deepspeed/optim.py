@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -208,22 +208,13 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             )
 
 
-class Asked(NamedTuple):
-    """What an optim wrapper asks for.
-
-    Attributes:
-        optimizer: None where DeepSpeed is to build the one in its config.
-        counts: number of batches per update, None where nothing is said.
-        clip_grad: None where nothing is said.
-    """
-
-    optimizer: Optimizer | None
-    counts: int | None
-    clip_grad: Mapping[str, Any] | None
-
-
-def read_optim(model: nn.Module, optim_wrapper: Any, *, has_own: bool) -> Asked:
+def read_optim(
+    model: nn.Module, optim_wrapper: Any, *, has_own: bool
+) -> tuple[Optimizer | None, int | None, Mapping[str, Any] | None]:
     """Return what an optim wrapper, an optimizer or a config asks for.
+
+    That is the optimizer (None where DeepSpeed is to build the one in its config), the number of batches per update,
+    and `clip_grad`; None where nothing is said of them.
 
     Args:
         model: the model, not wrapped yet.
@@ -239,12 +230,12 @@ def read_optim(model: nn.Module, optim_wrapper: Any, *, has_own: bool) -> Asked:
             raise ConfigError(
                 "`optimizer` must be given once, but is in the DeepSpeed config and in `optim_wrapper`. Leave out one"
             )
-        return Asked(None, cfg.get("accumulative_counts"), cfg.get("clip_grad"))
+        return None, cfg.get("accumulative_counts"), cfg.get("clip_grad")
     built = build_optim_wrapper(model, optim_wrapper)
     if type(built) not in (OptimWrapper, DeepSpeedOptimWrapper):
         raise ConfigError(_not_wanted(built))
     counts = cfg.get("accumulative_counts", None if built.accumulative_counts == 1 else built.accumulative_counts)
-    return Asked(built.optimizer, counts, built.clip_grad)
+    return built.optimizer, counts, built.clip_grad
 
 
 def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Optimizer) -> None:

@@ -100,14 +100,14 @@ class DeepSpeedStrategy(EngineStrategy):
         join_engine()
         if optim_wrapper is None:
             return self._prepare_evaluation(model), None
-        asked = read_optim(model, optim_wrapper, has_own="optimizer" in self._config)
+        optimizer, counts, clip_grad = read_optim(model, optim_wrapper, has_own="optimizer" in self._config)
         half = config_rules.model_dtype(self._config) != torch.float32
         check_kinds(model, half=half, engine="DeepSpeed", half_option="bf16=True")
         config = config_rules.complete_config(
-            self._config, counts=asked.counts, clip_grad=asked.clip_grad, world_size=get_world_size()
+            self._config, counts=counts, clip_grad=clip_grad, world_size=get_world_size()
         )
-        groups = _names_by_group(model, asked.optimizer)
-        engine = start_engine(model, asked.optimizer, _with_optimizer_rules(config, asked.optimizer))
+        groups = _names_by_group(model, optimizer)
+        engine = start_engine(model, optimizer, _with_optimizer_rules(config, optimizer))
         state = EngineState(engine, groups)
         self._state, self._trains = state, True
         clipping = config[config_rules.CLIPPING]
