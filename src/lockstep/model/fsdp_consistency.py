@@ -296,7 +296,7 @@ def _around(module: nn.Module, units: Sequence[str]) -> nn.Module | None:
     common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels)]
     while common:
         part = module.get_submodule(".".join(common))
-        if is_callable(part):
+        if is_callable(part) and not isinstance(part, nn.ModuleList | nn.ModuleDict):
             return part
         common.pop()
     return None

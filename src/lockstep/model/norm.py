@@ -132,7 +132,8 @@ def _replaced(
 def _as(kind: type[_BatchNorm], norm: _BatchNorm) -> _BatchNorm:
     other = kind(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=norm.track_running_stats)
     other.affine = norm.affine
-    other._parameters.update(norm._parameters)
+    other.register_parameter("weight", norm.weight)
+    other.register_parameter("bias", norm.bias)
     other._buffers.update(norm._buffers)
     other.train(norm.training)
     return other
