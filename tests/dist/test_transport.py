@@ -24,10 +24,10 @@ from lockstep.dist import (
 )
 from lockstep.dist import transport as transports
 from lockstep.dist.groups import resolve
-from lockstep.dist.transport import Backend, PairwiseCpu, Transport, transport_of
+from lockstep.dist.transport import PairwiseCpu, Transport, transport_of
 from lockstep.testing import ranks
 
-KINDS = pytest.mark.parametrize("kind", [PairwiseCpu, Backend])
+KINDS = pytest.mark.parametrize("kind", [PairwiseCpu, Transport])
 SIZES = pytest.mark.parametrize("numel", [0, 1, 50_000])
 
 

@@ -16,6 +16,7 @@ from lockstep.dist.gradients import (
     Apply,
     LinearMap,
     agree_on_gradients,
+    fill_in_graph,
     require_blocking,
     require_fillable,
     synced,
@@ -209,9 +210,7 @@ def _all_to_all_with_grads(
 
     wanted = agree_on_gradients(comm, check)
     exchange = LinearMap(exchange_into(outputs), exchange_into(inputs), comm)
-    for output, received in zip(outputs, synced(exchange, inputs, wanted), strict=True):
-        output.copy_(received)
-    return list(outputs)
+    return fill_in_graph(outputs, synced(exchange, inputs, wanted))
 
 
 def _exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm) -> Handle:
@@ -237,6 +236,5 @@ def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
     """
     comm = resolve(group)
     check_call("barrier", comm)
-    if comm.pg is None:
-        return Handle((), comm) if async_op else None
-    return wait_unless_async(Handle([comm.pg.barrier()], comm), async_op)
+    works = [] if comm.pg is None else [comm.pg.barrier()]
+    return wait_unless_async(Handle(works, comm), async_op)

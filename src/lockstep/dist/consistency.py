@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import count
 from typing import Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from lockstep.dist.header import (
     all_gather_header,
     broadcast_header,
     decode_failure,
-    encode_failure,
+    report_failure,
     require_no_failure,
 )
 from lockstep.errors import CollectiveMismatchError
@@ -28,7 +28,6 @@ CheckMode: TypeAlias = Literal["off", "sample", "always"]
 
 _MODES = ("off", "sample", "always")
 _SAMPLE_FIRST, _SAMPLE_EVERY = 20, 100
-_LENGTH = struct.Struct("<H")
 _NO_FAILURE = bytes(TENSOR_HEADER_BYTES)
 _UNREPORTED: Final = nullcontext()
 
@@ -97,11 +96,8 @@ def fail_together(comm: Comm) -> Iterator[None]:
     **Collective**: every rank. **Raises**: on a failing rank its own error; PeerError, naming the first such rank, on
     the others.
     """
-    try:
+    with report_failure(partial(all_gather_header, comm=comm), kind=BaseException):
         yield
-    except BaseException as error:
-        all_gather_header(encode_failure(error), comm)
-        raise
     require_no_failure([decode_failure(header) for header in all_gather_header(_NO_FAILURE, comm)], comm)
 
 
@@ -124,11 +120,8 @@ def main_process_first(group: GroupLike = None) -> Iterator[None]:
         require_no_failure([decode_failure(broadcast_header(_NO_FAILURE, 0, comm))], comm, ranks=[0])
         yield
         return
-    try:
+    with report_failure(partial(broadcast_header, src=0, comm=comm), kind=BaseException):
         yield
-    except BaseException as error:
-        broadcast_header(encode_failure(error), 0, comm)
-        raise
     broadcast_header(_NO_FAILURE, 0, comm)
 
 
@@ -161,9 +154,8 @@ def _reporting_refusals(name: str, comm: Comm) -> Iterator[None]:
 def _compare(call: str, comm: Comm) -> None:
     if comm.pg is None or not _is_due(comm.pg):
         return
-    text = call.encode(errors="replace")[: CALL_HEADER_BYTES - _LENGTH.size]
-    header = (_LENGTH.pack(len(text)) + text).ljust(CALL_HEADER_BYTES, b"\0")
-    calls = [_text_of(other) for other in all_gather_header(header, comm)]
+    header = call.encode(errors="replace")[:CALL_HEADER_BYTES].ljust(CALL_HEADER_BYTES, b"\0")
+    calls = [other.rstrip(b"\0").decode(errors="replace") for other in all_gather_header(header, comm)]
     if len(set(calls)) > 1:
         table = "\n".join(f"  rank {rank}: {other}" for rank, other in enumerate(calls))
         raise CollectiveMismatchError(
@@ -176,11 +168,6 @@ def _is_due(pg: ProcessGroup) -> bool:
         return True
     number = next(_calls.setdefault(pg, count()))
     return number < _SAMPLE_FIRST or number % _SAMPLE_EVERY == 0
-
-
-def _text_of(header: bytes) -> str:
-    (length,) = _LENGTH.unpack_from(header)
-    return header[_LENGTH.size : _LENGTH.size + length].decode(errors="replace")
 
 
 def _described(argument: object) -> str:

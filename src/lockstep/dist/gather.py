@@ -21,6 +21,7 @@ from lockstep.dist.gradients import (
     ENDS_HERE,
     LinearMap,
     agree_on_gradients,
+    fill_in_graph,
     require_blocking,
     require_fillable,
     synced,
@@ -37,7 +38,6 @@ from lockstep.dist.header import (
     read_header,
     read_headers,
     require_agreement,
-    require_expected,
     require_no_failure,
 )
 from lockstep.dist.reduce import scatter_sums
@@ -45,12 +45,22 @@ from lockstep.dist.transport import (
     Handle,
     HeaderMemory,
     as_bytes,
+    copy_all,
     is_plain_memory,
     transport_of,
-    wait_all,
     wait_unless_async,
 )
-from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_memory, require_rank, require_tensor
+from lockstep.dist.validate import (
+    NOT_GIVEN,
+    either,
+    require_alike,
+    require_list,
+    require_memory,
+    require_rank,
+    require_tensor,
+)
+
+_CPU = torch.device("cpu")
 
 
 @overload
@@ -168,10 +178,11 @@ def all_gather(
         return _all_gather(data, comm)
     comm = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
     if sync_grads:
-        return _all_gather_into_with_grads(data, tensor, comm, async_op)
+        require_blocking(async_op, comm)
+        return _all_gather_with_grads(tensor, comm, data)
     if isinstance(tensor, Tensor) and tensor.requires_grad:
         warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
-    return wait_unless_async(_all_gather_into(data, tensor, comm) or Handle((), comm), async_op)
+    return wait_unless_async(_all_gather_into(data, tensor, comm), async_op)
 
 
 @overload
@@ -240,16 +251,15 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     with report_refusals("gather", comm):
         dst = require_rank("dst", dst, comm)
     check_call("gather", comm, dst)
-    wire, header, memory = _gather_headers(data, dst, comm)
+    wire, header, memory = _send_header("data", data, comm, dst=dst)
     if data.requires_grad:
         warn_of_lost_gradients("gather", ENDS_HERE)
     if comm.rank != dst:
-        sent = None if header.is_inline else transport_of(comm).send([as_bytes(wire)], dst)
-        handle = wait_unless_async(sent or Handle((), comm), async_op)
-        return handle if async_op else []
+        sent = Handle((), comm) if header.is_inline else transport_of(comm).send([as_bytes(wire)], dst)
+        return wait_unless_async(sent, async_op) or []
     if gather_list is not None:
         filling = _gather_into(cast(Sequence[Tensor], gather_list), wire, header, memory, comm)
-        return wait_unless_async(filling or Handle((), comm), async_op)
+        return wait_unless_async(filling, async_op)
     parts = _gather(wire, header, memory, comm)
     if async_op:
         raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
@@ -329,35 +339,30 @@ def scatter(
 
 def _all_gather(data: Tensor, comm: Comm) -> list[Tensor]:
     check_call("all_gather", comm)
-    wire, header, memory = _exchange_headers("data", data, NOT_GIVEN, comm)
-    outputs = new_inline(memory, header)
+    wire, own, memory = _send_header("data", data, comm)
+    outputs = new_inline(memory, own)
     if outputs is None:
-        headers = _agreed(memory, header, comm)
-        outputs = [header.tensor(memory, rank, comm.comm_device) for rank, header in enumerate(headers)]
+        headers = _agreed(memory, own, comm)
+        outputs = _destinations(headers, memory, comm)
         _exchange(wire, headers, outputs, comm).wait()
     return _on_device_of(data, outputs)
 
 
-def _all_gather_into(tensor_list: Sequence[Tensor], data: object, comm: Comm) -> Handle | None:
-    """Start gathering; return what to wait for, if anything."""
+def _all_gather_into(tensor_list: Sequence[Tensor], data: Any, comm: Comm) -> Handle:
     check_call("all_gather", comm)
-    wire, header, memory = _exchange_headers("tensor", data, tensor_list, comm)
-    if fill_inline(memory, header, tensor_list):
-        return None
-    headers = _agreed(memory, header, comm, tensor_list)
-    destinations = [
-        _destination_for(output, headers[rank], memory, rank, comm) for rank, output in enumerate(tensor_list)
-    ]
+    wire, own, memory = _send_header("tensor", data, comm, tensor_list)
+    if fill_inline(memory, own, tensor_list):
+        return Handle((), comm)
+    headers = _agreed(memory, own, comm, tensor_list)
+    destinations = _destinations(headers, memory, comm, tensor_list)
     exchange = _exchange(wire, headers, destinations, comm)
-    return Handle([exchange], comm, lambda: _copy_out(destinations, tensor_list))
+    return Handle([exchange], comm, lambda: copy_all(tensor_list, destinations))
 
 
 def _all_gather_with_grads(data: Any, comm: Comm, tensor_list: Sequence[Tensor] = NOT_GIVEN) -> list[Tensor]:
     def check() -> tuple[str, Sequence[Tensor]]:
-        if tensor_list is NOT_GIVEN:
-            require_tensor("data", data)
-        else:
-            _require_filling(data, tensor_list, comm)
+        _require_form("data", data, tensor_list, comm)
+        if tensor_list is not NOT_GIVEN:
             require_fillable("tensor_list", tensor_list, comm)
         return f"all_gather({data.dtype})", [data]
 
@@ -365,27 +370,22 @@ def _all_gather_with_grads(data: Any, comm: Comm, tensor_list: Sequence[Tensor] 
         if tensor_list is NOT_GIVEN:
             return _all_gather(inputs[0], comm)
         parts = [torch.empty(x.shape, dtype=x.dtype, device=data.device) for x in tensor_list]
-        (_all_gather_into(parts, inputs[0], comm) or Handle((), comm)).wait()
+        _all_gather_into(parts, inputs[0], comm).wait()
         return parts
 
     def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         return [scatter_sums(gradients, comm)]
 
     wanted = agree_on_gradients(comm, check)
-    return list(synced(LinearMap(gather_all, sum_up, comm), [data], wanted))
+    gathered = synced(LinearMap(gather_all, sum_up, comm), [data], wanted)
+    return list(gathered) if tensor_list is NOT_GIVEN else fill_in_graph(tensor_list, gathered)
 
 
-def _all_gather_into_with_grads(
-    tensor_list: Sequence[Tensor], data: object, comm: Comm, async_op: bool
-) -> list[Tensor]:
-    require_blocking(async_op, comm)
-    gathered = _all_gather_with_grads(data, comm, tensor_list)
-    for output, part in zip(tensor_list, gathered, strict=True):
-        output.copy_(part)
-    return list(tensor_list)
-
-
-def _require_filling(data: object, tensor_list: Sequence[Tensor], comm: Comm) -> None:
+def _require_form(name: str, data: object, tensor_list: Sequence[Tensor], comm: Comm) -> None:
+    """Raise unless this is a tensor, or one for each rank is to be filled with such."""
+    if tensor_list is NOT_GIVEN:
+        require_tensor(name, data)
+        return
     if not isinstance(data, Tensor):
         raise TypeError(
             "`data` must be a tensor, or a list to fill with a tensor in second place, but they are "
@@ -401,35 +401,43 @@ def _on_device_of(data: Tensor, outputs: list[Tensor]) -> list[Tensor]:
     return outputs if data.is_cpu and outputs[0].is_cpu else [output.to(data.device) for output in outputs]
 
 
-def _exchange_headers(
-    name: str, data: Any, outputs: Sequence[Tensor], comm: Comm
+def _send_header(
+    name: str, data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN, dst: int | None = None
 ) -> tuple[Tensor, Header, HeaderMemory]:
-    """Give every rank every rank's header; return what travels, this rank's header, and the memory with all of them."""
+    """Give every rank, or `dst` alone, every rank's header.
+
+    Returns what travels, this rank's header, and the memory with all headers (of use where they are received).
+    """
     transport = transport_of(comm)
     buffers = transport.buffers(TENSOR_HEADER_BYTES)
+    refusal = None
     try:
-        if outputs is NOT_GIVEN:
-            require_tensor(name, data)
-        else:
-            _require_filling(data, outputs, comm)
+        _require_form(name, data, outputs, comm)
         wire = comm.to_comm_device(data)
         header = header_of(wire, None if outputs is NOT_GIVEN else outputs)
+        header.write(buffers.own, 0, wire)
     except (TypeError, ValueError) as error:
         # Only this rank can see it, so it has to tell the others, which wait.
+        refusal = error
         buffers.own.data[:] = encode_failure(error)
+    if dst is None:
         transport.all_gather_headers(buffers)
-        raise
-    header.write(buffers.own, 0, wire)
-    transport.all_gather_headers(buffers)
+    else:
+        transport.gather_headers(buffers, dst)
+    if refusal is not None:
+        if comm.rank == dst:
+            _receive_and_discard(read_headers(buffers.every), buffers.every, comm)
+        raise refusal
     return wire, header, buffers.every
 
 
-def _agreed(memory: HeaderMemory, own: Header, comm: Comm, outputs: Sequence[Tensor] | None = None) -> list[Header]:
+def _agreed(memory: HeaderMemory, own: Header, comm: Comm, outputs: Sequence[Tensor] = ()) -> list[Header]:
     """Return what every rank says; where a rank can't take part, or the list of one does not fit, all raise."""
     headers = read_headers(memory, own)
     require_no_failure([header.failure for header in headers], comm)
-    if outputs is not None:
-        require_expected(headers, outputs, comm)
+    remedy = ". Or leave the list out: all_gather(data)"
+    for rank, output in enumerate(outputs):
+        require_alike(f"tensor_list[{rank}]", output, f"rank {rank}'s tensor", headers[rank], comm, remedy)
     require_agreement(headers, comm)
     return headers
 
@@ -445,25 +453,6 @@ def _exchange(wire: Tensor, headers: Sequence[Header], destinations: Sequence[Te
     return transport_of(comm).all_gather_segments(own, targets)
 
 
-def _gather_headers(data: Any, dst: int, comm: Comm) -> tuple[Tensor, Header, HeaderMemory]:
-    """Give rank `dst` every rank's header; return what travels, this rank's header and, there, the memory with all."""
-    transport = transport_of(comm)
-    buffers = transport.buffers(TENSOR_HEADER_BYTES)
-    try:
-        require_tensor("data", data)
-        wire = comm.to_comm_device(data)
-        header = header_of(wire)
-    except (TypeError, ValueError) as error:
-        buffers.own.data[:] = encode_failure(error)
-        transport.gather_headers(buffers, dst)
-        if comm.rank == dst:
-            _receive_and_discard(read_headers(buffers.every), buffers.every, comm)
-        raise
-    header.write(buffers.own, 0, wire)
-    transport.gather_headers(buffers, dst)
-    return wire, header, buffers.every
-
-
 def _all_there(memory: HeaderMemory, own: Header, comm: Comm) -> list[Header]:
     """Return what every rank says, on `dst`; where one can't take part, raise when all is received that is sent."""
     headers = read_headers(memory, own)
@@ -474,7 +463,7 @@ def _all_there(memory: HeaderMemory, own: Header, comm: Comm) -> list[Header]:
 
 
 def _receive_and_discard(headers: Sequence[Header], memory: HeaderMemory, comm: Comm) -> None:
-    destinations = [header.tensor(memory, rank, comm.comm_device) for rank, header in enumerate(headers)]
+    destinations = _destinations(headers, memory, comm)
     _receive(headers, destinations, destinations[comm.rank], comm).wait()
 
 
@@ -483,51 +472,37 @@ def _gather(wire: Tensor, own: Header, memory: HeaderMemory, comm: Comm) -> list
     parts = new_inline(memory, own)
     if parts is None:
         headers = _all_there(memory, own, comm)
-        parts = [header.tensor(memory, rank, comm.comm_device) for rank, header in enumerate(headers)]
+        parts = _destinations(headers, memory, comm)
         _receive(headers, parts, wire, comm).wait()
     return parts
 
 
-def _gather_into(
-    outputs: Sequence[Tensor], wire: Tensor, own: Header, memory: HeaderMemory, comm: Comm
-) -> Handle | None:
-    """Start receiving on `dst`; return what to wait for, if anything.
-
-    A list that does not fit raises in the end, when all is received that is sent.
-    """
+def _gather_into(outputs: Sequence[Tensor], wire: Tensor, own: Header, memory: HeaderMemory, comm: Comm) -> Handle:
+    """Start receiving on `dst`; a list that does not fit raises in the end, when all is received that is sent."""
     if fill_inline(memory, own, outputs):
-        return None
+        return Handle((), comm)
     headers = _all_there(memory, own, comm)
     fitting = _are_like(outputs, headers)
-    destinations = [
-        _destination_for(outputs[rank], header, memory, rank, comm)
-        if fitting
-        else header.tensor(memory, rank, comm.comm_device)
-        for rank, header in enumerate(headers)
-    ]
+    destinations = _destinations(headers, memory, comm, outputs if fitting else None)
 
     def finish() -> None:
         if not fitting:
             require_list("gather_list", outputs, comm)
-            for rank, (output, received) in enumerate(zip(outputs, destinations, strict=True)):
-                _require_like_what_arrived(f"gather_list[{rank}]", output, received, comm)
-        for rank, output in enumerate(outputs):
+        for rank, (output, received) in enumerate(zip(outputs, destinations, strict=True)):
+            require_alike(f"gather_list[{rank}]", output, "what arrived", received, comm)
             require_memory(f"gather_list[{rank}]", output)
-        _copy_out(destinations, outputs)
+        copy_all(outputs, destinations)
 
     return Handle([_receive(headers, destinations, wire, comm)], comm, finish)
 
 
 def _receive(headers: Sequence[Header], destinations: Sequence[Tensor], wire: Tensor, comm: Comm) -> Handle:
     """Receive what did not fit behind the headers; this rank's own is `wire`."""
-    handles = []
-    for rank, header in enumerate(headers):
-        if not header.is_inline:
-            if rank == comm.rank:
-                copy_into(destinations[rank], wire)
-            else:
-                handles.append(transport_of(comm).receive([as_bytes(destinations[rank])], rank))
-    return Handle(handles, comm)
+    following = [rank for rank, header in enumerate(headers) if not header.is_inline]
+    if comm.rank in following:
+        following.remove(comm.rank)
+        copy_into(destinations[comm.rank], wire)
+    return Handle([transport_of(comm).receive([as_bytes(destinations[rank])], rank) for rank in following], comm)
 
 
 def _group_argument(second: object, group: GroupLike) -> GroupLike:
@@ -555,15 +530,14 @@ def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Com
         header.write(buffers.every, rank, wires[rank])
     transport.scatter_headers(buffers, comm.rank)
     following = [rank for rank, header in enumerate(headers) if not header.is_inline and rank != comm.rank]
-    sent = [transport_of(comm).send([as_bytes(wires[rank])], rank) for rank in following]
+    sent = Handle([transport.send([as_bytes(wires[rank])], rank) for rank in following], comm)
     own = wires[comm.rank]
-    fitting = tensor.shape == own.shape and tensor.dtype == own.dtype
     # While they are on their way; unless what is filled may be a part of what is sent.
-    at_once = fitting and all(_are_apart(tensor, wires[rank]) for rank in following)
+    at_once = _are_like([tensor], [own]) and all(_are_apart(tensor, wires[rank]) for rank in following)
     if at_once:
         copy_into(tensor, own)
-    wait_all(sent)
-    _require_like_what_arrived("tensor", tensor, own, comm)
+    sent.wait()
+    require_alike("tensor", tensor, "what arrived", own, comm)
     if not at_once:
         copy_into(tensor, own)
 
@@ -594,51 +568,39 @@ def _receive_part(tensor: Tensor, src: int, comm: Comm) -> None:
     header = read_header(buffers.own, 0)
     if refusal is None:
         require_no_failure([header.failure], comm, ranks=[src])
-    if refusal is None and _are_like([tensor], [header]):
-        received = _destination_for(tensor, header, buffers.own, 0, comm)
-    else:
-        received = header.tensor(buffers.own, 0, comm.comm_device)
+    fitting = refusal is None and _are_like([tensor], [header])
+    (received,) = _destinations([header], buffers.own, comm, [tensor] if fitting else None)
     if not header.is_inline:
-        transport_of(comm).receive([as_bytes(received)], src).wait()
+        transport.receive([as_bytes(received)], src).wait()
     if refusal is not None:
         raise refusal
-    if received is not tensor:
-        _require_like_what_arrived("tensor", tensor, received, comm)
-        copy_into(tensor, received)
+    require_alike("tensor", tensor, "what arrived", received, comm)
+    copy_all([tensor], [received])
 
 
-def _destination_for(output: Tensor, header: Header, memory: HeaderMemory, rank: int, comm: Comm) -> Tensor:
-    """Return where a rank's tensor arrives: `output` itself if that can be; else it is copied out later."""
-    # What is inline has arrived already, the rest is to be received.
-    if header.is_inline:
-        if output.is_cpu and is_plain_memory(output):
+def _destinations(
+    headers: Sequence[Header], memory: HeaderMemory, comm: Comm, outputs: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Return where each rank's tensor arrives: in that of `outputs` if that can be, else in a new one.
+
+    What is inline has arrived already, the rest is to be received.
+    """
+    destinations = []
+    for rank, header in enumerate(headers):
+        arrives_on = _CPU if header.is_inline else comm.comm_device
+        output = None if outputs is None else outputs[rank]
+        if output is None or output.device != arrives_on or not is_plain_memory(output):
+            output = header.tensor(memory, rank, comm.comm_device)
+        elif header.is_inline:
             header.fill(output, memory, rank)
-            return output
-    elif is_plain_memory(output) and output.device == comm.comm_device:
-        return output
-    return header.tensor(memory, rank, comm.comm_device)
+        destinations.append(output)
+    return destinations
 
 
-def _copy_out(destinations: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Copy what arrived elsewhere into the caller's tensors."""
-    for received, output in zip(destinations, outputs, strict=True):
-        if received is not output:
-            copy_into(output, received)
-
-
-def _are_like(outputs: Sequence[Tensor], headers: Sequence[Header]) -> bool:
+def _are_like(outputs: Sequence[Tensor], models: Sequence[Header | Tensor]) -> bool:
     """Return whether `outputs` is a list of tensors of just the shapes and dtypes that are announced."""
-    is_list = isinstance(outputs, Sequence) and len(outputs) == len(headers)
+    is_list = isinstance(outputs, Sequence) and len(outputs) == len(models)
     return is_list and all(
-        isinstance(output, Tensor) and output.shape == header.shape and output.dtype is header.dtype
-        for output, header in zip(outputs, headers, strict=True)
+        isinstance(output, Tensor) and output.shape == model.shape and output.dtype is model.dtype
+        for output, model in zip(outputs, models, strict=True)
     )
-
-
-def _require_like_what_arrived(name: str, output: Tensor, part: Tensor, comm: Comm) -> None:
-    """Raise ValueError unless the caller's tensor has the shape and dtype of what arrived."""
-    if output.shape != part.shape or output.dtype != part.dtype:
-        raise ValueError(
-            f"`{name}` must be like what arrived, {tuple(part.shape)} {part.dtype}, but is "
-            f"{tuple(output.shape)} {output.dtype} ({comm.this_rank})"
-        )

@@ -16,6 +16,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ from lockstep.dist.header import (
     TENSOR_HEADER_BYTES,
     all_gather_header,
     decode_failure,
-    encode_failure,
+    report_failure,
     require_no_failure,
 )
 from lockstep.dist.reduce_ops import reduction
@@ -62,10 +63,6 @@ class LinearMap(NamedTuple):
     transpose: Apply
     comm: Comm
 
-    def transposed(self) -> LinearMap:
-        """Return the map that takes gradients back."""
-        return LinearMap(self.transpose, self.apply, self.comm)
-
 
 class _Mapped(Function):
     """One use of a `LinearMap` in a graph.
@@ -80,13 +77,13 @@ class _Mapped(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        comm: Comm = ctx.linear.comm
+        apply, transpose, comm = ctx.linear
         if comm.reference is not None and comm.pg is None:
             raise DistError(
                 f"backward through a collective needs its group, which is gone ({comm.this_rank}). "
                 "Call destroy_dist() later"
             )
-        return None, None, *_applied(ctx.linear.transposed(), gradients)
+        return None, None, *_applied(LinearMap(transpose, apply, comm), gradients)
 
 
 def synced(linear: LinearMap, inputs: Sequence[Tensor], wanted: bool) -> tuple[Tensor, ...]:
@@ -103,6 +100,13 @@ def _applied(linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return outputs
 
 
+def fill_in_graph(outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Fill the caller's tensors so that they get the graph of `parts`, and return them."""
+    for output, part in zip(outputs, parts, strict=True):
+        output.copy_(part)
+    return list(outputs)
+
+
 def agree_on_gradients(comm: Comm, check: Callable[[], tuple[str, Sequence[Tensor]]]) -> bool:
     """Return whether any rank's inputs require grad, so that every rank has to take part in the backward.
 
@@ -114,12 +118,9 @@ def agree_on_gradients(comm: Comm, check: Callable[[], tuple[str, Sequence[Tenso
     **Collective**: every rank. **Raises**: PeerError where another rank's arguments are wrong; CollectiveMismatchError
     on every rank where the calls differ, or only some are under ``torch.no_grad()``.
     """
-    try:
+    with report_failure(partial(all_gather_header, comm=comm)):
         call, inputs = check()
         wants = _wish(inputs)
-    except (TypeError, ValueError) as error:
-        all_gather_header(encode_failure(error), comm)
-        raise
     text = call.encode()
     head = _HEAD.pack(0, wants, hashlib.blake2b(text, digest_size=16).digest())
     headers = all_gather_header((head + text)[:TENSOR_HEADER_BYTES].ljust(TENSOR_HEADER_BYTES, b"\0"), comm)

@@ -106,10 +106,11 @@ class Comm:
 
 SOLO = Comm(None, 0, 1, None, frozenset(), torch.device("cpu"))
 
-_resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
 # Weak, so that nothing here keeps a destroyed group alive.
-_local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-_topologies: WeakKeyDictionary[ProcessGroup, Topology] = WeakKeyDictionary()
+_resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
+# By default group: the group of the ranks on this node, and what `init_dist` read of this process's job.
+local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+topologies: WeakKeyDictionary[ProcessGroup, Topology] = WeakKeyDictionary()
 
 
 def resolve(group: GroupLike = None) -> Comm:
@@ -189,31 +190,23 @@ def get_local_rank() -> int:
     **Raises**: DistError where the default group was made by other means and nothing says how it lies on nodes.
     """
     local = _initialised_local_group()
-    if local is not None:
-        return resolve(local).rank
-    topology = _known_topology("local rank")
-    return 0 if topology is None else topology.local_rank
+    return _topology("local rank").local_rank if local is None else get_rank(local)
 
 
 def get_local_size() -> int:
     """Return the number of ranks on this node; 1 where no group exists. Raises as `get_local_rank`."""
     local = _initialised_local_group()
-    if local is not None:
-        return resolve(local).size
-    topology = _known_topology("local size")
-    return 1 if topology is None else topology.local_size
+    return _topology("local size").local_size if local is None else get_world_size(local)
 
 
 def get_node_rank() -> int:
     """Return the number of this node, counted from 0; 0 where no group exists. Raises as `get_local_rank`."""
-    topology = _known_topology("node rank")
-    return 0 if topology is None else topology.node_rank
+    return _topology("node rank").node_rank
 
 
 def get_num_nodes() -> int:
     """Return the number of nodes; 1 where no group exists. Raises as `get_local_rank`."""
-    topology = _known_topology("number of nodes")
-    return 1 if topology is None else topology.num_nodes
+    return _topology("number of nodes").num_nodes
 
 
 def get_local_group() -> ProcessGroup | None:
@@ -223,8 +216,6 @@ def get_local_group() -> ProcessGroup | None:
 
     **Raises**: DistError on several nodes, before `init_local_group`.
     """
-    if not torch_dist.is_initialized():
-        return None
     local = _initialised_local_group()
     if local is not None:
         return local
@@ -254,21 +245,6 @@ def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
         return func(*args, **kwargs) if is_main_process() else None
 
     return on_main_process
-
-
-def remember_local_group(group: ProcessGroup) -> None:
-    """Keep, for as long as the default group lives, the group of the ranks on this node."""
-    pg = resolve().pg
-    assert pg is not None  # the ranks of it have just made this one
-    _local_groups.clear()
-    _local_groups[pg] = group
-
-
-def remember_topology(topology: Topology) -> None:
-    """Keep, for as long as the default group lives, what `init_dist` read of this process's job."""
-    pg = resolve().pg
-    assert pg is not None  # init_dist has just made it
-    _topologies[pg] = topology
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -319,21 +295,20 @@ def _describe(pg: ProcessGroup) -> Comm:
 
 
 def _initialised_local_group() -> ProcessGroup | None:
-    # Keyed by the default group, so that nothing outlives destroy_dist.
     pg = resolve().pg
-    return None if pg is None else _local_groups.get(pg)
+    return None if pg is None else local_groups.get(pg)
 
 
-def _known_topology(what: str) -> Topology | None:
-    """Return where this process stands among nodes; None where no group exists.
+def _topology(what: str) -> Topology:
+    """Return where this process stands among nodes.
 
     That is what `init_dist` read, or, where somebody else initialised the default group, what the environment says as
     long as it agrees with that group.
     """
-    if not torch_dist.is_initialized():
-        return None
     comm = resolve()
-    known = None if comm.pg is None else _topologies.get(comm.pg)
+    if comm.pg is None:
+        return Topology("none")
+    known = topologies.get(comm.pg)
     if known is not None:
         return known
     with suppress(TopologyError):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
 
@@ -169,6 +170,18 @@ def _all_inline(memory: HeaderMemory, own: Header) -> bool:
     return all(memory.data.startswith(own.encoded, start) for start in starts)
 
 
+@contextmanager
+def report_failure(
+    send: Callable[[bytes], object], size: int = TENSOR_HEADER_BYTES, kind: type[BaseException] = Exception
+) -> Iterator[None]:
+    """Where the block raises, `send` the others, which wait for this rank's header, one that says why."""
+    try:
+        yield
+    except kind as error:
+        send(encode_failure(error, size))
+        raise
+
+
 def all_gather_header(header: bytes, comm: Comm) -> list[bytes]:
     """Return every rank's header, all of one size. **Collective**."""
     transport = transport_of(comm)
@@ -213,19 +226,6 @@ def require_no_failure(failures: Sequence[str | None], comm: Comm, ranks: Sequen
             )
 
 
-def require_expected(headers: Sequence[Header], outputs: Sequence[Tensor], comm: Comm) -> None:
-    """Raise if this rank's output list does not fit what the headers announce.
-
-    **Raises**: ValueError; `require_agreement` tells the others.
-    """
-    for rank, (header, output) in enumerate(zip(headers, outputs, strict=True)):
-        if header.shape != output.shape or header.dtype != output.dtype:
-            raise ValueError(
-                f"`tensor_list[{rank}]` must be like rank {rank}'s tensor, {tuple(header.shape)} {header.dtype}, but "
-                f"is {tuple(output.shape)} {output.dtype} ({comm.this_rank}). Or leave the list out: all_gather(data)"
-            )
-
-
 def require_agreement(headers: Sequence[Header], comm: Comm) -> None:
     """Raise if some rank's output list does not fit what the headers announce, naming the first.
 
@@ -236,15 +236,8 @@ def require_agreement(headers: Sequence[Header], comm: Comm) -> None:
     if all(header is own or header.expected in (0, own.expected) for header in headers):
         return
     actual = own.expected or _fingerprint(tuple((header.dtype, header.shape) for header in headers))
-    require_no_failure(
-        [
-            "ValueError: its `tensor_list` does not fit the tensors of all ranks"
-            if header.expected not in (0, actual)
-            else None
-            for header in headers
-        ],
-        comm,
-    )
+    refusal = "ValueError: its `tensor_list` does not fit the tensors of all ranks"
+    require_no_failure([None if header.expected in (0, actual) else refusal for header in headers], comm)
 
 
 @lru_cache(maxsize=1024)

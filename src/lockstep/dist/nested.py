@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Iterable, MutableMapping, Sequence
+from functools import lru_cache, partial
 from math import prod
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -24,7 +23,7 @@ from lockstep.dist.header import (
     TENSOR_HEADER_BYTES,
     all_gather_header,
     decode_failure,
-    encode_failure,
+    report_failure,
     require_no_failure,
 )
 from lockstep.dist.objects import all_gather_packed, broadcast_packed
@@ -82,7 +81,7 @@ def all_reduce_dict(
     data = either("data", data, "py_dict", py_dict)
     comm = resolve(group)
     check_call("all_reduce_dict", comm, op)
-    with _report(comm):
+    with report_failure(partial(all_gather_header, comm=comm)):
         if not isinstance(data, MutableMapping):
             raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
         values = [(repr(key), value) for key, value in data.items()]
@@ -116,7 +115,7 @@ def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
     """
     comm = resolve(group)
     check_call("all_reduce_tree", comm, op)
-    with _report(comm):  # of a tree that can't be walked
+    with report_failure(partial(all_gather_header, comm=comm)):  # of a tree that can't be walked
         items = list(tree_items(data))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
             warn_of_lost_gradients("all_reduce_tree", ENDS_HERE)
@@ -155,8 +154,8 @@ def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
     comm = resolve(group)
     src = require_rank("src", src, comm)
     check_call("broadcast_tree", comm, src)
-    received: T = broadcast_packed(data, src, comm, lambda: warn_of_lost_gradients("broadcast_tree", ENDS_HERE))
-    return received
+    on_graph = partial(warn_of_lost_gradients, "broadcast_tree", ENDS_HERE)
+    return broadcast_packed(data, src, comm, on_graph)  # type: ignore[no-any-return]
 
 
 def all_reduce_params(
@@ -329,7 +328,7 @@ def _reduce_leaves(
 
     **Collective**: every rank, with the same structure; the order of the leaves is free.
     """
-    with _report(comm):
+    with report_failure(partial(all_gather_header, comm=comm)):
         name = op_name(op)
         tensors = [_as_tensor(path, leaf, dtype) for path, leaf in items]
         structure = tuple([(item[0], x.dtype, x.shape) for item, x in zip(items, tensors, strict=True)])
@@ -413,16 +412,6 @@ def _part(joined: Tensor, like: Sequence[Tensor], is_uniform: bool) -> Sequence[
         return joined.unbind()
     parts = torch.split_with_sizes(joined, [x.numel() for x in like])
     return [one.view(x.shape) for one, x in zip(parts, like, strict=True)]
-
-
-@contextmanager
-def _report(comm: Comm) -> Iterator[None]:
-    """Tell the others, which wait for this rank's structure, why it can't send one."""
-    try:
-        yield
-    except Exception as error:
-        all_gather_header(encode_failure(error), comm)
-        raise
 
 
 @lru_cache(maxsize=256)

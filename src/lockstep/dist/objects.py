@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from numbers import Integral
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -25,12 +24,12 @@ from lockstep.dist.header import (
     all_gather_header,
     broadcast_header,
     decode_failure,
-    encode_failure,
+    report_failure,
     require_no_failure,
     scatter_header,
 )
 from lockstep.dist.pickling import Pickled, dump, load
-from lockstep.dist.transport import bytes_of, transport_of, wait_all
+from lockstep.dist.transport import Handle, bytes_of, copy_all, transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank
 from lockstep.errors import DistError
 
@@ -178,8 +177,7 @@ def broadcast_object(obj: T, src: int = 0, group: GroupLike = None) -> T:
     comm = resolve(group)
     src = require_rank("src", src, comm)
     check_call("broadcast_object", comm, src)
-    received: T = broadcast_packed(obj, src, comm)
-    return received
+    return broadcast_packed(obj, src, comm)  # type: ignore[no-any-return]
 
 
 def broadcast_object_list(
@@ -289,16 +287,11 @@ def run_on_main(func: Callable[[], T], group: GroupLike = None) -> T:
             f"`func` must be callable, but is {func!r} ({comm.this_rank}). Pass the function, without calling it"
         )
     check_call("run_on_main", comm)
-    if comm.rank != 0:
-        received: T = broadcast_packed(None, 0, comm)
-        return received
-    try:
-        result = func()
-    except BaseException as error:
-        broadcast_header(encode_failure(error, OBJECT_HEADER_BYTES), 0, comm)
-        raise
-    broadcast_packed(result, 0, comm)
-    return result
+    result = None
+    if comm.rank == 0:
+        with report_failure(partial(broadcast_header, src=0, comm=comm), OBJECT_HEADER_BYTES, BaseException):
+            result = func()
+    return broadcast_packed(result, 0, comm)  # type: ignore[no-any-return]
 
 
 def _is_short(data: object, obj: object, group: GroupLike) -> bool:
@@ -323,77 +316,57 @@ def _require_places(name: str, places: object, comm: Comm) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed:
+class _Packed(NamedTuple):
     """An object ready to be sent.
 
     Attributes:
-        header: what is sent first; holds the body where that fits.
-        body: sizes of the segments, then the pickle.
+        header: what is sent first; holds the body (sizes of the segments, then the pickle) where that fits.
+        body_segments: the body as a segment, where it does not fit into the header.
         segments: the large data, on the device that moves them.
-        num_tensors: see `Pickled`.
     """
 
     header: bytes
-    body: bytes
+    body_segments: list[Tensor]
     segments: list[Tensor]
-    num_tensors: int
-
-    @property
-    def body_segments(self) -> list[Tensor]:
-        """The body as a segment, where it does not fit into the header."""
-        return [] if _fits(len(self.body)) else [torch.frombuffer(bytearray(self.body), dtype=torch.uint8)]
-
-    def copied(self) -> Any:
-        """Return what another rank would get: an equal object that shares no memory with the one packed."""
-        pickled = memoryview(self.body)[8 * len(self.segments) :]
-        return load(Pickled(pickled, [segment.clone() for segment in self.segments], self.num_tensors))
 
 
-@dataclass(slots=True)
 class _Incoming:
-    """What is known of another rank's object while it arrives."""
+    """What is known of another rank's object while it arrives.
 
-    rank: int
-    body: Tensor
-    is_inline: bool
-    num_segments: int
-    num_tensors: int
+    Attributes:
+        rank: whose it is.
+        body_segments: the segment to be filled with the body, where that is not in the header.
+        segments: those to be filled next; there once the body is.
+    """
 
-    @classmethod
-    def from_header(cls, rank: int, header: bytes, device: torch.device) -> _Incoming:
-        """Read a rank's header; the body is in it, or memory for it is allocated."""
-        _, nbytes, num_segments, num_tensors = _HEAD.unpack_from(header)
+    def __init__(self, rank: int, header: bytes, comm: Comm) -> None:
+        _, nbytes, self._num_segments, self._num_tensors = _HEAD.unpack_from(header)
+        self.rank, self._comm = rank, comm
         if _fits(nbytes):
-            body = torch.frombuffer(bytearray(header[_HEAD.size : _HEAD.size + nbytes]), dtype=torch.uint8)
+            self._body = torch.frombuffer(bytearray(header[_HEAD.size : _HEAD.size + nbytes]), dtype=torch.uint8)
+            self.body_segments = []
         else:
-            body = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return cls(rank, body, _fits(nbytes), num_segments, num_tensors)
+            self._body = torch.empty(nbytes, dtype=torch.uint8, device=comm.bytes_device)
+            self.body_segments = [self._body]
 
-    @property
-    def body_segments(self) -> list[Tensor]:
-        """The segment to be filled with the body, where it is not inline."""
-        return [] if self.is_inline else [self.body]
+    @cached_property
+    def segments(self) -> list[Tensor]:
+        sizes = struct.unpack_from(f"<{self._num_segments}q", bytes_of(self._body.cpu()))
+        return [torch.empty(size, dtype=torch.uint8, device=self._comm.bytes_device) for size in sizes]
 
-    def empty_segments(self, device: torch.device) -> list[Tensor]:
-        """Return memory for the segments, whose sizes the body names."""
-        body = memoryview(bytes_of(self.body.cpu()))
-        sizes = struct.unpack_from(f"<{self.num_segments}q", body)
-        return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-
-    def unpickle(self, segments: list[Tensor], comm: Comm) -> Any:
+    def load(self) -> Any:
         """Return the object.
 
         **Raises**: DistError where it can't be loaded. All ranks have got everything by now, so that only this one
         is concerned.
         """
-        pickled = memoryview(bytes_of(self.body.cpu()))[8 * self.num_segments :]
+        pickled = memoryview(bytes_of(self._body.cpu()))[8 * self._num_segments :]
         try:
-            return load(Pickled(pickled, segments, self.num_tensors))
+            return load(Pickled(pickled, self.segments, self._num_tensors))
         except Exception as error:  # objects are rebuilt by code of their own, which may raise anything
             raise DistError(
                 f"the object of rank {self.rank} must be loadable here, but is not: {type(error).__name__}: {error} "
-                f"({comm.this_rank}). Define its class in a module that every rank can import"
+                f"({self._comm.this_rank}). Define its class in a module that every rank can import"
             ) from error
 
 
@@ -407,9 +380,37 @@ def _pack(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -
         on_graph()
     segments = [segment.to(comm.bytes_device) for segment in pickled.segments]
     body = struct.pack(f"<{len(segments)}q", *(x.numel() for x in segments)) + pickled.body
-    inline = body if _fits(len(body)) else b""
-    header = (_HEAD.pack(0, len(body), len(segments), pickled.num_tensors) + inline).ljust(OBJECT_HEADER_BYTES, b"\0")
-    return _Packed(header, body, segments, pickled.num_tensors)
+    head = _HEAD.pack(0, len(body), len(segments), pickled.num_tensors)
+    if _fits(len(body)):
+        return _Packed((head + body).ljust(OBJECT_HEADER_BYTES, b"\0"), [], segments)
+    flat = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(comm.bytes_device)
+    return _Packed(head.ljust(OBJECT_HEADER_BYTES, b"\0"), [flat], segments)
+
+
+def _exchange_headers(
+    obj: object,
+    comm: Comm,
+    exchange: Callable[[bytes], Sequence[bytes]],
+    check: Callable[[], None] | None = None,
+    on_graph: Callable[[], None] | None = None,
+) -> tuple[_Packed, Sequence[bytes]]:
+    """Return this rank's object, packed, and the headers of all; where a rank can't send its object, all raise."""
+    with report_failure(exchange, OBJECT_HEADER_BYTES):
+        if check is not None:
+            check()
+        packed = _pack(obj, comm, on_graph)
+    headers = exchange(packed.header)
+    require_no_failure([decode_failure(header) for header in headers], comm)
+    return packed, headers
+
+
+def _receive(src: int, header: bytes, comm: Comm, receive: Callable[[Sequence[Tensor], int], Handle]) -> Any:
+    """Return the object that rank `src` sends to this rank, by what `receive` does with segments."""
+    require_no_failure([decode_failure(header)], comm, ranks=[src])
+    incoming = _Incoming(src, header, comm)
+    receive(incoming.body_segments, src).wait()
+    receive(incoming.segments, src).wait()
+    return incoming.load()
 
 
 def all_gather_packed(
@@ -425,18 +426,14 @@ def all_gather_packed(
 
     **Collective**: every rank.
     """
-    outcome = _attempt(obj, comm, check, on_graph)
-    headers = all_gather_header(_header_of(outcome), comm)
-    packed = _required(outcome, headers, comm)
-    incoming = [_Incoming.from_header(rank, header, comm.bytes_device) for rank, header in enumerate(headers)]
+    packed, headers = _exchange_headers(obj, comm, partial(all_gather_header, comm=comm), check, on_graph)
+    incoming = [_Incoming(rank, header, comm) for rank, header in enumerate(headers)]
     transport = transport_of(comm)
-    if not all(one.is_inline for one in incoming):
-        own = _staged(packed.body_segments, comm)
-        transport.all_gather_segments(own, [one.body_segments for one in incoming]).wait()
-    segments = [one.empty_segments(comm.bytes_device) for one in incoming]
-    if any(segments):
-        transport.all_gather_segments(packed.segments, segments).wait()
-    return [one.unpickle(own, comm) for one, own in zip(incoming, segments, strict=True)]
+    if any(one.body_segments for one in incoming):
+        transport.all_gather_segments(packed.body_segments, [one.body_segments for one in incoming]).wait()
+    if any(one.segments for one in incoming):
+        transport.all_gather_segments(packed.segments, [one.segments for one in incoming]).wait()
+    return [one.load() for one in incoming]
 
 
 def gather_packed(
@@ -457,24 +454,18 @@ def gather_packed(
     **Collective**: every rank.
     """
     keeps_own = comm.rank == dst and not copy_own
-    outcome = _attempt(None if keeps_own else obj, comm, check)
-    headers = all_gather_header(_header_of(outcome), comm)
-    packed = _required(outcome, headers, comm)
+    packed, headers = _exchange_headers(None if keeps_own else obj, comm, partial(all_gather_header, comm=comm), check)
     transport = transport_of(comm)
     if comm.rank != dst:
-        transport.send(_staged(packed.body_segments, comm) + packed.segments, dst).wait()
+        transport.send(packed.body_segments + packed.segments, dst).wait()
         return None
-    incoming = [
-        _Incoming.from_header(rank, header, comm.bytes_device) for rank, header in enumerate(headers) if rank != dst
-    ]
-    wait_all([transport.receive(one.body_segments, one.rank) for one in incoming])
-    segments = [one.empty_segments(comm.bytes_device) for one in incoming]
-    wait_all([transport.receive(own, one.rank) for one, own in zip(incoming, segments, strict=True)])
-    loads: list[Callable[[], Any]] = [
-        partial(one.unpickle, own, comm) for one, own in zip(incoming, segments, strict=True)
-    ]
-    loads.insert(dst, (lambda: obj) if keeps_own else packed.copied)
-    return (load_one() for load_one in loads)
+    incoming = [_Incoming(rank, header, comm) for rank, header in enumerate(headers)]
+    others = [one for one in incoming if one.rank != dst]
+    Handle([transport.receive(one.body_segments, one.rank) for one in others], comm).wait()
+    Handle([transport.receive(one.segments, one.rank) for one in others], comm).wait()
+    copy_all(incoming[dst].body_segments, packed.body_segments)
+    copy_all(incoming[dst].segments, packed.segments)
+    return (obj if keeps_own and one.rank == dst else one.load() for one in incoming)
 
 
 def broadcast_packed(obj: object, src: int, comm: Comm, on_graph: Callable[[], None] | None = None) -> Any:
@@ -483,22 +474,14 @@ def broadcast_packed(obj: object, src: int, comm: Comm, on_graph: Callable[[], N
     **Collective**: every rank.
     """
     transport = transport_of(comm)
-    if comm.rank == src:
-        outcome = _attempt(obj, comm, on_graph=on_graph)
-        broadcast_header(_header_of(outcome), src, comm)
-        packed = _required(outcome, [], comm)
-        transport.broadcast(_staged(packed.body_segments, comm) + packed.segments, src).wait()
-        return obj
-    header = broadcast_header(_EMPTY, src, comm)
-    require_no_failure([decode_failure(header)], comm, ranks=[src])
-    incoming = _Incoming.from_header(src, header, comm.bytes_device)
-    transport.broadcast(incoming.body_segments, src).wait()
-    segments = incoming.empty_segments(comm.bytes_device)
-    transport.broadcast(segments, src).wait()
-    return incoming.unpickle(segments, comm)
+    if comm.rank != src:
+        return _receive(src, broadcast_header(_EMPTY, src, comm), comm, transport.broadcast)
+    packed, _ = _exchange_headers(obj, comm, lambda header: [broadcast_header(header, src, comm)], on_graph=on_graph)
+    transport.broadcast(packed.body_segments + packed.segments, src).wait()
+    return obj
 
 
-def scatter_packed(objects: Sequence[object], src: int, comm: Comm, check: Callable[[], None] | None = None) -> Any:
+def scatter_packed(objects: Sequence[object], src: int, comm: Comm, check: Callable[[], None]) -> Any:
     """Give rank i the i-th of `src`'s objects; `src` keeps its own as it is. `check`: as for `all_gather_packed`.
 
     **Collective**: every rank.
@@ -506,56 +489,19 @@ def scatter_packed(objects: Sequence[object], src: int, comm: Comm, check: Calla
     transport = transport_of(comm)
     if comm.rank != src:
         header = scatter_header(None, OBJECT_HEADER_BYTES, src, comm)
-        require_no_failure([decode_failure(header)], comm, ranks=[src])
-        incoming = _Incoming.from_header(src, header, comm.bytes_device)
-        transport.receive(incoming.body_segments, src).wait()
-        segments = incoming.empty_segments(comm.bytes_device)
-        transport.receive(segments, src).wait()
-        return incoming.unpickle(segments, comm)
-    try:
-        if check is not None:
-            check()
-        packed_objects = [_pack(None if rank == src else obj, comm) for rank, obj in enumerate(objects)]
-    except Exception as error:
-        scatter_header([encode_failure(error, OBJECT_HEADER_BYTES)] * comm.size, OBJECT_HEADER_BYTES, src, comm)
-        raise
-    scatter_header([packed.header for packed in packed_objects], OBJECT_HEADER_BYTES, src, comm)
-    wait_all(
-        [
-            transport.send(_staged(packed.body_segments, comm) + packed.segments, rank)
-            for rank, packed in enumerate(packed_objects)
-            if rank != src
-        ]
-    )
+        return _receive(src, header, comm, transport.receive)
+
+    def send_headers(headers: Sequence[bytes]) -> None:
+        scatter_header(headers, OBJECT_HEADER_BYTES, src, comm)
+
+    with report_failure(lambda failure: send_headers([failure] * comm.size), OBJECT_HEADER_BYTES):
+        check()
+        packed = [_pack(None if rank == src else obj, comm) for rank, obj in enumerate(objects)]
+    send_headers([one.header for one in packed])
+    others = [rank for rank in range(comm.size) if rank != src]
+    sent = [transport.send(packed[rank].body_segments + packed[rank].segments, rank) for rank in others]
+    Handle(sent, comm).wait()
     return objects[src]
-
-
-def _attempt(
-    obj: object, comm: Comm, check: Callable[[], None] | None = None, on_graph: Callable[[], None] | None = None
-) -> _Packed | Exception:
-    """Return the packed object, or what kept this rank from packing it; the others are told before it is raised."""
-    try:
-        if check is not None:
-            check()
-        return _pack(obj, comm, on_graph)
-    except Exception as error:
-        return error
-
-
-def _header_of(outcome: _Packed | Exception) -> bytes:
-    return outcome.header if isinstance(outcome, _Packed) else encode_failure(outcome, OBJECT_HEADER_BYTES)
-
-
-def _required(outcome: _Packed | Exception, headers: Sequence[bytes], comm: Comm) -> _Packed:
-    """Return what this rank packed, if no rank failed."""
-    if not isinstance(outcome, _Packed):
-        raise outcome
-    require_no_failure([decode_failure(header) for header in headers], comm)
-    return outcome
-
-
-def _staged(segments: Sequence[Tensor], comm: Comm) -> list[Tensor]:
-    return [segment.to(comm.bytes_device) for segment in segments]
 
 
 def _fits(nbytes: int) -> bool:

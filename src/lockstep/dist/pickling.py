@@ -81,7 +81,7 @@ class _Pickler(pickle.Pickler):
         if type(obj) is Tensor and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta):
             return *self._reduce_tensor(obj), *_attributes_of(obj)
         if type(obj) is torch.nn.Parameter:
-            return _rebuild_parameter, (obj.data, obj.requires_grad), *_attributes_of(obj)
+            return torch.nn.Parameter, (obj.data, obj.requires_grad), *_attributes_of(obj)
         return NotImplemented
 
     def _reduce_tensor(self, data: Tensor) -> tuple[object, tuple[object, ...]]:
@@ -104,7 +104,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name == _rebuild_from_segment.__name__ and module == __name__:
-            return partial(_rebuild_from_one_of, self._tensors)
+            tensors = self._tensors  # the function must not refer to this object
+            return lambda index, *head: _rebuild_from_segment(tensors[index], *head)
         return super().find_class(module, name)
 
 
@@ -114,10 +115,6 @@ def _keep_in_band(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
         return True
     buffers.append(_borrowed(raw))
     return False
-
-
-def _rebuild_from_one_of(tensors: Sequence[Tensor], index: int, *head: Any) -> Tensor:
-    return _rebuild_from_segment(tensors[index], *head)
 
 
 def _rebuild_tensor(
@@ -135,10 +132,6 @@ def _rebuild_from_segment(
     if accelerator != data.device.type:
         data = data.to(accelerator or "cpu")
     return data.requires_grad_(requires_grad)
-
-
-def _rebuild_parameter(data: Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    return torch.nn.Parameter(data, requires_grad)
 
 
 def _attributes_of(data: Tensor) -> tuple[object, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Literal, overload
 
 import torch
@@ -18,6 +17,7 @@ from lockstep.dist.gradients import (
     LinearMap,
     agree_on_gradients,
     describe,
+    fill_in_graph,
     require_blocking,
     require_fillable,
     require_linear,
@@ -26,10 +26,9 @@ from lockstep.dist.gradients import (
 )
 from lockstep.dist.groups import Comm, GroupLike, resolve
 from lockstep.dist.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine_in_place, op_name, reduction
-from lockstep.dist.transport import Handle, as_bytes, transport_of, wait_for, wait_unless_async
+from lockstep.dist.transport import Handle, as_bytes, options, transport_of, wait_for, wait_unless_async
 from lockstep.dist.validate import (
     NOT_GIVEN,
-    PLAIN_TYPES,
     either,
     require_alike,
     require_list,
@@ -140,7 +139,7 @@ def all_reduce(
         require_memory("data", data)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("all_reduce", STAYS_LOCAL, has_sync_grads=True)
-    return _all_reduce(data, name, plan, comm, async_op)
+    return _reduce_to(data, None, name, plan, comm, async_op)
 
 
 @overload
@@ -210,37 +209,29 @@ def reduce(
     return _reduce_to(data, dst, name, plan, comm, async_op)
 
 
-def _all_reduce(data: Tensor, name: OpName, plan: Reduction, comm: Comm, async_op: bool) -> Handle | None:
-    check_call("all_reduce", comm, data, name)
-    if comm.pg is None:
+def _reduce_to(
+    data: Tensor, dst: int | None, name: OpName, plan: Reduction, comm: Comm, async_op: bool
+) -> Handle | None:
+    """Reduce into rank `dst`'s data, or into every rank's where that is None."""
+    if dst is None:
+        check_call("all_reduce", comm, data, name)
+    else:
+        check_call("reduce", comm, data, name, dst)
+    pg = comm.pg
+    if pg is None:
         _alone(data, plan)
         return Handle((), comm) if async_op else None
-    pg = comm.pg
-    if _is_plain(data, plan, comm, async_op):
-        wait_for(pg.allreduce([data], _allreduce_options(plan.wire_op, False)), comm)
-        return None
 
     def start(travelling: Tensor, wire_op: OpName) -> Work:
-        return pg.allreduce([travelling], _allreduce_options(wire_op, async_op))
+        if dst is None:
+            chosen = options(AllreduceOptions, reduceOp=TORCH_OPS[wire_op], asyncOp=async_op)
+            return pg.allreduce([travelling], chosen)
+        return pg.reduce([travelling], options(ReduceOptions, reduceOp=TORCH_OPS[wire_op], rootRank=dst))
 
-    return wait_unless_async(_reduce(data, plan, comm, start, keeps=True), async_op)
-
-
-def _reduce_to(data: Tensor, dst: int, name: OpName, plan: Reduction, comm: Comm, async_op: bool) -> Handle | None:
-    check_call("reduce", comm, data, name, dst)
-    if comm.pg is None:
-        _alone(data, plan)
-        return Handle((), comm) if async_op else None
-    pg = comm.pg
-
-    if _is_plain(data, plan, comm, async_op):
-        wait_for(pg.reduce([data], _reduce_options(plan.wire_op, dst)), comm)
+    if not async_op and _is_plain(data, plan, comm):
+        wait_for(start(data, plan.wire_op), comm)
         return None
-
-    def start(travelling: Tensor, wire_op: OpName) -> Work:
-        return pg.reduce([travelling], _reduce_options(wire_op, dst))
-
-    return wait_unless_async(_reduce(data, plan, comm, start, keeps=comm.rank == dst), async_op)
+    return wait_unless_async(_reduce(data, plan, comm, start, keeps=dst in (None, comm.rank)), async_op)
 
 
 @overload
@@ -324,15 +315,7 @@ def reduce_scatter(
         return _reduce_scatter_with_grads(output, input_list, op, comm, async_op)
     with report_refusals("reduce_scatter", comm):
         name, plan = _planned(output, op, "output")
-        is_plain = not async_op and _is_plain_list(input_list, output, plan, comm)
-        if not is_plain:
-            _require_entries(output, input_list, comm)
-    if is_plain:
-        check_call("reduce_scatter", comm, *input_list, name)
-        assert comm.pg is not None  # it moves tensors
-        work = comm.pg.reduce_scatter([output], [list(input_list)], _reduce_scatter_options(plan.wire_op))
-        wait_for(work, comm)
-        return None
+        _require_entries(output, input_list, comm)
     if (output.requires_grad and not output.is_leaf) or any(x.requires_grad for x in input_list):
         warn_of_lost_gradients("reduce_scatter", ENDS_HERE, has_sync_grads=True)
     return wait_unless_async(_reduce_scatter(output, input_list, name, plan, comm), async_op)
@@ -340,7 +323,7 @@ def reduce_scatter(
 
 def _require_entries(output: Tensor, input_list: Sequence[Tensor], comm: Comm) -> None:
     require_list("input_list", input_list, comm)
-    require_alike("output", output, "input_list[rank]", input_list[comm.rank], comm)
+    require_alike("output", output, "`input_list[rank]`", input_list[comm.rank], comm)
     if any(entry.dtype != output.dtype for entry in input_list):
         dtypes = sorted({str(entry.dtype) for entry in input_list})
         raise ValueError(f"`input_list` must have one dtype, but has {', '.join(dtypes)} ({comm.this_rank})")
@@ -357,12 +340,15 @@ def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], name: OpName, 
     if plan.wire_op in comm.missing_ops or any(entry.shape != shape for entry in input_list):
         return _reduce_to_each(output, input_list, name, plan, comm)
     pg = comm.pg
-    wires = [comm.to_wire(entry) for entry in input_list]
+    is_plain = all(_is_plain(x, plan, comm) for x in (output, *input_list))
+    wires = list(input_list) if is_plain else [comm.to_wire(entry) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
 
     def start(received: Tensor, wire_op: OpName) -> Work:
-        return pg.reduce_scatter([received], [travelling], _reduce_scatter_options(wire_op))
+        return pg.reduce_scatter([received], [travelling], options(ReduceScatterOptions, reduceOp=TORCH_OPS[wire_op]))
 
+    if is_plain:
+        return Handle([start(output, plan.wire_op)], comm)
     return _reduce(output, plan, comm, start, keeps=True)
 
 
@@ -370,9 +356,7 @@ def _reduce_to_each(output: Tensor, input_list: Sequence[Tensor], name: OpName, 
     """Run one reduction to each rank, all in flight at once, since the entries differ in shape."""
     copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in input_list]
     handles = [_reduce_to(x, dst, name, plan, comm, async_op=True) for dst, x in enumerate(copies)]
-
-    started = [handle for handle in handles if handle is not None]
-    return Handle(started, comm, lambda: copy_into(output, copies[comm.rank]))
+    return Handle([x for x in handles if x is not None], comm, lambda: copy_into(output, copies[comm.rank]))
 
 
 def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:
@@ -387,7 +371,7 @@ def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool)
 
     def total(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result = inputs[0].clone(memory_format=torch.contiguous_format)
-        _all_reduce(result, name, plan, comm, async_op=False)
+        _reduce_to(result, None, name, plan, comm, async_op=False)
         return [result]
 
     return synced(LinearMap(total, total, comm), [data], wanted)[0]
@@ -417,8 +401,7 @@ def _reduce_scatter_with_grads(
         own = gradients[0] / comm.size if name == "mean" else gradients[0]
         return _on_every_rank(own, like, comm)
 
-    output.copy_(synced(LinearMap(scatter, send_back, comm), input_list, wanted)[0])
-    return output
+    return fill_in_graph([output], synced(LinearMap(scatter, send_back, comm), input_list, wanted))[0]
 
 
 def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:
@@ -492,14 +475,13 @@ def _alone(data: Tensor, plan: Reduction) -> None:
         copy_into(data, plan.decode(plan.encode(wire).clone(), 1))
 
 
-def _is_plain(data: Tensor, plan: Reduction, comm: Comm, async_op: bool) -> bool:
+def _is_plain(data: Tensor, plan: Reduction, comm: Comm) -> bool:
     """Return whether the backend can take `data` as it is.
 
     The usual case, kept short, as small calls are all overhead.
     """
     return (
         plan.encode is None
-        and not async_op
         and data.is_contiguous()
         and not data.is_neg()
         and not data.requires_grad  # gloo divides and copies in sight of autograd
@@ -508,44 +490,7 @@ def _is_plain(data: Tensor, plan: Reduction, comm: Comm, async_op: bool) -> bool
     )
 
 
-def _is_plain_list(entries: Sequence[Tensor], output: Tensor, plan: Reduction, comm: Comm) -> bool:
-    """Return whether the backend can take `entries` and `output` as they are; anything wrong with them is no."""
-    if not isinstance(entries, list | tuple) or len(entries) != comm.size or not _is_plain(output, plan, comm, False):
-        return False
-    shape, dtype = output.shape, output.dtype
-    return all(
-        type(entry) in PLAIN_TYPES
-        and not entry.is_nested
-        and entry.dtype is dtype
-        and entry.shape == shape
-        and entry.layout is torch.strided
-        and _is_plain(entry, plan, comm, False)
-        for entry in entries
-    )
-
-
 def _planned(data: Tensor, op: object, argument: str = "data") -> tuple[OpName, Reduction]:
     name = op_name(op)
     require_tensor(argument, data)
     return name, reduction(name, data.dtype)
-
-
-@cache
-def _allreduce_options(wire_op: OpName, async_op: bool) -> AllreduceOptions:
-    options = AllreduceOptions()
-    options.reduceOp, options.asyncOp = TORCH_OPS[wire_op], async_op
-    return options
-
-
-@cache
-def _reduce_options(wire_op: OpName, dst: int) -> ReduceOptions:
-    options = ReduceOptions()
-    options.reduceOp, options.rootRank = TORCH_OPS[wire_op], dst
-    return options
-
-
-@cache
-def _reduce_scatter_options(wire_op: OpName) -> ReduceScatterOptions:
-    options = ReduceScatterOptions()
-    options.reduceOp = TORCH_OPS[wire_op]
-    return options

@@ -19,29 +19,20 @@ from torch.distributed import ReduceOp
 OpName: TypeAlias = Literal["sum", "mean", "avg", "product", "prod", "min", "max", "band", "bor", "bxor"]
 OpLike: TypeAlias = OpName | ReduceOp.RedOpType
 
-OPS: tuple[OpName, ...] = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
-_ALIASES = {"avg": "mean", "prod": "product"}
-TORCH_OPS: dict[OpName, Any] = {
-    "sum": ReduceOp.SUM,
-    "mean": ReduceOp.AVG,
-    "product": ReduceOp.PRODUCT,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "band": ReduceOp.BAND,
-    "bor": ReduceOp.BOR,
-    "bxor": ReduceOp.BXOR,
+# What torch calls each operation, and how two tensors are combined.
+_OPS: dict[OpName, tuple[Any, Callable[..., Tensor]]] = {
+    "sum": (ReduceOp.SUM, torch.add),
+    "mean": (ReduceOp.AVG, torch.add),  # the division comes at the end
+    "product": (ReduceOp.PRODUCT, torch.mul),
+    "min": (ReduceOp.MIN, torch.minimum),
+    "max": (ReduceOp.MAX, torch.maximum),
+    "band": (ReduceOp.BAND, torch.bitwise_and),
+    "bor": (ReduceOp.BOR, torch.bitwise_or),
+    "bxor": (ReduceOp.BXOR, torch.bitwise_xor),
 }
+TORCH_OPS = {name: torch_op for name, (torch_op, _) in _OPS.items()}
 BIT_OPS = frozenset({"band", "bor", "bxor"})
-_COMBINE: dict[OpName, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,  # the division comes at the end
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
+_ALIASES = {"avg": "mean", "prod": "product"}
 _ORDERED_OPS = frozenset({"product", "min", "max"})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NATIVE_INTS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
@@ -55,7 +46,7 @@ class Reduction:
     """How one operation runs on one dtype.
 
     Attributes:
-        wire_op: what the backend is asked for, one of `OPS`.
+        wire_op: what the backend is asked for, never an alias.
         encode: contiguous data -> what travels; None where the data travel as they are.
         decode: (what came back, number of ranks) -> result in the original dtype and shape (flat is fine); None where
             the backend's result is the result, in place.
@@ -72,19 +63,20 @@ def op_name(op: object) -> OpName:
     **Raises**: ValueError, naming the operations there are.
     """
     if isinstance(op, str):
-        for name in OPS:
+        for name in _OPS:
             if name == _ALIASES.get(op.lower(), op.lower()):
                 return name
     elif isinstance(op, ReduceOp | ReduceOp.RedOpType):  # 0 and False would be equal to SUM, too
         for name, torch_op in TORCH_OPS.items():
             if op == torch_op:
                 return name
-    raise ValueError(f"`op` must be one of {', '.join(OPS)} (or avg, prod, torch's ReduceOp), but is {op!r}")
+    raise ValueError(f"`op` must be one of {', '.join(_OPS)} (or avg, prod, torch's ReduceOp), but is {op!r}")
 
 
 def combine_in_place(total: Tensor, other: Tensor, wire_op: OpName) -> None:
     """Combine two encoded tensors as a backend does, into the first."""
-    _COMBINE[wire_op](total, other, out=total)
+    _, combine = _OPS[wire_op]
+    combine(total, other, out=total)
 
 
 @cache

@@ -1,19 +1,19 @@
 """How bytes travel between ranks: headers, small and of one fixed size, and segments, whose sizes both sides know.
 
-A `Transport` is chosen once for each group. On the CPU messages go from rank to rank (`PairwiseCpu`); elsewhere the
-collectives of the backend carry them (`Backend`). Either can be deleted without the other.
+A `Transport` is chosen once for each group. The collectives of the backend carry everything; on the CPU messages go
+from rank to rank instead (`PairwiseCpu`), which is faster, and can be deleted without a change of any result.
 """
 
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import cache
 from threading import Thread
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -163,8 +163,8 @@ class HeaderBuffers:
             self._on_cpu[1].copy_(self.every_staged)
 
 
-class Transport(ABC):
-    """Carries headers and segments over one group.
+class Transport:
+    """Carries headers and segments over one group, by the collectives of its backend, on any device.
 
     Headers: each method takes `HeaderBuffers`, and moves what is in `own` or `every` to where it belongs. Segments are
     contiguous tensors on the device of the group. All methods but `send` and `receive` are collective.
@@ -198,25 +198,25 @@ class Transport(ABC):
         if sent.nbytes <= _KEPT_BYTES:
             self._kept.append(sent)
 
-    @abstractmethod
     def all_gather_headers(self, buffers: HeaderBuffers) -> None:
         """Give every rank every rank's header: from `own` to `every`."""
+        self._move(buffers, getattr(self.pg, _ALL_GATHER_SINGLE), buffers.every_staged, buffers.own_staged)
 
-    @abstractmethod
     def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
         """Give rank `dst` every rank's header: from `own` to its `every`."""
+        outputs = [buffers.parts] if self.comm.rank == dst else []
+        self._move(buffers, self.pg.gather, outputs, [buffers.own_staged], options(GatherOptions, rootRank=dst))
 
-    @abstractmethod
     def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
         """Give rank i the i-th header of rank `src`: from its `every` to `own`."""
+        inputs = [buffers.parts] if self.comm.rank == src else []
+        self._move(buffers, self.pg.scatter, [buffers.own_staged], inputs, options(ScatterOptions, rootRank=src))
 
     def broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
         """Give every rank `src`'s header: from its `own` to every `own`."""
-        buffers.stage()
-        wait_for(self.pg.broadcast([buffers.own_staged], _broadcast_options(src, False)), self.comm)
-        buffers.fetch()
+        chosen = options(BroadcastOptions, rootRank=src, asyncOp=False)
+        self._move(buffers, self.pg.broadcast, [buffers.own_staged], chosen)
 
-    @abstractmethod
     def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
         """Give every rank every rank's segments, each once to each rank, without padding.
 
@@ -224,15 +224,33 @@ class Transport(ABC):
             own: this rank's segments, flat uint8.
             received: for each rank, the segments to fill, of exactly its sizes; those of this rank get a copy.
         """
+        copy_all(received[self.comm.rank], own)
+        handles = [
+            self.broadcast(own if rank == self.comm.rank else segments, rank) for rank, segments in enumerate(received)
+        ]
+        return Handle(handles, self.comm)
 
-    @abstractmethod
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
         """Send the i-th of `inputs`, anywhere, to rank i, and fill the i-th of `outputs` with what rank i sent."""
+        comm = self.comm
+        parts = [as_native(comm.to_comm_device(x)).view(-1) for x in inputs]
+        item_bytes = parts[0].element_size()
+        sizes_out = [x.nbytes // item_bytes for x in outputs]
+        received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=comm.comm_device)
+        work = self.pg.alltoall_base(received, torch.cat(parts), sizes_out, [x.numel() for x in parts])
+
+        def finish() -> None:
+            for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
+                if part.dtype != output.dtype:
+                    part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
+                copy_into(output, part)
+
+        return Handle([work], comm, finish)
 
     def broadcast(self, segments: Sequence[Tensor], src: int, *, async_op: bool = True) -> Handle:
         """Give every rank `src`'s segments, in place."""
-        pg, options = self.pg, _broadcast_options(src, async_op)
-        return Handle([pg.broadcast([as_native(segment)], options) for segment in segments], self.comm)
+        pg, chosen = self.pg, options(BroadcastOptions, rootRank=src, asyncOp=async_op)
+        return Handle([pg.broadcast([as_native(segment)], chosen) for segment in segments], self.comm)
 
     def send(self, segments: Sequence[Tensor], dst: int) -> Handle:
         """Send segments to rank `dst`, which calls `receive` with the same sizes."""
@@ -241,6 +259,12 @@ class Transport(ABC):
     def receive(self, segments: Sequence[Tensor], src: int) -> Handle:
         """Fill segments with what rank `src` sends with `send`."""
         return self._send_and_receive([(segment, src) for segment in segments], [])
+
+    def _move(self, buffers: HeaderBuffers, collective: Callable[..., Work], *arguments: object) -> None:
+        """Move headers by one of the backend's collectives, whose arguments are the memory on the group's device."""
+        buffers.stage()
+        wait_for(collective(*arguments), self.comm)
+        buffers.fetch()
 
     def _send_and_receive(
         self, receiving: Sequence[tuple[Tensor, int]], sending: Sequence[tuple[Tensor, int]]
@@ -285,7 +309,7 @@ class PairwiseCpu(Transport):
 
     def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
         """See `Transport`."""
-        _copy_all(own, received[self.comm.rank])
+        copy_all(received[self.comm.rank], own)
         others = self._others()
         return self._send_and_receive(
             [(segment, rank) for rank in others for segment in received[rank]],
@@ -308,13 +332,7 @@ class PairwiseCpu(Transport):
             [(as_native(comm.to_comm_device(inputs[rank])), rank) for rank in others if inputs[rank].numel()],
         )
         copy_into(received[comm.rank], inputs[comm.rank].detach())
-
-        def finish() -> None:
-            for output, one in zip(outputs, received, strict=True):
-                if one is not output:
-                    copy_into(output, one)
-
-        return Handle([exchange], comm, finish)
+        return Handle([exchange], comm, lambda: copy_all(outputs, received))
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
@@ -343,81 +361,15 @@ class PairwiseCpu(Transport):
         buffers.in_flight = []
 
 
-class Backend(Transport):
-    """By the collectives of the backend, on any device."""
-
-    def all_gather_headers(self, buffers: HeaderBuffers) -> None:
-        """See `Transport`."""
-        buffers.stage()
-        wait_for(getattr(self.pg, _ALL_GATHER_SINGLE)(buffers.every_staged, buffers.own_staged), self.comm)
-        buffers.fetch()
-
-    def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
-        """See `Transport`."""
-        buffers.stage()
-        outputs = [buffers.parts] if self.comm.rank == dst else []
-        wait_for(self.pg.gather(outputs, [buffers.own_staged], _gather_options(dst)), self.comm)
-        buffers.fetch()
-
-    def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
-        """See `Transport`."""
-        buffers.stage()
-        inputs = [buffers.parts] if self.comm.rank == src else []
-        wait_for(self.pg.scatter([buffers.own_staged], inputs, _scatter_options(src)), self.comm)
-        buffers.fetch()
-
-    def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
-        """See `Transport`."""
-        _copy_all(own, received[self.comm.rank])
-        handles = [
-            self.broadcast(own if rank == self.comm.rank else segments, rank) for rank, segments in enumerate(received)
-        ]
-        return Handle(handles, self.comm)
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
-        """See `Transport`. One tensor holds the data for all ranks."""
-        comm = self.comm
-        parts = [as_native(comm.to_comm_device(x)).view(-1) for x in inputs]
-        item_bytes = parts[0].element_size()
-        sizes_out = [x.nbytes // item_bytes for x in outputs]
-        received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=comm.comm_device)
-        work = self.pg.alltoall_base(received, torch.cat(parts), sizes_out, [x.numel() for x in parts])
-
-        def finish() -> None:
-            for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
-                if part.dtype != output.dtype:
-                    part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
-                copy_into(output, part)
-
-        return Handle([work], comm, finish)
-
-
-class _Alone(Transport):
+class _Alone(PairwiseCpu):
     """One process, where no group exists: what is sent is what arrives."""
 
     def buffers(self, header_bytes: int) -> HeaderBuffers:
         """Return new buffers: threads may call side by side, as no order of messages is to be kept."""
         return HeaderBuffers(header_bytes, self.comm)
 
-    def all_gather_headers(self, buffers: HeaderBuffers) -> None:
-        """See `Transport`."""
-        buffers.copy_own()
-
-    def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
-        """See `Transport`."""
-        buffers.copy_own()
-
-    def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
-        """See `Transport`."""
-        buffers.own.data[:] = buffers.every.data
-
     def broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
         """See `Transport`."""
-
-    def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
-        """See `Transport`."""
-        _copy_all(own, received[0])
-        return Handle((), self.comm)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
         """See `Transport`."""
@@ -427,6 +379,12 @@ class _Alone(Transport):
     def broadcast(self, segments: Sequence[Tensor], src: int, *, async_op: bool = True) -> Handle:
         """See `Transport`."""
         return Handle((), self.comm)
+
+    def _send_and_receive(self, *nothing: object) -> Handle:
+        return Handle((), self.comm)
+
+    def _exchange_headers(self, *nothing: object) -> None:
+        pass
 
 
 _ALONE = _Alone(SOLO)
@@ -440,9 +398,16 @@ def transport_of(comm: Comm) -> Transport:
         return _ALONE
     transport = _transports.get(pg)
     if transport is None:
-        kind = PairwiseCpu if comm.comm_device.type == "cpu" else Backend
+        kind = PairwiseCpu if comm.comm_device.type == "cpu" else Transport
         transport = _transports[pg] = kind(comm)
     return transport
+
+
+def copy_all(data: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Copy each result into its tensor, as `copy_into` does, unless it arrived there."""
+    for one, result in zip(data, results, strict=True):
+        if result is not one:
+            copy_into(one, result)
 
 
 def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
@@ -451,12 +416,6 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
         return handle
     handle.wait()
     return None
-
-
-def wait_all(handles: Sequence[Handle]) -> None:
-    """Wait for every one of `handles`."""
-    for handle in handles:
-        handle.wait()
 
 
 def wait_for(work: Work, comm: Comm, timeout: timedelta | None = None) -> None:
@@ -509,11 +468,6 @@ def bytes_of(data: Tensor) -> ctypes.Array[ctypes.c_char]:
     return buffer
 
 
-def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
-
-
 def _too_late(comm: Comm, detail: str) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(
         f"a rank of the group did not take part in a collective in time ({comm.this_rank}). Do all ranks call the same "
@@ -522,21 +476,9 @@ def _too_late(comm: Comm, detail: str) -> CollectiveTimeoutError:
 
 
 @cache
-def _gather_options(dst: int) -> GatherOptions:
-    options = GatherOptions()
-    options.rootRank = dst
-    return options
-
-
-@cache
-def _scatter_options(src: int) -> ScatterOptions:
-    options = ScatterOptions()
-    options.rootRank = src
-    return options
-
-
-@cache
-def _broadcast_options(src: int, async_op: bool) -> BroadcastOptions:
-    options = BroadcastOptions()
-    options.rootRank, options.asyncOp = src, async_op
-    return options
+def options(kind: type, **fields: object) -> Any:
+    """Return the options of one of torch's collectives, such as `BroadcastOptions`, with some fields set."""
+    made = kind()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made

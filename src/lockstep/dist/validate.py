@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.dist.groups import Comm, is_int, resolve
+from lockstep.dist.header import Header
 
 
 class _NotGiven:
@@ -22,7 +23,7 @@ class _NotGiven:
 NOT_GIVEN: Final[Any] = _NotGiven()
 
 # Other subclasses may wrap tensors, and hold no values in memory of their own.
-PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
+_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
 def either(name: str, value: Any, published: str, other: Any) -> Any:
@@ -31,17 +32,12 @@ def either(name: str, value: Any, published: str, other: Any) -> Any:
     Raises:
         TypeError: both were given, or neither.
     """
-    if other is NOT_GIVEN:
-        if value is not NOT_GIVEN:
-            return value
-        function = sys._getframe(1).f_code.co_name
+    if (value is NOT_GIVEN) != (other is NOT_GIVEN):
+        return other if value is NOT_GIVEN else value
+    function = sys._getframe(1).f_code.co_name
+    if value is NOT_GIVEN:
         raise TypeError(f"{function}() missing 1 required argument: {name!r} (or {published!r})")
-    if value is not NOT_GIVEN:
-        function = sys._getframe(1).f_code.co_name
-        raise TypeError(
-            f"{function}() got both `{name}` and `{published}`, two names of one argument. Give one of them"
-        )
-    return other
+    raise TypeError(f"{function}() got both `{name}` and `{published}`, two names of one argument. Give one of them")
 
 
 def require_rank(name: str, rank: object, comm: Comm) -> int:
@@ -60,15 +56,18 @@ def require_rank(name: str, rank: object, comm: Comm) -> int:
     return int(rank)
 
 
+def _is_plain(data: Any) -> bool:
+    """Return whether `data` is a tensor of torch's own types, dense, with values in memory."""
+    return (
+        type(data) in _PLAIN_TYPES
+        and data.layout is torch.strided
+        and not (data.is_meta or data.is_nested or data.is_quantized)
+    )
+
+
 def require_tensor(name: str, data: object) -> None:
     """Raise TypeError unless `data` is a plain tensor: dense, with values of its own in memory."""
-    if (
-        type(data) in PLAIN_TYPES
-        and data.layout is torch.strided  # type: ignore[attr-defined]  # the line above says that it is a tensor
-        and not (data.is_meta or data.is_nested or data.is_quantized)  # type: ignore[attr-defined]
-    ):
-        return
-    refusal = _refusal_of(data)
+    refusal = None if _is_plain(data) else _refusal_of(data)
     if refusal is not None:
         raise TypeError(f"`{name}` must be {refusal[0]} ({resolve().this_rank}). {refusal[1]}")
 
@@ -120,10 +119,10 @@ def require_list(name: str, tensors: Sequence[Tensor], comm: Comm) -> None:
         require_tensor(f"{name}[{index}]", tensor)
 
 
-def require_alike(name: str, tensor: Tensor, model_name: str, model: Tensor, comm: Comm) -> None:
-    """Raise ValueError unless `tensor` has shape and dtype of `model`."""
-    if tensor.shape != model.shape or tensor.dtype != model.dtype:
+def require_alike(name: str, data: Tensor, like: str, model: Tensor | Header, comm: Comm, remedy: str = "") -> None:
+    """Raise ValueError unless `data` has shape and dtype of `model`, which is `like` in words."""
+    if data.shape != model.shape or data.dtype != model.dtype:
         raise ValueError(
-            f"`{name}` must be like `{model_name}`, {tuple(model.shape)} {model.dtype}, but is {tuple(tensor.shape)} "
-            f"{tensor.dtype} ({comm.this_rank})"
+            f"`{name}` must be like {like}, {tuple(model.shape)} {model.dtype}, but is {tuple(data.shape)} "
+            f"{data.dtype} ({comm.this_rank}){remedy}"
         )

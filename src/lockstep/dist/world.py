@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -41,16 +41,7 @@ _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
 
-@dataclass(slots=True)
-class _World:
-    """What `init_dist` set up and `destroy_dist` has to take down."""
-
-    topology: Topology
-    environment_set: list[str] = field(default_factory=list)
-    leftovers: list[Path] = field(default_factory=list)
-
-
-_world: _World | None = None
+_undo = ExitStack()  # what `init_dist` set up, for `destroy_dist` to take down
 _generation = 0  # how many groups this process has joined; tells the stores of one job apart
 
 
@@ -100,6 +91,7 @@ def init_dist(
     **Source**: `torch.distributed.init_process_group` (2.13). TCPStore binds all addresses unless it is handed a
     socket.
     """
+    global _undo, _generation
     if torch_dist.is_initialized():
         raise DistError(
             "`init_dist` must be called once, but there is a default group already. Call destroy_dist() first"
@@ -115,15 +107,25 @@ def init_dist(
     if init_backend != "torch":
         load_engine(init_backend)  # fails before the others wait
     device = _bind_device(topology, backend)
-    world = _World(topology)
-    if is_one_node(topology):
-        _keep_on_loopback(backend, world)
-    options: dict[str, Any] = {"backend": backend, "timeout": duration, **kwargs}
     if device is not None:
-        options.setdefault("device_id", device)
-    if options["timeout"] is None:
-        del options["timeout"]
-    _start(world, store, port, duration, options)
+        kwargs.setdefault("device_id", device)
+    with ExitStack() as undo:
+        if is_one_node(topology):
+            _keep_on_loopback(backend, undo)
+        try:
+            met = _meet(topology, store, port, duration or _STORE_TIMEOUT, undo)
+            torch_dist.init_process_group(
+                backend, timeout=duration, store=met, rank=topology.rank, world_size=topology.world_size, **kwargs
+            )
+        except (torch_dist.DistStoreError, torch_dist.DistNetworkError) as error:
+            raise _not_met(error, topology) from error
+        _undo = undo.pop_all()
+    pg = groups.get_default_group()
+    assert pg is not None  # made a moment ago
+    groups.topologies[pg] = topology
+    if topology.world_size > 1:
+        _generation += 1
+    atexit.register(destroy_dist)
     if init_backend != "torch":
         adopt_group(init_backend, backend)
 
@@ -136,14 +138,11 @@ def destroy_dist() -> None:
 
     **Collective**: every rank, at about the same time; nothing is sent.
     """
-    global _world
-    world, _world = _world, None
     atexit.unregister(destroy_dist)
     groups.forget_groups()
-    if torch_dist.is_initialized():
-        _end_group()
-    if world is not None:
-        _clean_up(world)
+    with _undo:
+        if torch_dist.is_initialized():
+            _end_group()
 
 
 @overload
@@ -190,7 +189,7 @@ def init_local_group(
         return
     # Every rank takes part in making every group, as torch asks.
     made = [torch_dist.new_group(list(range(first, first + size))) for first in range(0, comm.size, size)]
-    groups.remember_local_group(made[node])
+    groups.local_groups[comm.pg] = made[node]
 
 
 def infer_launcher() -> LauncherName:
@@ -206,44 +205,6 @@ def is_distributed() -> bool:
 def is_one_node(topology: Topology) -> bool:
     """Return whether all ranks are known to share one machine."""
     return topology.num_nodes == 1 and topology.local_size == topology.world_size
-
-
-def _start(
-    world: _World,
-    store: Store | None,
-    port: int | None,
-    timeout: timedelta | None,
-    options: dict[str, Any],
-) -> None:
-    global _world, _generation
-    topology = world.topology
-    try:
-        if store is None:
-            store = _open_store(world, port, timeout)
-        else:
-            store = PrefixStore(_prefix_of(topology, _generation), store)
-        torch_dist.init_process_group(store=store, rank=topology.rank, world_size=topology.world_size, **options)
-    except BaseException as error:
-        _clean_up(world)
-        if isinstance(error, (torch_dist.DistStoreError, torch_dist.DistNetworkError)):
-            raise _not_met(error, topology) from error
-        raise
-    _world = world
-    groups.remember_topology(topology)
-    if topology.world_size > 1:
-        _generation += 1
-    atexit.register(destroy_dist)
-
-
-def _open_store(world: _World, port: int | None, timeout: timedelta | None) -> Store:
-    topology = world.topology
-    if topology.launcher == "none":
-        return HashStore()
-    loopback = is_one_node(topology)
-    publishes = port is None and topology.master_port is None and topology.world_size > 1
-    if loopback and topology.rank == 0 and publishes:
-        world.leftovers.append(port_file(topology, _generation))
-    return _connect_store(topology, port=port, timeout=timeout, loopback=loopback, generation=_generation)
 
 
 def _checked_backend(backend: str | None) -> str:
@@ -296,7 +257,7 @@ def _bind_device(topology: Topology, backend: str) -> torch.device | None:
     if kind in ("cpu", "mps"):
         return None
     count = torch.accelerator.device_count()
-    owns_device = "nccl" in backend or "ccl" in backend
+    owns_device = "ccl" in backend
     if owns_device and topology.local_rank >= count:
         raise TopologyError(
             f"`local_rank` must be below the number of {kind} devices, {count}, but is {topology.local_rank} "
@@ -308,11 +269,11 @@ def _bind_device(topology: Topology, backend: str) -> torch.device | None:
     return torch.device(kind, index) if owns_device else None
 
 
-def _keep_on_loopback(backend: str, world: _World) -> None:
+def _keep_on_loopback(backend: str, undo: ExitStack) -> None:
     for name, variable in _INTERFACE_VARIABLES.items():
         if name in backend and variable not in os.environ:
-            world.environment_set.append(variable)
-            os.environ[variable] = _loopback_interface()
+            undo.callback(os.environ.pop, variable, None)
+            os.environ[variable] = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def _not_met(error: Exception, topology: Topology) -> Exception:
@@ -338,70 +299,45 @@ def _end_group() -> None:
         time.sleep(_SECONDS_FOR_THREADS)
 
 
-def _clean_up(world: _World) -> None:
-    for variable in world.environment_set:
-        os.environ.pop(variable, None)
-    for path in world.leftovers:
-        path.unlink(missing_ok=True)
-
-
-def _connect_store(
-    topology: Topology,
-    *,
-    port: int | None,
-    timeout: timedelta | None,
-    loopback: bool,
-    generation: int,
-) -> Store:
+def _meet(topology: Topology, store: Store | None, port: int | None, timeout: timedelta, undo: ExitStack) -> Store:
     """Return a connected store that all ranks of the job share.
 
     Args:
         topology: who this process is.
+        store: a store to meet at, in place of address and port.
         port: port on rank 0, in place of the environment's.
         timeout: how long to wait for the others; also the store's own timeout.
-        loopback: all ranks are on this machine, so that nothing needs to listen elsewhere.
-        generation: how many groups this process has joined before; every rank counts alike.
+        undo: takes what has to be removed at the end.
 
     **Raises**: TopologyError where no address is known, or the port is taken; where rank 0 is not found in time,
     CollectiveTimeoutError if it had to publish its port, else torch's DistError.
     """
-    timeout = timeout or _STORE_TIMEOUT
-    prefix = _prefix_of(topology, generation)
-    if topology.agent_store:
+    # Keeps the keys of a group apart from those of former ones in a store that outlives them. A launcher that restarts
+    # a job may come to the same store again (without this, 5 of 6 restarts over gloo hang or fail, torch 2.13), and so
+    # may a process that leaves a group and joins another.
+    prefix = f"lockstep/attempt_{topology.restart_count}/group_{_generation}"
+    if store is not None:
+        return PrefixStore(prefix, store)
+    if topology.launcher == "none":
+        return HashStore()
+    port = topology.master_port if port is None else port
+    host = LOOPBACK
+    if topology.agent_store or not is_one_node(topology):
         host, port = _address(topology, port)
-        return PrefixStore(prefix, _connect(host, port, topology, timeout))
-    if not loopback:
-        host, port = _address(topology, port)
-        if topology.rank == 0:
-            return _opened(prefix, _serve_everywhere(host, port, topology, timeout))
-        return _joined(prefix, host, port, topology, timeout)
-    port = port if port is not None else topology.master_port
-    if topology.world_size == 1:
-        return PrefixStore(prefix, _serve_on_loopback(port, topology, timeout))
-    published = None if port is not None else port_file(topology, generation)
-    if topology.rank == 0:
-        store = _serve_on_loopback(port, topology, timeout)
+        if topology.agent_store:
+            return PrefixStore(prefix, _connect(host, port, topology, timeout))
+    published = port_file(topology, _generation) if port is None and topology.world_size > 1 else None
+    if topology.rank != 0:
         if published is not None:
-            _publish_port(store.port, published)
-        return _opened(prefix, store)
+            port = _await_published_port(published, topology, timeout)
+        return _joined(prefix, host, port or 0, topology, timeout)
+    served = _serve(host, port or 0, topology, timeout)
     if published is not None:
-        port = _await_published_port(published, topology, timeout)
-    assert port is not None
-    return _joined(prefix, LOOPBACK, port, topology, timeout)
-
-
-def _prefix_of(topology: Topology, generation: int) -> str:
-    """Return what keeps the keys of a group apart from those of former ones in a store that outlives them.
-
-    A launcher that restarts a job may come to the same store again (without this, 5 of 6 restarts over gloo hang or
-    fail, torch 2.13), and so may a process that leaves a group and joins another.
-    """
-    return f"lockstep/attempt_{topology.restart_count}/group_{generation}"
-
-
-def _loopback_interface() -> str:
-    """Return the name of the loopback interface on this system."""
-    return "lo0" if sys.platform == "darwin" else "lo"
+        undo.callback(published.unlink, missing_ok=True)
+        _publish_port(served.port, published)
+    opened = PrefixStore(prefix, served)
+    opened.set(_OPEN_KEY, "")
+    return opened
 
 
 def _address(topology: Topology, port: int | None) -> tuple[str, int]:
@@ -419,18 +355,10 @@ def _address(topology: Topology, port: int | None) -> tuple[str, int]:
             f"(rank {topology.rank} of {topology.world_size}). Export the address of rank 0's host"
         ) from error
     if port is None:
-        port = topology.master_port
-    if port is None:
         # The same on every node without asking anybody, and different for two jobs that share a node.
         digest = sha256(topology.job_key.encode()).digest()
         port = 20000 + int.from_bytes(digest[:4], "big") % 10000
     return topology.master_addr, port
-
-
-def _opened(prefix: str, store: TCPStore) -> Store:
-    opened = PrefixStore(prefix, store)
-    opened.set(_OPEN_KEY, "")
-    return opened
 
 
 def _joined(prefix: str, host: str, port: int, topology: Topology, timeout: timedelta) -> Store:
@@ -455,40 +383,21 @@ def _connect(host: str, port: int, topology: Topology, timeout: timedelta) -> TC
     return TCPStore(host, port, topology.world_size, False, timeout, wait_for_workers=False)
 
 
-def _serve_everywhere(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:
+def _serve(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:
+    listening = None
     try:
-        return TCPStore(host, port, topology.world_size, True, timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        raise TopologyError(_port_taken(host, port)) from error
-
-
-def _serve_on_loopback(port: int | None, topology: Topology, timeout: timedelta) -> TCPStore:
-    # TCPStore binds all addresses even for host 127.0.0.1, unless it is given a socket that listens already.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((LOOPBACK, port or 0))
-    except OSError as error:
-        listener.close()
-        raise TopologyError(_port_taken(LOOPBACK, port or 0)) from error
-    listener.listen(1024)
-    bound = listener.getsockname()[1]
-    return TCPStore(
-        LOOPBACK,
-        bound,
-        topology.world_size,
-        True,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _port_taken(host: str, port: int) -> str:
-    return (
-        f"MASTER_PORT must be free on rank 0, but {host}:{port} can't be bound. "
-        "Choose another port, or on a single node leave it out: a free one is then found"
-    )
+        if is_one_node(topology):
+            # TCPStore binds all addresses even for host 127.0.0.1, unless it is given a socket that listens already.
+            with socket.create_server((host, port), backlog=1024) as server:
+                port, listening = server.getsockname()[1], server.detach()
+        return TCPStore(
+            host, port, topology.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listening
+        )
+    except (OSError, RuntimeError) as error:
+        raise TopologyError(
+            f"MASTER_PORT must be free on rank 0, but {host}:{port} can't be bound. "
+            "Choose another port, or on a single node leave it out: a free one is then found"
+        ) from error
 
 
 def port_file(topology: Topology, generation: int) -> Path:
