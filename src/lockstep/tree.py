@@ -93,12 +93,8 @@ def _children(tree: Any) -> dict[Any, Any] | None:
 def _rebuild(tree: Any, children: dict[Any, Any]) -> Any:
     if isinstance(tree, Mapping):
         return _rebuild_mapping(tree, children)
-    if isinstance(tree, tuple):
-        if hasattr(tree, "_fields"):
-            return type(tree)(**children)
-        return tuple(children.values()) if type(tree) is tuple else type(tree)(children.values())
-    if isinstance(tree, list):
-        return list(children.values()) if type(tree) is list else type(tree)(children.values())
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(**children) if hasattr(tree, "_fields") else type(tree)(children.values())
     if isinstance(tree, TreeNode):
         return tree.tree_rebuild(children)
     twin = copy(tree)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lockstep.testing.bodies import Address
-from lockstep.testing.reports import Kind
+from lockstep.testing.reports import RankReport
 
 # At this signal a rank writes its stack (as a Java machine does); training code hardly ever uses it itself.
 STACK_SIGNAL = signal.SIGQUIT
@@ -86,15 +86,5 @@ class Passed:
     made_groups: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A rank did not; the fields are those of a `RankReport`."""
-
-    kind: Kind
-    summary: str
-    detail: str
-    consequence: bool = False
-
-
 Request: TypeAlias = Task | Settle
-Answer: TypeAlias = Passed | Failed
+Answer: TypeAlias = Passed | RankReport

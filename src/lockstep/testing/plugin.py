@@ -5,6 +5,7 @@ It is loaded into every pytest session of an environment that lockstep is instal
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 
 import pytest
@@ -49,9 +50,8 @@ class RankTests:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._selected: set[str] = set()
-        self._passed: dict[str, int] = {}
-        self._failed: set[str] = set()
-        self._skipped: set[str] = set()
+        self._sizes: dict[str, int] = {}
+        self._outcomes: dict[str, str] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Note on the item, and so in its reports, how many ranks it needs."""
@@ -82,14 +82,10 @@ class RankTests:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count the outcome of one phase of one test."""
         size = dict(report.user_properties).get(_PROPERTY)
-        if not isinstance(size, int):
-            return
-        if report.failed:
-            self._failed.add(report.nodeid)
-        elif report.skipped:
-            self._skipped.add(report.nodeid)
-        elif report.when == "call":
-            self._passed[report.nodeid] = size
+        # The call of the test decides; set-up and tear-down, if they failed or were skipped.
+        decides = report.when == "call" or not report.passed
+        if isinstance(size, int) and decides and self._outcomes.get(report.nodeid) != "failed":
+            self._sizes[report.nodeid], self._outcomes[report.nodeid] = size, report.outcome
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -100,27 +96,26 @@ class RankTests:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the count, and what is wrong with it."""
-        passed = self._really_passed()
-        if self._selected or passed or self._failed or self._skipped:
-            parts = [f"{len(passed)} passed on {sum(passed.values())} ranks"]
-            parts += [f"{len(self._failed)} failed"] if self._failed else []
-            parts += [f"{len(self._skipped)} skipped"] if self._skipped else []
+        if self._selected or self._outcomes:
+            passed, outcomes = self._passed(), Counter(self._outcomes.values())
+            parts = [f"{len(passed)} passed on {sum(self._sizes[name] for name in passed)} ranks"]
+            parts += [f"{outcomes[kind]} {kind}" for kind in ("failed", "skipped") if outcomes[kind]]
             terminalreporter.write_line(f"rank tests: {', '.join(parts)}")
         for complaint in self._complaints():
             terminalreporter.write_line(f"rank tests: {complaint}", red=True)
 
-    def _really_passed(self) -> dict[str, int]:
-        return {name: size for name, size in self._passed.items() if name not in self._failed}
+    def _passed(self) -> list[str]:
+        return [name for name, outcome in self._outcomes.items() if outcome == "passed"]
 
     def _complaints(self) -> list[str]:
         if self._config.option.collectonly:
             return []
         complaints = []
-        missing = sorted(self._selected - self._passed.keys() - self._failed - self._skipped)
+        missing = sorted(self._selected - self._outcomes.keys())
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             complaints.append(f"{len(missing)} selected, but not run: {shown}")
-        passed, least = len(self._really_passed()), self._config.getoption("--min-rank-tests")
+        passed, least = len(self._passed()), self._config.getoption("--min-rank-tests")
         if passed < least:
             complaints.append(f"only {passed} passed, but --min-rank-tests asks for {least}")
         return complaints

@@ -11,12 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from lockstep.testing.bodies import Address
-from lockstep.testing.messages import Answer, Failed, Passed, Request, Seat, Settle, Task
+from lockstep.testing.messages import Answer, Passed, Request, Seat, Settle, Task
 from lockstep.testing.rank_process import RankProcess
 from lockstep.testing.reports import RankFailure, RankReport
 
@@ -68,17 +69,10 @@ def run_body(
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"`size` must be a positive integer, but is {size!r}")
     address = Address.of(body)
-    task = Task(
-        address,
-        _pickled(address, args, kwargs),
-        dict(os.environ),
-        os.getcwd(),
-        list(sys.path),
-        warnings,
-    )
+    task = Task(address, _pickled(address, args, kwargs), dict(os.environ), os.getcwd(), list(sys.path), warnings)
     title = f"{address.qualname} on {size} rank{'s' * (size != 1)}"
     try:
-        values = (_run_fresh if fresh else _pools.run)(size, task, timeout, title)
+        values = (_run_fresh if fresh else _run_pooled)(size, task, timeout, title)
     except RankFailure as failure:
         # The tracebacks that matter are in the message; those of this package would only bury it.
         raise failure.with_traceback(None) from None
@@ -94,7 +88,8 @@ def ranks_passed() -> int:
 
 def close_pools() -> None:
     """End all rank processes and remove their folders. The next `run_ranks` starts new ones."""
-    _pools.close()
+    while _alive:
+        _alive.popitem()[1].close()
 
 
 class Pool:
@@ -109,7 +104,7 @@ class Pool:
                 self._ranks.append(RankProcess(Seat(rank, size, self._folder, join)))
             self._collect("starting the ranks", _START_SECONDS)
         except BaseException:
-            self.kill()
+            self.close(patience=0.0)
             raise
 
     def run(self, task: Task, timeout: float, title: str) -> list[Any]:
@@ -120,8 +115,7 @@ class Pool:
         """
         dead = [rank for rank in self._ranks if not rank.is_alive()]
         if dead:
-            reports = [self._report(rank.rank, rank.death()) for rank in dead]
-            raise RankFailure.of(f"before {title}, but after {self._last_title}", reports)
+            raise self._failure(f"before {title}, but after {self._last_title}", [rank.death() for rank in dead])
         self._last_title = title
         passed = self._exchange(task, timeout, title)
         settle = Settle(regroup=any(answer.made_groups for answer in passed))
@@ -129,17 +123,10 @@ class Pool:
         self._show_output()
         return [pickle.loads(answer.value) for answer in passed]
 
-    def close(self) -> None:
-        """Let the ranks end by themselves; kill those that do not."""
+    def close(self, patience: float = 2.0) -> None:
+        """Let the ranks end by themselves; kill those that have not after some seconds."""
         for rank in self._ranks:
             rank.hang_up()
-        self._end(patience=2.0)
-
-    def kill(self) -> None:
-        """End the ranks at once."""
-        self._end(patience=0.0)
-
-    def _end(self, patience: float) -> None:
         for rank in self._ranks:
             rank.end(patience)
         self._ranks.clear()
@@ -164,17 +151,15 @@ class Pool:
             for rank in pending:
                 if any(waitable in ready for waitable in rank.waitables):
                     answers[rank.rank] = rank.receive()
-            if any(isinstance(answer, Failed) for answer in answers.values()):
+            if any(isinstance(answer, RankReport) for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        failed = {rank: a for rank, a in answers.items() if isinstance(a, Failed)}
+        failed = [answer for answer in answers.values() if isinstance(answer, RankReport)]
         if failed or pending:
-            failed |= _where_they_stand(pending, _why_cut_short(failed, timeout))
-            raise RankFailure.of(title, [self._report(rank, a) for rank, a in failed.items()])
+            raise self._failure(title, failed + _where_they_stand(pending, failed, timeout))
         return [a for rank in self._ranks if isinstance(a := answers[rank.rank], Passed)]
 
-    def _report(self, rank: int, failed: Failed) -> RankReport:
-        output = self._ranks[rank].output()
-        return RankReport(rank, failed.kind, failed.summary, failed.detail, output, failed.consequence)
+    def _failure(self, title: str, reports: list[RankReport]) -> RankFailure:
+        return RankFailure.of(title, [replace(one, output=self._ranks[one.rank].output()) for one in reports])
 
     def _show_output(self) -> None:
         """Hand on what a body that passed has written, so that `pytest -s` and `-rP` show it."""
@@ -183,35 +168,25 @@ class Pool:
                 print(f"[rank {rank.rank}] {line}")
 
 
-class _Pools:
-    """The pools of this process, by size; the one used longest ago makes room."""
-
-    def __init__(self) -> None:
-        self._alive: dict[int, Pool] = {}
-
-    def run(self, size: int, task: Task, timeout: float, title: str) -> list[Any]:
-        pool = self._alive.pop(size, None)
-        if pool is None:
-            while len(self._alive) >= _MOST_POOLS_ALIVE:
-                self._alive.pop(next(iter(self._alive))).close()
-            pool = Pool(size)
-        try:
-            values = pool.run(task, timeout, title)
-        except BaseException:
-            # Nobody knows what its ranks are in the middle of.
-            pool.kill()
-            raise
-        self._alive[size] = pool
-        return values
-
-    def close(self) -> None:
-        while self._alive:
-            self._alive.popitem()[1].close()
-
-
-_pools = _Pools()
+_alive: dict[int, Pool] = {}  # the pools of this process, by size; the one used longest ago makes room
 _ranks_passed = 0
 atexit.register(close_pools)
+
+
+def _run_pooled(size: int, task: Task, timeout: float, title: str) -> list[Any]:
+    pool = _alive.pop(size, None)
+    if pool is None:
+        while len(_alive) >= _MOST_POOLS_ALIVE:
+            _alive.pop(next(iter(_alive))).close()
+        pool = Pool(size)
+    try:
+        values = pool.run(task, timeout, title)
+    except BaseException:
+        # Nobody knows what its ranks are in the middle of.
+        pool.close(patience=0.0)
+        raise
+    _alive[size] = pool
+    return values
 
 
 def _run_fresh(size: int, task: Task, timeout: float, title: str) -> list[Any]:
@@ -221,19 +196,16 @@ def _run_fresh(size: int, task: Task, timeout: float, title: str) -> list[Any]:
     try:
         return pool.run(task, timeout, title)
     finally:
-        pool.kill()
+        pool.close(patience=0.0)
 
 
-def _where_they_stand(pending: Sequence[RankProcess], reason: str) -> dict[int, Failed]:
+def _where_they_stand(pending: list[RankProcess], failed: list[RankReport], timeout: float) -> list[RankReport]:
+    reason = f"not finished after {timeout:g} s"
+    if failed:
+        reason = f"still running {_GRACE_SECONDS:g} s after rank {min(one.rank for one in failed)} had failed"
     for rank in pending:
         rank.ask_for_stack()
-    return {rank.rank: Failed("hung", reason, rank.await_stack()) for rank in pending}
-
-
-def _why_cut_short(failed: dict[int, Failed], timeout: float) -> str:
-    if not failed:
-        return f"not finished after {timeout:g} s"
-    return f"still running {_GRACE_SECONDS:g} s after rank {min(failed)} had failed"
+    return [RankReport(rank.rank, "hung", reason, rank.await_stack()) for rank in pending]
 
 
 def _pickled(address: Address, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
@@ -257,7 +229,5 @@ def _can_pickle(value: object) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from lockstep.testing.messages import STACK_SIGNAL, Answer, Failed, Request, Seat
-from lockstep.testing.reports import describe_exit
+from lockstep.testing.messages import STACK_SIGNAL, Answer, Request, Seat
+from lockstep.testing.reports import RankReport, describe_exit
 
 # Besides the worker with torch: what DDP, FSDP and checkpoints import on first use (1.5 s in every rank), and what test
 # modules import. A module that is missing is passed over.
@@ -58,10 +58,10 @@ class RankProcess:
                 return answer
         return self.death()
 
-    def death(self) -> Failed:
+    def death(self) -> RankReport:
         """Return how the process died."""
         self._process.join(_END_SECONDS)
-        return Failed("died", describe_exit(self._process.exitcode), self.stack())
+        return RankReport(self.rank, "died", describe_exit(self._process.exitcode), self.stack())
 
     def is_alive(self) -> bool:
         """Return whether the process still runs."""

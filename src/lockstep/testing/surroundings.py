@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -122,13 +123,9 @@ def _change(name: str, before: str | None, now: str | None) -> str:
 
 def _open_files() -> dict[int, str]:
     found: dict[int, str] = {}
-    if not os.path.isdir(_OPEN_FILES):
-        return found
-    for entry in os.listdir(_OPEN_FILES):
-        try:
+    for entry in os.listdir(_OPEN_FILES) if os.path.isdir(_OPEN_FILES) else ():
+        with suppress(OSError):  # the descriptor of the listing itself
             found[int(entry)] = os.readlink(f"{_OPEN_FILES}/{entry}")
-        except OSError:  # the descriptor of the listing itself
-            continue
     return found
 
 

@@ -15,8 +15,7 @@ import traceback
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from textwrap import shorten
@@ -29,13 +28,9 @@ from torch.distributed import FileStore, distributed_c10d
 from lockstep.dist import destroy_dist, get_default_group, init_dist
 from lockstep.errors import PeerError
 from lockstep.testing.bodies import Address
-from lockstep.testing.messages import STACK_SIGNAL, Answer, Failed, Passed, Request, Seat, Settle, Task
-from lockstep.testing.surroundings import (
-    Surroundings,
-    catch_strays,
-    reset_settings,
-    set_environment,
-)
+from lockstep.testing.messages import STACK_SIGNAL, Answer, Passed, Request, Seat, Settle, Task
+from lockstep.testing.reports import RankReport
+from lockstep.testing.surroundings import Surroundings, catch_strays, reset_settings, set_environment
 
 # Longer than the usual time limit of a test, so that a hang is reported with live stacks, not by one rank's time-out.
 _GROUP_TIMEOUT_SECONDS = 120.0
@@ -48,13 +43,11 @@ def serve(seat: Seat, connection: Connection) -> None:
     """Take `seat` and answer requests until the test process hangs up."""
     _detach(seat)
     rank = _Rank(seat)
-    _answer(connection, rank.start)
-    while True:
-        try:
+    connection.send(rank.answer(rank.start))
+    with suppress(EOFError, OSError):
+        while True:
             request = connection.recv()
-        except (EOFError, OSError):
-            break
-        _answer(connection, partial(rank.do, request))
+            connection.send(rank.answer(rank.run if isinstance(request, Task) else rank.settle, request))
     destroy_dist()
 
 
@@ -83,8 +76,14 @@ class _Rank:
         gc.freeze()
         return Passed()
 
-    def do(self, request: Request) -> Answer:
-        return self.run(request) if isinstance(request, Task) else self.settle(request)
+    def answer(self, work: Callable[..., Answer], *request: Request) -> Answer:
+        try:
+            return work(*request)
+        except BaseException as error:
+            return _describe(error, self._seat.rank)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
 
     def run(self, task: Task) -> Answer:
         """Run a body as if this rank had been started from the test process just now."""
@@ -115,7 +114,7 @@ class _Rank:
             if get_default_group() is not self._default_group:
                 leaks.append("destroyed the default process group, which belongs to the pool")
         if leaks:
-            return Failed("leaked", leaks[0], "\n".join(f"- {leak}" for leak in leaks))
+            return RankReport(self._seat.rank, "leaked", leaks[0], "\n".join(f"- {leak}" for leak in leaks))
         if settle.regroup or not self._seat.join:
             destroy_dist()
         if settle.regroup and self._seat.join:
@@ -138,8 +137,7 @@ class _Rank:
         # NCCL wants a device per rank; where there are fewer, the ranks share them over gloo.
         backend = None if torch.accelerator.device_count() >= self._seat.size else "gloo"
         init_dist("pytorch", backend, timeout=_GROUP_TIMEOUT_SECONDS, store=store)
-        added = {name: os.environ[name] for name in os.environ.keys() - before.keys()}
-        self._variables |= added
+        self._variables |= {name: os.environ[name] for name in os.environ.keys() - before.keys()}
         self._default_group = get_default_group()
 
 
@@ -160,16 +158,6 @@ def _die_with_parent(folder: Path) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _answer(connection: Connection, work: Callable[[], Answer]) -> None:
-    try:
-        answer = work()
-    except BaseException as error:
-        answer = _describe(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    connection.send(answer)
-
-
 @contextmanager
 def _warnings_as(action: str) -> Iterator[None]:
     with warnings.catch_warnings():
@@ -184,26 +172,22 @@ def _number_of_groups() -> int:
     return len(distributed_c10d._world.pg_map)
 
 
-def _describe(error: BaseException) -> Failed:
+def _describe(error: BaseException, rank: int) -> RankReport:
     shown = error.with_traceback(_without_own_frames(error.__traceback__))
     text = "".join(traceback.format_exception(shown))
     first_line = traceback.format_exception_only(shown)[0].strip().partition("\n")[0]
     summary = shorten(first_line, _SUMMARY_WIDTH, placeholder=" ...")
     if _is_skip(error):
-        summary = (
-            f"a rank may not skip ({summary}). Skips are decided in the parent: use @pytest.mark.skipif or a fixture"
-        )
+        remedy = "Skips are decided in the parent: use @pytest.mark.skipif or a fixture"
+        summary = f"a rank may not skip ({summary}). {remedy}"
     consequence = isinstance(error, PeerError) or any(sign in text for sign in _PEER_IS_GONE)
-    return Failed("raised", summary, text, consequence)
+    return RankReport(rank, "raised", summary, text, consequence=consequence)
 
 
 def _is_skip(error: BaseException) -> bool:
-    kinds: tuple[type[BaseException], ...] = (unittest.SkipTest,)
-    if "pytest" in sys.modules:
-        import pytest
-
-        kinds += (pytest.skip.Exception, pytest.xfail.Exception)
-    return isinstance(error, kinds)
+    pytest = sys.modules.get("pytest")
+    kinds = () if pytest is None else (pytest.skip.Exception, pytest.xfail.Exception)
+    return isinstance(error, (unittest.SkipTest, *kinds))
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
