@@ -115,19 +115,16 @@ def get_data_device(data: Any) -> torch.device:
         >>> get_data_device({"image": torch.zeros(2), "label": 3})
         device(type='cpu')
     """
-    first_path, device = "", None
-    for path, leaf in tree_items(data):
-        if not isinstance(leaf, Tensor):
-            continue
-        if device is None:
-            first_path, device = path, leaf.device
-        elif leaf.device != device:
+    devices = [(path, leaf.device) for path, leaf in tree_items(data) if isinstance(leaf, Tensor)]
+    if not devices:
+        raise TypeError(f"`data` must hold a tensor, but holds none: {_shortened(data)}")
+    first_path, device = devices[0]
+    for path, other in devices:
+        if other != device:
             raise ValueError(
-                f"`data` must live on one device, but `{first_path}` is on {device} and `{path}` on {leaf.device}. "
+                f"`data` must live on one device, but `{first_path}` is on {device} and `{path}` on {other}. "
                 "Move it with cast_data_device()"
             )
-    if device is None:
-        raise TypeError(f"`data` must hold a tensor, but holds none: {_shortened(data)}")
     return device
 
 

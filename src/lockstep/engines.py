@@ -15,8 +15,8 @@ import torch.distributed as torch_dist
 
 from lockstep.errors import DistError
 
-# Set by torch's compiler when it is first imported, which an engine may be the first to do.
-_SET_BY_TORCH = ("TORCHINDUCTOR_", "TRITON_")
+# Set by torch's compiler when it is first imported, which an engine, DDP or FSDP may be the first to do.
+SET_BY_TORCH = ("TORCHINDUCTOR_", "TRITON_")
 _INSTALL = {
     "deepspeed": "pip install 'lockstep-engine[deepspeed]'",
     "colossalai": "the recipe in docs/strategies.md, because its own requirements exclude this torch",
@@ -78,10 +78,17 @@ def undisturbed(variables: Mapping[str, str]) -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
-        for name in os.environ.keys() - before.keys():
-            if not name.startswith(_SET_BY_TORCH):
-                del os.environ[name]
-        os.environ.update(before)
+        set_environment(before)
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Make the environment exactly `variables`, apart from what torch's compiler has set."""
+    for name in os.environ.keys() - variables.keys():
+        if not name.startswith(SET_BY_TORCH):
+            del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _forget_former_group() -> None:

@@ -15,7 +15,6 @@ from lockstep.dist.gradients import (
     STAYS_LOCAL,
     Apply,
     LinearMap,
-    agree_on_gradients,
     fill_in_graph,
     require_blocking,
     require_fillable,
@@ -23,8 +22,9 @@ from lockstep.dist.gradients import (
     warn_of_lost_gradients,
 )
 from lockstep.dist.groups import Comm, GroupLike, resolve
+from lockstep.dist.header import report_failure
 from lockstep.dist.transport import Handle, transport_of, wait_unless_async
-from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_memory, require_rank, require_tensor
+from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_rank, require_tensor
 
 
 @overload
@@ -77,8 +77,7 @@ def broadcast(
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
     with report_refusals("broadcast", comm):
-        require_tensor("data", data)
-        require_memory("data", data)
+        require_tensor("data", data, is_filled=True)
         src = require_rank("src", src, comm)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("broadcast", STAYS_LOCAL)
@@ -174,7 +173,7 @@ def all_to_all(
 
 
 def _require_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm) -> None:
-    require_list("output_tensor_list", outputs, comm)
+    require_list("output_tensor_list", outputs, comm, is_filled=True)
     require_list("input_tensor_list", inputs, comm)
     dtypes = {x.dtype for x in (*outputs, *inputs)}
     if len(dtypes) != 1:
@@ -185,18 +184,15 @@ def _require_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm:
             f"`output_tensor_list[{comm.rank}]` must have the {own_in.numel()} elements this rank sends itself, "
             f"but has {own_out.numel()} ({comm.this_rank})"
         )
-    for rank, output in enumerate(outputs):
-        require_memory(f"output_tensor_list[{rank}]", output)
 
 
 def _all_to_all_with_grads(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, async_op: bool
 ) -> list[Tensor]:
-    def check() -> tuple[str, Sequence[Tensor]]:
+    with report_failure(comm):
         require_blocking(async_op, comm)
         _require_exchange(outputs, inputs, comm)
         require_fillable("output_tensor_list", outputs, comm)
-        return f"all_to_all({inputs[0].dtype})", inputs
 
     def exchange_into(like: Sequence[Tensor]) -> Apply:
         shapes = [(x.shape, x.dtype, x.device) for x in like]
@@ -208,9 +204,8 @@ def _all_to_all_with_grads(
 
         return apply
 
-    wanted = agree_on_gradients(comm, check)
     exchange = LinearMap(exchange_into(outputs), exchange_into(inputs), comm)
-    return fill_in_graph(outputs, synced(exchange, inputs, wanted))
+    return fill_in_graph(outputs, synced(f"all_to_all({inputs[0].dtype})", exchange, inputs))
 
 
 def _exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm) -> Handle:

@@ -96,7 +96,7 @@ def fail_together(comm: Comm) -> Iterator[None]:
     **Collective**: every rank. **Raises**: on a failing rank its own error; PeerError, naming the first such rank, on
     the others.
     """
-    with report_failure(partial(all_gather_header, comm=comm), kind=BaseException):
+    with report_failure(comm, kind=BaseException):
         yield
     require_no_failure([decode_failure(header) for header in all_gather_header(_NO_FAILURE, comm)], comm)
 
@@ -120,7 +120,7 @@ def main_process_first(group: GroupLike = None) -> Iterator[None]:
         require_no_failure([decode_failure(broadcast_header(_NO_FAILURE, 0, comm))], comm, ranks=[0])
         yield
         return
-    with report_failure(partial(broadcast_header, src=0, comm=comm), kind=BaseException):
+    with report_failure(comm, partial(broadcast_header, src=0), kind=BaseException):
         yield
     broadcast_header(_NO_FAILURE, 0, comm)
 

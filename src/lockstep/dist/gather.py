@@ -7,6 +7,7 @@ already; larger ones follow in a second message of exactly their size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal, cast, overload
 
@@ -20,7 +21,6 @@ from lockstep.dist.consistency import check_call, report_refusals
 from lockstep.dist.gradients import (
     ENDS_HERE,
     LinearMap,
-    agree_on_gradients,
     fill_in_graph,
     require_blocking,
     require_fillable,
@@ -37,8 +37,10 @@ from lockstep.dist.header import (
     new_inline,
     read_header,
     read_headers,
+    report_failure,
     require_agreement,
     require_no_failure,
+    scatter_failure,
 )
 from lockstep.dist.reduce import scatter_sums
 from lockstep.dist.transport import (
@@ -55,7 +57,6 @@ from lockstep.dist.validate import (
     either,
     require_alike,
     require_list,
-    require_memory,
     require_rank,
     require_tensor,
 )
@@ -251,7 +252,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     with report_refusals("gather", comm):
         dst = require_rank("dst", dst, comm)
     check_call("gather", comm, dst)
-    wire, header, memory = _send_header("data", data, comm, dst=dst)
+    wire, header, memory = _exchange_headers("data", data, comm, dst=dst)
     if data.requires_grad:
         warn_of_lost_gradients("gather", ENDS_HERE)
     if comm.rank != dst:
@@ -339,7 +340,7 @@ def scatter(
 
 def _all_gather(data: Tensor, comm: Comm) -> list[Tensor]:
     check_call("all_gather", comm)
-    wire, own, memory = _send_header("data", data, comm)
+    wire, own, memory = _exchange_headers("data", data, comm)
     outputs = new_inline(memory, own)
     if outputs is None:
         headers = _agreed(memory, own, comm)
@@ -350,7 +351,7 @@ def _all_gather(data: Tensor, comm: Comm) -> list[Tensor]:
 
 def _all_gather_into(tensor_list: Sequence[Tensor], data: Any, comm: Comm) -> Handle:
     check_call("all_gather", comm)
-    wire, own, memory = _send_header("tensor", data, comm, tensor_list)
+    wire, own, memory = _exchange_headers("tensor", data, comm, tensor_list)
     if fill_inline(memory, own, tensor_list):
         return Handle((), comm)
     headers = _agreed(memory, own, comm, tensor_list)
@@ -360,11 +361,10 @@ def _all_gather_into(tensor_list: Sequence[Tensor], data: Any, comm: Comm) -> Ha
 
 
 def _all_gather_with_grads(data: Any, comm: Comm, tensor_list: Sequence[Tensor] = NOT_GIVEN) -> list[Tensor]:
-    def check() -> tuple[str, Sequence[Tensor]]:
+    with report_failure(comm):
         _require_form("data", data, tensor_list, comm)
         if tensor_list is not NOT_GIVEN:
             require_fillable("tensor_list", tensor_list, comm)
-        return f"all_gather({data.dtype})", [data]
 
     def gather_all(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if tensor_list is NOT_GIVEN:
@@ -376,8 +376,7 @@ def _all_gather_with_grads(data: Any, comm: Comm, tensor_list: Sequence[Tensor] 
     def sum_up(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         return [scatter_sums(gradients, comm)]
 
-    wanted = agree_on_gradients(comm, check)
-    gathered = synced(LinearMap(gather_all, sum_up, comm), [data], wanted)
+    gathered = synced(f"all_gather({data.dtype})", LinearMap(gather_all, sum_up, comm), [data])
     return list(gathered) if tensor_list is NOT_GIVEN else fill_in_graph(tensor_list, gathered)
 
 
@@ -392,16 +391,14 @@ def _require_form(name: str, data: object, tensor_list: Sequence[Tensor], comm: 
             f"{type(tensor_list).__name__} and {type(data).__name__} ({comm.this_rank})"
         )
     require_tensor("tensor", data)
-    require_list("tensor_list", tensor_list, comm)
-    for rank, output in enumerate(tensor_list):
-        require_memory(f"tensor_list[{rank}]", output)
+    require_list("tensor_list", tensor_list, comm, is_filled=True)
 
 
 def _on_device_of(data: Tensor, outputs: list[Tensor]) -> list[Tensor]:
     return outputs if data.is_cpu and outputs[0].is_cpu else [output.to(data.device) for output in outputs]
 
 
-def _send_header(
+def _exchange_headers(
     name: str, data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN, dst: int | None = None
 ) -> tuple[Tensor, Header, HeaderMemory]:
     """Give every rank, or `dst` alone, every rank's header.
@@ -486,11 +483,9 @@ def _gather_into(outputs: Sequence[Tensor], wire: Tensor, own: Header, memory: H
     destinations = _destinations(headers, memory, comm, outputs if fitting else None)
 
     def finish() -> None:
-        if not fitting:
-            require_list("gather_list", outputs, comm)
+        require_list("gather_list", outputs, comm, is_filled=True)
         for rank, (output, received) in enumerate(zip(outputs, destinations, strict=True)):
             require_alike(f"gather_list[{rank}]", output, "what arrived", received, comm)
-            require_memory(f"gather_list[{rank}]", output)
         copy_all(outputs, destinations)
 
     return Handle([_receive(headers, destinations, wire, comm)], comm, finish)
@@ -514,18 +509,13 @@ def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Com
     """Send each rank its tensor; fill this rank's own."""
     transport = transport_of(comm)
     buffers = transport.buffers(TENSOR_HEADER_BYTES)
-    try:
+    with report_failure(comm, partial(scatter_failure, src=comm.rank)):
         if scatter_list is None:
             raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({comm.this_rank})")
         require_list("scatter_list", scatter_list, comm)
-        _require_target(tensor)
+        require_tensor("tensor", tensor, is_filled=True)
         wires = [comm.to_comm_device(entry) for entry in scatter_list]
         headers = [header_of(wire) for wire in wires]
-    except (TypeError, ValueError) as error:
-        # Only this rank can see it, so it has to tell the others, which wait.
-        buffers.every.data[:] = encode_failure(error) * comm.size
-        transport.scatter_headers(buffers, comm.rank)
-        raise
     for rank, header in enumerate(headers):
         header.write(buffers.every, rank, wires[rank])
     transport.scatter_headers(buffers, comm.rank)
@@ -533,7 +523,8 @@ def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Com
     sent = Handle([transport.send([as_bytes(wires[rank])], rank) for rank in following], comm)
     own = wires[comm.rank]
     # While they are on their way; unless what is filled may be a part of what is sent.
-    at_once = _are_like([tensor], [own]) and all(_are_apart(tensor, wires[rank]) for rank in following)
+    in_use = {wires[rank].untyped_storage().data_ptr() for rank in following}
+    at_once = _are_like([tensor], [own]) and tensor.untyped_storage().data_ptr() not in in_use
     if at_once:
         copy_into(tensor, own)
     sent.wait()
@@ -542,21 +533,12 @@ def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Com
         copy_into(tensor, own)
 
 
-def _require_target(tensor: Tensor) -> None:
-    require_tensor("tensor", tensor)
-    require_memory("tensor", tensor)
-
-
-def _are_apart(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
-
-
 def _receive_part(tensor: Tensor, src: int, comm: Comm) -> None:
     """Receive this rank's tensor, into `tensor` where it fits there."""
     refusal: TypeError | ValueError | None = None
     expected: Header | None = None
     try:
-        _require_target(tensor)
+        require_tensor("tensor", tensor, is_filled=True)
         expected = header_of(tensor)
     except (TypeError, ValueError) as error:
         refusal = error  # to be raised when all is received that is sent

@@ -16,7 +16,6 @@ import struct
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -86,9 +85,32 @@ class _Mapped(Function):
         return None, None, *_applied(LinearMap(transpose, apply, comm), gradients)
 
 
-def synced(linear: LinearMap, inputs: Sequence[Tensor], wanted: bool) -> tuple[Tensor, ...]:
-    """Return the outputs of a map, within the graph where gradients are `wanted`. **Collective**: every rank."""
-    if wanted:
+def synced(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the outputs of a map, within the graph where some rank's inputs require grad.
+
+    Every rank has to take part in the backward then.
+
+    Args:
+        call: the call as text, which must be the same on every rank.
+        linear: the map.
+        inputs: this rank's.
+
+    **Collective**: every rank, or `report_failure` where this rank's arguments are wrong. **Raises**: PeerError where
+    those of another rank are; CollectiveMismatchError on every rank where the calls differ, or only some are under
+    ``torch.no_grad()``.
+    """
+    comm = linear.comm
+    with report_failure(comm):
+        wants = _wish(inputs)
+    text = call.encode()
+    head = _HEAD.pack(0, wants, hashlib.blake2b(text, digest_size=16).digest())
+    headers = all_gather_header((head + text)[:TENSOR_HEADER_BYTES].ljust(TENSOR_HEADER_BYTES, b"\0"), comm)
+    require_no_failure([decode_failure(header) for header in headers], comm)
+    said = [_HEAD.unpack_from(header) for header in headers]
+    wishes = [wish for _, wish, _ in said]
+    if len({digest for _, _, digest in said}) > 1 or {_GRADIENT, _GRAD_MODE_OFF} <= set(wishes):
+        raise _mismatch([header[_HEAD.size :].rstrip(b"\0").decode(errors="replace") for header in headers], wishes)
+    if _GRADIENT in wishes:
         return _applied(linear, inputs)
     with torch.no_grad():
         return tuple(linear.apply([x.detach() for x in inputs]))
@@ -105,32 +127,6 @@ def fill_in_graph(outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Te
     for output, part in zip(outputs, parts, strict=True):
         output.copy_(part)
     return list(outputs)
-
-
-def agree_on_gradients(comm: Comm, check: Callable[[], tuple[str, Sequence[Tensor]]]) -> bool:
-    """Return whether any rank's inputs require grad, so that every rank has to take part in the backward.
-
-    Args:
-        comm: the group.
-        check: returns the call as text, which must be the same on every rank, and this rank's inputs; raises where
-            this rank's arguments are wrong, which is told to the others.
-
-    **Collective**: every rank. **Raises**: PeerError where another rank's arguments are wrong; CollectiveMismatchError
-    on every rank where the calls differ, or only some are under ``torch.no_grad()``.
-    """
-    with report_failure(partial(all_gather_header, comm=comm)):
-        call, inputs = check()
-        wants = _wish(inputs)
-    text = call.encode()
-    head = _HEAD.pack(0, wants, hashlib.blake2b(text, digest_size=16).digest())
-    headers = all_gather_header((head + text)[:TENSOR_HEADER_BYTES].ljust(TENSOR_HEADER_BYTES, b"\0"), comm)
-    require_no_failure([decode_failure(header) for header in headers], comm)
-    said = [_HEAD.unpack_from(header) for header in headers]
-    wishes = [wish for _, wish, _ in said]
-    is_wanted = _GRADIENT in wishes
-    if len({digest for _, _, digest in said}) > 1 or (is_wanted and _GRAD_MODE_OFF in wishes):
-        raise _mismatch([header[_HEAD.size :].rstrip(b"\0").decode(errors="replace") for header in headers], wishes)
-    return is_wanted
 
 
 def describe(tensors: Sequence[Tensor]) -> str:

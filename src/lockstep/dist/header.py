@@ -172,13 +172,23 @@ def _all_inline(memory: HeaderMemory, own: Header) -> bool:
 
 @contextmanager
 def report_failure(
-    send: Callable[[bytes], object], size: int = TENSOR_HEADER_BYTES, kind: type[BaseException] = Exception
+    comm: Comm,
+    send: Callable[..., object] | None = None,
+    size: int = TENSOR_HEADER_BYTES,
+    kind: type[BaseException] = Exception,
 ) -> Iterator[None]:
-    """Where the block raises, `send` the others, which wait for this rank's header, one that says why."""
+    """Where the block raises, tell the others, which wait for this rank's header, why.
+
+    Args:
+        comm: the group.
+        send: ``send(header, comm=comm)`` brings them that header; None is `all_gather_header`.
+        size: of the header.
+        kind: which errors; others are not told.
+    """
     try:
         yield
     except kind as error:
-        send(encode_failure(error, size))
+        (send or all_gather_header)(encode_failure(error, size), comm=comm)
         raise
 
 
@@ -199,6 +209,11 @@ def scatter_header(headers: Sequence[bytes] | None, header_bytes: int, src: int,
         buffers.every.data[:] = b"".join(headers)
     transport.scatter_headers(buffers, src)
     return bytes(buffers.own.data)
+
+
+def scatter_failure(header: bytes, src: int, comm: Comm) -> None:
+    """Send every rank the one header that rank `src`, this one, has for all."""
+    scatter_header([header] * comm.size, len(header), src, comm)
 
 
 def broadcast_header(header: bytes, src: int, comm: Comm) -> bytes:

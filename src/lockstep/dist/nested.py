@@ -30,7 +30,7 @@ from lockstep.dist.objects import all_gather_packed, broadcast_packed
 from lockstep.dist.reduce import all_reduce
 from lockstep.dist.reduce_ops import OpLike, OpName, combine_in_place, op_name, reduction
 from lockstep.dist.transport import bytes_of, transport_of
-from lockstep.dist.validate import NOT_GIVEN, either, require_memory, require_rank, require_tensor
+from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
 from lockstep.errors import CollectiveMismatchError
 from lockstep.tree import tree_items, tree_unflatten
 
@@ -81,7 +81,7 @@ def all_reduce_dict(
     data = either("data", data, "py_dict", py_dict)
     comm = resolve(group)
     check_call("all_reduce_dict", comm, op)
-    with report_failure(partial(all_gather_header, comm=comm)):
+    with report_failure(comm):
         if not isinstance(data, MutableMapping):
             raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
         values = [(repr(key), value) for key, value in data.items()]
@@ -115,7 +115,7 @@ def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
     """
     comm = resolve(group)
     check_call("all_reduce_tree", comm, op)
-    with report_failure(partial(all_gather_header, comm=comm)):  # of a tree that can't be walked
+    with report_failure(comm):  # of a tree that can't be walked
         items = list(tree_items(data))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
             warn_of_lost_gradients("all_reduce_tree", ENDS_HERE)
@@ -195,8 +195,7 @@ def all_reduce_params(
         tensors = _listed(params)
         name = op_name(op)
         for index, tensor in enumerate(tensors):
-            require_tensor(f"params[{index}]", tensor)
-            require_memory(f"params[{index}]", tensor)
+            require_tensor(f"params[{index}]", tensor, is_filled=True)
             reduction(name, tensor.dtype)
     if any(x.requires_grad and not x.is_leaf for x in tensors):
         warn_of_lost_gradients("all_reduce_params", STAYS_LOCAL)
@@ -328,7 +327,7 @@ def _reduce_leaves(
 
     **Collective**: every rank, with the same structure; the order of the leaves is free.
     """
-    with report_failure(partial(all_gather_header, comm=comm)):
+    with report_failure(comm):
         name = op_name(op)
         tensors = [_as_tensor(path, leaf, dtype) for path, leaf in items]
         structure = tuple([(item[0], x.dtype, x.shape) for item, x in zip(items, tensors, strict=True)])

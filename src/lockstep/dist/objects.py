@@ -26,6 +26,7 @@ from lockstep.dist.header import (
     decode_failure,
     report_failure,
     require_no_failure,
+    scatter_failure,
     scatter_header,
 )
 from lockstep.dist.pickling import Pickled, dump, load
@@ -152,12 +153,10 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
     is_filling = object_gather_list is not None and comm.rank == dst
     check = partial(_require_places, "object_gather_list", object_gather_list, comm) if is_filling else None
     gathered = gather_packed(data, dst, comm, copy_own=True, check=check)
-    if gathered is None:
-        return None
     if is_filling:
         object_gather_list[:] = gathered
         return None
-    return list(gathered)
+    return None if gathered is None else list(gathered)
 
 
 def broadcast_object(obj: T, src: int = 0, group: GroupLike = None) -> T:
@@ -289,7 +288,7 @@ def run_on_main(func: Callable[[], T], group: GroupLike = None) -> T:
     check_call("run_on_main", comm)
     result = None
     if comm.rank == 0:
-        with report_failure(partial(broadcast_header, src=0, comm=comm), OBJECT_HEADER_BYTES, BaseException):
+        with report_failure(comm, partial(broadcast_header, src=0), OBJECT_HEADER_BYTES, BaseException):
             result = func()
     return broadcast_packed(result, 0, comm)  # type: ignore[no-any-return]
 
@@ -390,16 +389,16 @@ def _pack(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -
 def _exchange_headers(
     obj: object,
     comm: Comm,
-    exchange: Callable[[bytes], Sequence[bytes]],
+    exchange: Callable[..., Sequence[bytes]],
     check: Callable[[], None] | None = None,
     on_graph: Callable[[], None] | None = None,
 ) -> tuple[_Packed, Sequence[bytes]]:
     """Return this rank's object, packed, and the headers of all; where a rank can't send its object, all raise."""
-    with report_failure(exchange, OBJECT_HEADER_BYTES):
+    with report_failure(comm, exchange, OBJECT_HEADER_BYTES):
         if check is not None:
             check()
         packed = _pack(obj, comm, on_graph)
-    headers = exchange(packed.header)
+    headers = exchange(packed.header, comm=comm)
     require_no_failure([decode_failure(header) for header in headers], comm)
     return packed, headers
 
@@ -426,7 +425,7 @@ def all_gather_packed(
 
     **Collective**: every rank.
     """
-    packed, headers = _exchange_headers(obj, comm, partial(all_gather_header, comm=comm), check, on_graph)
+    packed, headers = _exchange_headers(obj, comm, all_gather_header, check, on_graph)
     incoming = [_Incoming(rank, header, comm) for rank, header in enumerate(headers)]
     transport = transport_of(comm)
     if any(one.body_segments for one in incoming):
@@ -454,7 +453,7 @@ def gather_packed(
     **Collective**: every rank.
     """
     keeps_own = comm.rank == dst and not copy_own
-    packed, headers = _exchange_headers(None if keeps_own else obj, comm, partial(all_gather_header, comm=comm), check)
+    packed, headers = _exchange_headers(None if keeps_own else obj, comm, all_gather_header, check)
     transport = transport_of(comm)
     if comm.rank != dst:
         transport.send(packed.body_segments + packed.segments, dst).wait()
@@ -476,7 +475,9 @@ def broadcast_packed(obj: object, src: int, comm: Comm, on_graph: Callable[[], N
     transport = transport_of(comm)
     if comm.rank != src:
         return _receive(src, broadcast_header(_EMPTY, src, comm), comm, transport.broadcast)
-    packed, _ = _exchange_headers(obj, comm, lambda header: [broadcast_header(header, src, comm)], on_graph=on_graph)
+    packed, _ = _exchange_headers(
+        obj, comm, lambda header, comm: [broadcast_header(header, src, comm)], on_graph=on_graph
+    )
     transport.broadcast(packed.body_segments + packed.segments, src).wait()
     return obj
 
@@ -491,13 +492,10 @@ def scatter_packed(objects: Sequence[object], src: int, comm: Comm, check: Calla
         header = scatter_header(None, OBJECT_HEADER_BYTES, src, comm)
         return _receive(src, header, comm, transport.receive)
 
-    def send_headers(headers: Sequence[bytes]) -> None:
-        scatter_header(headers, OBJECT_HEADER_BYTES, src, comm)
-
-    with report_failure(lambda failure: send_headers([failure] * comm.size), OBJECT_HEADER_BYTES):
+    with report_failure(comm, partial(scatter_failure, src=src), OBJECT_HEADER_BYTES):
         check()
         packed = [_pack(None if rank == src else obj, comm) for rank, obj in enumerate(objects)]
-    send_headers([one.header for one in packed])
+    scatter_header([one.header for one in packed], OBJECT_HEADER_BYTES, src, comm)
     others = [rank for rank in range(comm.size) if rank != src]
     sent = [transport.send(packed[rank].body_segments + packed[rank].segments, rank) for rank in others]
     Handle(sent, comm).wait()

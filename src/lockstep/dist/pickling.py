@@ -11,10 +11,10 @@ import ctypes
 import io
 import pickle
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from io import BufferedReader
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from lockstep.dist.transport import as_bytes, bytes_of
 _SEGMENT_MIN_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
+class Pickled(NamedTuple):
     """An object taken apart.
 
     Attributes:
@@ -64,6 +63,20 @@ def load(pickled: Pickled) -> Any:
     tensors = pickled.segments[: pickled.num_tensors]
     buffers = [bytes_of(x.cpu()) for x in pickled.segments[pickled.num_tensors :]]
     return _Unpickler(io.BytesIO(pickled.body), tensors, buffers).load()
+
+
+def dump_to(file: BinaryIO, obj: object, comm: Comm) -> None:
+    """Append an object to a file; its large tensors and arrays are written from their own memory. Raises as `dump`."""
+    pickled = dump(obj, comm)
+    segments = [pickle.PickleBuffer(bytes_of(segment.cpu())) for segment in pickled.segments]
+    pickle.dump((pickled.body, segments, pickled.num_tensors), file, protocol=5)
+
+
+def load_each(file: BufferedReader) -> Iterator[Any]:
+    """Yield the objects that `dump_to` has written, in order."""
+    while file.peek():
+        body, segments, num_tensors = pickle.load(file)
+        yield load(Pickled(body, [torch.frombuffer(x, dtype=torch.uint8) for x in segments], num_tensors))
 
 
 # Neither of the two may refer to itself: they remember every object that went through them, and would keep all of them

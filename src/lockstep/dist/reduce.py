@@ -15,7 +15,6 @@ from lockstep.dist.gradients import (
     ENDS_HERE,
     STAYS_LOCAL,
     LinearMap,
-    agree_on_gradients,
     describe,
     fill_in_graph,
     require_blocking,
@@ -25,6 +24,7 @@ from lockstep.dist.gradients import (
     warn_of_lost_gradients,
 )
 from lockstep.dist.groups import Comm, GroupLike, resolve
+from lockstep.dist.header import report_failure
 from lockstep.dist.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine_in_place, op_name, reduction
 from lockstep.dist.transport import Handle, as_bytes, options, transport_of, wait_for, wait_unless_async
 from lockstep.dist.validate import (
@@ -32,7 +32,6 @@ from lockstep.dist.validate import (
     either,
     require_alike,
     require_list,
-    require_memory,
     require_rank,
     require_tensor,
 )
@@ -135,8 +134,7 @@ def all_reduce(
     if sync_grads:
         return _all_reduce_with_grads(data, op, comm, async_op)
     with report_refusals("all_reduce", comm):
-        name, plan = _planned(data, op)
-        require_memory("data", data)
+        name, plan = _planned("data", data, op)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("all_reduce", STAYS_LOCAL, has_sync_grads=True)
     return _reduce_to(data, None, name, plan, comm, async_op)
@@ -201,8 +199,7 @@ def reduce(
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
     with report_refusals("reduce", comm):
-        name, plan = _planned(data, op)
-        require_memory("data", data)
+        name, plan = _planned("data", data, op)
         dst = require_rank("dst", dst, comm)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("reduce", STAYS_LOCAL)
@@ -314,7 +311,7 @@ def reduce_scatter(
     if sync_grads:
         return _reduce_scatter_with_grads(output, input_list, op, comm, async_op)
     with report_refusals("reduce_scatter", comm):
-        name, plan = _planned(output, op, "output")
+        name, plan = _planned("output", output, op)
         _require_entries(output, input_list, comm)
     if (output.requires_grad and not output.is_leaf) or any(x.requires_grad for x in input_list):
         warn_of_lost_gradients("reduce_scatter", ENDS_HERE, has_sync_grads=True)
@@ -327,7 +324,6 @@ def _require_entries(output: Tensor, input_list: Sequence[Tensor], comm: Comm) -
     if any(entry.dtype != output.dtype for entry in input_list):
         dtypes = sorted({str(entry.dtype) for entry in input_list})
         raise ValueError(f"`input_list` must have one dtype, but has {', '.join(dtypes)} ({comm.this_rank})")
-    require_memory("output", output)
 
 
 def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], name: OpName, plan: Reduction, comm: Comm) -> Handle:
@@ -360,36 +356,28 @@ def _reduce_to_each(output: Tensor, input_list: Sequence[Tensor], name: OpName, 
 
 
 def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:
-    def check() -> tuple[str, Sequence[Tensor]]:
+    with report_failure(comm):
         require_blocking(async_op, comm)
-        name, _ = _planned(data, op)
+        name, plan = _planned("data", data, op, is_filled=False)
         require_linear(name, comm)
-        return f"all_reduce({describe([data])}, {name})", [data]
-
-    wanted = agree_on_gradients(comm, check)
-    name, plan = _planned(data, op)
 
     def total(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         result = inputs[0].clone(memory_format=torch.contiguous_format)
         _reduce_to(result, None, name, plan, comm, async_op=False)
         return [result]
 
-    return synced(LinearMap(total, total, comm), [data], wanted)[0]
+    return synced(f"all_reduce({describe([data])}, {name})", LinearMap(total, total, comm), [data])[0]
 
 
 def _reduce_scatter_with_grads(
     output: Tensor, input_list: Sequence[Tensor], op: object, comm: Comm, async_op: bool
 ) -> Tensor:
-    def check() -> tuple[str, Sequence[Tensor]]:
+    with report_failure(comm):
         require_blocking(async_op, comm)
-        name, _ = _planned(output, op, "output")
+        name, plan = _planned("output", output, op)
         require_linear(name, comm)
         _require_entries(output, input_list, comm)
         require_fillable("output", [output], comm)
-        return f"reduce_scatter({describe(input_list)}, {name})", input_list
-
-    wanted = agree_on_gradients(comm, check)
-    name, plan = _planned(output, op, "output")
     like = [(x.shape, x.device) for x in input_list]
 
     def scatter(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -401,7 +389,8 @@ def _reduce_scatter_with_grads(
         own = gradients[0] / comm.size if name == "mean" else gradients[0]
         return _on_every_rank(own, like, comm)
 
-    return fill_in_graph([output], synced(LinearMap(scatter, send_back, comm), input_list, wanted))[0]
+    call = f"reduce_scatter({describe(input_list)}, {name})"
+    return fill_in_graph([output], synced(call, LinearMap(scatter, send_back, comm), input_list))[0]
 
 
 def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:
@@ -490,7 +479,7 @@ def _is_plain(data: Tensor, plan: Reduction, comm: Comm) -> bool:
     )
 
 
-def _planned(data: Tensor, op: object, argument: str = "data") -> tuple[OpName, Reduction]:
+def _planned(argument: str, data: Tensor, op: object, *, is_filled: bool = True) -> tuple[OpName, Reduction]:
     name = op_name(op)
-    require_tensor(argument, data)
+    require_tensor(argument, data, is_filled=is_filled)
     return name, reduction(name, data.dtype)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
@@ -16,8 +15,7 @@ from lockstep.dist.consistency import check_call, fail_together
 from lockstep.dist.groups import Comm, is_int, resolve
 from lockstep.dist.header import require_no_failure
 from lockstep.dist.objects import broadcast_packed, gather_packed
-from lockstep.dist.pickling import Pickled, dump, load
-from lockstep.dist.transport import bytes_of
+from lockstep.dist.pickling import dump_to, load_each
 from lockstep.dist.validate import NOT_GIVEN, either
 
 _Part: TypeAlias = tuple[list[Any], list[int] | None]
@@ -25,7 +23,6 @@ _Part: TypeAlias = tuple[list[Any], list[int] | None]
 T = TypeVar("T")
 
 _CHUNK = 256  # results held in pickled form at a time
-_HEAD = struct.Struct("<3q")  # bytes of the pickle, number of segments, of which tensors'
 _ABSENT: Final = object()
 
 
@@ -230,15 +227,15 @@ def _write(part: _Part, path: Path, comm: Comm) -> None:
     _require_shared(path.parent, "the folder made by rank 0", comm)
     results, indices = part
     with path.open("wb") as file:
-        _write_one(indices, file, comm)
+        dump_to(file, indices, comm)
         for first in range(0, len(results), _CHUNK):
-            _write_one(results[first : first + _CHUNK], file, comm)
+            dump_to(file, results[first : first + _CHUNK], comm)
 
 
 def _read(path: Path, comm: Comm) -> _Part:
     _require_shared(path, f"the file of rank {path.name}", comm)
     with path.open("rb") as file:
-        indices, *chunks = _read_each(file)
+        indices, *chunks = load_each(file)
     return [result for chunk in chunks for result in chunk], indices
 
 
@@ -248,24 +245,3 @@ def _require_shared(path: Path, what: str, comm: Comm) -> None:
             f"`tmpdir` must be a folder that all ranks share, but {what} is not at {path} ({comm.this_rank}). "
             "Leave `tmpdir` out to collect in memory"
         )
-
-
-def _write_one(obj: object, file: BinaryIO, comm: Comm) -> None:
-    pickled = dump(obj, comm)
-    sizes = [segment.numel() for segment in pickled.segments]
-    file.write(_HEAD.pack(len(pickled.body), len(sizes), pickled.num_tensors))
-    file.write(struct.pack(f"<{len(sizes)}q", *sizes))
-    file.write(pickled.body)
-    for segment in pickled.segments:
-        file.write(bytes_of(segment.cpu()))
-
-
-def _read_each(file: BinaryIO) -> Iterator[Any]:
-    while head := file.read(_HEAD.size):
-        body_bytes, num_segments, num_tensors = _HEAD.unpack(head)
-        sizes = struct.unpack(f"<{num_segments}q", file.read(8 * num_segments))
-        body = file.read(body_bytes)
-        segments = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        for segment in segments:
-            file.readinto(bytes_of(segment))  # type: ignore[attr-defined]  # every buffered file has it
-        yield load(Pickled(body, segments, num_tensors))

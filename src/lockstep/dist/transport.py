@@ -28,7 +28,7 @@ from lockstep.errors import CollectiveTimeoutError, DistError, PeerError
 _HEADER_TAG, _SEGMENT_TAG = 0x10C4, 0x10C5
 
 # gloo's words (torch 2.13) for a connection whose other end went away, and for one that stays silent.
-_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SILENT = ("Timed out", "timed out", "timeout")
 
 # Dtypes that every backend moves by name; all others travel as bytes.
@@ -137,14 +137,14 @@ class HeaderBuffers:
 
     def __init__(self, header_bytes: int, comm: Comm) -> None:
         self.own, self.every = HeaderMemory(1, header_bytes), HeaderMemory(comm.size, header_bytes)
-        self._on_cpu = [torch.frombuffer(x.data, dtype=torch.uint8) for x in (self.own, self.every)]
-        self.own_staged, self.every_staged = (x.to(comm.comm_device) for x in self._on_cpu)
+        on_cpu = [torch.frombuffer(x.data, dtype=torch.uint8) for x in (self.own, self.every)]
+        self.own_staged, self.every_staged = staged = [x.to(comm.comm_device) for x in on_cpu]
+        self._copies = [] if comm.comm_device.type == "cpu" else list(zip(on_cpu, staged, strict=True))
         self.parts = list(torch.split(self.every_staged, header_bytes))
         self.of_others = {rank: part for rank, part in enumerate(self.parts) if rank != comm.rank}
         self.own_to_others = dict.fromkeys(self.of_others, self.own_staged)
         self.in_flight: list[Work] = []
         self._own_slice = slice(comm.rank * header_bytes, (comm.rank + 1) * header_bytes)
-        self._is_staged = comm.comm_device.type != "cpu"
 
     def copy_own(self) -> None:
         """Copy this rank's header to its position among every rank's."""
@@ -152,15 +152,13 @@ class HeaderBuffers:
 
     def stage(self) -> None:
         """Copy what was written into the memory here to the device of the group."""
-        if self._is_staged:
-            self.own_staged.copy_(self._on_cpu[0])
-            self.every_staged.copy_(self._on_cpu[1])
+        for memory, staged in self._copies:
+            staged.copy_(memory)
 
     def fetch(self) -> None:
         """Copy what arrived on the device of the group into the memory here."""
-        if self._is_staged:
-            self._on_cpu[0].copy_(self.own_staged)
-            self._on_cpu[1].copy_(self.every_staged)
+        for memory, staged in self._copies:
+            memory.copy_(staged)
 
 
 class Transport:
@@ -432,7 +430,7 @@ def wait_for(work: Work, comm: Comm, timeout: timedelta | None = None) -> None:
 def translate_error(error: RuntimeError, comm: Comm) -> Exception:
     """Return what a backend's error means; `error` itself where nothing better is known."""
     text = str(error)
-    if any(words in text for words in _GONE):
+    if any(words in text for words in GONE):
         return PeerError(
             f"a rank of the group ended or lost its connection during a collective ({comm.this_rank}). "
             f"Look for its own error first. The backend says: {text}",

@@ -65,11 +65,20 @@ def _is_plain(data: Any) -> bool:
     )
 
 
-def require_tensor(name: str, data: object) -> None:
-    """Raise TypeError unless `data` is a plain tensor: dense, with values of its own in memory."""
+def require_tensor(name: str, data: Any, *, is_filled: bool = False) -> None:
+    """Raise TypeError unless `data` is a plain tensor: dense, with values of its own in memory.
+
+    Where a result is written there, too (`is_filled`): ValueError where elements share memory, as after ``expand``.
+    """
     refusal = None if _is_plain(data) else _refusal_of(data)
     if refusal is not None:
         raise TypeError(f"`{name}` must be {refusal[0]} ({resolve().this_rank}). {refusal[1]}")
+    if is_filled and not data.is_contiguous() and torch._debug_has_internal_overlap(data) == 1:
+        raise ValueError(
+            f"`{name}` must have memory for each of its elements, as a result is written there, but is an expanded "
+            f"view, {tuple(data.shape)} with strides {data.stride()} ({resolve().this_rank}). Hand in "
+            f"{name}.contiguous() or {name}.clone()"
+        )
 
 
 def _refusal_of(data: object) -> tuple[str, str] | None:
@@ -95,18 +104,8 @@ def _refusal_of(data: object) -> tuple[str, str] | None:
     return None
 
 
-def require_memory(name: str, data: Tensor) -> None:
-    """Raise ValueError where elements share memory, as after ``expand``, so that no result can be written there."""
-    if not data.is_contiguous() and torch._debug_has_internal_overlap(data) == 1:
-        raise ValueError(
-            f"`{name}` must have memory for each of its elements, as a result is written there, but is an expanded "
-            f"view, {tuple(data.shape)} with strides {data.stride()} ({resolve().this_rank}). Hand in "
-            f"{name}.contiguous() or {name}.clone()"
-        )
-
-
-def require_list(name: str, tensors: Sequence[Tensor], comm: Comm) -> None:
-    """Raise unless `tensors` has one dense tensor for each rank."""
+def require_list(name: str, tensors: Sequence[Tensor], comm: Comm, *, is_filled: bool = False) -> None:
+    """Raise unless `tensors` has one tensor for each rank, as `require_tensor` wants them."""
     if not isinstance(tensors, Sequence):
         raise TypeError(
             f"`{name}` must be a list of tensors, one for each rank, but is {type(tensors).__name__} ({comm.this_rank})"
@@ -116,7 +115,7 @@ def require_list(name: str, tensors: Sequence[Tensor], comm: Comm) -> None:
             f"`{name}` must have {comm.size} entries, one for each rank, but has {len(tensors)} ({comm.this_rank})"
         )
     for index, tensor in enumerate(tensors):
-        require_tensor(f"{name}[{index}]", tensor)
+        require_tensor(f"{name}[{index}]", tensor, is_filled=is_filled)
 
 
 def require_alike(name: str, data: Tensor, like: str, model: Tensor | Header, comm: Comm, remedy: str = "") -> None:

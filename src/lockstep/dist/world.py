@@ -26,7 +26,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from lockstep.device import get_device
 from lockstep.dist import groups
-from lockstep.dist.consistency import CheckMode, check_collectives
+from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.validate import NOT_GIVEN, either
 from lockstep.engines import adopt_group, load_engine
 from lockstep.errors import CollectiveTimeoutError, DistError, TopologyError
@@ -242,11 +242,8 @@ def _check_port(port: int | None) -> None:
 
 
 def _choose_checks() -> None:
-    mode = os.environ.get("LOCKSTEP_CHECK")
-    if mode is None:
-        return
     try:
-        check_collectives(cast(CheckMode, mode))
+        check_collectives(cast(CheckMode, os.environ.get("LOCKSTEP_CHECK", check_mode())))
     except ValueError as error:
         raise ValueError(f"LOCKSTEP_CHECK is not understood: {error}") from None
 

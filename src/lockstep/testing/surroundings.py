@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lockstep.engines import SET_BY_TORCH
+
 _OPEN_FILES = "/proc/self/fd"
-# Set by torch itself when it first imports its compiler, as DDP and FSDP do.
-_SET_BY_TORCH = ("TORCHINDUCTOR_", "TRITON_")
 _SEED = 1234
 _PATIENCE_SECONDS = 1.0
 
@@ -37,16 +37,6 @@ def reset_settings(rank: int) -> None:
     torch.backends.cudnn.benchmark = False
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
-
-
-def set_environment(variables: dict[str, str]) -> None:
-    """Make the environment exactly `variables`."""
-    for name in os.environ.keys() - variables.keys():
-        if not name.startswith(_SET_BY_TORCH):
-            del os.environ[name]
-    for name, value in variables.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +99,7 @@ def _changed_variables(before: dict[str, str], now: dict[str, str]) -> list[str]
     return [
         _change(name, before.get(name), now.get(name))
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not name.startswith(_SET_BY_TORCH)
+        if before.get(name) != now.get(name) and not name.startswith(SET_BY_TORCH)
     ]
 
 

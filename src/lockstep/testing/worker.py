@@ -26,15 +26,16 @@ import torch
 from torch.distributed import FileStore, distributed_c10d
 
 from lockstep.dist import destroy_dist, get_default_group, init_dist
+from lockstep.dist.transport import GONE
+from lockstep.engines import set_environment
 from lockstep.errors import PeerError
 from lockstep.testing.bodies import Address
 from lockstep.testing.messages import STACK_SIGNAL, Answer, Passed, Request, Seat, Settle, Task
 from lockstep.testing.reports import RankReport
-from lockstep.testing.surroundings import Surroundings, catch_strays, reset_settings, set_environment
+from lockstep.testing.surroundings import Surroundings, catch_strays, reset_settings
 
 # Longer than the usual time limit of a test, so that a hang is reported with live stacks, not by one rank's time-out.
 _GROUP_TIMEOUT_SECONDS = 120.0
-_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SUMMARY_WIDTH = 160
 _HERE = str(Path(__file__).parent)
 
@@ -180,7 +181,7 @@ def _describe(error: BaseException, rank: int) -> RankReport:
     if _is_skip(error):
         remedy = "Skips are decided in the parent: use @pytest.mark.skipif or a fixture"
         summary = f"a rank may not skip ({summary}). {remedy}"
-    consequence = isinstance(error, PeerError) or any(sign in text for sign in _PEER_IS_GONE)
+    consequence = isinstance(error, PeerError) or any(sign in text for sign in GONE)
     return RankReport(rank, "raised", summary, text, consequence=consequence)
 
 
