@@ -146,11 +146,7 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
     paths, sink_paths = [path for path, _ in sources], [path for path, _ in sinks]
     if paths != sink_paths:
         raise ValueError(f"`out` must have the leaves of `data`, {paths}, but has {sink_paths}")
-    pairs = [
-        (path, source, sink)
-        for (path, source), (_, sink) in zip(sources, sinks, strict=True)
-        if isinstance(source, Tensor)
-    ]
+    pairs = [(path, x, sink) for (path, x), (_, sink) in zip(sources, sinks, strict=True) if isinstance(x, Tensor)]
     for path, source, sink in pairs:
         _check_sink(sink, source, path, target)
     for _, source, sink in pairs:
@@ -160,12 +156,8 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
 
 def copy_into(data: Tensor, result: Tensor) -> None:
     """Copy a result, of any shape with as many elements, into a tensor, outside the graph of gradients."""
-    result = result.reshape(data.shape)
-    if data.requires_grad:
-        with torch.no_grad():
-            data.copy_(result)
-    else:
-        data.copy_(result)
+    with torch.no_grad():
+        data.copy_(result.reshape(data.shape))
 
 
 def _accelerator() -> torch.device | None:

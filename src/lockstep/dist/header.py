@@ -32,9 +32,8 @@ _OK, _FAILED = 0, 1
 _HEAD = struct.Struct("<4q")
 _MOST_DIMS = (TENSOR_HEADER_BYTES - _HEAD.size) // 8
 _FAILURE = struct.Struct("<2q")
-_DTYPES = sorted(
-    {x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str
-)  # the same order on every rank, whatever order torch defines them in
+# In the same order on every rank, whatever order torch defines them in.
+_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 # ctypes.memmove lets go of the interpreter, and gets it back late where the backend's thread is waiting for it.

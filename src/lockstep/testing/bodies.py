@@ -62,7 +62,7 @@ class Address:
     def load(self) -> Callable[..., Any]:
         """Import the module from its file, unless this process has it already, and return the function."""
         module = sys.modules.get(self.module)
-        if module is None or not _is_from(module, self.file):
+        if os.path.abspath(getattr(module, "__file__", None) or "") != self.file:
             module = _import_file(self.module, self.file, self.rewritten)
         found = attrgetter(self.qualname)(module)
         body: Callable[..., Any] = getattr(found, BODY_ATTRIBUTE, found)
@@ -124,11 +124,6 @@ def _execute(spec: ModuleSpec | None) -> ModuleType:
     if parent:
         setattr(sys.modules[parent], leaf, module)
     return module
-
-
-def _is_from(module: ModuleType, file: str) -> bool:
-    path = getattr(module, "__file__", None)
-    return path is not None and os.path.abspath(path) == file
 
 
 def _not_importable(body: object) -> str:

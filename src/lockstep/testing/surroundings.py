@@ -63,11 +63,8 @@ class Surroundings:
         # A thread that was told to end needs a moment; a "dummy" stands for one that Python did not start.
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
-            new = [
-                thread
-                for thread in threading.enumerate()
-                if thread not in self.threads and not isinstance(thread, threading._DummyThread)
-            ]
+            new = [x for x in threading.enumerate() if x not in self.threads]
+            new = [x for x in new if not isinstance(x, threading._DummyThread)]
             if not new or time.monotonic() > deadline:
                 return new
             time.sleep(0.005)
