@@ -214,6 +214,11 @@ def test_what_ranks_set_by_hand_leave_out(env: Environment, place: tuple[int, ..
         ("pytorch", TORCHRUN | {"GROUP_RANK": "2"}, "GROUP_RANK must be below GROUP_WORLD_SIZE, 2, but is 2"),
         (
             "pytorch",
+            hand_set(3, 4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, GROUP_RANK=2),
+            "GROUP_RANK must be below 2, the number of nodes that 4 ranks fill, 2 each, but is 2 (rank 3 of 4)",
+        ),
+        (
+            "pytorch",
             hand_set(0, 2, LOCAL_RANK=2),
             "LOCAL_RANK must be below the number of ranks on this node, 2, but is 2",
         ),

@@ -63,7 +63,13 @@ def derive_placement(statement: Statement) -> tuple[int, int, int, int]:
             f"{local_rank.name} must be below the number of ranks on this node, {local_size}, but is {local_rank.value}"
         )
     if statement.node_rank is not None:
-        return local_rank.value, local_size, statement.node_rank.value, num_nodes
+        node = statement.node_rank
+        if node.value >= num_nodes:
+            raise statement.contradiction(
+                f"{node.name} must be below {num_nodes}, the number of nodes that {statement.world_size.value} ranks "
+                f"fill, {local_size} each, but is {node.value}"
+            )
+        return local_rank.value, local_size, node.value, num_nodes
     if rank % local_size != local_rank.value:
         raise statement.contradiction(
             f"{local_rank.name} must be {rank % local_size} where ranks fill one node after the other, {local_size} "
