@@ -21,7 +21,7 @@ JOBS := $(addprefix tests/,launchers examples launch cli)
 LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals.py optim_state.py tensor_parallel.py \
 	compile.py) $(addprefix tests/model/test_,fsdp.py fsdp_consistency.py)
 
-test: $(READY)  ## every room, on real ranks
+test: $(READY)  ## the main test suite, on real ranks
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(JOBS) $(LAYOUTS)) $(PYTEST_ARGS)
 
 .PHONY: test-layouts
@@ -57,7 +57,7 @@ test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an envi
 	.venv-colossalai/bin/python -m pip install --quiet --no-deps --requirement requirements/colossalai.txt
 	@touch $@
 
-check: $(READY)  ## style, types, floors
+check: $(READY)  ## style, types, layers of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -213,7 +213,7 @@ def test_a_command_whose_hook_raises_on_one_rank_ends_for_all(lockstep, folder):
     ("words", "says"),
     [
         (["custom_hoks=[1]"], "no key `custom_hoks` for the option `custom_hoks`: did you mean `custom_hooks`?"),
-        (["train_dataloader.batch_sise=2"], "`train_dataloader.batch_sise` = 2 is no argument of a data loader"),
+        (["train_dataloader.batch_sise=2"], "`train_dataloader.batch_sise` = 2 is not an argument of a data loader"),
         (["train_cfg.max_epochs=two"], "an option: `train_cfg.max_epochs` = 'two' must be int, but is text"),
         (["custom_hooks=3"], "an option: `custom_hooks` must be a list of hooks or None, but is 3 of int"),
         (["--work-dir", "toy.py/runs"], "`work_dir` must be a folder that can be created and written to, but toy.py/"),

@@ -50,12 +50,12 @@ def test_check_tells_everything_at_once(here, folder):
         "  bad.py:5: `model.type` = 'toy.Lien' is no model in the module `toy`: did you mean `Line`?"
     )
     assert rest[1].startswith(
-        "  bad.py:4: `optim_wrapper.optimizer.lerning_rate` = 0.1 is no argument of the optimizer"
+        "  bad.py:4: `optim_wrapper.optimizer.lerning_rate` = 0.1 is not an argument of the optimizer"
     )
     assert rest[1].endswith("did you mean `lr`?")
     assert rest[2:] == [
         "  an option: `train_cfg.max_epochs` = 'ten' must be int, but is text",
-        "  bad.py:2: `optm_wrapper` is no argument of Runner, and nothing reads it: did you mean `optim_wrapper`?",
+        "  bad.py:2: `optm_wrapper` is not an argument of Runner, and nothing reads it: did you mean `optim_wrapper`?",
     ]
 
 

@@ -69,10 +69,3 @@ def _wrapped(value: Any, dtype: torch.dtype) -> Any:
         return value
     limits = torch.iinfo(dtype)
     return (value - limits.min) % 2**limits.bits + limits.min
-
-
-def group_is_usable() -> bool:
-    """Return whether the next collective works: after an error no message may be left behind. **Collective**."""
-    data = torch.ones(1)
-    all_reduce(data)
-    return data.item() == get_dist_info()[1]

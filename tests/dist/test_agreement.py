@@ -22,7 +22,7 @@ from lockstep.dist.consistency import fail_together
 from lockstep.dist.groups import resolve
 from lockstep.testing import ranks
 
-from .reference import group_is_usable
+from .reference import assert_group_works
 
 
 def fail_inside(block: AbstractContextManager[None], error: BaseException | None, entered: list[int]) -> None:
@@ -45,7 +45,7 @@ def test_rank_0_has_left_the_block_before_others_enter_it(tmp_path: Path, first)
             cache.write_text("downloaded")
         found = cache.read_text()
     assert found == "downloaded"
-    assert group_is_usable()
+    assert_group_works()
 
 
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt("no space left"), SystemExit(3)])
@@ -60,7 +60,7 @@ def test_where_rank_0_raises_the_others_do_not_enter_and_name_it(first, error: B
         assert caught.value is error
     else:
         assert (caught.value.rank, caught.value.cause) == (0, f"{type(error).__name__}: {error}")
-    assert group_is_usable()
+    assert_group_works()
 
 
 @FIRST
@@ -72,7 +72,7 @@ def test_an_error_of_a_later_rank_is_its_own(first) -> None:
     else:
         with first():
             pass
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(3)
@@ -105,7 +105,7 @@ def test_a_failure_on_one_node_is_no_concern_of_another() -> None:
     else:
         with local_main_process_first():
             pass
-    assert group_is_usable()
+    assert_group_works()
 
 
 def test_one_process_just_runs_the_block() -> None:
@@ -125,7 +125,7 @@ def test_ranks_leave_a_block_together_when_all_went_well() -> None:
     with fail_together(resolve()):
         outcome = get_rank() * 2
     assert outcome == get_rank() * 2
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(3)
@@ -137,7 +137,7 @@ def test_where_some_raise_they_raise_their_own_and_the_others_name_the_first() -
         assert caught.value is error
     else:
         assert (caught.value.rank, caught.value.cause) == (1, "ValueError: bad luck on 1")
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(2)
@@ -148,7 +148,7 @@ def test_a_message_too_long_for_the_way_is_cut_and_any_text_survives_it() -> Non
     if get_rank() == 0:
         assert caught.value.cause.startswith("ValueError: é\\udcffé")
         assert len(caught.value.cause) < 512
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(1, 2, 3)
@@ -164,7 +164,7 @@ def test_what_rank_0_returns_reaches_every_rank() -> None:
     assert torch.equal(found["weights"], torch.arange(20_000))
     assert called == ([0] if get_rank() == 0 else [])
     assert run_on_main(lambda: None) is None
-    assert group_is_usable()
+    assert_group_works()
 
 
 @pytest.mark.parametrize("error", [OSError("no such folder"), KeyboardInterrupt("no such folder"), SystemExit(3)])
@@ -178,14 +178,14 @@ def test_what_rank_0_raises_for_all_reaches_every_rank(error: BaseException) -> 
     if get_rank() != 0:
         assert caught.value.rank == 0
         assert type(error).__name__ in str(caught.value)
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(2)
 def test_what_rank_0_can_not_pickle_for_all_is_an_error_on_every_rank() -> None:
     with pytest.raises(TypeError if get_rank() == 0 else PeerError, match="picklable"):
         run_on_main(lambda: lambda: None)
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(2)
@@ -193,4 +193,4 @@ def test_rank_0_alone_of_a_subgroup_runs_what_the_subgroup_is_to_know() -> None:
     group = torch_dist.new_group([1])
     if get_rank() == 1:
         assert run_on_main(get_rank, group) == 1
-    assert group_is_usable()
+    assert_group_works()

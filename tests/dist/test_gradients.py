@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -298,3 +299,25 @@ def test_calls_are_compared_in_forward_and_backward_where_that_is_asked_for() ->
         check_against_one_process()
     finally:
         check_collectives("off")
+
+
+@ranks(2)
+def test_tensors_that_were_filled_in_a_graph_are_freed() -> None:
+    data = torch.ones(3, requires_grad=True)
+    filled = [torch.empty(3) for _ in range(2)]
+    all_gather(filled, data, sync_grads=True)
+    alive = [weakref.ref(x) for x in filled]
+    del filled
+    assert [x() for x in alive] == [None, None]
+
+
+@ranks(2)
+def test_a_handle_asked_for_on_one_rank_is_an_error_on_all() -> None:
+    data, filled = torch.ones(3, requires_grad=True), [torch.empty(3) for _ in range(2)]
+    if get_rank() == 0:
+        with pytest.raises(TypeError, match="`async_op` must be False with sync_grads"):
+            all_gather(filled, data, sync_grads=True, async_op=True)
+    else:
+        with pytest.raises(PeerError, match="rank 0 of 2 could not take part"):
+            all_gather(filled, data, sync_grads=True)
+    assert_group_works()

@@ -33,7 +33,7 @@ from lockstep.dist import (
 from lockstep.testing import ranks, run_ranks
 
 from .drawn_objects import assert_same
-from .reference import group_is_usable
+from .reference import assert_group_works
 
 DTYPES = (
     torch.float32,
@@ -228,7 +228,7 @@ def test_ranks_with_other_keys_shapes_or_dtypes_are_named_on_every_rank(kind: st
         assert f"rank 2: {shown}" in str(caught.value)
     assert all(data[key] is before[key] for key in before)
     assert list(data) == list(before)
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(2)
@@ -239,7 +239,7 @@ def test_the_mean_of_integers_that_is_no_whole_number_changes_nothing_on_any_ran
         all_reduce_dict(data, "mean")
     assert data == {"a": torch.ones(1), "hits": hits, "z": torch.ones(1), "number": 1.5}
     assert hits.tolist() == [2, get_rank()]
-    assert group_is_usable()
+    assert_group_works()
 
 
 UNREDUCIBLE = {
@@ -260,7 +260,7 @@ def one_rank_has_an_unreducible_value(kind: str, culprit: int) -> None:
             reduce_all(data)
         assert is_own_fault or caught.value.rank == culprit
         assert data["loss"] is (value if is_own_fault else data["loss"])
-    assert group_is_usable()
+    assert_group_works()
 
 
 @pytest.mark.parametrize("kind", UNREDUCIBLE)
@@ -277,7 +277,7 @@ def test_what_has_no_meaning_for_a_dtype_is_refused_on_every_rank() -> None:
         all_reduce_dict({"a": 1}, "median")
     with pytest.raises(TypeError, match="`data` must be a dict, but is list"):
         all_reduce_dict([1])  # type: ignore[type-var]
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(1, 2)
@@ -362,7 +362,7 @@ def test_a_mean_that_is_no_whole_number_is_an_error_on_every_rank_when_all_other
         with pytest.raises(ValueError, match="must be a whole number"):
             all_reduce_params([counts, weight], coalesce, op="mean")
         assert (counts.tolist(), weight.tolist()) == ([get_rank()], [0.5] * 3)
-    assert group_is_usable()
+    assert_group_works()
 
 
 def test_what_is_no_tensor_among_parameters_is_named() -> None:
@@ -444,7 +444,7 @@ def test_a_bare_leaf_is_a_tree() -> None:
 def test_trees_that_differ_are_a_mismatch_on_every_rank() -> None:
     with pytest.raises(CollectiveMismatchError, match=r"rank 0: a\[1\]: int64\[\]\n  rank 1: \(nothing else\)"):
         all_reduce_tree({"a": [1, 2] if get_rank() == 0 else [1]})
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(2)
@@ -496,4 +496,4 @@ def test_seeds_without_a_group_are_random_too() -> None:
 def test_what_is_no_seed_on_rank_0_is_an_error_on_every_rank(seed: Any) -> None:
     with pytest.raises(ValueError, match=r"`seed` must be an int from 0 to 2\*\*63 - 1, but is .* on rank 0"):
         sync_random_seed(seed if get_rank() == 0 else 7)
-    assert group_is_usable()
+    assert_group_works()

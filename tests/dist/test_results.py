@@ -22,7 +22,7 @@ from lockstep.dist import (
 )
 from lockstep.testing import ranks, run_ranks
 
-from .reference import group_is_usable
+from .reference import assert_group_works
 
 
 def on_rank_0(expected: Any) -> Any:
@@ -113,7 +113,7 @@ def test_devices_are_named_as_older_callers_name_them() -> None:
         assert collect_results([get_rank()], 2, device) == on_rank_0([0, 1])
     with pytest.raises(ValueError, match="`device` must be 'cpu' or an accelerator such as 'gpu', but is 'tpu9'"):
         collect_results([get_rank()], 2, "tpu9")
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(2)
@@ -158,7 +158,7 @@ def test_more_samples_than_results_is_an_error_everywhere_that_counts_them(tmp_p
     words = r"`size` must not exceed the results of all ranks, 3, but is 4 \(rank 0: 0, rank 1: 1, rank 2: 2\)"
     with pytest.raises(ValueError, match=words):
         collect_results(part, 4, tmpdir=tmp_path if spills else None)
-    assert group_is_usable()
+    assert_group_works()
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_more_samples_than_results_is_an_error_everywhere_that_counts_them(tmp_p
         ([[0], [19]], 20, r"but 18 of 20 have none: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, \.\.\."),
         ([[0], [2, 1]], 2, "`indices` must be below `size`, 2, and not negative, but rank 1 has 2"),
         ([[0], [-1]], 2, "`indices` must be below `size`, 2, and not negative, but rank 1 has -1"),
-        ([None, [0]], 1, "`indices` must be given on every rank or on none, but lack on rank 0"),
-        ([[0], None], 1, "`indices` must be given on every rank or on none, but lack on rank 1"),
+        ([None, [0]], 1, "`indices` must be given on every rank or on none, but are missing on rank 0"),
+        ([[0], None], 1, "`indices` must be given on every rank or on none, but are missing on rank 1"),
     ],
     ids=["missing", "many missing", "too large", "negative", "not on rank 0", "not on rank 1"],
 )
@@ -178,7 +178,7 @@ def test_indices_that_do_not_fit_are_named_on_every_rank(indices: list[Any], siz
     mine = indices[get_rank()]
     with pytest.raises(ValueError, match=words.replace("$", r"( \(seen on rank 1 of 2\))?$")):
         collect_results(["result"] * len(mine or "x"), size, indices=mine)
-    assert group_is_usable()
+    assert_group_works()
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, True, None])
@@ -186,7 +186,7 @@ def test_indices_that_do_not_fit_are_named_on_every_rank(indices: list[Any], siz
 def test_what_is_no_size_is_refused_on_every_rank(size: Any) -> None:
     with pytest.raises(ValueError, match="`size` must be the number of samples, an int >= 0, but is"):
         collect_results([1], size)
-    assert group_is_usable()
+    assert_group_works()
 
 
 WRONG_PARTS: dict[str, tuple[Any, Any, type[Exception], str]] = {
@@ -212,7 +212,7 @@ def test_a_part_that_one_rank_alone_can_see_is_wrong_is_an_error_on_every_rank(
         with pytest.raises(PeerError, match=f"rank 1 of 3 could not take part: {error.__name__}: .*{words}") as caught:
             collect_results([1], 3, tmpdir=tmpdir, indices=[0] if indices else None)
         assert caught.value.rank == 1
-    assert group_is_usable()
+    assert_group_works()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -230,5 +230,5 @@ def test_a_result_that_rank_0_cannot_load_is_an_error_on_every_rank(tmp_path: Pa
     with pytest.raises((ValueError, RuntimeError), match=r"invalid literal for int.*'no number'") as caught:
         collect_results(part, 3, tmpdir=tmp_path if spills else None)
     assert get_rank() == 0 or (isinstance(caught.value, PeerError) and caught.value.rank == 0)
-    assert group_is_usable()
+    assert_group_works()
     assert list(tmp_path.iterdir()) == []

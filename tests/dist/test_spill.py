@@ -15,7 +15,7 @@ from lockstep.dist import PeerError, all_reduce, collect_results, get_rank, get_
 from lockstep.testing import ranks
 
 from .drawn_objects import assert_same
-from .reference import group_is_usable
+from .reference import assert_group_works
 
 
 def result_of(rank: int, place: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) 
     with pytest.raises((NotADirectoryError, PeerError), match="Not a directory") as caught:
         collect_results([1], 3, tmpdir=tmpdir)
     assert isinstance(caught.value, NotADirectoryError if get_rank() == 0 else PeerError)
-    assert group_is_usable()
+    assert_group_works()
 
 
 @ranks(3)
@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_every_rank(tmp_path: Pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert isinstance(caught.value, OSError if get_rank() == 2 else PeerError)
-    assert group_is_usable()
+    assert_group_works()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,5 +104,5 @@ def test_a_folder_that_is_not_shared_is_an_error_on_every_rank_with_the_remedy(t
     ) as caught:
         collect_results([Removes(tmp_path, "*/1")], 2, tmpdir=tmp_path)
     assert isinstance(caught.value, FileNotFoundError if get_rank() == 0 else PeerError)
-    assert group_is_usable()
+    assert_group_works()
     assert list(tmp_path.iterdir()) == []

@@ -106,17 +106,17 @@ def optimizer(**arguments):
     [
         (
             {"optm_wrapper": {}},
-            "`optm_wrapper` is no argument of Runner, and nothing reads it: did you mean `optim_wrapper`?",
+            "`optm_wrapper` is not an argument of Runner, and nothing reads it: did you mean `optim_wrapper`?",
         ),
         (
             {"banana": 1},
-            "`banana` = 1 is no argument of Runner, and nothing reads it. Remove it, or begin its name with an "
+            "`banana` = 1 is not an argument of Runner, and nothing reads it. Remove it, or begin its name with an "
             "underscore if it is for somebody else",
         ),
         (
             {"data_preprocessor": {"non_blockin": True}},
-            "`data_preprocessor.non_blockin` = True is no argument of the model `BaseDataPreprocessor`: did you mean "
-            "`non_blocking`?",
+            "`data_preprocessor.non_blockin` = True is not an argument of the model `BaseDataPreprocessor`: did you "
+            "mean `non_blocking`?",
         ),
         ({"model": None}, "`model` = None must be given"),
         ({"model": 3}, "`model` must be a torch.nn.Module or a config dict, but is 3 of int"),
@@ -128,7 +128,7 @@ def optimizer(**arguments):
         ),
         (
             {"model": model(hed=None)},
-            "`model.hed` = None is no argument of the model `Net`: did you mean `head`?",
+            "`model.hed` = None is not an argument of the model `Net`: did you mean `head`?",
         ),
         (
             {"model": {"type": "nowhere.Net"}},
@@ -147,13 +147,13 @@ def optimizer(**arguments):
         ({"model": model(mode="slow")}, "`model.mode` = 'slow' must be Literal['fast', 'exact'], but is text"),
         (
             {"model": model(head={"type": Head, "in_channel": 3})},
-            "`model.head.in_channel` = 3 is no argument of `Head`: did you mean `in_channels`?",
+            "`model.head.in_channel` = 3 is not an argument of `Head`: did you mean `in_channels`?",
         ),
         ({"train_dataloader": {"batch_size": 1}}, "`train_dataloader` must have the key `dataset`"),
         ({"train_dataloader": "data"}, "`train_dataloader` must be a config dict or a DataLoader, but is 'data'"),
         (
             {"train_dataloader": {"dataset": {"type": Data}, "batchsize": 2}},
-            "`train_dataloader.batchsize` = 2 is no argument of a data loader: did you mean `batch_size`?",
+            "`train_dataloader.batchsize` = 2 is not an argument of a data loader: did you mean `batch_size`?",
         ),
         (
             {"train_dataloader": {"dataset": {"type": Data}, "num_workers": "2"}},
@@ -165,7 +165,7 @@ def optimizer(**arguments):
         ),
         (
             {"train_dataloader": {"dataset": {"type": Data}, "sampler": {"type": "DefaultSampler", "shufle": True}}},
-            "`train_dataloader.sampler.shufle` = True is no argument of the data sampler `DefaultSampler`: did you "
+            "`train_dataloader.sampler.shufle` = True is not an argument of the data sampler `DefaultSampler`: did you "
             "mean `shuffle`?",
         ),
         (
@@ -174,7 +174,7 @@ def optimizer(**arguments):
         ),
         (
             {"train_dataloader": {"dataset": {"type": Data}, "splits": True}},
-            "`train_dataloader.splits` = True is no argument of a data loader: did you mean `split`?",
+            "`train_dataloader.splits` = True is not an argument of a data loader: did you mean `split`?",
         ),
         ({"train_cfg": {"max_epochs": 1, "max_iters": 2}}, "have either `max_epochs` or `max_iters`, but has both"),
         (
@@ -184,11 +184,11 @@ def optimizer(**arguments):
         ({"train_cfg": {"by_epoch": False}}, "`train_cfg` must have the key `max_iters`"),
         (
             {"train_cfg": {"max_epochs": 2, "val_intervall": 1}},
-            "is no argument of the loop `EpochBasedTrainLoop`: did you mean `val_interval`?",
+            "is not an argument of the loop `EpochBasedTrainLoop`: did you mean `val_interval`?",
         ),
         (
             {"optim_wrapper": optimizer(lerning_rate=1)},
-            "`optim_wrapper.optimizer.lerning_rate` = 1 is no argument of the optimizer `SGD`: did you mean `lr`?",
+            "`optim_wrapper.optimizer.lerning_rate` = 1 is not an argument of the optimizer `SGD`: did you mean `lr`?",
         ),
         (
             {"optim_wrapper": optimizer(lr="1e-3")},
@@ -198,8 +198,8 @@ def optimizer(**arguments):
         ({"optim_wrapper": {}}, "`optim_wrapper` must have the key `optimizer`, but has only []"),
         (
             {"optim_wrapper": {**optimizer(), "acumulative_counts": 2}},
-            "`optim_wrapper.acumulative_counts` = 2 is no argument of the optim wrapper `OptimWrapper`: did you mean "
-            "`accumulative_counts`?",
+            "`optim_wrapper.acumulative_counts` = 2 is not an argument of the optim wrapper `OptimWrapper`: did you "
+            "mean `accumulative_counts`?",
         ),
         (
             {"param_scheduler": [{"type": "LinearLR"}, {"type": "StepLR", "by_epoch": False}]},
@@ -207,7 +207,7 @@ def optimizer(**arguments):
         ),
         (
             {"optim_wrapper": {"generator": optimizer(), "critic": optimizer(momentm=1)}},
-            "`optim_wrapper.critic.optimizer.momentm` = 1 is no argument of the optimizer `SGD`: did you mean",
+            "`optim_wrapper.critic.optimizer.momentm` = 1 is not an argument of the optimizer `SGD`: did you mean",
         ),
         (
             {"param_scheduler": {"generator": [{"type": "LinearLR"}], "critic": [{"type": "StepLR"}]}},
@@ -216,7 +216,7 @@ def optimizer(**arguments):
         ({"val_cfg": {}}, "`val_dataloader` must be given with `val_cfg`, but is None"),
         (
             {"test_dataloader": {"dataset": {"type": Data}}, "test_evaluator": [{"type": Metric, "top": 5}]},
-            "`test_evaluator.0.top` = 5 is no argument of the metric `Metric`: did you mean `topk`?",
+            "`test_evaluator.0.top` = 5 is not an argument of the metric `Metric`: did you mean `topk`?",
         ),
         ({"val_dataloader": {"dataset": {"type": Data}}}, "`val_evaluator` must be given with `val_dataloader`"),
         ({"default_hooks": {"chekpoint": {"interval": 2}}}, "did you mean `checkpoint`?"),
@@ -316,9 +316,9 @@ def test_helpers_of_the_file_are_no_faults_and_the_error_lists_file_line_and_opt
         check_config(cfg, needed=("model", "train_dataloader"))
     assert str(caught.value).splitlines() == [
         f"{path} has 5 faults:",
-        f"  {path}:4: `unread` = 7 is no argument of Runner, and nothing reads it. Remove it, or begin its name with "
-        "an underscore if it is for somebody else",
-        f"  {path}:8: `model.out_featurs` = 4 is no argument of the model `Linear`: did you mean `out_features`?",
+        f"  {path}:4: `unread` = 7 is not an argument of Runner, and nothing reads it. Remove it, or begin its name "
+        "with an underscore if it is for somebody else",
+        f"  {path}:8: `model.out_featurs` = 4 is not an argument of the model `Linear`: did you mean `out_features`?",
         f"  {path}:5: `model` must have the key `out_features`, which the model `Linear` needs, but has only "
         "['in_features', 'out_featurs', 'type']",
         "  an option: `optim_wrapper.optimizer.momentum` = 'much' must be float, but is text",
@@ -353,7 +353,7 @@ def test_what_mmengines_configs_hold_besides_is_known():
         "`lockstep`: did you mean `MMDistributedDataParallel`?"
     )
     assert only(val_evaluator={"metrics": {"type": Metric, "topq": 1}}, **validation) == (
-        "`val_evaluator.metrics.topq` = 1 is no argument of the metric `Metric`: did you mean `topk`?"
+        "`val_evaluator.metrics.topq` = 1 is not an argument of the metric `Metric`: did you mean `topk`?"
     )
 
 

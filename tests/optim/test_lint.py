@@ -20,7 +20,7 @@ def found(**changes) -> list[str]:
     [
         (
             {"optim_wrapper": {"type": "AmpOptimWrapper", **SGD, "los_scale": 1}},
-            "`optim_wrapper.los_scale` = 1 is no argument of the optim wrapper `AmpOptimWrapper`: did you mean "
+            "`optim_wrapper.los_scale` = 1 is not an argument of the optim wrapper `AmpOptimWrapper`: did you mean "
             "`loss_scale`?",
         ),
         (
@@ -55,12 +55,13 @@ def found(**changes) -> list[str]:
         ),
         (
             {"optim_wrapper": {**SGD, "constructor": "DefaultOptimWrapperConstructor", "clip": 1}},
-            "`optim_wrapper.clip` = 1 is no argument of the optim wrapper `OptimWrapper`: did you mean `clip_grad`?",
+            "`optim_wrapper.clip` = 1 is not an argument of the optim wrapper `OptimWrapper`: did you mean "
+            "`clip_grad`?",
         ),
         (
             {"param_scheduler": [{"type": "CosineAnnealingMomentum", "T_mx": 1}]},
-            "`param_scheduler.0.T_mx` = 1 is no argument of the parameter scheduler `CosineAnnealingMomentum`: did you "
-            "mean `T_max`?",
+            "`param_scheduler.0.T_mx` = 1 is not an argument of the parameter scheduler `CosineAnnealingMomentum`: did "
+            "you mean `T_max`?",
         ),
         (
             {"param_scheduler": {"type": "ReduceOnPlateau"}},

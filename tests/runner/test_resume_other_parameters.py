@@ -65,7 +65,7 @@ def test_parameters_without_a_state_begin_without_and_are_named(frozen: str | No
     assert steps_of(resumed) == {"head": 6, "body": 6 if frozen is None else 3}
     named = "spare.weight" if frozen is None else "body.weight', 'body.bias', 'spare.weight"
     if resumed.rank == 0:
-        assert f"has no state of the optimizer for '{named}', 'spare.bias', which begins without" in log_of(resumed)
+        assert f"has no state of the optimizer for '{named}', 'spare.bias', whose state begins anew" in log_of(resumed)
 
 
 @ranks(1, 2)

@@ -140,8 +140,8 @@ def _made(kind: type[_Loader], dataset: Any, arguments: Mapping[str, Any]) -> _L
 def _first_samples(dataset: Any, count: int) -> Any:
     if isinstance(dataset, IterableDataset) or count < 1:
         raise ConfigError(
-            f"`num_batch_per_epoch` must be at least 1, of a data set with a length, but is for {count} samples of "
-            f"{type(dataset).__name__}"
+            f"`num_batch_per_epoch` must be at least 1, and needs a dataset with a length, but is for {count} samples "
+            f"of {type(dataset).__name__}"
         )
     shortened: Any = Subset(dataset, range(min(count, len(dataset))))
     shortened.metainfo = getattr(dataset, "metainfo", None)

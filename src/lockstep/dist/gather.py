@@ -179,8 +179,7 @@ def all_gather(
         return _all_gather(data, comm)
     comm = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
     if sync_grads:
-        require_blocking(async_op, comm)
-        return _all_gather_with_grads(tensor, comm, data)
+        return _all_gather_with_grads(tensor, comm, data, async_op)
     if isinstance(tensor, Tensor) and tensor.requires_grad:
         warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
     return wait_unless_async(_all_gather_into(data, tensor, comm), async_op)
@@ -360,16 +359,21 @@ def _all_gather_into(tensor_list: Sequence[Tensor], data: Any, comm: Comm) -> Ha
     return Handle([exchange], comm, lambda: copy_all(tensor_list, destinations))
 
 
-def _all_gather_with_grads(data: Any, comm: Comm, tensor_list: Sequence[Tensor] = NOT_GIVEN) -> list[Tensor]:
+def _all_gather_with_grads(
+    data: Any, comm: Comm, tensor_list: Sequence[Tensor] = NOT_GIVEN, async_op: bool = False
+) -> list[Tensor]:
     with report_failure(comm):
+        require_blocking(async_op, comm)
         _require_form("data", data, tensor_list, comm)
         if tensor_list is not NOT_GIVEN:
             require_fillable("tensor_list", tensor_list, comm)
+    # The graph keeps what it is made of: of tensors that get that graph, as they are filled, it must not.
+    likes = None if tensor_list is NOT_GIVEN else [(x.shape, x.dtype) for x in tensor_list]
 
     def gather_all(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if tensor_list is NOT_GIVEN:
+        if likes is None:
             return _all_gather(inputs[0], comm)
-        parts = [torch.empty(x.shape, dtype=x.dtype, device=data.device) for x in tensor_list]
+        parts = [torch.empty(shape, dtype=dtype, device=inputs[0].device) for shape, dtype in likes]
         _all_gather_into(parts, inputs[0], comm).wait()
         return parts
 

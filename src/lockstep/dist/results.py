@@ -167,7 +167,9 @@ def _in_order(parts: list[_Part], size: int) -> list[Any]:
     if not without:
         return _by_index(parts, size)
     if len(without) < len(parts):
-        raise ValueError(f"`indices` must be given on every rank or on none, but lack on rank {', '.join(without)}")
+        raise ValueError(
+            f"`indices` must be given on every rank or on none, but are missing on rank {', '.join(without)}"
+        )
     return _interleaved([part for part, _ in parts], size)
 
 

@@ -32,7 +32,7 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
         >>> check_config(Config({"optim_wrapper": {"optimizer": {"type": "SGD", "lerning_rate": 1}}}))
         Traceback (most recent call last):
         lockstep.errors.ConfigError: the config has 2 faults:
-          `optim_wrapper.optimizer.lerning_rate` = 1 is no argument of the optimizer `SGD`: did you mean `lr`?
+          `optim_wrapper.optimizer.lerning_rate` = 1 is not an argument of the optimizer `SGD`: did you mean `lr`?
           `model` must be given
     """
     faults = find_faults(cfg, needed)
@@ -59,7 +59,7 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
         elif key in _KNOWN:
             yield from faults_of(key, value, _KNOWN[key])
         elif key not in cfg.helpers and not str(key).startswith("_"):
-            yield Fault(key, f"is no argument of Runner, and nothing reads it{_remedy(key)}")
+            yield Fault(key, f"is not an argument of Runner, and nothing reads it{_remedy(key)}")
     for key, says in mispaired(cfg):
         yield Fault(key, says)
     for key in needed:

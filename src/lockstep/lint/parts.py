@@ -74,7 +74,7 @@ class Kind:
             title = f"the {self.registry.name} `{getattr(constructor, '__qualname__', constructor)}`"
             takes = Arguments.of(constructor)
             for name in takes.unknown(given):
-                yield Fault(f"{key}.{name}", f"is no argument of {title}{did_you_mean(name, takes.named)}")
+                yield Fault(f"{key}.{name}", f"is not an argument of {title}{did_you_mean(name, takes.named)}")
             for name in takes.missing({*given, *self.supplied}):
                 yield Fault(key, f"must have the key `{name}`, which {title} needs, but has only {sorted(part)}")
             yield from value_faults(key, given, takes)
@@ -116,7 +116,7 @@ def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Faul
         for name in takes.unknown(given):
             if (meant := nearest(name, takes.named.keys() - given)) is not None:
                 title = getattr(constructor, "__qualname__", constructor)
-                yield Fault(f"{key}.{name}", f"is no argument of `{title}`: did you mean `{meant}`?")
+                yield Fault(f"{key}.{name}", f"is not an argument of `{title}`: did you mean `{meant}`?")
         yield from value_faults(key, given, takes)
     for name, item in items_below(value).items():
         yield from _nested_faults(f"{key}.{name}", item, registry)

@@ -52,7 +52,7 @@ def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
     takes = Arguments.of(DataLoader)
     for name in takes.unknown(name for name in cfg if name not in _LOADER_KEYS):
         hint = did_you_mean(name, {*takes.named, *_LOADER_KEYS})
-        yield Fault(f"{key}.{name}", f"is no argument of a data loader{hint}")
+        yield Fault(f"{key}.{name}", f"is not an argument of a data loader{hint}")
     if not isinstance(cfg.get("split"), bool | None):
         yield Fault(f"{key}.split", "must be True, False or None")
     if cfg.get("dataset") is None:

@@ -11,7 +11,7 @@ model = MODELS.build(dict(type="ToyNet", width=32))
 
 A library built on lockstep makes children: ``Registry("model", scope="mylib", parent=MODELS)``.
 
-Locations are names, not imports: the rooms that fill these registries stand on floors above this one and import it to
+Locations are names, not imports: the packages that fill these registries stand in layers above and import this one to
 register themselves. Naming them lets ``HOOKS.get("CheckpointHook")`` work in a process that has not imported
 ``lockstep.hooks`` yet, without an import cycle, and keeps torch out of ``lockstep --help``. Where a location stands
 beside its names, asking for one imports that module alone: what stands on FSDP or on an engine takes longer to import

@@ -230,6 +230,6 @@ def scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
     for group in run.optim_wrapper.param_groups:
         group["lr"] *= factor
     _logger.info(
-        "learning rates are multiplied by %g: a global batch of %d where %d was meant",
+        "learning rates are multiplied by %g: the global batch is %d, they are meant for %d",
         factor, batch_size * run.data_shard.size, cfg["base_batch_size"],
     )  # fmt: skip

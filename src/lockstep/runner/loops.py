@@ -107,7 +107,7 @@ class TrainLoop(ABC):
         """
         loop = self.runner.val_loop
         if done and loop is not None and loop.at_iter != self.iter and self._is_validation_due(done, last):
-            self.runner.logger.info("first the validation that the checkpoint was saved before")
+            self.runner.logger.info("validating first: the checkpoint was saved just before a validation")
             loop.run()
 
     def _validate_if_due(self, done: int, last: int) -> None:

@@ -68,7 +68,7 @@ def resume_run(run: TrainRun, directory: Path) -> None:
         shares = meta.get("data_shares", meta["world_size"])
         if into and shares != run.data_shard.size:
             _logger.warning(
-                "%s was saved %d batches into epoch %d on %d ranks, which are others on %d: "
+                "%s was saved %d batches into epoch %d on %d ranks; on %d they hold other samples: "
                 "the epoch begins anew",
                 directory, into, meta["epoch"] + 1, shares, run.data_shard.size,
             )  # fmt: skip
@@ -95,7 +95,7 @@ def _tell_of_new_parameters(
     if new:
         from lockstep.strategy.optim_state import listed  # imports DTensor
 
-        _logger.info("%s has no state of the optimizer for %s, which begins without", directory, listed(new))
+        _logger.info("%s has no state of the optimizer for %s, whose state begins anew", directory, listed(new))
 
 
 def _check_schedulers(run: TrainRun, meta: dict[str, Any], directory: Path) -> None:

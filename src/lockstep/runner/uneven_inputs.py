@@ -119,7 +119,7 @@ class Passes:
         batches: Iterator[Any] = iter(self._loader)
         if not is_there:
             _logger.warning(
-                "%d batches of %s are read and thrown away, to go on after them. Data sets with state_dict and "
+                "%d batches of %s are read and discarded, to go on after them. Datasets with state_dict and "
                 "load_state_dict can do without, and samplers that can skip",
                 done, _described(self._loader),
             )  # fmt: skip

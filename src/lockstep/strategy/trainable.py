@@ -41,8 +41,8 @@ class TrainableParams:
         rank, size = get_dist_info()
         raise ConfigError(
             f"`requires_grad` of parameters must stay as it was when training began under {self._engine}, which has "
-            f"laid out what it trains, but {told} (rank {rank} of {size}). Begin with all that is ever trained, at "
-            "lr=0 by paramwise_cfg, or use strategy 'fsdp'"
+            f"laid out what it trains, but {told} (rank {rank} of {size}). Begin with all parameters that are ever "
+            "trained, at lr=0 by paramwise_cfg, or use strategy 'fsdp'"
         )
 
 
@@ -94,7 +94,7 @@ def check_kinds(model: nn.Module, *, half: bool, engine: str, half_option: str) 
             instead = f"float32 with {half_option}" if dtype in halves else "float32"
             raise ConfigError(
                 f"`{name}` must be float32 under {engine}, which trains all parameters in one float32 buffer, but is "
-                f"{dtype}. Use {'torch.view_as_real of it' if dtype.is_complex else instead}, or strategy 'ddp'"
+                f"{dtype}. Use {'torch.view_as_real(...)' if dtype.is_complex else instead}, or strategy 'ddp'"
             )
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

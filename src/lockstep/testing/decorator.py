@@ -40,8 +40,11 @@ def ranks(
 
     **Example**::
 
-        @ranks(2, 4) def test_sum():
-            data = torch.ones(1) all_reduce(data) assert data.item() == get_world_size()
+        @ranks(2, 4)
+        def test_sum():
+            data = torch.ones(1)
+            all_reduce(data)
+            assert data.item() == get_world_size()
     """
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

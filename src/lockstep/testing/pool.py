@@ -46,7 +46,11 @@ def run_ranks(size: int, body: Callable[..., Any], /, *args: Any, **kwargs: Any)
 
     **Example**::
 
-        def total() -> float: data = torch.ones(1) all_reduce(data) return data.item()
+        def total() -> float:
+            data = torch.ones(1)
+            all_reduce(data)
+            return data.item()
+
 
         assert run_ranks(2, total) == [2.0, 2.0]
     """

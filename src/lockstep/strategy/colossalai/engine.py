@@ -225,7 +225,7 @@ def check_splits(model: nn.Module) -> None:
         if is_customized_distributed_tensor(param):
             raise ConfigError(
                 f"the policy must split each parameter along one dim, but splits {name!r} in a way of its own, whose "
-                "gradient ColossalAI 0.5.0 counts too little in the norm, and which it puts together on CUDA alone. "
+                "gradient ColossalAI 0.5.0 counts too little in the norm, and which it can only gather on CUDA. "
                 "Use strategy='fsdp' with tensor_parallel"
             )
 

@@ -130,8 +130,9 @@ class PluginChoice:
         replaced = self.kind == "ddp" or (self.kind == "hybrid" and not self.zero_stage)
         if norms and replaced and get_device() == "cpu":
             raise ConfigError(
-                f"the model must have no BatchNorm on the CPU, because {self.kind!r} makes SyncBatchNorm of it, which "
-                f"runs on accelerators alone, but {norms[0]!r} is one. Use plugin='lowlevel_zero', or strategy='ddp'"
+                f"the model must have no BatchNorm on the CPU, because {self.kind!r} turns it into SyncBatchNorm, "
+                f"which runs on accelerators alone, but {norms[0]!r} is one. Use plugin='lowlevel_zero', or "
+                "strategy='ddp'"
             )
 
     def _check_options(self) -> None:

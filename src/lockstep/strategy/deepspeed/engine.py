@@ -218,7 +218,7 @@ def _problem_of_partitions(parameter: Any, function: str) -> str | None:
     changes = function == "data" or (function.endswith("_") and not function.endswith("__"))
     if parameter.numel() != parameter.ds_numel or (changes and parameter.ds_persist):
         return (
-            "at ZeRO stage 3 each rank has its share of it between forward passes, from which it is made anew. "
+            "at ZeRO stage 3 each rank has its share of it between forward passes, and gathers it anew for each. "
             "Use stage=2, or strategy 'fsdp'"
         )
     return None
