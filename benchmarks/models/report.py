@@ -40,20 +40,20 @@ def _lines(results: Results) -> Iterator[str]:
     yield from ("# The same numbers, whatever the model", "")
     yield from _paragraph(
         f"""`make test-models` trains {len(ROWS)} kinds of models under {len(COLUMNS)} strategies, through the Runner,
-        changing nothing but `strategy`, on real ranks over gloo (CPU). Each training is compared with a loop by hand:
-        plain torch in one process, with the same initial weights, over the same batches, in float32. {STEPS} updates
-        (two epochs of {EPOCH_STEPS}) with AdamW, a global batch of {GLOBAL_BATCH}, gradients clipped at a norm of
-        {MAX_NORM}, then a validation over {VALIDATED} samples. The models are small (two layers, a width of 32 or
-        less) and drawn from a seed; nothing is downloaded."""
+        changing nothing but `strategy`, on real ranks over gloo (CPU). Each training is compared with a
+        hand-written loop: plain torch in one process, with the same initial weights, over the same batches, in
+        float32. {STEPS} updates (two epochs of {EPOCH_STEPS}) with AdamW, a global batch of {GLOBAL_BATCH},
+        gradients clipped at a norm of {MAX_NORM}, then a validation over {VALIDATED} samples. The models are small
+        (two layers, a width of 32 or less) and drawn from a seed; nothing is downloaded."""
     )
     yield from _paragraph(
         f"""A cell holds the largest relative difference of four: of the loss and of the gradient norm in any update, of
-        any weight at the end (relative to the largest of its tensor), and of the validated number, the mean over all
-        samples of the size of an output. Tolerances: {tolerances}. A `train_step` that the model has of its own must
-        have been called once per update. *refused* means that lockstep says before the first update, on every rank,
-        that it can't do this; the sentences are below. A figure with *but* leaves out weights that a warning names
-        in the first update, because the engine trains them otherwise. *wrong* (out of tolerance) and *failed* (anything
-        else) make the command fail."""
+        any weight at the end (relative to the largest of its tensor), and of the validated number: the mean
+        magnitude of the outputs over all samples. Tolerances: {tolerances}. A model's own `train_step` must have
+        been called once per update. *refused* means that lockstep says before the first update, on every rank, that
+        it can't do this; the sentences are below. A figure with *but* leaves out weights that a warning names in
+        the first update, because the engine trains them differently. *wrong* (out of tolerance) and *failed*
+        (anything else) make the command fail."""
     )
     yield from (f"* {_ENGINES[engine]}: {what}" for engine, what in results.made.items())
     yield ""
@@ -65,9 +65,9 @@ def _lines(results: Results) -> Iterator[str]:
     yield from ("", "## Saved under one strategy, resumed under the next", "")
     yield from _paragraph(
         f"""Each training is saved after {EPOCH_STEPS} updates. The next strategy to the right that does not refuse the
-        model, in the same environment, loads the checkpoint into a model with other initial weights and trains it to
-        the end; the first strategy follows on the last. The differences are from the loop by hand, which was never
-        interrupted."""
+        model, in the same environment, loads the checkpoint into a model with different initial weights and trains
+        it to the end; after the last strategy comes the first. The differences are from the hand-written loop,
+        which was never interrupted."""
     )
     yield from _table(results.resumed, notes)
     yield ""
@@ -99,7 +99,7 @@ class _Notes:
 
     def lines(self) -> Iterator[str]:
         if self._sentences:
-            yield from ("## Refused, or said at the start", "")
+            yield from ("## Refusals and warnings", "")
         yield from (f"{number}. {sentence}" for number, sentence in enumerate(self._sentences, 1))
 
 

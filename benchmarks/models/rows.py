@@ -166,7 +166,7 @@ ROWS = (
         data.mixed_columns,
         own_steps.mixup_by_hand,
         plan=PERCEPTRON,
-        note="the step calls `self(...)`; the data set says what is mixed, so that batches do not matter.",
+        note="the step calls `self(...)`; the dataset fixes which samples are mixed, however they are batched.",
     ),
     Row(
         "distillation, EMA teacher",
@@ -189,7 +189,7 @@ ROWS = (
         data.vector_columns,
         plan=PERCEPTRON,
         options=UNUSED,
-        note=f"each rank sends its samples to other experts. {UNUSED_NOTE}",
+        note=f"each rank sends its samples to different experts. {UNUSED_NOTE}",
     ),
     Row(
         "unfrozen at epoch 2",
@@ -199,7 +199,7 @@ ROWS = (
         hooks=(Unfreezing,),
         epoch_by_hand=unfreeze_by_hand,
         updates_before=EPOCH_STEPS,
-        note="a hook calls `requires_grad_(True)` on the backbone; where that is refused, it is at this moment.",
+        note="a hook calls `requires_grad_(True)` on the backbone; where it is refused, the error comes at that point.",
     ),
     Row(
         "unused parameters",
@@ -212,7 +212,7 @@ ROWS = (
     Row("float64 beside float32", own.MixedDtypes, data.vector_columns, plan={"up": "colwise", "exact": "rowwise"}),
     Row("0-dim parameter", own.Scaled, data.vector_columns, plan=PERCEPTRON),
     Row("complex parameter", own.Complex, data.vector_columns),
-    Row("complex, 15 rows", lambda: own.Complex(15), data.vector_columns, note="no number of ranks divides its rows."),
+    Row("complex, 15 rows", lambda: own.Complex(15), data.vector_columns, note="neither 2 nor 4 divides its 15 rows."),
     Row(
         "sparse embedding",
         own.SparseWords,

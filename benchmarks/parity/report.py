@@ -106,9 +106,9 @@ def _lines(rows: Sequence[Row], found: Results) -> Iterator[str]:
         )
     yield from (
         "",
-        f"*Loss after resuming*: steps {SAVED_STEP + 1} to {STEPS} in new processes, out of a checkpoint of step "
+        f"*Loss after resuming*: steps {SAVED_STEP + 1} to {STEPS} in new processes, from a checkpoint at step "
         f"{SAVED_STEP}, against the same strategy uninterrupted.",
-        "*Loss in bf16*: against a single process in fp32, for scale; bfloat16 has 8 bits of precision.",
+        "*Loss in bf16*: against a single process in fp32; bfloat16 has 8 bits of precision.",
         "",
     )
     for row in rows:
@@ -129,9 +129,9 @@ def _matrix(rows: Sequence[Row], found: Results, nproc: int) -> Iterator[str]:
         "",
         f"## Saved under one, resumed under another, on {nproc} ranks",
         "",
-        f"Down: who saved at step {SAVED_STEP}. Across: who went on. The largest difference of a loss of the following",
-        "steps from the run that was not interrupted; weights and Adam moments are compared one by one when they have",
-        "been loaded, and are equal where nothing else is said.",
+        f"Rows: the strategy that saved at step {SAVED_STEP}. Columns: the strategy that resumed. A cell holds the",
+        "largest difference of a later loss from the uninterrupted run. After loading, weights and Adam moments are",
+        "compared one by one; they are equal unless noted.",
         "",
         "| | " + " | ".join(row.name for row in rows) + " |",
         "|---|" + "--:|" * len(rows),
