@@ -68,7 +68,7 @@ def test_a_rank_that_is_alone_with_its_error_tells_it_too(here, monkeypatch):
         (["nomodel.yaml"], "`model` must be given"),
         (
             ["line.py", "optim_wrapper.optimizer.lerning_rate=1"],
-            "no argument of the optimizer `SGD`: did you mean `lr`?",
+            "not an argument of the optimizer `SGD`: did you mean `lr`?",
         ),
     ],
 )

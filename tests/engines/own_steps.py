@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.model import BaseModel
+from lockstep.model import BaseModel, OutsideLoss
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.testing import run_ranks
 
@@ -32,6 +32,17 @@ class Plain(BaseModel):
     def forward(self, x: Tensor, y: Tensor | None = None, mode: str = "tensor") -> Any:
         out = self.head(self.backbone(x).tanh())
         return {"loss": (out - y).square().mean()} if mode == "loss" and y is not None else out
+
+
+class Outside(Plain):
+    """Returns outputs; its loss is computed outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        OutsideLoss(nn.MSELoss()).attach(self)
+
+    def forward(self, x: Tensor, mode: str = "tensor") -> Any:
+        return super().forward(x)
 
 
 class Mixup(Plain):

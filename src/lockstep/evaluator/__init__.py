@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.evaluator.accuracy import Accuracy
 from lockstep.evaluator.evaluator import Evaluator, format_metrics
+from lockstep.evaluator.loss import LossMetric
 from lockstep.evaluator.metric import BaseMetric
 
-__all__ = ["Accuracy", "BaseMetric", "Evaluator", "format_metrics"]
+__all__ = ["Accuracy", "BaseMetric", "Evaluator", "LossMetric", "format_metrics"]

@@ -46,7 +46,7 @@ class Accuracy(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Append, for each sample of the batch, how many scores are higher than that of its class."""
-        scores, labels = _scores_and_labels(data_batch, data_samples)
+        scores, labels = scores_and_labels(data_batch, data_samples)
         if labels.dim() != 1 or scores.shape[:1] != labels.shape or scores.dim() not in (1, 2):
             raise ValueError(
                 "scores must have shape [batch, classes] and labels [batch], "
@@ -71,7 +71,8 @@ class Accuracy(BaseMetric):
         return {name: 100.0 * sum(higher < k for higher in results) / len(results) for k, name in self._names.items()}
 
 
-def _scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tensor]:
+def scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tensor]:
+    """Return the scores of a batch and its labels, wherever the prediction and the batch have them."""
     scores, labels = data_samples, None
     if isinstance(data_samples, list | tuple):
         if len(data_samples) == 2:
@@ -84,7 +85,7 @@ def _scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tens
         labels = data_batch[-1]
     if not isinstance(scores, Tensor) or labels is None:
         raise TypeError(
-            "Accuracy needs the scores of a batch and its labels, as a pair (scores, labels), a dict with such keys "
+            "the metric needs the scores of a batch and its labels, as a pair (scores, labels), a dict with such keys "
             f"or an object with such attributes, but the model predicted {type(data_samples).__name__}"
         )
     return scores, torch.as_tensor(labels)

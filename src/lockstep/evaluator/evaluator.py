@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lockstep.evaluator.metric import BaseMetric
+from lockstep.evaluator.torch_metric import TorchMetric, is_torch_metric
 from lockstep.registry import EVALUATOR, METRICS
 
 
@@ -14,17 +15,20 @@ class Evaluator:
     """Metrics that look at the same predictions.
 
     Args:
-        metrics: a metric, the config of one, or several of either.
+        metrics: a metric (of lockstep or of torchmetrics), the config of one, or several of either.
     """
 
-    def __init__(self, metrics: BaseMetric | Mapping[str, Any] | Iterable[BaseMetric | Mapping[str, Any]]) -> None:
-        items = [metrics] if isinstance(metrics, BaseMetric | Mapping) else list(metrics)
-        self.metrics: list[BaseMetric] = [METRICS.build(item) if isinstance(item, Mapping) else item for item in items]
-        for metric in self.metrics:
+    def __init__(self, metrics: BaseMetric | Mapping[str, Any] | Iterable[Any]) -> None:
+        items = [metrics] if isinstance(metrics, BaseMetric | Mapping) or is_torch_metric(metrics) else metrics
+        self.metrics: list[BaseMetric] = []
+        for item in items:
+            built = METRICS.build(item) if isinstance(item, Mapping) else item
+            metric: Any = TorchMetric(built) if is_torch_metric(built) else built
+            self.metrics.append(metric)
             if not isinstance(metric, BaseMetric):
                 raise TypeError(
-                    "an evaluator must be a BaseMetric, a config dict or a list of these, but has "
-                    f"{metric!r} of type {type(metric).__name__}"
+                    "an evaluator must be a BaseMetric, a metric of torchmetrics, a config dict or a list of these, "
+                    f"but has {metric!r} of type {type(metric).__name__}"
                 )
         if not self.metrics:
             raise ValueError("an evaluator must have at least one metric, but has none")

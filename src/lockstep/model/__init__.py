@@ -20,6 +20,7 @@ from lockstep.model.compiling import compile_in_place, uncompiled
 from lockstep.model.ddp import MMDistributedDataParallel
 from lockstep.model.image import ImgDataPreprocessor
 from lockstep.model.norm import convert_sync_batchnorm, revert_sync_batchnorm
+from lockstep.model.outside_loss import OutsideLoss, outside_loss
 from lockstep.model.preprocessor import BaseDataPreprocessor
 from lockstep.model.recomputing import checkpoint_activations
 from lockstep.model.separate import MMSeparateDistributedDataParallel
@@ -49,12 +50,14 @@ __all__ = [
     "MMSeparateDistributedDataParallel",
     "ModelWrapper",
     "MomentumAnnealingEMA",
+    "OutsideLoss",
     "StochasticWeightAverage",
     "UpdatesParams",
     "checkpoint_activations",
     "compile_in_place",
     "convert_sync_batchnorm",
     "is_model_wrapper",
+    "outside_loss",
     "parse_losses",
     "predict_step",
     "revert_sync_batchnorm",

@@ -57,11 +57,16 @@ def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:
 def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> Any:
     """Call `model` on an unpacked batch, with `mode` where the `forward` of `core` knows it."""
     kwargs = {"mode": mode} if _takes_mode(type(core).forward) else {}
-    if isinstance(batch, Mapping):
-        return model(**batch, **kwargs)
-    if isinstance(batch, list | tuple):
-        return model(*batch, **kwargs)
-    return model(batch, **kwargs)
+    try:
+        if isinstance(batch, Mapping):
+            return model(**batch, **kwargs)
+        if isinstance(batch, list | tuple):
+            return model(*batch, **kwargs)
+        return model(batch, **kwargs)
+    except TypeError as error:
+        if (misfit := _misfit(core, batch, kwargs)) is not None:
+            raise TypeError(misfit) from error
+        raise
 
 
 def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -108,7 +113,7 @@ def _scalar(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
         raise ValueError(
             f"the loss must be a scalar, but has shape {tuple(loss.shape)}. "
-            "Reduce it in the model, for example with .mean()"
+            "Reduce it in the model, for example with .mean(); or, if these are outputs, give the Runner a `loss`"
         )
     return loss.reshape(()) if loss.dim() else loss
 
@@ -145,6 +150,24 @@ def _first_parameter(module: nn.Module) -> nn.Parameter | None:
     for child in module._modules.values():
         if child is not None and (parameter := _first_parameter(child)) is not None:
             return parameter
+    return None
+
+
+def _misfit(core: nn.Module, batch: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Return what to say of a batch that the `forward` of `core` does not take, or None of one that it does."""
+    named = batch if isinstance(batch, Mapping) else {}
+    args = [] if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    signature = inspect.signature(type(core).forward)
+    try:
+        signature.bind(core, *args, **named, **kwargs)
+    except TypeError as error:
+        given = f"the keys {', '.join(map(str, named))}" if named else f"{len(args)} entries"
+        return (
+            f"`forward` of {type(core).__name__} must take the batch, which has {given}, but its parameters are "
+            f"{signature}: {error}. A model trains in one of three forms: `forward` takes the whole batch and returns "
+            "the loss; `forward` takes the inputs, and the Runner is given loss=..., such as nn.CrossEntropyLoss(); or "
+            "the model has a train_step(data, optim_wrapper) of its own"
+        )
     return None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.model import steps
+from lockstep.model.outside_loss import losses_of, predictions_of
 from lockstep.model.steps import ParseLosses, UpdatesParams
 from lockstep.registry import MODEL_WRAPPERS
 
@@ -145,7 +146,7 @@ def _default_train_step(
     if getattr(optim_wrapper, "needs_closure", False):
         return _step_by_closure(model, core, parse, data, optim_wrapper)
     with optim_wrapper.optim_context(model):
-        losses = steps.call_forward(model, core, steps.preprocess(core, data, training=True), "loss")
+        losses = losses_of(model, core, steps.preprocess(core, data, training=True))
     loss, log_vars = parse(losses)
     optim_wrapper.update_params(loss)
     return log_vars
@@ -160,7 +161,7 @@ def _step_by_closure(
 
     def evaluate() -> Tensor:
         with optim_wrapper.optim_context(model):
-            loss, log_vars = parse(steps.call_forward(model, core, batch, "loss"))
+            loss, log_vars = parse(losses_of(model, core, batch))
         logged.append(log_vars)
         return loss
 
@@ -175,7 +176,7 @@ def predict_step(model: nn.Module, data: Any) -> Any:
     validation batches.
     """
     core = unwrap_model(model)
-    return steps.call_forward(core, core, steps.preprocess(core, data, training=False), "predict")
+    return predictions_of(core, steps.preprocess(core, data, training=False))
 
 
 def step_of(model: nn.Module, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,6 +104,7 @@ class RunnerArguments:
     default_scope: Annotated[str | None, Argument("the scope of a registry or None")] = None
     log_processor: Any = None
     cfg: Any = None
+    loss: Annotated[Any, Argument(holds="model")] = None
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ARGUMENTS}
@@ -185,7 +186,7 @@ def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         beside = [name for name in (evaluator, f"{mode}_cfg") if given.get(name) is not None]
         if beside and given.get(loader) is None:
             yield loader, f"must be given with `{beside[0]}`, but is None"
-        if given.get(loader) is not None and evaluator not in beside:
+        if given.get(loader) is not None and evaluator not in beside and given.get("loss") is None:
             yield evaluator, f"must be given with `{loader}`, but is None. For example dict(type='Accuracy')"
 
 

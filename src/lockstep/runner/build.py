@@ -10,12 +10,14 @@ from torch import nn
 
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
-from lockstep.evaluator import Evaluator
+from lockstep.evaluator import BaseMetric, Evaluator, LossMetric
 from lockstep.model import (
     BaseModule,
+    OutsideLoss,
     compile_in_place,
     convert_sync_batchnorm,
     is_model_wrapper,
+    outside_loss,
     revert_sync_batchnorm,
     uncompiled,
     unwrap_model,
@@ -57,8 +59,9 @@ def strategy_of(args: RunnerArguments) -> Any:
 def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
     """Return the model, those parts of it compiled in place that `strategy` names, where that is asked for.
 
-    It gets the preprocessor, unless its own config names one. On several ranks its BatchNorms are converted where
-    the config's `sync_bn` is the name of an implementation; on one, those that are converted already are reverted.
+    It gets the loss, if one is given, and the preprocessor, unless its own config names one. On several ranks its
+    BatchNorms are converted where the config's `sync_bn` is the name of an implementation; on one, those that are
+    converted already are reverted.
     """
     has_own = isinstance(args.model, Mapping) and args.model.get("data_preprocessor") is not None
     sync_bn = args.cfg.get("sync_bn") if isinstance(args.cfg, Mapping) else None
@@ -66,6 +69,10 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
     if args.data_preprocessor is not None and not has_own:
         preprocessor = _build_module("data_preprocessor", args.data_preprocessor, type="BaseDataPreprocessor")
         unwrap_model(built).data_preprocessor = preprocessor
+    if args.loss is not None:
+        OutsideLoss(MODELS.build(args.loss) if isinstance(args.loss, Mapping) else args.loss).attach(
+            unwrap_model(built)
+        )
     if args.compile is not False:
         compile_in_place(built, strategy.compiled_parts(built), {} if args.compile is True else args.compile)
     return built
@@ -170,18 +177,23 @@ def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
 
 def build_eval_loop(mode: Literal["val", "test"], run: Run, dataloader: Any) -> EvalLoop:
     """Return the loop that `val_cfg` and `val_evaluator`, or `test_cfg` and `test_evaluator`, describe."""
-    cfg, evaluator = getattr(run.args, f"{mode}_cfg"), build_evaluator(getattr(run.args, f"{mode}_evaluator"))
+    cfg, given = getattr(run.args, f"{mode}_cfg"), getattr(run.args, f"{mode}_evaluator")
+    loss = outside_loss(unwrap_model(run.model))
+    metrics = [] if loss is None else [LossMetric(loss)]
+    evaluator = Evaluator(metrics) if given is None else build_evaluator(given, *metrics)
     kind = {"val": "ValLoop", "test": "TestLoop"}[mode]
     loop: EvalLoop = LOOPS.build(cfg or {}, type=kind, runner=run, dataloader=dataloader, evaluator=evaluator)
     _refuse_own_steps(loop)
     return loop
 
 
-def build_evaluator(evaluator: Any) -> Evaluator:
-    """Return an evaluator of the metrics that are given, or of those in the config of an `Evaluator`."""
+def build_evaluator(evaluator: Any, *others: BaseMetric) -> Evaluator:
+    """Return an evaluator of the metrics that are given, or of those in the config of an `Evaluator`, and of others."""
     if isinstance(evaluator, Mapping) and "metrics" in evaluator:
         evaluator = EVALUATOR.build(evaluator, type="Evaluator")
-    return evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
+    built = evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
+    built.metrics = [*(one for one in built.metrics if not isinstance(one, LossMetric)), *others]
+    return built
 
 
 def default_hooks(changes: Mapping[str, Any] | None, run: Run) -> list[Hook | Mapping[str, Any]]:

@@ -113,6 +113,9 @@ class Runner(_PartsOfRun):
         log_processor: MMEngine's; does nothing, because records hold the means of everything.
         cfg: the config that the arguments come from; saved with the run. Its keys `model_wrapper_cfg`,
             `find_unused_parameters` and `sync_bn` say how the model is wrapped, where there is no `strategy`.
+        loss: for a model whose `forward` returns outputs: `loss(outputs, targets)`, such as `nn.CrossEntropyLoss()`, or
+            a function `loss(outputs, batch)`, or the config of one. Validations then have the metric `loss`, and need
+            no evaluator; see `OutsideLoss` for the forms of a batch.
 
     Example::
 

@@ -15,8 +15,10 @@ from ..own_steps import (
     ByParts,
     Distillation,
     Mixup,
+    Outside,
     PartsBesides,
     Penalty,
+    Plain,
     RawBackward,
     alone,
     train_own,
@@ -41,6 +43,13 @@ def test_a_train_step_of_the_models_own_is_the_one_that_runs(plugin: str, counts
     kinds = [kind for kind in STEPS if plugin != "tp2" or kind not in OF_PARTS]
     for losses, kind in zip(run_ranks(2, train_all, plugin, kinds, counts)[0], kinds, strict=True):
         assert losses == pytest.approx(alone(kind, counts), abs=1e-5, rel=0), kind
+
+
+@pytest.mark.parametrize("counts", [1, 2])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_loss_outside_of_the_model_counts_as_one_inside(plugin: str, counts: int):
+    (losses,) = run_ranks(2, train_all, plugin, [Outside], counts)[0]
+    assert losses == pytest.approx(alone(Plain, counts), abs=1e-5, rel=0)
 
 
 def test_in_half_precision_its_parts_take_what_the_model_takes():

@@ -17,8 +17,10 @@ from ..own_steps import (
     ByParts,
     Distillation,
     Mixup,
+    Outside,
     PartsBesides,
     Penalty,
+    Plain,
     RawBackward,
     RawThenStep,
     X,
@@ -41,6 +43,13 @@ def test_a_train_step_of_the_models_own_is_the_one_that_runs(stage: int, counts:
     kinds = [kind for kind in STEPS if stage < 3 or kind not in OF_WHOLE_PARAMETERS]
     for losses, kind in zip(run_ranks(2, train_all, stage, kinds, counts)[0], kinds, strict=True):
         assert losses == pytest.approx(alone(kind, counts), abs=1e-5, rel=0), kind
+
+
+@pytest.mark.parametrize("counts", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_outside_of_the_model_counts_as_one_inside(stage: int, counts: int):
+    (losses,) = run_ranks(2, train_all, stage, [Outside], counts)[0]
+    assert losses == pytest.approx(alone(Plain, counts), abs=1e-5, rel=0)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -15,7 +15,7 @@ from lockstep.dataset.random_state import sync_random_state
 from lockstep.device import get_device
 from lockstep.dist import broadcast, init_dist, is_distributed
 from lockstep.errors import ConfigError
-from lockstep.model import is_model_wrapper
+from lockstep.model import is_model_wrapper, outside_loss
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.optim import OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
@@ -171,6 +171,11 @@ class ColossalAIStrategy(EngineStrategy):
 
     def _in_stages(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Laid:
         """Lay out a model in stages; see `_Laid`."""
+        if outside_loss(model) is not None:
+            raise ConfigError(
+                "`loss` must be None with `pp_size` above 1, because the last stage computes the loss. Let "
+                "its `forward` return the loss"
+            )
         inventory = Inventory.of(model, optimizer)
         engine.take_micro_batches(plugin)
         with _put_aside(model, "data_preprocessor"):  # no stage has it, but each needs it

@@ -1,0 +1,129 @@
+"""A loss outside of the model: which part of a batch the model gets, and what the loss compares its outputs with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.device import get_device
+from lockstep.errors import ConfigError
+from lockstep.model import steps
+
+TARGETS = ("labels", "label", "targets", "target", "gt_label", "y")
+"""The keys of a batch under which targets are looked for, the first that is there."""
+_BATCHES = ("batch", "data_batch", "data")
+_KEY = "_lockstep_outside_loss"
+
+
+class OutsideLoss:
+    """A loss of a module's outputs, for a module that returns no loss itself.
+
+    A batch `(x, y)` gives the module `x` and the loss `(outputs, y)`. Of more entries the last one is the target; of a
+    dict, the entry under the first of `TARGETS` that it has. A batch that is one tensor is its own target. A function
+    whose second parameter is called `batch` gets the whole batch in its place.
+
+    Args:
+        function: takes the outputs and the targets, or the outputs and the batch; returns a scalar, or a dict as for
+            `parse_losses`. A module is moved to the device of this process.
+
+    Attributes:
+        predicted: the loss of the last batch that was predicted, detached.
+
+    Raises:
+        TypeError: `function` can't be called with two arguments.
+        ConfigError: it has parameters, which no optimizer would be given.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        if not callable(function):
+            raise TypeError(f"`loss` must be a function or a module, but is {function!r} of {type(function).__name__}")
+        names = _parameters(function)
+        if isinstance(function, nn.Module):
+            if learned := [name for name, _ in function.named_parameters()]:
+                raise ConfigError(
+                    f"`loss` must have no parameters, but {type(function).__name__} has {', '.join(learned)}. Make it "
+                    "a part of the model, whose `forward` then returns the loss"
+                )
+            function = function.to(get_device())
+        self.function = function
+        self.gets_batch = len(names) > 1 and names[1] in _BATCHES
+        self.predicted: Tensor | None = None
+
+    def attach(self, core: nn.Module) -> None:
+        """Let the training steps and predictions of `core` use this loss.
+
+        Raises:
+            ConfigError: `core` has steps of its own.
+        """
+        own = [name for name in ("train_step", "val_step", "test_step") if steps.defines_step(core, name)]
+        if own:
+            raise ConfigError(
+                f"`loss` must be None for a model with steps of its own, which compute the loss, but "
+                f"{type(core).__name__} has {', '.join(own)}. Leave out `loss`, or the steps"
+            )
+        vars(core)[_KEY] = self
+
+    def losses(self, model: nn.Module, core: nn.Module, batch: Any) -> Any:
+        """Return what `function` says of the outputs for a batch."""
+        inputs, target = self._split(core, batch)
+        return self.function(steps.call_forward(model, core, inputs, "tensor"), target)
+
+    def predictions(self, core: nn.Module, batch: Any) -> Any:
+        """Return the outputs for a batch, with the targets unless the loss gets the batch."""
+        inputs, target = self._split(core, batch)
+        outputs = steps.call_forward(core, core, inputs, "tensor")
+        self.predicted = steps.parse_losses(self.function(outputs, target))[0].detach()
+        return outputs if self.gets_batch else (outputs, target)
+
+    def _split(self, core: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Return what the module gets, and what the loss gets beside the outputs."""
+        inputs, target = batch, batch
+        if isinstance(batch, Mapping):
+            inputs, target = self._split_mapping(core, batch)
+        elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) > 1:
+            inputs, target = batch[:-1], batch[-1]
+        return inputs, batch if self.gets_batch else target
+
+    def _split_mapping(self, core: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        key = next((name for name in TARGETS if name in batch), None)
+        if key is None and not self.gets_batch:
+            raise ConfigError(
+                f"`loss` must find its targets under one of the keys {', '.join(TARGETS)}, but the batch has "
+                f"{', '.join(map(str, batch))}. Rename one, or give a function loss(outputs, batch)"
+            )
+        takes = inspect.signature(core.forward).parameters.values()
+        takes_others = any(each.kind is each.VAR_KEYWORD for each in takes)
+        named = {each.name for each in takes}
+        kept = {name: value for name, value in batch.items() if name != key and (takes_others or name in named)}
+        return kept, None if key is None else batch[key]
+
+
+def outside_loss(core: nn.Module) -> OutsideLoss | None:
+    """Return the loss that was attached to a module, if one was."""
+    found: OutsideLoss | None = vars(core).get(_KEY)
+    return found
+
+
+def losses_of(model: nn.Module, core: nn.Module, batch: Any) -> Any:
+    """Return the losses of a preprocessed batch, by the attached loss or by the module itself."""
+    outside = outside_loss(core)
+    return steps.call_forward(model, core, batch, "loss") if outside is None else outside.losses(model, core, batch)
+
+
+def predictions_of(core: nn.Module, batch: Any) -> Any:
+    """Return what a module predicts for a preprocessed batch."""
+    outside = outside_loss(core)
+    return steps.call_forward(core, core, batch, "predict") if outside is None else outside.predictions(core, batch)
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the positional parameters; none where they are not known."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return []
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]

@@ -1,0 +1,66 @@
+"""Metrics of torchmetrics as evaluators, over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchmetrics import MeanSquaredError, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
+
+from lockstep.dist import get_dist_info
+from lockstep.evaluator import Evaluator
+from lockstep.testing import ranks
+
+SCORES = torch.randn(11, 3, generator=torch.Generator().manual_seed(2)).softmax(1)
+LABELS = torch.randint(0, 3, (11,), generator=torch.Generator().manual_seed(3))
+
+
+def metrics() -> list:
+    return [
+        MulticlassAccuracy(3, average="micro"),
+        MulticlassAUROC(3, thresholds=None),  # keeps all samples
+        MetricCollection(
+            {"top2": MulticlassAccuracy(3, top_k=2), "confusion": MulticlassConfusionMatrix(3)}, prefix="all_"
+        ),
+    ]
+
+
+@pytest.fixture
+def wanted() -> dict:
+    """What one process finds; made there, where torchmetrics has no ranks to add up."""
+    found = {}
+    for metric in metrics():
+        metric.update(SCORES, LABELS)
+        value = metric.compute()
+        found |= value if isinstance(value, dict) else {type(metric).__name__: value}
+    return {name: value.tolist() for name, value in found.items()}
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("holders", [1, 2, 4])
+def test_numbers_are_those_of_one_process(holders: int, wanted: dict) -> None:
+    """Also where some ranks have seen no batch at all."""
+    rank, size = get_dist_info()
+    holders = min(holders, size)
+    evaluator = Evaluator(metrics())
+    for _ in range(2):  # the second pass begins anew
+        if rank < holders:
+            for start in range(rank * 2, 11, holders * 2):
+                evaluator.process((SCORES[start : start + 2], LABELS[start : start + 2]))
+        found = evaluator.evaluate(11)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.allclose(torch.tensor(found[name]), torch.tensor(value), atol=1e-6), name
+
+
+def test_one_may_be_given_alone_or_by_a_config() -> None:
+    for given in (MeanSquaredError(), {"type": MeanSquaredError}, [MeanSquaredError()]):
+        evaluator = Evaluator(given)
+        evaluator.process((torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])))
+        assert evaluator.evaluate(2) == {"MeanSquaredError": 2.0}
+
+
+def test_labels_may_be_those_of_the_batch() -> None:
+    evaluator = Evaluator(MulticlassAccuracy(3, average="micro"))
+    evaluator.process(SCORES, data_batch=(None, SCORES.argmax(1)))
+    assert evaluator.evaluate(11) == {"MulticlassAccuracy": 1.0}
