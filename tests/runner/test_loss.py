@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,20 @@ def test_of_a_dict_the_module_gets_what_it_takes_and_the_loss_the_target(tmp_pat
 def test_a_batch_of_one_tensor_is_its_own_target(tmp_path: Path) -> None:
     loader = torch.utils.data.DataLoader(X, batch_size=4)
     train(nn.Linear(4, 4), tmp_path, train_dataloader=loader, loss=nn.MSELoss())
+
+
+class Output(Logits):
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=super().forward(x), hidden=x)
+
+
+def test_of_outputs_that_name_logits_the_loss_and_metrics_get_these(tmp_path: Path) -> None:
+    loader = {"dataset": TensorDataset(X, Y), "batch_size": 4}
+    evaluation = {"val_dataloader": loader, "val_evaluator": {"type": "Accuracy"}}
+    _, _, expected = train(Logits(), tmp_path / "plain", loss=nn.CrossEntropyLoss())
+    _, runner, losses = train(Output(), tmp_path / "named", loss=nn.CrossEntropyLoss(), **evaluation)
+    assert losses == expected
+    assert runner.run.val_loop.metrics.keys() == {"accuracy", "loss"}
 
 
 class Learned(nn.Module):

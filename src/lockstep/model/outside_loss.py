@@ -23,7 +23,8 @@ class OutsideLoss:
 
     A batch `(x, y)` gives the module `x` and the loss `(outputs, y)`. Of more entries the last one is the target; of a
     dict, the entry under the first of `TARGETS` that it has. A batch that is one tensor is its own target. A function
-    whose second parameter is called `batch` gets the whole batch in its place.
+    whose second parameter is called `batch` gets the whole batch in its place. Of outputs with `logits`, as HuggingFace's
+    models return, a loss of targets gets these.
 
     Args:
         function: takes the outputs and the targets, or the outputs and the batch; returns a scalar, or a dict as for
@@ -69,14 +70,18 @@ class OutsideLoss:
     def losses(self, model: nn.Module, core: nn.Module, batch: Any) -> Any:
         """Return what `function` says of the outputs for a batch."""
         inputs, target = self._split(core, batch)
-        return self.function(steps.call_forward(model, core, inputs, "tensor"), target)
+        return self.function(self._outputs(model, core, inputs), target)
 
     def predictions(self, core: nn.Module, batch: Any) -> Any:
         """Return the outputs for a batch, with the targets unless the loss gets the batch."""
         inputs, target = self._split(core, batch)
-        outputs = steps.call_forward(core, core, inputs, "tensor")
+        outputs = self._outputs(core, core, inputs)
         self.predicted = steps.parse_losses(self.function(outputs, target))[0].detach()
         return outputs if self.gets_batch else (outputs, target)
+
+    def _outputs(self, model: nn.Module, core: nn.Module, inputs: Any) -> Any:
+        outputs = steps.call_forward(model, core, inputs, "tensor")
+        return outputs if self.gets_batch else getattr(outputs, "logits", outputs)
 
     def _split(self, core: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return what the module gets, and what the loss gets beside the outputs."""
