@@ -23,8 +23,8 @@ class OutsideLoss:
 
     A batch `(x, y)` gives the module `x` and the loss `(outputs, y)`. Of more entries the last one is the target; of a
     dict, the entry under the first of `TARGETS` that it has. A batch that is one tensor is its own target. A function
-    whose second parameter is called `batch` gets the whole batch in its place. Of outputs with `logits`, as HuggingFace's
-    models return, a loss of targets gets these.
+    whose second parameter is called `batch` gets the whole batch in its place. Of outputs with `logits`, as models of
+    HuggingFace return, a loss of targets gets these.
 
     Args:
         function: takes the outputs and the targets, or the outputs and the batch; returns a scalar, or a dict as for
