@@ -240,7 +240,7 @@ class Run(Workspace):
     ) -> None:
         """Load weights; see `Runner.load_checkpoint`. **Collective**: every rank."""
         weights = Weights(Path(filename), strict, revise_keys)
-        load_weights(self.strategy, weights, training=isinstance(self, TrainRun))
+        load_weights(self.strategy, unwrap_model(self.model), weights, training=isinstance(self, TrainRun))
 
     def tell_hub(self) -> None:
         """Let the message hub give out, as they are when somebody asks, how far the run is and what it is called."""

@@ -16,6 +16,7 @@ from lockstep.device import get_device
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging
+from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS, in_default_scope
 from lockstep.runner import build, recording, resuming, start
@@ -334,7 +335,8 @@ class Runner(_PartsOfRun):
             if isinstance(run, TrainRun) and run.resume_from is not None:
                 resuming.resume_run(run, run.resume_from)
             elif self._load_from is not None:
-                load_weights(run.strategy, self._load_from, training=isinstance(run, TrainRun))
+                core = unwrap_model(run.model)
+                load_weights(run.strategy, core, self._load_from, training=isinstance(run, TrainRun))
         recording.begin_records(run)
         run.call_hook("before_run")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -38,11 +37,12 @@ class Weights(NamedTuple):
     revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS
 
 
-def load_weights(strategy: Strategy, weights: Weights, *, training: bool) -> None:
+def load_weights(strategy: Strategy, core: nn.Module, weights: Weights, *, training: bool) -> None:
     """Load a model's weights.
 
     Args:
         strategy: that has prepared the model.
+        core: the user's own module; tells which weights are one under several names.
         weights: where from.
         training: whether the model is to be trained further, and may begin with weights of its own where others do not
             fit, such as those of a head for other classes.
@@ -54,7 +54,7 @@ def load_weights(strategy: Strategy, weights: Weights, *, training: bool) -> Non
     """
     strict = not training if weights.strict is None else weights.strict
     own = strategy.model_state()
-    strategy.load_state({**own, **_read_fitting(own, weights, strict=strict)})
+    strategy.load_state({**own, **_read_fitting(core, own, weights, strict=strict)})
     _logger.info("loaded the weights of %s", weights.path)
 
 
@@ -93,31 +93,48 @@ def load_checkpoint(
     """
     core = unwrap_model(model)
     own = core.state_dict()
-    core.load_state_dict({**own, **_read_fitting(own, Weights(Path(filename), strict, revise_keys), strict=strict)})
+    weights = Weights(Path(filename), strict, revise_keys)
+    core.load_state_dict({**own, **_read_fitting(core, own, weights, strict=strict)})
 
 
-def _read_fitting(own: Mapping[str, Any], weights: Weights, *, strict: bool) -> dict[str, Any]:
-    """Return the weights that can be loaded in place of a model's own."""
-    path = weights.path
+def _read_fitting(core: nn.Module, own: Mapping[str, Any], weights: Weights, *, strict: bool) -> dict[str, Any]:
+    """Return the weights that can be loaded in place of a model's own, tied ones under each of their names."""
+    path, ties = weights.path, _ties(core)
+    read: dict[str, Any]
     if is_checkpoint(path):
-        fitting = _fitting(own, read_shapes(path, "model"), path, strict=strict)
-        read: dict[str, Any] = load_state(path, {"model": {name: own[name] for name in fitting}})["model"]
-        return read
-    if not path.is_file():
+        fitting = _fitting(own, read_shapes(path, "model"), ties, path, strict=strict)
+        read = load_state(path, {"model": {name: own[name] for name in fitting}})["model"]
+    elif path.is_file():
+        state = _renamed(_read_file(path), weights.revise_keys)
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+        read = {name: state[name] for name in _fitting(own, shapes, ties, path, strict=strict)}
+    else:
+        what = "is a folder without a complete checkpoint in it" if path.is_dir() else "does not exist"
         raise ConfigError(
-            f"`load_from` must be a checkpoint or a file of weights, but is {path}. Download weights from the web first"
+            f"`load_from` must be a checkpoint or a file of weights, but {path} {what}. Download weights from the web "
+            "first"
         )
-    state = _renamed(_read_file(path), weights.revise_keys)
-    shapes = {name: tuple(value.shape) for name, value in state.items()}
-    return {name: state[name] for name in _fitting(own, shapes, path, strict=strict)}
+    twins = ((name, next((twin for twin in ties.get(name, ()) if twin in read), None)) for name in own)
+    return {**{name: read[twin] for name, twin in twins if twin is not None}, **read}
 
 
-def _fitting(own: Mapping[str, Any], shapes: Mapping[str, Any], path: Path, *, strict: bool) -> list[str]:
+def _ties(core: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter that has several, by each of them."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in core.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {name: same for same in names.values() if len(same) > 1 for name in same}
+
+
+def _fitting(
+    own: Mapping[str, Any], shapes: Mapping[str, Any], ties: Mapping[str, list[str]], path: Path, *, strict: bool
+) -> list[str]:
     """Return the names of the weights that can be loaded, and report the others."""
     differ = [name for name in own if name in shapes and not _is_alike(own[name], shapes[name])]
     fitting = [name for name in own if name in shapes and name not in differ]
+    there = {*shapes, *(twin for name in fitting for twin in ties.get(name, ()))}
     faults = {
-        "missing": [name for name in own if name not in shapes],
+        "missing": [name for name in own if name not in there],
         "of another shape": differ,
         "unknown to the model": [name for name in shapes if name not in own],
     }
@@ -155,8 +172,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         strangers = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipfile.is_zipfile(path) else []
         with torch.serialization.safe_globals([(_Empty, name) for name in strangers]):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"{path} must be a file that torch.save has written, but cannot be read: {error}") from error
+    except Exception as error:  # of what is no pickle, torch.load raises almost anything
+        why = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise ConfigError(f"{path} must be a file that torch.save has written, but cannot be read: {why}") from error
     if isinstance(content, dict):
         held = (content.get(key) for key in ("state_dict", "model"))
         content = next((state for state in held if isinstance(state, dict)), content)
