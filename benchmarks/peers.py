@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import Row
+from benchmarks.measure import Row, compare
 from benchmarks.training import STEPS, TUNED, Classifier, Samples, Training, compare_trainings, loader_of, with_runner
 from lockstep import dist
 
@@ -25,9 +25,26 @@ from lockstep import dist
 def rows() -> Iterator[Row]:
     """Compare on several ranks accelerate and Lightning, in one process MMEngine: as a module it needs no launcher."""
     warnings.simplefilter("ignore")
+    if dist.get_world_size() > 1:
+        yield _dict_of_scalars()
     several: dict[str, Training] = {**TUNED, "accelerate": _accelerate, "Fabric": _fabric, "Lightning": _lightning}
     peers = several if dist.get_world_size() > 1 else {"MMEngine": _mmengine}
     yield from compare_trainings({"Runner": with_runner, **peers})
+
+
+def _dict_of_scalars() -> Row:
+    from mmengine.dist import all_reduce_dict
+
+    scalars = {f"loss_{i}": torch.zeros(()) for i in range(20)}
+    return compare(
+        "collectives",
+        "all_reduce_dict, 20 scalars",
+        ours=lambda: dist.all_reduce_dict(scalars),
+        theirs=lambda: all_reduce_dict(scalars),
+        baseline="MMEngine",
+        rounds=600,
+        goal="<= 1.00",
+    )
 
 
 def _accelerate(data: Samples, width: int, batch: int) -> float:
