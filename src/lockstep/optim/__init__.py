@@ -1,4 +1,4 @@
-"""One optimizer update: accumulation, clipping, mixed precision, and the schedules of learning rates."""
+"""Optimizer updates: accumulation, clipping, mixed precision and learning rate schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AmpOptimWrapper`: half-precision forward passes, and a scaled loss where that needs one."""
+"""`AmpOptimWrapper`: half-precision forward passes, with a scaled loss in float16."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _STATE = "loss_scaler"
 
 @OPTIM_WRAPPERS.register_module()
 class AmpOptimWrapper(OptimWrapper):
-    """An `OptimWrapper` whose forward passes run in half precision where that is safe (`torch.autocast`).
+    """An `OptimWrapper` that runs forward passes in half precision where that is safe (`torch.autocast`).
 
     Parameters, gradients and the optimizer's state keep their dtype. In float16 the loss is scaled, so that small
-    gradients do not vanish; gradients are unscaled before they are clipped. An update whose gradients are not finite is
-    skipped, on all ranks alike, and the scale is lowered. bfloat16 has the range of float32 and needs no scale.
+    gradients do not vanish; gradients are unscaled before they are clipped. If gradients are not finite, all ranks skip
+    the update and lower the scale. bfloat16 has the range of float32 and needs no scale.
 
     Args:
-        loss_scale: `"dynamic"` for a scale that adapts itself, in float16 only; a number for a fixed one; a dict of
-            arguments of `torch.amp.GradScaler` for a dynamic one in any dtype.
+        loss_scale: `"dynamic"` for a scale that adapts, in float16 only; a number for a fixed scale; a dict of
+            arguments of `torch.amp.GradScaler` for a dynamic scale in any dtype.
         dtype: `"float16"`, `"bfloat16"` or the torch dtype; by default float16 on accelerators and bfloat16 on the
             CPU.
-        use_fsdp: MMEngine's; means nothing here, where the gradients themselves tell whether they are sharded.
+        use_fsdp: for compatibility with MMEngine; ignored, because sharded gradients are detected.
         optimizer: as for `OptimWrapper`.
         accumulative_counts: as for `OptimWrapper`.
-        clip_grad: as for `OptimWrapper`; `error_if_nonfinite` has no place beside a scale.
+        clip_grad: as for `OptimWrapper`; `error_if_nonfinite` must not be set.
 
-    **Collective**: every rank steps, under FSDP. **Cost**: see `LossScaler`.
+    **Collective**: under FSDP every rank calls `step`. **Cost**: see `LossScaler`.
 
     Raises:
-        FloatingPointError: on every rank, when 100 updates have been skipped one after the other.
+        FloatingPointError: on every rank, when all of the last 100 updates were skipped (checked every 100 updates).
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -79,15 +79,15 @@ class AmpOptimWrapper(OptimWrapper):
     @cached_property
     def device_type(self) -> str:
         """Type of the device on which the model runs."""
-        # Looked at late: an optimizer may have been made before its model moved. Offloaded shards lie on the CPU,
-        # but their mesh is where the model runs.
+        # Read late: the optimizer may have been created before the model was moved. Offloaded shards are on the CPU,
+        # but their mesh tells where the model runs.
         param = self.param_groups[0]["params"][0]
         mesh = getattr(param, "device_mesh", None)
         return str(param.device.type if mesh is None else mesh.device_type)
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """What autocast computes in."""
+        """The dtype in which autocast computes."""
         default = torch.bfloat16 if self.device_type == "cpu" else torch.float16
         return self._given_dtype or default
 
@@ -99,24 +99,24 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def loss_scale(self) -> float:
-        """By what losses are multiplied at present. Reading it waits for the device."""
+        """The current factor for losses. Reading it waits for the device."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Enter `torch.autocast` for the forward pass, and `no_sync` where no update will follow."""
+        """Enter `torch.autocast` for the forward pass, and `no_sync` if no update follows."""
         with super().optim_context(model), torch.autocast(self.device_type, self.dtype):
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of the loss, multiplied by the scale, and count the batch."""
+        """Multiply the loss by the scale, add its gradients, and count the batch."""
         super().backward(loss if self._scaler is None else self._scaler.scale(loss), **kwargs)
 
     def update_by_closure(self, evaluate: Callable[[], Tensor]) -> None:
-        """Let an optimizer that evaluates the loss itself make an update, in bfloat16.
+        """Make one update with an optimizer that evaluates the loss itself; needs bfloat16.
 
         Raises:
-            TypeError: losses are scaled, as in float16.
+            TypeError: a loss scale is in use, as in float16.
         """
         if self._scaler is not None:
             raise TypeError(
@@ -126,7 +126,7 @@ class AmpOptimWrapper(OptimWrapper):
         super().update_by_closure(evaluate)
 
     def step(self, **kwargs: Any) -> None:
-        """Unscale the gradients, clip them, and let the optimizer update the parameters, if they are finite."""
+        """Unscale and clip the gradients; if they are finite, let the optimizer update the parameters."""
         if self._scaler is None:
             super().step(**kwargs)
             return
@@ -139,11 +139,11 @@ class AmpOptimWrapper(OptimWrapper):
         self._scaler.update()
 
     def extra_state(self) -> dict[str, Any]:
-        """Return where the scale stands."""
+        """Return the state of the scale."""
         return {} if self._scaler is None else {_STATE: self._scaler.state_dict()}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the scale that was saved; how it moves, and a fixed one, is what the arguments say."""
+        """Restore the saved scale. A fixed scale, and the factors of a dynamic one, come from the arguments instead."""
         if self._scaler is None or not self._scaler.is_enabled() or "fixed_scale" in self._scaler_kwargs:
             return
         saved = state.get(_STATE)
@@ -154,7 +154,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._scaler.load_state_dict({**self._scaler.state_dict(), **moving})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and where the scale stands."""
+        """Return the state of the optimizer and of the scale."""
         return {**super().state_dict(), **self.extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,9 +164,9 @@ class AmpOptimWrapper(OptimWrapper):
 
 
 def _norm_of_updates(norm: Tensor | None, former: Tensor | None) -> Tensor | None:
-    """Return the norm, or, of gradients that are not finite, whose update is skipped, that of the former update.
+    """Return `norm` if it is finite; otherwise, as the update is skipped, the norm of the previous update.
 
-    Before any update it is 0. Nothing is read from the device.
+    Before the first update that is 0. Nothing is read from the device.
     """
     if norm is None:
         return None

@@ -1,4 +1,4 @@
-"""From a config to schedulers."""
+"""Building schedulers from a config."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def build_param_schedulers(
     """Return the schedulers that `cfg` describes.
 
     Args:
-        optimizer: whose learning rates, or other numbers, are scheduled.
+        optimizer: the optimizer whose learning rates, or other values, are scheduled.
         cfg: a config dict or a list of them, with `type` (the name or class of one of lockstep's schedules, or a
-            subclass of torch's `LRScheduler`), `by_epoch` (default True), `begin`, `end`, and the arguments of that
-            class; or `ParamScheduler` objects; or None. Where a class needs a length (`T_max`, `total_iters`,
-            `total_steps`) that is not given, it is that of the window. With `convert_to_iter_based=True` all numbers
-            are meant in epochs, but the value changes with every batch.
-        max_epochs: length of the training, by which windows without `end` are closed; None where it counts iterations.
+            subclass of torch's `LRScheduler`), `by_epoch` (default True; for `ReduceOnPlateauLR`, the training's unit),
+            `begin`, `end`, and the arguments of that class; or `ParamScheduler` objects; or None. A length (`T_max`,
+            `total_iters`, `total_steps`) that is not given defaults to the length of the window. With
+            `convert_to_iter_based=True` all numbers are in epochs, but the value changes with every batch.
+        max_epochs: length of the training, the default `end` of a window; None if the training counts iterations.
         max_iters: the same in batches.
 
     Raises:
-        ConfigError: no scheduler is called that, its arguments do not fit, or it counts epochs where the training
-            counts none.
+        ConfigError: no scheduler has that name, its arguments are not valid, or it counts epochs but the training
+            counts iterations.
 
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
@@ -71,7 +71,7 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
     name = schedule.__name__
     if arguments.pop("convert_to_iter_based", False):
         arguments = _in_batches(schedule, arguments, max_epochs, max_iters)
-    # A plateau is counted in validations; its window alone has a unit, which is that of the training.
+    # A plateau counts validations; only its window has a unit, which is that of the training.
     by_epoch = arguments.setdefault("by_epoch", max_epochs is not None or not issubclass(schedule, ReduceOnPlateauLR))
     last = max_epochs if by_epoch else max_iters
     if last is None and by_epoch and max_iters is not None:
@@ -92,7 +92,7 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
 def _in_batches(
     schedule: type, arguments: Mapping[str, Any], max_epochs: int | None, max_iters: int | None
 ) -> dict[str, Any]:
-    """Return arguments with all numbers of epochs turned into numbers of batches."""
+    """Return the arguments, with all numbers of epochs converted to numbers of batches."""
     if not arguments.get("by_epoch", True) or not issubclass(schedule, ParamScheduler) or not max_epochs:
         raise ConfigError(
             f"{schedule.__name__}: `convert_to_iter_based` must be False unless it is one of lockstep's schedules, it "

@@ -1,4 +1,4 @@
-"""Bounding gradients, whether this rank holds them whole or in shards."""
+"""Clipping of gradients, whole or sharded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 
 from lockstep.dist import all_reduce
 
-# A gradient's mesh, and those of its axes over which it is sharded.
+# A gradient's mesh, and the axes of it over which the gradient is sharded.
 Sharding = tuple[DeviceMesh, tuple[int, ...]]
 
 
@@ -24,20 +24,20 @@ def clip_by_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale the gradients down to a common norm of at most `max_norm`, and return what it was.
+    """Scale the gradients down to a total norm of at most `max_norm`, and return the norm before clipping.
 
-    The norm is that of all gradients together, on every rank the same: shards are gathered to one number. torch's own
-    function gives the norm of sharded gradients only as a `DTensor`, refuses a mixture of sharded and whole ones, and
-    for `norm_type=inf` hangs where a rank holds nothing of a parameter (2.13).
+    The norm is that of all gradients together and is the same on every rank. For sharded gradients, torch's own
+    function returns the norm only as a `DTensor`, refuses a mixture of sharded and whole gradients, and for
+    `norm_type=inf` hangs if a rank holds no element of a parameter (torch 2.13).
 
     Args:
-        params: those without a gradient are passed over.
+        params: parameters; those without a gradient are skipped.
         max_norm: as for `torch.nn.utils.clip_grad_norm_`, like the other arguments.
-        norm_type: of the p-norm, above 0; may be infinite.
-        error_if_nonfinite: raise where the norm is not finite.
+        norm_type: the p of the p-norm, above 0; may be infinite.
+        error_if_nonfinite: raise an error if the norm is not finite.
         foreach: use torch's faster implementation; by default where there is one.
 
-    **Collective**: every rank of the meshes that gradients are sharded over. **Cost**: one number per mesh axis.
+    **Collective**: every rank of the meshes over which gradients are sharded. **Cost**: one number per mesh axis.
 
     Raises:
         RuntimeError: on every rank, with `error_if_nonfinite`, if the norm is not finite.
@@ -55,7 +55,7 @@ def clip_by_norm(
 
 
 def clip_by_value(params: Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
-    """Bring every number of the gradients between `-clip_value` and `clip_value`. Nothing is sent."""
+    """Clamp every element of the gradients to between `-clip_value` and `clip_value`. Nothing is sent."""
     for alike in _whole_and_sharded([param for param in params if param.grad is not None]):
         clip_grad_value_(alike, clip_value, foreach)
 
@@ -63,7 +63,7 @@ def clip_by_value(params: Iterable[Tensor], clip_value: float, foreach: bool | N
 def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
     """Return the norm of all gradients together, whole or sharded, as a plain tensor.
 
-    **Collective**: every rank of the meshes that gradients are sharded over.
+    **Collective**: every rank of the meshes over which gradients are sharded.
 
     Raises:
         ValueError: `norm_type` is not above 0.
@@ -82,21 +82,21 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: 
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a `DTensor`, without importing that, which takes longer than all of lockstep."""
+    """Return whether a tensor is a `DTensor`, without the import of `DTensor`, which is slower than all of lockstep."""
     return hasattr(tensor, "device_mesh")
 
 
 def _norm(parts: list[Tensor], sharding: Sharding | None, norm_type: float, foreach: bool | None) -> Tensor:
-    """Return the norm of gradients that are whole, or of what all ranks hold of some."""
+    """Return the norm of whole gradients, or of sharded ones over all ranks that hold shards."""
     if sharding is None:
         return get_total_norm(parts, norm_type, foreach=foreach)
     mesh, axes = sharding
-    # A rank may hold nothing of a short parameter, and nothing has no largest number.
+    # A rank may hold no element of a short parameter, and an empty tensor has no maximum.
     present = [part for part in parts if part.numel()]
     norm = get_total_norm(present, norm_type, foreach=foreach) if present else parts[0].new_zeros(())
     infinite = math.isinf(norm_type)
     if not infinite:
-        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # float16 could not hold a square
+        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # a square may overflow float16
         norm = norm**norm_type
     for axis in axes:
         all_reduce(norm, "max" if infinite else "sum", group=mesh.get_group(axis))
@@ -104,7 +104,7 @@ def _norm(parts: list[Tensor], sharding: Sharding | None, norm_type: float, fore
 
 
 def _own_part(gradient: Any) -> tuple[Sharding | None, Tensor]:
-    """Return how a gradient is sharded, if it is, and what this rank holds of it."""
+    """Return how a gradient is sharded (None if it is whole), and the part that this rank holds."""
     if not is_sharded(gradient):
         return None, gradient
     if any(placement.is_partial() for placement in gradient.placements):
@@ -118,7 +118,7 @@ def _own_part(gradient: Any) -> tuple[Sharding | None, Tensor]:
 
 
 def _whole_and_sharded(params: list[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters in lists that torch can take, which do not mix shards of different meshes."""
+    """Group the parameters into lists that torch accepts: none mixes shards of different meshes."""
     lists: dict[Any, list[Tensor]] = {}
     for param in params:
         lists.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)

@@ -1,4 +1,4 @@
-"""From a config to an `OptimWrapper`, whose parameters may have options of their own."""
+"""Building an `OptimWrapper` from a config, with options per parameter."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lockstep.optim.wrapper_dict import OptimWrapperDict
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.registry.signatures import Arguments
 
-# Torch's optimizers with a fused kernel for accelerators, and whether it takes DTensors, too (2.13);
+# Torch's optimizers with a fused kernel for accelerators, and whether it also takes DTensors (torch 2.13);
 # see docs/decisions/0007-fused-optimizers.md.
 _TAKES_SHARDS: Mapping[type, bool] = {Adam: True, AdamW: True, SGD: False}
-# On the CPU a fused update rounds otherwise than a plain loop's.
+# On the CPU a fused update rounds differently from the one of a hand-written loop.
 _DEVICES = ("cuda", "mps", "xpu")
-# What the user may have said of the implementation; a fused one rules out the others.
+# Options by which the user may choose the implementation; `fused` excludes the others.
 _CHOICES = ("fused", "foreach", "differentiable")
 _IMPLEMENTATION = (*_CHOICES, "capturable")
 
@@ -31,15 +31,15 @@ def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mappin
     """Return the optim wrapper that `cfg` describes, over the parameters of `model`.
 
     Args:
-        model: the model as it is trained: on its device, and wrapped.
-        cfg: an optim wrapper, which is returned as it is; an optimizer, which is wrapped; or a dict whose key
+        model: the model in the form in which it is trained: on its device, and wrapped.
+        cfg: an optim wrapper, which is returned unchanged; an optimizer, which is wrapped; a dict whose key
             `optimizer` is an optimizer or the config of one, and whose other keys are arguments of the wrapper (`type`,
             by default `OptimWrapper`), `paramwise_cfg` with options of some parameters (see
-            `DefaultOptimWrapperConstructor`), and `constructor`, the name or class of another constructor; or a dict of
-            all of these by the names of parts of the model, each of which gets its own.
+            `DefaultOptimWrapperConstructor`), and `constructor`, the name or class of another constructor; or a dict
+            from the names of the model's child modules to any of these, for one wrapper per child.
 
     Raises:
-        ConfigError: `optimizer` is missing, or the model has nothing to train.
+        ConfigError: `optimizer` is missing, or no parameter of the model requires a gradient.
 
     Example:
         >>> wrapper = build_optim_wrapper(
@@ -73,34 +73,34 @@ def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mappin
 class DefaultOptimWrapperConstructor:
     """Builds an optimizer over the parameters of a model, and its wrapper.
 
-    Frozen parameters belong to the optimizer, too, so that they are trained from the moment on that they are unfrozen.
+    The optimizer also holds frozen parameters, so that they are trained as soon as they are unfrozen.
 
-    Parameters with the same options share a group, so that there are as few groups as options; they come in the order
-    of the model. A subclass may fill the groups in another way by overriding `add_params`.
+    Parameters with the same options share a group, so there are as few groups as possible; they keep the order of the
+    model. A subclass may override `add_params` to form other groups.
 
-    Keys of `paramwise_cfg`, each of which multiplies the learning rate (`lr_mult`) or weight decay (`decay_mult`) of
-    some parameters:
+    Keys of `paramwise_cfg`. Each one multiplies the learning rate (`lr_mult`) or weight decay (`decay_mult`) of some
+    parameters:
 
     - `custom_keys`: by parts of names: `{"backbone": dict(lr_mult=0.1, decay_mult=0.0)}`, also with other options of
-      the optimizer. The longest key that is part of a name decides, and nothing else applies to that parameter.
-    - `bias_lr_mult`: biases, but for those of norms and of deformable offsets.
-    - `bias_decay_mult`: biases, but for those of norms, depthwise convolutions and deformable offsets.
-    - `norm_decay_mult`: norms. A norm is a module whose class is called so, such as `BatchNorm2d` and `LlamaRMSNorm`.
+      the optimizer. The longest key that is part of a parameter's name applies, and no other key does.
+    - `bias_lr_mult`: biases, except those of norms and of deformable offsets.
+    - `bias_decay_mult`: biases, except those of norms, depthwise convolutions and deformable offsets.
+    - `norm_decay_mult`: norms: modules whose class name ends in `Norm`, `Norm1d`, ...: `BatchNorm2d`, `LlamaRMSNorm`.
     - `dwconv_decay_mult`: depthwise convolutions.
-    - `flat_decay_mult`: other parameters of one dimension.
-    - `dcn_offset_lr_mult`: the convolution `conv_offset` in a deformable one.
-    - `bypass_duplicate`: a parameter that is shared by places with different options has those of the first one;
-      else that is an error.
+    - `flat_decay_mult`: one-dimensional parameters to which no other given `decay_mult` applies.
+    - `dcn_offset_lr_mult`: the convolution `conv_offset` in a deformable convolution.
+    - `bypass_duplicate`: if a parameter is shared by modules with different options, the options of the first one
+      apply; without this key that is an error.
 
-    Names are those of the user's own module, whatever it is wrapped in.
+    Names are those of the user's own module, without the prefixes of wrappers.
 
     Args:
-        optim_wrapper_cfg: the key `optimizer` with the config of one, and arguments of the wrapper (`type`, by default
-            `OptimWrapper`).
+        optim_wrapper_cfg: a dict with the key `optimizer` (an optimizer or the config of one), and arguments of the
+            wrapper (`type`, by default `OptimWrapper`).
         paramwise_cfg: see above.
 
     Raises:
-        ConfigError: a key is unknown or part of no name, or the model has nothing to train.
+        ConfigError: a key is unknown or part of no name, or no parameter of the model requires a gradient.
 
     Example:
         >>> construct = DefaultOptimWrapperConstructor(
@@ -129,7 +129,7 @@ class DefaultOptimWrapperConstructor:
         self.base_wd = self._base.get("weight_decay")
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
-        """Return the optim wrapper over the parameters of a model, as it is trained: on its device, and wrapped."""
+        """Return the optim wrapper over the parameters of `model`, which must be on its device and wrapped already."""
         optimizer = self.optimizer_cfg
         if isinstance(optimizer, Mapping):
             optimizer = self._build_optimizer(model)
@@ -145,14 +145,14 @@ class DefaultOptimWrapperConstructor:
     def add_params(
         self, params: list[dict[str, Any]], module: nn.Module, prefix: str = "", is_dcn_module: bool | None = None
     ) -> None:
-        """Add the parameter groups of a module to `params`; a subclass may make other groups.
+        """Add the parameter groups of a module to `params`; a subclass may form other groups.
 
         Args:
-            params: groups for the optimizer, each with the key `params` and the options that are its own.
+            params: groups for the optimizer, each with the key `params` and its own options.
             module: the user's own module.
-            prefix: MMEngine's, for calling itself on submodules, like the next; must be empty, because a call goes
-                through the whole module.
-            is_dcn_module: means nothing here.
+            prefix: for compatibility with MMEngine, where this method recurses; must be empty, because one call covers
+                the whole module.
+            is_dcn_module: for compatibility with MMEngine; ignored.
         """
         if prefix:
             raise ConfigError(f"`prefix` must be empty, but is {prefix!r}: one call goes through the whole module")
@@ -171,7 +171,7 @@ class DefaultOptimWrapperConstructor:
                     f"says {earlier} and {options}. With bypass_duplicate=True the first one counts"
                 )
         for site, options in chosen.values():
-            # Options may be lists, which no dict takes as keys; there are few groups.
+            # A linear search: options may hold lists, which can't be dict keys, and there are few groups.
             group = next((group for group in params if _own_options(group) == options), None)
             if group is None:
                 group = {"params": [], **options}
@@ -201,7 +201,7 @@ def _kind_of(cfg: Mapping[str, Any]) -> Any:
 
 
 def _options(cfg: Any) -> tuple[Collection[str] | None, Options]:
-    """Return the names of an optimizer's options, None where it may take any, and those that it has by its config."""
+    """Return the names of an optimizer's options (None if it takes any), and their values: defaults and config."""
     kind = _kind_of(cfg) if isinstance(cfg, Mapping) else None
     if not callable(kind):
         return None, {}
@@ -222,13 +222,13 @@ def _is_by_part(model: nn.Module, cfg: Mapping[str, Any]) -> bool:
 
 
 def _fits_fused(kind: Any, options: Mapping[str, Any], params: Sequence[nn.Parameter], model: nn.Module) -> bool:
-    """Return whether an optimizer of these parameters is to be fused where its config does not say so.
+    """Return whether the optimizer should be fused. False if its config chooses an implementation.
 
     Args:
         kind: the optimizer's class.
         options: its other arguments.
-        params: all that it will update.
-        model: whose they are.
+        params: all parameters that it will update.
+        model: the model that holds them.
     """
     if kind not in _TAKES_SHARDS or any(options.get(name) is not None for name in _CHOICES):
         return False
@@ -241,12 +241,12 @@ def _fits_fused(kind: Any, options: Mapping[str, Any], params: Sequence[nn.Param
 
 
 def _with_own_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Let an optimizer stay fused or not when it loads the state of one that was not or was.
+    """Keep the optimizer's own implementation (`fused`, ...) when it loads a state that was saved with another one.
 
     A checkpoint may come from another kind of device, or from parameters that were not sharded.
     """
     if len(state["param_groups"]) != len(optimizer.param_groups):
-        return state  # torch says so
+        return state  # torch raises the error
     groups = [
         {**saved, **{name: own[name] for name in _IMPLEMENTATION if name in own}}
         for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)

@@ -1,4 +1,4 @@
-"""`LossScaler`: torch's gradient scaler, on which all ranks agree."""
+"""`LossScaler`: torch's gradient scaler, with the same scale on all ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from lockstep.dist import all_reduce
 from lockstep.optim.clipping import is_sharded
 
-# Number of updates between two looks at how many of them were skipped; each look waits for the device.
+# Number of updates between two checks of how many were skipped; each check waits for the device.
 PATIENCE = 100
 
 
 class LossScaler(GradScaler):
     """Scale losses so that half-precision gradients do not vanish, and skip updates whose gradients overflow.
 
-    Where gradients are sharded, an overflow in the shard of one rank makes all ranks skip the update and shrink the
-    scale. Gradients that every rank holds whole have been averaged, and so overflow on all ranks or on none.
+    With sharded gradients, an overflow in the shard of one rank makes all ranks skip the update and shrink the scale.
+    Gradients that every rank holds whole are averaged already, so they overflow on all ranks or on none.
 
     Args:
         device: type of the device on which losses are computed.
@@ -31,7 +31,7 @@ class LossScaler(GradScaler):
     **Collective**: every rank calls `unscale_` and `update`. **Cost**: with sharded gradients an all_reduce of 4 bytes
     per update; torch's own scaler sends as much for each dtype, but refuses a mixture of sharded and whole gradients.
 
-    **Source**: `torch.amp.GradScaler` (2.13), whose `_unscale_grads_` torch's own `ShardedGradScaler` overrides, too.
+    **Source**: `torch.amp.GradScaler` (torch 2.13). Torch's `ShardedGradScaler` also overrides `_unscale_grads_`.
     """
 
     def __init__(self, device: str, *, fixed_scale: float | None = None, **kwargs: Any) -> None:
@@ -40,13 +40,13 @@ class LossScaler(GradScaler):
         super().__init__(device, **kwargs)
         self._fixed_scale = fixed_scale
         self._updates = 0
-        self._skipped: Tensor | None = None  # on the device, of the updates since the last look
+        self._skipped: Tensor | None = None  # on the device: count since the last check
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Change the scale as the last update asks for.
+        """Shrink or grow the scale after an update.
 
         Raises:
-            FloatingPointError: on every rank, when all of the last 100 updates were skipped.
+            FloatingPointError: on every rank, when all of the last 100 updates were skipped (a check every 100).
         """
         super().update(self._fixed_scale if new_scale is None else new_scale)
         self._updates += 1
@@ -59,7 +59,7 @@ class LossScaler(GradScaler):
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         held: Any = SimpleNamespace(param_groups=[{"params": [_own_part(param) for param in params]}])
         found = super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
-        if not found:  # where an optimizer has no gradients, there is nothing to skip
+        if not found:  # the optimizer has no gradients: nothing to skip
             found = {found_inf.device: found_inf}
         sharded = any(is_sharded(param.grad) for param in params)
         for flag in found.values():
@@ -84,7 +84,7 @@ class LossScaler(GradScaler):
 
 
 def _own_part(param: Any) -> Any:
-    """Return a parameter as this rank holds it, with its gradient, in the same memory."""
+    """Return this rank's part of a parameter, with its gradient, in the same memory."""
     if not is_sharded(param.grad):
         return param
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Where the parameters of a model are, and learning rates and weight decays that differ between them."""
+"""Learning rates and weight decays per parameter, by its place in the model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MULTIPLIERS = (
 )  # fmt: skip
 PARAMWISE_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate")
 
-# Classes of other libraries are known by their names: RMSNorm, LayerNorm2d, LlamaRMSNorm; DeformConv2d,
+# Classes of other libraries are recognised by their names: RMSNorm, LayerNorm2d, LlamaRMSNorm; DeformConv2d,
 # ModulatedDeformConv2dPack.
 _NORM = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 _DEFORMABLE = re.compile(r"DeformConv")
 
-# Modules that torch puts around another one keep it under these names: torch.compile, activation checkpointing.
+# The names under which torch's wrappers keep the inner module: torch.compile, activation checkpointing.
 _AROUND = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -35,9 +35,9 @@ class ParamSite:
 
     Attributes:
         name: its full name in the user's own module, without the prefixes of wrappers.
-        parameter: the parameter, as it is trained.
+        parameter: the parameter, in the form in which it is trained.
         module: the module that holds it.
-        parent: the class name of the module around that one; empty at the top.
+        parent: the class name of that module's parent; empty at the top.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ParamSite:
 def param_sites(model: nn.Module) -> list[ParamSite]:
     """Return the occurrences of all parameters, in the order of `model.parameters()`.
 
-    A parameter that is shared has several. Wrappers around the model, or around parts of it, are looked through.
+    A shared parameter has several occurrences. Wrappers around the model or its submodules are skipped.
     """
     return list(_sites(model, "", ""))
 
@@ -71,15 +71,15 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 class Paramwise:
-    """What a `paramwise_cfg` says of each parameter.
+    """The options that a `paramwise_cfg` gives to each parameter.
 
     Args:
         cfg: see `DefaultOptimWrapperConstructor`.
-        base: the optimizer's own options, of which `lr` and `weight_decay` are multiplied.
-        known: all options that the optimizer takes; None where that is not known.
+        base: the optimizer's own options; `lr` and `weight_decay` are multiplied.
+        known: all options that the optimizer takes; None if they are not known.
 
     Raises:
-        ConfigError: a key is not known, or a value is no number.
+        ConfigError: a key is not known, or a multiplier is not a number of at least 0.
     """
 
     def __init__(self, cfg: Mapping[str, Any], base: Mapping[str, Any], known: Collection[str] | None) -> None:
@@ -91,14 +91,14 @@ class Paramwise:
         self._custom = {
             key: self._read_custom(key, options, known) for key, options in (cfg.get("custom_keys") or {}).items()
         }
-        # The longest key wins; of several, the first in the alphabet.
+        # The longest key wins; among keys of one length, the first in alphabetical order.
         self._keys = sorted(sorted(self._custom), key=len, reverse=True)
 
     def check_keys(self, names: list[str]) -> None:
-        """Refuse custom keys that are part of no name.
+        """Check that each custom key is part of some parameter's name.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: a key is part of no name.
         """
         for key in self._keys:
             if not any(key in name for name in names):
@@ -111,7 +111,7 @@ class Paramwise:
                 )
 
     def options(self, site: ParamSite) -> Options:
-        """Return the options in which a parameter differs from the others."""
+        """Return the options of a parameter that differ from the optimizer's own."""
         key = next((key for key in self._keys if key in site.name), None)
         if key is not None:
             return self._custom[key]
@@ -147,7 +147,7 @@ class Paramwise:
 
 
 def _keys_of(site: ParamSite) -> Iterator[tuple[str, str]]:
-    """Yield each option with the multipliers that may be meant for a parameter; the first that is given counts."""
+    """Yield pairs of an option and a multiplier that may apply to a parameter; per option, the first given counts."""
     module, is_offset = site.module, _is_offset(site)
     is_norm = _NORM.search(type(module).__name__) is not None
     is_bias = site.name.rpartition(".")[2] == "bias" and not is_norm and not is_offset
@@ -166,13 +166,13 @@ def _keys_of(site: ParamSite) -> Iterator[tuple[str, str]]:
 
 
 def _is_offset(site: ParamSite) -> bool:
-    """Return whether a parameter is of the convolution that finds the offsets of a deformable one."""
+    """Return whether a parameter belongs to the convolution that computes the offsets of a deformable convolution."""
     holder = site.name.rpartition(".")[0].rpartition(".")[2]
     return "conv_offset" in holder and _DEFORMABLE.search(site.parent) is not None
 
 
 def _parts(name: str) -> list[str]:
-    """Return everything of a name that one might write as a key: `a.b.c` is `a`, `a.b`, `a.b.c`, `b` and `c`."""
+    """Return the parts of a name that a user may write as a key: for `a.b.c`, `a`, `b`, `c`, `a.b` and `a.b.c`."""
     parts = name.split(".")
     return [*parts, *(".".join(parts[:length]) for length in range(2, len(parts) + 1))]
 

@@ -1,4 +1,4 @@
-"""`ReduceOnPlateauLR`: a schedule that looks at the metrics of the validation."""
+"""`ReduceOnPlateauLR`: a schedule that follows a validation metric."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lockstep.optim.scheduler import ParamScheduler, for_momentum, for_rates
 
 @for_rates
 class ReduceOnPlateauLR(ParamScheduler):
-    """Multiply by `factor` when a metric of the validation has not become better for some time.
+    """Multiply the value by `factor` when a validation metric has stopped improving.
 
-    All ranks have the same metrics, and so the same values. Validations outside the window from `begin` to `end` do
+    All ranks see the same metrics and so set the same values. Validations outside the window from `begin` to `end` do
     not count.
 
     Args:
         monitor: the name of the metric.
         rule: whether `"less"` or `"greater"` is better.
-        factor: by which the value is multiplied.
-        patience: number of validations in a row that may be no better.
-        threshold: by how much a metric must be better than the best one so far to count.
-        threshold_rule: whether that is `"rel"`, a part of the best one, or `"abs"`, a number.
+        factor: the factor of one reduction.
+        patience: number of validations in a row without improvement that are tolerated.
+        threshold: how much better than the best value so far a metric must be to count as an improvement.
+        threshold_rule: `"rel"` if `threshold` is a fraction of the best value, `"abs"` if it is a difference.
         cooldown: number of validations after a reduction that do not count.
-        min_value: the value never falls below that; a number, or a list with one for each parameter group.
-        eps: a reduction by no more than that is not made.
-        **window: of `ParamScheduler`.
+        min_value: the lower bound of the value; a number, or a list with one for each parameter group.
+        eps: reductions of at most `eps` are not made.
+        **window: arguments of `ParamScheduler`.
 
     **Source**: behaves as `torch.optim.lr_scheduler.ReduceLROnPlateau` (2.13).
     """
@@ -58,13 +58,13 @@ class ReduceOnPlateauLR(ParamScheduler):
         super().__post_init__()
 
     def advance(self, t: int) -> None:
-        """Do nothing: the time alone changes nothing."""
+        """Do nothing: only `observe` changes the values."""
 
     def observe(self, metrics: Mapping[str, Any]) -> None:
-        """Look at the metrics of a validation, and reduce the values if the time has come.
+        """Compare the metrics of a validation, and reduce the values if the patience is exhausted.
 
         Raises:
-            ConfigError: the metric is not among them.
+            ConfigError: `metrics` does not have the metric.
         """
         if self.monitor not in metrics:
             raise ConfigError(
@@ -89,7 +89,7 @@ class ReduceOnPlateauLR(ParamScheduler):
     def _is_better(self, value: float, best: float | None) -> bool:
         sign = -1 if self.rule == "less" else 1
         if best is None:
-            return sign * value > -math.inf  # which is not said of a number that is none
+            return sign * value > -math.inf  # False for NaN
         step = sign * self.threshold
         return sign * value > sign * (best * (1 + step) if self.threshold_rule == "rel" else best + step)
 

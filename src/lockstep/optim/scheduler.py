@@ -21,34 +21,34 @@ _logger = logging.getLogger(__name__)
 _Schedule = TypeVar("_Schedule", bound="ParamScheduler")
 
 WINDOW: Any = None
-"""The default of a length: that of the window."""
+"""The default of a length: the length of the window."""
 
-# Arguments that say how long a whole schedule takes, and by how much less than the window by default: a ramp arrives at
-# its end value in the window's last count.
+# Arguments that are the length of the whole schedule, and by how much it is shorter than the window by default: a ramp
+# reaches its end value in the window's last count.
 _LENGTHS = {"T_max": 0, "total_iters": 1, "total_steps": 0}
 
 
 @dataclass(eq=False, repr=False)
 class ParamScheduler(ABC):
-    """Changes one number of every parameter group, such as the learning rate, from `begin` up to `end`.
+    """Base class: changes one value of every parameter group, such as the learning rate, from `begin` up to `end`.
 
-    Schedules on one optimizer may follow each other, a warm-up of 100 batches and then a cosine; where their windows
-    overlap, their effects multiply. A subclass says in `advance` what happens at each count.
+    Schedules on one optimizer may follow each other, such as a warm-up of 100 batches and then a cosine; where their
+    windows overlap, their effects multiply. A subclass implements `advance`, which sets the values for each count.
 
     Args:
-        optimizer: whose parameter groups are changed.
-        by_epoch: count epochs, else batches.
-        begin: the count at which the schedule starts, from the value that it finds then.
-        end: the count from which on it no longer changes anything; None for never.
-        param_name: what is changed: `"lr"`, `"momentum"` (Adam's first beta counts as one), or another number that the
-            groups have, such as `"weight_decay"`.
-        last_step: MMEngine's; only -1 is taken, since a run goes on by the state of its schedules.
-        verbose: MMEngine's; the values are in every record of a run, so that nothing is printed.
+        optimizer: the optimizer whose parameter groups are changed.
+        by_epoch: count epochs; otherwise batches.
+        begin: the count at which the schedule starts, from the value that the group has then.
+        end: the count from which the schedule no longer changes the value; None for never.
+        param_name: what is changed: `"lr"`, `"momentum"` (for Adam, the first beta), or another number that the groups
+            have, such as `"weight_decay"`.
+        last_step: for compatibility with MMEngine; must be -1, because a run resumes from the state of its schedules.
+        verbose: for compatibility with MMEngine; True only logs a warning, as every record of a run has the values.
     """
 
-    # Arguments that are lengths of time, which a conversion from epochs to batches multiplies.
+    # Arguments that are durations: a conversion from epochs to batches multiplies them.
     durations: ClassVar[tuple[str, ...]] = (*_LENGTHS, "step_size", "milestones", "periods")
-    # What its state holds, in JSON values: attributes, without their underscore.
+    # The attributes in the state, without their leading underscore; their values are JSON values.
     kept: ClassVar[tuple[str, ...]] = ("count",)
 
     optimizer: Optimizer
@@ -60,7 +60,7 @@ class ParamScheduler(ABC):
     verbose: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        # An optim wrapper will do; one of several optimizers would not say whose number is meant.
+        # An optim wrapper is accepted. One of several optimizers is not: the value to change would be ambiguous.
         self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(
@@ -84,42 +84,42 @@ class ParamScheduler(ABC):
             if hasattr(self, name):
                 setattr(self, name, self._duration(name))
         self._count = 0
-        self.get_last_value()  # fails where there is no such number
+        self.get_last_value()  # raises if the groups have no such value
         if self.begin == 0:
             self.advance(0)
 
     @abstractmethod
     def advance(self, t: int) -> None:
-        """Set the values for the time that begins.
+        """Set the values for the count that begins.
 
         Args:
             t: counts since `begin`: 0, 1, 2, ...
         """
 
     def step(self) -> None:
-        """Count one epoch or batch, and set the values for the next."""
+        """Count one epoch or batch, and set the values for the next one."""
         self._count += 1
         if self.is_active:
             self.advance(self._count - self.begin)
 
     @property
     def is_active(self) -> bool:
-        """Whether the present count lies in the window."""
+        """Whether the current count lies in the window."""
         return self.begin <= self._count and (self.end is None or self._count < self.end)
 
     @property
     def title(self) -> str:
-        """What errors and logs call it."""
+        """The schedule's name in errors and logs."""
         return type(self).__name__
 
     @classmethod
     def stretched(cls, arguments: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
-        """Return arguments that are meant in epochs as what they mean in batches."""
+        """Return the arguments, converted from epochs to batches."""
         names = [name for name in ("begin", "end", *cls.durations) if arguments.get(name) is not None]
         return {**arguments, **{name: _times(arguments[name], epoch_length) for name in names}}
 
     def get_last_value(self) -> list[float]:
-        """Return the present value of every parameter group."""
+        """Return the current value of every parameter group."""
         return [self._read(group) for group in self.optimizer.param_groups]
 
     def set_values(self, values: Sequence[float]) -> None:
@@ -128,13 +128,13 @@ class ParamScheduler(ABC):
             self._write(group, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands, in JSON values."""
+        """Return the state of the schedule, in JSON values."""
         return {name: getattr(self, f"_{name}") for name in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where another scheduler of the same arguments stood.
+        """Restore the state of a scheduler with the same arguments.
 
-        The values themselves belong to the optimizer's state; load that afterwards.
+        The values are part of the optimizer's state; load that afterwards.
         """
         for name in self.kept:
             setattr(self, f"_{name}", state[name])
@@ -145,12 +145,12 @@ class ParamScheduler(ABC):
         return f"{self.title}({', '.join([window, *self._shown()])})"
 
     def _shown(self) -> list[str]:
-        """Return the arguments that are its own, as they are written."""
+        """Return the subclass's own arguments, as `name=value`."""
         own = {field.name: getattr(self, field.name) for field in fields(self)[len(fields(ParamScheduler)) :]}
         return [f"{name}={value!r}" for name, value in own.items() if value is not None]
 
     def _duration(self, name: str) -> Any:
-        """Return an argument that is a length of time; where it is not given, that of the window."""
+        """Return an argument that is a duration; if it is not given, the default for the window."""
         given = getattr(self, name)
         if given is None:
             if self.end is None:
@@ -161,7 +161,7 @@ class ParamScheduler(ABC):
         return given
 
     def _by_group(self, name: str) -> list[float]:
-        """Return an argument that is a number, or a list with one for each parameter group, as such a list."""
+        """Return an argument as a list with one number per parameter group; it may be given as one number."""
         given, groups = getattr(self, name), len(self.optimizer.param_groups)
         values = list(given) if isinstance(given, Sequence) else [given] * groups
         if len(values) != groups:
@@ -185,7 +185,7 @@ class ParamScheduler(ABC):
     def _write(self, group: dict[str, Any], value: float) -> None:
         if self.param_name not in group:
             group["betas"] = (value, *group["betas"][1:])
-        elif isinstance(group[self.param_name], Tensor):  # which a compiled or captured step holds on to
+        elif isinstance(group[self.param_name], Tensor):  # a compiled or captured step reads this tensor
             group[self.param_name].fill_(value)
         else:
             group[self.param_name] = value
@@ -193,12 +193,12 @@ class ParamScheduler(ABC):
 
 @dataclass(eq=False, repr=False)
 class FormulaScheduler(ParamScheduler):
-    """A schedule whose value is a formula of the time since it began, and of the value that it began with.
+    """A schedule whose value is a formula of the time since it began and of the value that it began with.
 
-    Nothing is added up over time, so that rounding errors do not grow. Where something else has changed the value in
-    the meantime, such as a schedule whose window overlaps, the formula goes on from there.
+    Nothing accumulates over time, so rounding errors do not grow. If something else has changed the value in the
+    meantime, such as a schedule whose window overlaps, the formula continues from the changed value.
 
-    A subclass says in `multiplier` by what the first value is multiplied, and may have a floor towards which it falls.
+    A subclass implements `multiplier`, the factor of the first value, and may override `floor`, the limit of the fall.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("count", "base", "last")
@@ -210,18 +210,18 @@ class FormulaScheduler(ParamScheduler):
 
     @abstractmethod
     def multiplier(self, t: int) -> float:
-        """Return which part of the first value's height above the floor is left after `t` counts."""
+        """Return the fraction of the first value's distance to the floor that remains after `t` counts."""
 
     def floor(self) -> tuple[float, float]:
-        """Return what the value falls towards: a number, or a part of the first value."""
+        """Return the limit of the fall as a number and as a fraction of the first value; at least one of them is 0."""
         return 0.0, 0.0
 
     def first_values(self) -> list[float]:
-        """Return the value of each group that multipliers refer to, when the schedule begins."""
+        """Return the value of each group that multipliers refer to; called when the schedule begins."""
         return self.get_last_value()
 
     def advance(self, t: int) -> None:
-        """Set the values of the formula."""
+        """Set the values that the formula gives."""
         slope, offset = self._line(t)
         if not self._base:
             self._base = self.first_values()
@@ -230,10 +230,10 @@ class FormulaScheduler(ParamScheduler):
         else:
             self._base = self._moved(t - 1)
         self.set_values([slope * base + offset for base in self._base])
-        self._last = self.get_last_value()  # as the optimizer rounds it, where it keeps a tensor
+        self._last = self.get_last_value()  # read back: a tensor in the optimizer rounds it
 
     def _moved(self, t: int) -> list[float]:
-        """Return first values from which the formula would have come to the present values at `t`."""
+        """Return the first values for which the formula gives the current values at `t`."""
         slope, offset = self._line(t)
         return [
             base if now == last or slope == 0 else (now - offset) / slope
@@ -241,14 +241,14 @@ class FormulaScheduler(ParamScheduler):
         ]
 
     def _line(self, t: int) -> tuple[float, float]:
-        """Return by what the first value is multiplied at `t`, and what is added."""
+        """Return the factor of the first value at `t`, and the number that is added."""
         above, (number, part) = self.multiplier(t), self.floor()
         return part + (1 - part) * above, number * (1 - above)
 
 
 @dataclass(eq=False, repr=False)
 class FloorScheduler(FormulaScheduler):
-    """A schedule with a floor: `eta_min`, or `eta_min_ratio` as a part of the first value."""
+    """A schedule with a floor: `eta_min`, or `eta_min_ratio` as a fraction of the first value."""
 
     eta_min: float | None = field(default=None, kw_only=True)
     eta_min_ratio: float | None = field(default=None, kw_only=True)
@@ -259,7 +259,7 @@ class FloorScheduler(FormulaScheduler):
         super().__post_init__()
 
     def floor(self) -> tuple[float, float]:
-        """Return what the value falls towards: a number, or a part of the first value."""
+        """Return the limit of the fall as a number and as a fraction of the first value; at least one of them is 0."""
         return self.eta_min or 0.0, self.eta_min_ratio or 0.0
 
 
@@ -268,12 +268,12 @@ def _times(length: Any, factor: int) -> Any:
 
 
 def window_length(name: str, begin: int, end: int) -> int:
-    """Return the default of an argument that says how long a schedule takes in such a window."""
+    """Return the default of an argument that is the length of a schedule, for the window from `begin` to `end`."""
     return max(end - begin - _LENGTHS.get(name, 0), 1)
 
 
 def length_argument(schedule: type) -> str | None:
-    """Return the name of the argument that says how long a schedule takes, one of lockstep's or of torch's."""
+    """Return the name of the argument that is the length of a schedule of lockstep or torch; None if it has none."""
     if not issubclass(schedule, ParamScheduler) and schedule.__module__ != LRScheduler.__module__:
         return None
     return next((name for name in _LENGTHS if name in inspect.signature(schedule).parameters), None)
@@ -281,13 +281,13 @@ def length_argument(schedule: type) -> str | None:
 
 @dataclass_transform(field_specifiers=(field,))
 def for_rates(schedule: type[_Schedule]) -> type[_Schedule]:
-    """Register and return the schedule of a learning rate as a dataclass, also under MMEngine's name for any number."""
+    """Make a learning rate schedule a dataclass and register it, also as MMEngine's `...ParamScheduler`."""
     names = [schedule.__name__, schedule.__name__.removesuffix("LR") + "ParamScheduler"]
     return PARAM_SCHEDULERS.register_module(name=names, module=dataclass(eq=False, repr=False)(schedule))
 
 
 def for_momentum(schedule: type[_Schedule]) -> type[_Schedule]:
-    """Register and return the schedule of a learning rate as one of momentum; Adam's first beta counts as one."""
+    """Return and register a learning rate schedule's variant for momentum; for Adam that is the first beta."""
     names = {
         "__module__": schedule.__module__,
         "__doc__": f"`{schedule.__name__}` for momentum.",

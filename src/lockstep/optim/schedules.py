@@ -1,4 +1,4 @@
-"""Schedules of learning rates and momentum: each is a formula of the time since it began."""
+"""Schedules of learning rates and momentum, each a formula of the time since it began."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lockstep.optim.scheduler import WINDOW, FloorScheduler, FormulaScheduler, f
 
 @for_rates
 class ConstantLR(FormulaScheduler):
-    """Multiply by `factor` for some time.
+    """Multiply the value by `factor` for the first `total_iters` counts.
 
     Args:
-        factor: by which the value is multiplied.
-        total_iters: counts until it is itself again; by default in the last count of the window.
-        **window: of `ParamScheduler`.
+        factor: the factor.
+        total_iters: counts until the value returns; by default it does in the last count of the window.
+        **window: arguments of `ParamScheduler`.
     """
 
     factor: float = 1 / 3
@@ -31,13 +31,13 @@ class ConstantLR(FormulaScheduler):
 
 @for_rates
 class LinearLR(FormulaScheduler):
-    """Multiply by a number that goes linearly from one to another, as a warm-up does.
+    """Multiply the value by a factor that changes linearly, as in a warm-up.
 
     Args:
-        start_factor: the number at the beginning.
-        end_factor: the number at the end, and afterwards.
-        total_iters: counts that it takes; by default it arrives in the last count of the window.
-        **window: of `ParamScheduler`.
+        start_factor: the factor at the beginning.
+        end_factor: the factor at the end, and afterwards.
+        total_iters: counts until `end_factor`; by default it is reached in the last count of the window.
+        **window: arguments of `ParamScheduler`.
     """
 
     start_factor: float = 1 / 3
@@ -53,7 +53,7 @@ class LinearLR(FormulaScheduler):
         super().__post_init__()
 
     def multiplier(self, t: int) -> float:
-        """Return a number on the line."""
+        """Return the factor after `t` counts."""
         if t >= self.total_iters:
             return self.end_factor
         return self.start_factor + (self.end_factor - self.start_factor) * t / self.total_iters
@@ -61,12 +61,12 @@ class LinearLR(FormulaScheduler):
 
 @for_rates
 class StepLR(FormulaScheduler):
-    """Multiply by `gamma` every `step_size` counts.
+    """Multiply the value by `gamma` every `step_size` counts.
 
     Args:
-        step_size: counts from one step to the next.
-        gamma: by which each step multiplies.
-        **window: of `ParamScheduler`.
+        step_size: counts between two multiplications.
+        gamma: the factor.
+        **window: arguments of `ParamScheduler`.
     """
 
     step_size: int
@@ -79,12 +79,12 @@ class StepLR(FormulaScheduler):
 
 @for_rates
 class MultiStepLR(FormulaScheduler):
-    """Multiply by `gamma` at each milestone.
+    """Multiply the value by `gamma` at each milestone.
 
     Args:
-        milestones: counts since `begin`; one that is there twice counts twice.
-        gamma: by which each multiplies.
-        **window: of `ParamScheduler`.
+        milestones: counts since `begin`; a milestone that is listed twice counts twice.
+        gamma: the factor.
+        **window: arguments of `ParamScheduler`.
     """
 
     milestones: Sequence[int]
@@ -101,18 +101,18 @@ class MultiStepLR(FormulaScheduler):
 
 @for_rates
 class ExponentialLR(FormulaScheduler):
-    """Multiply by `gamma` at each count.
+    """Multiply the value by `gamma` at each count.
 
     Args:
-        gamma: by which each multiplies.
-        **window: of `ParamScheduler`.
+        gamma: the factor.
+        **window: arguments of `ParamScheduler`.
     """
 
     gamma: float
 
     @classmethod
     def stretched(cls, arguments: Mapping[str, Any], epoch_length: int) -> dict[str, Any]:
-        """Return arguments with which an epoch of batches multiplies as an epoch did."""
+        """Return the arguments, converted to batches: the factors of one epoch's batches multiply to `gamma`."""
         stretched = super().stretched(arguments, epoch_length)
         if "gamma" in stretched:
             stretched["gamma"] **= 1 / epoch_length
@@ -128,10 +128,10 @@ class CosineAnnealingLR(FloorScheduler):
     """Fall along half a cosine.
 
     Args:
-        T_max: counts until the floor is reached, after which it rises again; by default the length of the window.
+        T_max: counts until the floor, after which the value rises again; by default the length of the window.
         eta_min: the floor; by default 0.
-        eta_min_ratio: the floor as a part of the first value, instead of `eta_min`.
-        **window: of `ParamScheduler`.
+        eta_min_ratio: the floor as a fraction of the first value, instead of `eta_min`.
+        **window: arguments of `ParamScheduler`.
 
     **Source**: Loshchilov and Hutter, SGDR (2016), equation 5, without restarts.
     """
@@ -149,10 +149,10 @@ class PolyLR(FloorScheduler):
 
     Args:
         power: 1 for a straight line.
-        total_iters: counts until the floor is reached; by default in the last count of the window.
+        total_iters: counts until the floor; by default it is reached in the last count of the window.
         eta_min: the floor; by default 0.
-        eta_min_ratio: the floor as a part of the first value, instead of `eta_min`.
-        **window: of `ParamScheduler`.
+        eta_min_ratio: the floor as a fraction of the first value, instead of `eta_min`.
+        **window: arguments of `ParamScheduler`.
     """
 
     power: float = 1.0
@@ -165,14 +165,14 @@ class PolyLR(FloorScheduler):
 
 @for_rates
 class CosineRestartLR(FloorScheduler):
-    """Fall along half a cosine again and again; after the last time, stay at the floor.
+    """Fall along half a cosine repeatedly; after the last period, stay at the floor.
 
     Args:
-        periods: counts of each fall.
-        restart_weights: by what the first value is multiplied at the beginning of each; by default 1.
+        periods: counts of each period.
+        restart_weights: the factor of the first value at the start of each period; by default 1.
         eta_min: the floor; by default 0.
-        eta_min_ratio: the floor as a part of the first value, instead of `eta_min`.
-        **window: of `ParamScheduler`.
+        eta_min_ratio: the floor as a fraction of the first value, instead of `eta_min`.
+        **window: arguments of `ParamScheduler`.
 
     **Source**: Loshchilov and Hutter, SGDR (2016), equation 5.
     """
@@ -192,7 +192,7 @@ class CosineRestartLR(FloorScheduler):
         super().__post_init__()
 
     def multiplier(self, t: int) -> float:
-        """Return the height of the present cosine."""
+        """Return the height of the current cosine."""
         for period, weight in self._falls:
             if t < period:
                 return weight * (1 + math.cos(math.pi * t / period)) / 2
@@ -202,20 +202,20 @@ class CosineRestartLR(FloorScheduler):
 
 @for_rates
 class OneCycleLR(FormulaScheduler):
-    """Rise to a highest value, then fall far below the first one. Momentum stays as it is.
+    """Rise to a highest value, then fall far below the first value. Momentum does not change.
 
     Args:
         eta_max: the highest value, or a list with one for each parameter group.
-        total_steps: counts that it takes; by default the length of the window.
-        pct_start: the part of it that the rise takes.
+        total_steps: length of the schedule in counts; by default the length of the window.
+        pct_start: the fraction of the schedule that the rise takes.
         anneal_strategy: `"cos"` or `"linear"`.
-        div_factor: the first value is that part of the highest one.
-        final_div_factor: the last value is that part of the first one.
-        three_phase: fall back to the first value in the time that the rise took, and to the last one afterwards.
+        div_factor: the first value is the highest value divided by this.
+        final_div_factor: the last value is the first value divided by this.
+        three_phase: fall to the first value in as many counts as the rise took, and then to the last value.
         max_lr: torch's name for `eta_max`.
-        **window: of `ParamScheduler`.
+        **window: arguments of `ParamScheduler`.
 
-    **Source**: Smith and Topin, Super-Convergence (2017), as `torch.optim.lr_scheduler.OneCycleLR` does it.
+    **Source**: Smith and Topin, Super-Convergence (2017), as in `torch.optim.lr_scheduler.OneCycleLR`.
     """
 
     eta_max: float | Sequence[float] | None = None
@@ -244,10 +244,10 @@ class OneCycleLR(FormulaScheduler):
         return [float(value) for value in self._by_group("eta_max")]
 
     def multiplier(self, t: int) -> float:
-        """Return the present part of the highest value."""
+        """Return the current fraction of the highest value."""
         first, last = 1 / self.div_factor, 1 / (self.div_factor * self.final_div_factor)
         up, over = self.pct_start * self.total_steps - 1, self.total_steps - 1
-        # Where each phase ends, and at what part of the highest value.
+        # The end of each phase, and the fraction of the highest value there.
         phases = [(up, 1.0), (2 * up, first), (over, last)] if self.three_phase else [(up, 1.0), (over, last)]
         begin, low = 0.0, first
         for end, high in phases:

@@ -1,4 +1,4 @@
-"""`TorchScheduler`: schedules of torch's, and a user's own subclasses, within a window."""
+"""`TorchScheduler`: a schedule of torch, or a user's subclass of one, within a window."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from lockstep.errors import ConfigError
 from lockstep.optim.scheduler import ParamScheduler, length_argument, window_length
 from lockstep.registry import PARAM_SCHEDULERS
 
-# Those that lockstep has no schedule of that name for.
+# Torch's schedules that lockstep has none of the same name for.
 for _name in ("CosineAnnealingWarmRestarts", "CyclicLR", "PolynomialLR"):
     PARAM_SCHEDULERS.register_module(module=getattr(lr_scheduler, _name))
 
 
 class TorchScheduler(ParamScheduler):
-    """A schedule of torch's that counts epochs or batches, from `begin` up to `end`.
+    """A torch schedule that counts epochs or batches, from `begin` up to `end`.
 
     Args:
         schedule: a subclass of `torch.optim.lr_scheduler.LRScheduler`. It is created when `begin` is reached, from the
             learning rate that the optimizer has then.
-        optimizer: whose learning rates are set.
-        by_epoch: count epochs, else batches.
+        optimizer: the optimizer whose learning rates are set.
+        by_epoch: count epochs; otherwise batches.
         begin: the count at which the schedule starts.
-        end: the count from which on it no longer changes anything; None for never.
-        last_step: as for `ParamScheduler`, like `verbose`.
+        end: the count from which the schedule no longer changes the learning rates; None for never.
+        last_step: as for `ParamScheduler`.
         verbose: as for `ParamScheduler`.
-        **kwargs: arguments of `schedule`, in the unit that is counted. A length that is missing is the window's.
+        **kwargs: arguments of `schedule`, in epochs or batches like `by_epoch`. A length defaults to the window's.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class TorchScheduler(ParamScheduler):
             self._inner = self._schedule(self.optimizer, **self._kwargs)
             return
         with warnings.catch_warnings():
-            # torch misses an optimizer step before the first one where gradients are accumulated.
+            # torch warns if no optimizer step came first, which is normal when gradients are accumulated.
             warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)")
             self._inner.step()
 
     @property
     def title(self) -> str:
-        """What errors and logs call it."""
+        """The schedule's name in errors and logs."""
         return self._schedule.__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands, in plain numbers and lists."""
+        """Return the state of the schedule, in plain numbers, strings and lists."""
         inner = {} if self._inner is None else self._inner.state_dict()
         return {**super().state_dict(), "schedule": {key: value for key, value in inner.items() if _is_plain(value)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where another scheduler of the same arguments stood."""
+        """Restore the state of a scheduler with the same arguments."""
         super().load_state_dict(state)
         if state["schedule"]:
             if self._inner is None:
@@ -96,7 +96,7 @@ class TorchScheduler(ParamScheduler):
 
 
 def _check_arguments(schedule: type[LRScheduler], optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-    # A schedule that begins late would otherwise refuse its arguments in the middle of a run.
+    # Checked now: a schedule that begins late would otherwise raise in the middle of a run.
     signature = inspect.signature(schedule)
     try:
         signature.bind(optimizer, **kwargs)

@@ -33,20 +33,20 @@ class OptimWrapper:
 
     Subclasses for mixed precision override `optim_context`, `backward` and `step`.
 
-    An optimizer that evaluates the loss itself, such as `LBFGS`, is given a closure; see `update_by_closure`. It is
-    recognised by the parameter `closure` of its `step`, which has no default, or by an attribute `needs_closure`.
+    An optimizer that evaluates the loss itself, such as `LBFGS`, gets a closure; see `update_by_closure`. It is
+    recognised by an attribute `needs_closure`, or by a parameter `closure` of its `step` that has no default.
 
     Args:
-        optimizer: the optimizer, built on the parameters as they are trained.
-        accumulative_counts: number of batches whose gradients are averaged into one update. Between updates nothing is
-            sent between ranks.
+        optimizer: the optimizer, built over the parameters in the form in which they are trained.
+        accumulative_counts: number of batches whose gradients are averaged into one update (a window). Only the last
+            one synchronizes gradients between ranks.
         clip_grad: `dict(max_norm=...)` with the further arguments of `clip_by_norm`, or `dict(type="value",
             clip_value=...)` with those of `clip_by_value`.
 
     Attributes:
         optimizer: the optimizer.
         accumulative_counts: as given.
-        clip_grad: as given, with its `type`; None where gradients are not clipped.
+        clip_grad: as given, with its `type`; None if gradients are not clipped.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class OptimWrapper:
         self._max_counts: int | None = None
         self._remainder_counts = 0
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
-        self._driver: ModelWrapper | None = None  # whose train_step runs
+        self._driver: ModelWrapper | None = None  # its train_step is running
         self._sample_weights = _SampleWeights()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
-        """Say how many batches there have been and will be, so that the last window divides right.
+        """Set how many batches there have been and will be, so that a shorter last window is averaged correctly.
 
         Args:
-            model: the model to be trained; only looked at, for layers that accumulation changes.
+            model: the model to be trained; only checked for layers whose result accumulation changes.
             init_counts: number of batches seen so far (after resuming).
-            max_counts: number of batches in the whole training; the last one ends in an update.
+            max_counts: number of batches in the whole training; the last batch ends with an update.
         """
         self._inner_count = init_counts
         self._max_counts = max_counts
@@ -107,21 +107,21 @@ class OptimWrapper:
             )
 
     def count_samples(self, own: float, mean: float) -> None:
-        """Say how many samples the batch to come has, so that each of them counts alike in the update.
+        """Set how many samples the next batch has, so that each sample has the same weight in the update.
 
-        Without it each batch counts alike, on every rank.
+        Without this call each batch of each rank has the same weight.
 
         Args:
-            own: this rank's; 0 for a batch that is to change nothing.
+            own: the number on this rank; 0 for a batch that must not change the update.
             mean: the mean over all ranks.
         """
         self._sample_weights.announce(own, mean)
 
     @contextmanager
     def driven_by(self, model: ModelWrapper) -> Iterator[None]:
-        """Let a model's wrapper see each loss before its backward pass, in its `backward_context(loss, syncs=...)`.
+        """Run each backward pass in the model wrapper's `backward_context(loss, syncs=...)`.
 
-        There a wrapper prepares the exchange of gradients that this loss leads to, whatever has been called to get it.
+        There the wrapper prepares the exchange of this loss's gradients, whatever was called to compute the loss.
         """
         former, self._driver = self._driver, model
         try:
@@ -130,10 +130,10 @@ class OptimWrapper:
             self._driver = former
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass: `no_sync` where no update will follow.
+        """Return the context for the forward pass: `no_sync` if no update follows.
 
-        `update_params` runs the backward pass that follows in `no_sync`, too: DDP looks at it in the forward pass,
-        FSDP in the backward pass.
+        `update_params` also runs the following backward pass in `no_sync`: DDP checks for it in the forward pass, FSDP
+        in the backward pass.
         """
         self._no_sync = None if self.should_sync() else getattr(self._driver or model, "no_sync", None)
         return _NO_CONTEXT if self._no_sync is None else self._no_sync()
@@ -144,10 +144,10 @@ class OptimWrapper:
         step_kwargs: Mapping[str, Any] | None = None,
         zero_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Run the backward pass; at the end of a window update the parameters and clear gradients.
+        """Run the backward pass; at the end of a window update the parameters and clear the gradients.
 
         Args:
-            loss: the scalar to minimise, of one batch and not divided by anything.
+            loss: the scalar to minimise, of one batch, not divided by `accumulative_counts`.
             step_kwargs: passed on to the optimizer's `step`.
             zero_kwargs: passed on to the optimizer's `zero_grad`.
         """
@@ -166,15 +166,15 @@ class OptimWrapper:
             self.zero_grad(**(zero_kwargs or {}))
 
     def update_by_closure(self, evaluate: Callable[[], Tensor]) -> None:
-        """Let an optimizer that evaluates the loss itself make an update.
+        """Make one update with an optimizer that evaluates the loss itself.
 
-        Each evaluation runs `evaluate`, a backward pass, and clipping. The optimizer is told the mean of the loss over
-        all ranks, so that it decides alike on each of them.
+        Each evaluation runs `evaluate`, a backward pass, and clipping. The optimizer receives the mean of the loss over
+        all ranks, so that it makes the same decisions on each of them.
 
         Args:
-            evaluate: makes the forward pass of one batch, and returns the scalar to minimise.
+            evaluate: a function that runs the forward pass of one batch and returns the scalar to minimise.
 
-        **Collective**: every rank of the default group. **Cost**: 4 bytes per evaluation, beside the gradients.
+        **Collective**: every rank of the default group. **Cost**: 4 bytes per evaluation, in addition to the gradients.
         """
         count = self._inner_count
 
@@ -194,7 +194,7 @@ class OptimWrapper:
         self.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Divide by the number of batches in the present window; see also `count_samples`."""
+        """Divide by the number of batches in the current window; see also `count_samples`."""
         weight = self._sample_weights.weigh(begins_window=self._inner_count % self.accumulative_counts == 0)
         if weight != 1:
             loss = loss * weight
@@ -219,21 +219,21 @@ class OptimWrapper:
         self.optimizer.zero_grad(**kwargs)
 
     def should_sync(self) -> bool:
-        """Return whether the gradients of the batch to come are to be averaged over ranks."""
+        """Return whether the gradients of the next batch will be averaged over ranks."""
         return self._ends_window(self._inner_count + 1)
 
     def should_update(self) -> bool:
-        """Return whether the batch whose backward pass is over ends a window."""
+        """Return whether the last counted batch ends a window."""
         return self._ends_window(self._inner_count)
 
     def left_out(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters of `model` that require a gradient and are in none of its groups."""
+        """Return the names of parameters of `model` that require a gradient but are in no parameter group."""
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         return [name for name, own in model.named_parameters() if own.requires_grad and own not in held]
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Norm of the gradients at the last update that was made, before clipping; None without `max_norm`."""
+        """Norm of the gradients before clipping, at the last update that was not skipped; None without `max_norm`."""
         return self._grad_norm
 
     @property
@@ -243,12 +243,12 @@ class OptimWrapper:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Every optimizer in it: the one."""
+        """A list of the one optimizer."""
         return [self.optimizer]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own."""
+        """The parameter groups of the optimizer."""
         return self.optimizer.param_groups
 
     def get_lr(self) -> dict[str, list[float]]:
@@ -256,7 +256,7 @@ class OptimWrapper:
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """Return the momentum (Adam's first beta) of every parameter group; 0 where it has none."""
+        """Return the momentum (Adam's first beta) of every parameter group, as `{"momentum": [...]}`; 0 if none."""
         groups = self.param_groups
         return {"momentum": [float(g.get("momentum", g.get("betas", (0,))[0])) for g in groups]}
 
@@ -269,7 +269,7 @@ class OptimWrapper:
         self.optimizer.load_state_dict(state_dict)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what resuming needs beside the optimizer's state, in JSON values; the same on every rank."""
+        """Return what resuming needs besides the optimizer's state, in JSON values; the same on every rank."""
         return {}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -286,13 +286,13 @@ class OptimWrapper:
         return count % self.accumulative_counts == 0 or count == self._max_counts
 
     def _window(self) -> int:
-        """Return the length of the window that the present batch belongs to."""
+        """Return the length of the current batch's window."""
         if self._max_counts is not None and self._inner_count >= self._max_counts - self._remainder_counts:
             return self._remainder_counts or self.accumulative_counts
         return self.accumulative_counts
 
     def _even_out(self) -> None:
-        """Make the gradients those of the mean over all samples of the window."""
+        """Rescale the gradients to those of the mean over all samples of the window."""
         factor = self._sample_weights.correction()
         if factor != 1:
             for group in self.param_groups:
@@ -314,12 +314,12 @@ class OptimWrapper:
 
 
 class _SampleWeights:
-    """Makes an update follow the mean over all samples of its window, on all ranks.
+    """Weights losses so that an update follows the mean over all samples of its window, on all ranks.
 
-    Wrappers average gradients over ranks, and accumulation averages them over batches, which gives every batch one
-    vote. So the loss of a batch is multiplied by its number of samples over that of an average batch; the first batches
-    of the window, of all ranks, stand for the average. At the window's end the gradients are multiplied by what was
-    wrong about that. Where batches are equal both factors are exactly 1.
+    Wrappers average gradients over ranks, and accumulation averages them over batches, which gives every batch the same
+    weight. So the loss of a batch is multiplied by its number of samples, divided by a reference: the mean over ranks
+    of the first batch of the window. At the window's end the gradients are multiplied by the reference over the true
+    mean of the window. If all batches have the same size, both factors are exactly 1.
     """
 
     def __init__(self) -> None:
@@ -328,11 +328,11 @@ class _SampleWeights:
         self._samples = 0.0
 
     def announce(self, own: float, mean: float) -> None:
-        """Say how many samples the next batch has: this rank's, and the mean over ranks."""
+        """Set how many samples the next batch has: on this rank, and the mean over ranks."""
         self._own, self._mean = own, mean
 
     def weigh(self, *, begins_window: bool) -> float:
-        """Count the present batch, and return what its loss is to be multiplied by."""
+        """Count the current batch, and return the factor for its loss."""
         if begins_window:
             self._batches, self._samples, self._reference = 0, 0.0, self._mean or 1.0
         self._batches += 1
@@ -340,7 +340,7 @@ class _SampleWeights:
         return self._own / self._reference
 
     def correction(self) -> float:
-        """Return what the gradients of a window that is complete are to be multiplied by."""
+        """Return the factor for the gradients of a complete window."""
         return self._reference * self._batches / self._samples if self._samples else 1.0
 
 

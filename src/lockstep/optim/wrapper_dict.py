@@ -1,4 +1,4 @@
-"""`OptimWrapperDict`: several optimizers, each with a wrapper and a name of its own."""
+"""`OptimWrapperDict`: several optimizers, each with its own name and wrapper."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lockstep.registry import OPTIM_WRAPPERS
 
 
 def _refused(method: str) -> Callable[..., NoReturn]:
-    """Return a method that asks which of the optim wrappers is meant."""
+    """Return a method that raises an error, because it must be called on one of the optim wrappers."""
 
     def refuse(wrappers: OptimWrapperDict, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: which of them is meant?"""
+        """Raise a `TypeError` that tells how to call the method on one optim wrapper."""
         first = next(iter(wrappers))
         raise TypeError(
             f"{method} must be called on one of the optim wrappers ({', '.join(wrappers)}), but was called on all of "
@@ -33,7 +33,7 @@ def _refused(method: str) -> Callable[..., NoReturn]:
 class OptimWrapperDict(OptimWrapper):
     """Optim wrappers by name, for a model that trains its parts in turn, such as a GAN.
 
-    The model's `train_step` takes each by its name:
+    The model's `train_step` gets each wrapper by its name:
 
     ```python
     with optim_wrapper["generator"].optim_context(self.generator):
@@ -42,7 +42,7 @@ class OptimWrapperDict(OptimWrapper):
     ```
 
     Args:
-        **optim_wrappers: the wrappers.
+        **optim_wrappers: the wrappers, by name.
     """
 
     def __init__(self, **optim_wrappers: OptimWrapper) -> None:
@@ -54,7 +54,7 @@ class OptimWrapperDict(OptimWrapper):
         if not optim_wrappers:
             raise ValueError("`optim_wrappers` must hold at least one wrapper, but is empty")
         self.optim_wrappers = optim_wrappers
-        self.needs_closure = False  # of each by itself
+        self.needs_closure = False  # each wrapper has its own
 
     def __getitem__(self, name: str) -> OptimWrapper:
         if name not in self.optim_wrappers:
@@ -83,18 +83,18 @@ class OptimWrapperDict(OptimWrapper):
         yield from self.optim_wrappers.items()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
-        """Say to each wrapper how many batches there have been and will be."""
+        """Tell each wrapper how many batches there have been and will be."""
         for wrapper in self.values():
             wrapper.initialize_count_status(model, init_counts, max_counts)
 
     def count_samples(self, own: float, mean: float) -> None:
-        """Say to each wrapper how many samples the batch to come has."""
+        """Tell each wrapper how many samples the next batch has."""
         for wrapper in self.values():
             wrapper.count_samples(own, mean)
 
     @contextmanager
     def driven_by(self, model: ModelWrapper) -> Iterator[None]:
-        """Let a model's wrapper see the losses of all wrappers before their backward passes."""
+        """Run the backward passes of all wrappers in the model wrapper's `backward_context`."""
         with ExitStack() as stack:
             for wrapper in self.values():
                 stack.enter_context(wrapper.driven_by(model))
@@ -102,7 +102,7 @@ class OptimWrapperDict(OptimWrapper):
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Enter the contexts of all wrappers, for a forward pass whose loss several of them use."""
+        """Enter the contexts of all wrappers, for a forward pass that several of them use."""
         with ExitStack() as stack:
             for wrapper in self.values():
                 stack.enter_context(wrapper.optim_context(model))
@@ -116,28 +116,28 @@ class OptimWrapperDict(OptimWrapper):
     should_update = _refused("should_update")
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Clear the gradients of all."""
+        """Clear the gradients of all optimizers."""
         for wrapper in self.values():
             wrapper.zero_grad(**kwargs)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of all."""
+        """The optimizers of all wrappers."""
         return [wrapper.optimizer for wrapper in self.values()]
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """None: each wrapper has its own."""
+        """None: each wrapper has its own norm."""
         return None
 
     @property
     def inner_count(self) -> int:
-        """Number of batches that the wrapper which has seen most has seen."""
+        """The largest number of batches that any wrapper has seen."""
         return max(wrapper.inner_count for wrapper in self.values())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all optimizers, one after the other."""
+        """The parameter groups of all optimizers, in order."""
         return [group for wrapper in self.values() for group in wrapper.param_groups]
 
     def get_lr(self) -> dict[str, list[float]]:
@@ -158,7 +158,7 @@ class OptimWrapperDict(OptimWrapper):
         """Restore what `state_dict` returned.
 
         Raises:
-            KeyError: the names are not those of the wrappers.
+            KeyError: the names differ from those of the wrappers.
         """
         if state_dict.keys() != self.optim_wrappers.keys():
             raise KeyError(f"`state_dict` must have the keys {sorted(self)}, but has {sorted(state_dict)}")
