@@ -1,4 +1,4 @@
-"""What a Runner is given: each argument's type, default and content, stated once.
+"""The arguments of a Runner: the type, default and content of each, stated once.
 
 `Runner`, `Runner.from_cfg` and the check of configs in `lockstep.lint` read them from here.
 """
@@ -44,10 +44,10 @@ class Argument(NamedTuple):
     """One argument of a Runner, or one key of a config.
 
     Attributes:
-        must_be: its type in words, where it is checked.
-        holds: what it may hold in a config; None where nothing more is known.
-        keys: the keys that it may have, where it holds `"keys"`.
-        types: of which one it must be an instance; empty where anything goes.
+        must_be: its type in words, if the type is checked.
+        holds: what it may hold in a config; None if nothing more is known.
+        keys: the keys that it may have, if it holds `"keys"`.
+        types: the types that it may be an instance of; empty if any type is accepted.
         is_required: whether it has no default.
     """
 
@@ -64,11 +64,11 @@ def _dict_of(*keys: str) -> Argument:
 
 @dataclass(frozen=True, slots=True)
 class RunnerArguments:
-    """The arguments of a Runner, as they are given; see `Runner`.
+    """The arguments of a Runner, as the user gives them; see `Runner`.
 
     Raises:
-        TypeError: one has another type.
-        ConfigError: one lacks another one that it needs.
+        TypeError: an argument has the wrong type.
+        ConfigError: an argument needs another one, which is missing.
     """
 
     model: Annotated[nn.Module | ConfigDict, Argument("a torch.nn.Module or a config dict", holds="model")]
@@ -115,10 +115,10 @@ class RunnerArguments:
 
     @staticmethod
     def keywords_of(cfg: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that a config gives by its keys, and the config itself.
+        """Return the arguments that a config gives under their names, and the config itself.
 
         Raises:
-            ConfigError: one without a default is missing.
+            ConfigError: an argument without a default is missing.
         """
         for name, argument in ARGUMENTS.items():
             if argument.is_required and name not in cfg:
@@ -127,9 +127,9 @@ class RunnerArguments:
 
     @property
     def misspelt(self) -> dict[str, str]:
-        """Keys of the config that mean nothing, with the argument that was probably meant.
+        """Unknown keys of the config, each with the argument that was probably meant.
 
-        A config may hold variables of its own, so that only what comes very close is suspect.
+        A config may hold variables of its own, so only a key very close to an argument's name is reported.
         """
         strange = [key for key in self.cfg if key not in ARGUMENTS] if isinstance(self.cfg, Mapping) else []
         meant = {key: get_close_matches(str(key), ARGUMENTS, n=1, cutoff=0.85) for key in strange}
@@ -151,11 +151,11 @@ def _types(hint: Any) -> Iterator[type]:
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
     for member in members:
         kind = get_origin(member) or member
-        yield from (list, tuple) if kind is Sequence else (kind,)  # a str is no sequence
+        yield from (list, tuple) if kind is Sequence else (kind,)  # a str does not count as a sequence
 
 
 ARGUMENTS: Mapping[str, Argument] = _arguments()
-# Keys of MMEngine's configs that are read beside the arguments, by lockstep or by other tools.
+# Keys of MMEngine's configs that lockstep or other tools read in addition to the arguments.
 CONFIG_KEYS: Mapping[str, Argument] = {
     "custom_imports": Argument(),
     "find_unused_parameters": Argument(),
@@ -169,10 +169,10 @@ CONFIG_KEYS: Mapping[str, Argument] = {
 
 
 def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what has the wrong type in arguments of a Runner: the name of each, and what it must be.
+    """Yield the arguments of a Runner that have the wrong type: the name of each, and what it must be.
 
     Args:
-        given: those that are given, by name.
+        given: the arguments given, by name.
     """
     for name, argument in ARGUMENTS.items():
         if name in given and argument.types and not isinstance(given[name], argument.types):
@@ -180,7 +180,7 @@ def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield which arguments are lacking beside others: the name of each, and what it must be."""
+    """Yield the arguments that others need and that are missing: the name of each, and what it must be."""
     for mode in ("val", "test"):
         loader, evaluator = (f"{mode}_{part}" for part in ("dataloader", "evaluator"))
         beside = [name for name in (evaluator, f"{mode}_cfg") if given.get(name) is not None]
@@ -191,10 +191,10 @@ def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def checked_keys(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the dict given as argument `name`, in which all keys are known.
+    """Return the dict given as argument `name`, after checking that all its keys are known.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a key is unknown.
     """
     options = dict(given or {})
     known = ARGUMENTS[name].keys

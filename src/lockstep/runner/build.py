@@ -1,4 +1,4 @@
-"""The parts of a run, from what a Runner was given, and the defaults for what it was not."""
+"""The parts of a run, built from the arguments of a Runner or from defaults."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _logger = logging.getLogger(__name__)
 
 
 def strategy_of(args: RunnerArguments) -> Any:
-    """Return the strategy that is given, or the one that MMEngine's keys of the config ask for.
+    """Return the given strategy, or the one that MMEngine's keys in the config ask for.
 
-    `model_wrapper_cfg` is the config of a wrapper, `find_unused_parameters` an argument of the usual one.
+    `model_wrapper_cfg` is the config of a wrapper; `find_unused_parameters` is an argument of the default wrapper.
     """
     strategy, keys = args.strategy, args.cfg if isinstance(args.cfg, Mapping) else {}
     wrapper = dict(keys.get("model_wrapper_cfg") or {})
@@ -57,11 +57,11 @@ def strategy_of(args: RunnerArguments) -> Any:
 
 
 def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
-    """Return the model, those parts of it compiled in place that `strategy` names, where that is asked for.
+    """Return the model; if asked to, compile in place the parts of it that `strategy` names.
 
-    It gets the loss, if one is given, and the preprocessor, unless its own config names one. On several ranks its
-    BatchNorms are converted where the config's `sync_bn` is the name of an implementation; on one, those that are
-    converted already are reverted.
+    The loss, if given, is attached to the model, and so is the preprocessor, unless the model's config names one. On
+    several ranks, BatchNorms are converted if the config's `sync_bn` names an implementation. On one rank,
+    SyncBatchNorms are converted back to BatchNorms.
     """
     has_own = isinstance(args.model, Mapping) and args.model.get("data_preprocessor") is not None
     sync_bn = args.cfg.get("sync_bn") if isinstance(args.cfg, Mapping) else None
@@ -79,7 +79,7 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
 
 
 def init_weights(model: nn.Module) -> None:
-    """Let a `BaseModule` that is to be trained initialise its weights, unless they are still to be made."""
+    """Let a `BaseModule` that is to be trained initialise its weights, unless some are still on the meta device."""
     core = unwrap_model(model)
     if isinstance(core, BaseModule) and not any(parameter.is_meta for parameter in core.parameters()):
         core.init_weights()
@@ -126,7 +126,7 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> Train
 
 
 def _refuse_own_steps(loop: TrainLoop | EvalLoop) -> None:
-    """Refuse methods by which MMEngine's loops are changed, and which nobody would call here."""
+    """Refuse methods that customize MMEngine's loops, but are never called here."""
     names = [name for name in ("run_epoch", "run_iter") if hasattr(loop, name)]
     if names and type(loop).run in (EpochBasedTrainLoop.run, IterBasedTrainLoop.run, EvalLoop.run):
         raise ConfigError(
@@ -136,7 +136,7 @@ def _refuse_own_steps(loop: TrainLoop | EvalLoop) -> None:
 
 
 def _warn_of_sync_norms(run: Run, loop: TrainLoop) -> None:
-    """Say that stand-ins are normalised over as well, where there will or may be some."""
+    """Warn that SyncBatchNorms also normalise over stand-ins, if there will or may be some."""
     lengths, core = loop.passes.lengths, unwrap_model(run.model)
     names = [name for name, module in core.named_modules() if is_synced(module)]
     if names and run.world_size > 1 and (lengths is None or min(lengths) < max(lengths)):
@@ -151,7 +151,8 @@ def _warn_of_sync_norms(run: Run, loop: TrainLoop) -> None:
 def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
     """Return the schedulers that `param_scheduler` describes.
 
-    Of several optimizers each gets its own: those under its name, where `cfg` is a dict of their names, else all.
+    With several optimizers, each gets its own schedulers: those under its name if `cfg` is a dict with optimizer names
+        as keys, else all of them.
     """
     wrapper, loop = run.optim_wrapper, run.train_loop
     if cfg and (own := run.strategy.own_schedule) is not None:
@@ -188,7 +189,7 @@ def build_eval_loop(mode: Literal["val", "test"], run: Run, dataloader: Any) -> 
 
 
 def build_evaluator(evaluator: Any, *others: BaseMetric) -> Evaluator:
-    """Return an evaluator of the metrics that are given, or of those in the config of an `Evaluator`, and of others."""
+    """Return an evaluator of the given metrics, or of those in an `Evaluator`'s config, and of `others`."""
     if isinstance(evaluator, Mapping) and "metrics" in evaluator:
         evaluator = EVALUATOR.build(evaluator, type="Evaluator")
     built = evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
@@ -197,12 +198,12 @@ def build_evaluator(evaluator: Any, *others: BaseMetric) -> Evaluator:
 
 
 def default_hooks(changes: Mapping[str, Any] | None, run: Run) -> list[Hook | Mapping[str, Any]]:
-    """Return the default hooks, changed as they are asked to be: hooks and configs.
+    """Return the default hooks with the changes applied, as hooks and configs.
 
     Args:
-        changes: by name: None to do without one, a hook, or its config; a config without `type` changes arguments
-            of the default.
-        run: whose hooks they are.
+        changes: by name: None to remove a hook, a hook, or the config of one; a config without `type` changes arguments
+            of the default hook.
+        run: the run that the hooks belong to.
     """
     items: dict[str, Any] = {**DEFAULT_HOOKS}
     if isinstance(run, TrainRun) and run.max_epochs is None:
@@ -220,7 +221,7 @@ def default_hooks(changes: Mapping[str, Any] | None, run: Run) -> list[Hook | Ma
 
 
 def build_visualizer(visualizer: Any, rank: int) -> Visualizers:
-    """Return the visualizers of a run, which are built on every rank, so that all tell of an error, and used on one."""
+    """Return the visualizers of a run: built on every rank, so that all report an error, but used only on rank 0."""
     built = build_visualizers(visualizer)
     built.make_current()
     if rank != 0:
@@ -229,7 +230,7 @@ def build_visualizer(visualizer: Any, rank: int) -> Visualizers:
 
 
 def scale_lr(cfg: Mapping[str, Any], run: TrainRun) -> None:
-    """Multiply all learning rates by the global batch size over `base_batch_size`, where that is enabled."""
+    """Multiply all learning rates by the global batch size divided by `base_batch_size`, if enabled."""
     if "base_batch_size" not in cfg:
         raise ConfigError(f"`auto_scale_lr` must have the key 'base_batch_size', but has {sorted(cfg)}")
     if not cfg.get("enable", False):

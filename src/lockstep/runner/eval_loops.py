@@ -1,4 +1,4 @@
-"""The loops that only look: validation and test."""
+"""The loops for validation and testing."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from lockstep.runner.uneven_inputs import Passes, Turn
 
 @dataclass(eq=False, repr=False)
 class EvalLoop:
-    """One pass through data that is only looked at.
+    """One pass through a dataset for evaluation.
 
     Args:
-        runner: whose model predicts.
+        runner: the run; its model predicts.
         dataloader: this rank's shard of the data.
         evaluator: the metrics.
-        fp16: let the model compute in half precision, where autocast knows that to be safe.
-        dtype: which: `"float16"`, by default on accelerators, or `"bfloat16"`, on the CPU. Naming one is enough.
+        fp16: let the model compute in half precision, in the operations for which autocast considers it safe.
+        dtype: the half precision: `"float16"`, the default on accelerators, or `"bfloat16"`, the default on the CPU.
+            Giving it implies `fp16=True`.
 
     Attributes:
-        metrics: of the last pass.
+        metrics: the results of the last pass.
         at_iter: how many iterations of training were complete at the last pass; None before the first.
     """
 
@@ -58,7 +59,7 @@ class EvalLoop:
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
-        # A training draws the same random numbers with validations in between and without.
+        # Training draws the same random numbers with or without validations in between.
         with random_state_kept(), self._precision():
             self._predict()
         self.metrics = self.evaluator.evaluate(self._size)
@@ -74,7 +75,7 @@ class EvalLoop:
         for batch_idx, turn in enumerate(self._turns()):
             data_batch = turn.batch
             if not turn.is_own:
-                step(data_batch)  # for the sake of the other ranks
+                step(data_batch)  # the other ranks need this rank's forward pass
                 continue
             runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
             outputs = step(data_batch)
@@ -88,7 +89,7 @@ class EvalLoop:
         return torch.autocast(get_device(), dtype=self._dtype)
 
     def _turns(self) -> Iterator[Turn]:
-        """Yield batches, and, where the model's forward pass needs all ranks, stand-ins; see `Passes`."""
+        """Yield batches, and stand-ins if the model's forward pass needs all ranks; see `Passes`."""
         model = self.runner.model
         if self.runner.world_size > 1 and isinstance(model, ModelWrapper) and model.forward_is_collective:
             return Passes(self.dataloader).turns()
@@ -106,7 +107,7 @@ class ValLoop(EvalLoop):
 class TestLoop(EvalLoop):
     """One pass through the test data."""
 
-    __test__ = False  # its name makes pytest think it was a test
+    __test__ = False  # pytest would take it for a test because of its name
     mode = "test"
 
 

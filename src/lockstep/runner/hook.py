@@ -1,4 +1,4 @@
-"""`Hook`: the points of a run; and `HookList`, which calls the hooks that have something to do there."""
+"""`Hook`, which defines the hook points of a run, and `HookList`, which calls the hooks that act at a point."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Hook:
-    """Something that happens at points of a run, in this order.
+    """An object that acts at certain points of a run, called in this order.
 
     ```
     before_run
@@ -50,16 +50,17 @@ class Hook:
     after_run
     ```
 
-    Testing has the points of validation, with `test` in their names. A loop by iterations counts as one long epoch.
-    Every point is called on every rank; a point that a hook does not override costs nothing. A hook that does the same
-    in training, validation and testing overrides `_before_epoch`, `_after_epoch`, `_before_iter` or `_after_iter`,
-    whose `mode` is `"train"`, `"val"` or `"test"`.
+    Testing has the same points as validation, with `test` in their names. An iteration-based loop counts as one long
+    epoch. Every point is called on every rank; a point that a hook does not override costs nothing. A hook that does
+    the same in training, validation and testing overrides `_before_epoch`, `_after_epoch`, `_before_iter` or
+    `_after_iter`; their `mode` is `"train"`, `"val"` or `"test"`.
 
-    The argument `runner` is a `Run`, or, at the points of training and of checkpoints, a `TrainRun`. A hook may set
-    attributes of its own on it.
+    The argument `runner` is a `Run`; at the points of training and of checkpoints it is a `TrainRun`. A hook may set
+    its own attributes on it.
 
     Attributes:
-        priority: name from `PRIORITIES`, or a number: lower goes first. Equal ones go in the order of registration.
+        priority: a name from `PRIORITIES`, or a number: hooks with lower numbers are called first. Hooks of equal
+            priority are called in the order of registration.
         main_only: the hook exists on rank 0 alone. It must not take part in collectives.
     """
 
@@ -67,128 +68,129 @@ class Hook:
     main_only: ClassVar[bool] = False
 
     def before_run(self, runner: Run) -> None:
-        """Happen before everything else."""
+        """Act before everything else."""
 
     def after_run(self, runner: Run) -> None:
-        """Happen after everything else."""
+        """Act after everything else."""
 
     def before_train(self, runner: TrainRun) -> None:
-        """Happen once before training."""
+        """Act once before training."""
 
     def after_train(self, runner: TrainRun) -> None:
-        """Happen once after training."""
+        """Act once after training."""
 
     def before_val(self, runner: Run) -> None:
-        """Happen before each validation."""
+        """Act before each validation."""
 
     def after_val(self, runner: Run) -> None:
-        """Happen after each validation."""
+        """Act after each validation."""
 
     def before_test(self, runner: Run) -> None:
-        """Happen before testing."""
+        """Act before testing."""
 
     def after_test(self, runner: Run) -> None:
-        """Happen after testing."""
+        """Act after testing."""
 
     def before_train_epoch(self, runner: TrainRun) -> None:
-        """Happen before each pass through the training data."""
+        """Act before each pass through the training data."""
         self._before_epoch(runner, mode="train")
 
     def after_train_epoch(self, runner: TrainRun) -> None:
-        """Happen after each pass through the training data."""
+        """Act after each pass through the training data."""
         self._after_epoch(runner, mode="train")
 
     def before_val_epoch(self, runner: Run) -> None:
-        """Happen before the pass through the validation data."""
+        """Act before the pass through the validation data."""
         self._before_epoch(runner, mode="val")
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Happen after the pass through the validation data."""
+        """Act after the pass through the validation data."""
         self._after_epoch(runner, mode="val")
 
     def before_test_epoch(self, runner: Run) -> None:
-        """Happen before the pass through the test data."""
+        """Act before the pass through the test data."""
         self._before_epoch(runner, mode="test")
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Happen after the pass through the test data."""
+        """Act after the pass through the test data."""
         self._after_epoch(runner, mode="test")
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
-        """Happen when a training batch is there."""
+        """Act before each training step."""
         self._before_iter(runner, batch_idx, data_batch, mode="train")
 
     def after_train_iter(
         self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Happen when a training batch is done; `outputs` are the values to log."""
+        """Act after each training step; `outputs` are the values to log."""
         self._after_iter(runner, batch_idx, data_batch, outputs, mode="train")
 
     def before_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
-        """Happen when a validation batch is there."""
+        """Act before each validation step."""
         self._before_iter(runner, batch_idx, data_batch, mode="val")
 
     def after_val_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Happen when a validation batch is done; `outputs` are the predictions."""
+        """Act after each validation step; `outputs` are the predictions."""
         self._after_iter(runner, batch_idx, data_batch, outputs, mode="val")
 
     def before_test_iter(self, runner: Run, batch_idx: int, data_batch: Any = None) -> None:
-        """Happen when a test batch is there."""
+        """Act before each test step."""
         self._before_iter(runner, batch_idx, data_batch, mode="test")
 
     def after_test_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Happen when a test batch is done; `outputs` are the predictions."""
+        """Act after each test step; `outputs` are the predictions."""
         self._after_iter(runner, batch_idx, data_batch, outputs, mode="test")
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Happen before a checkpoint is written: add tensors to `checkpoint`, values that JSON knows to `["meta"]`."""
+        """Act before a checkpoint is written: add tensors to `checkpoint` and JSON values to `checkpoint["meta"]`."""
 
     def before_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Happen before training resumes from a checkpoint, of which `checkpoint["meta"]` is there already.
+        """Act before training resumes from a checkpoint; so far only `checkpoint["meta"]` has been read.
 
-        To have what `before_save_checkpoint` added, put tensors of its names and shapes there; they are filled.
+        To get back what `before_save_checkpoint` added, put tensors with the same names and shapes into `checkpoint`.
+        They are filled from the checkpoint.
         """
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Happen when training resumes from a checkpoint; `checkpoint["meta"]` is what was saved."""
+        """Act when training resumes from a checkpoint; `checkpoint["meta"]` is what was saved."""
 
     def _before_epoch(self, runner: Run, mode: str = "train") -> None:
-        """Happen at `before_train_epoch`, `before_val_epoch` and `before_test_epoch` that are not overridden."""
+        """Act at `before_train_epoch`, `before_val_epoch` and `before_test_epoch` if they are not overridden."""
 
     def _after_epoch(self, runner: Run, mode: str = "train") -> None:
-        """Happen at `after_train_epoch`, `after_val_epoch` and `after_test_epoch` that are not overridden."""
+        """Act at `after_train_epoch`, `after_val_epoch` and `after_test_epoch` if they are not overridden."""
 
     def _before_iter(self, runner: Run, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
-        """Happen at `before_train_iter`, `before_val_iter` and `before_test_iter` that are not overridden."""
+        """Act at `before_train_iter`, `before_val_iter` and `before_test_iter` if they are not overridden."""
 
     def _after_iter(
         self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        """Happen at `after_train_iter`, `after_val_iter` and `after_test_iter` that are not overridden."""
+        """Act at `after_train_iter`, `after_val_iter` and `after_test_iter` if they are not overridden."""
 
     def close(self) -> None:
-        """Let go of what the hook holds. Called at the end of a run even if it has failed."""
+        """Release what the hook holds. Called at the end of a run, even if the run has failed."""
 
     @staticmethod
     def every_n_epochs(runner: Run, n: int, start: int = 0) -> bool:
-        """Return whether the epoch that is ending is number `start`, or an n-th one after it."""
+        """Return whether the epoch that is ending is number `start`, or a multiple of `n` epochs later."""
         done = runner.epoch + 1 - start
         return n > 0 and done >= 0 and done % n == 0
 
     @staticmethod
     def every_n_train_iters(runner: Run, n: int, start: int = 0) -> bool:
-        """Return whether the iteration that is ending is number `start`, or an n-th one after it."""
+        """Return whether the iteration that is ending is number `start`, or a multiple of `n` iterations later."""
         done = runner.iter + 1 - start
         return n > 0 and done >= 0 and done % n == 0
 
     @staticmethod
     def every_n_inner_iters(batch_idx: int, n: int) -> bool:
-        """Return whether the iteration that is ending is an n-th one of its epoch."""
+        """Return whether the number of iterations done in the present epoch is a multiple of `n`."""
         return n > 0 and (batch_idx + 1) % n == 0
 
     @staticmethod
     def end_of_epoch(dataloader: Sized, batch_idx: int) -> bool:
-        """Return whether the batch is the last one of this rank's in a pass through a data loader."""
+        """Return whether the batch is this rank's last one in a pass through a data loader."""
         return batch_idx + 1 == len(dataloader)
 
     @staticmethod
@@ -203,7 +205,7 @@ class Hook:
 
 
 POINTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))
-# The method for all modes that a point calls where a hook does not override it.
+# The method for all modes that a point calls if a hook does not override the point.
 _FOR_ALL_MODES = {
     f"{when}_{mode}_{what}": f"_{when}_{what}"
     for when in ("before", "after")
@@ -213,9 +215,9 @@ _FOR_ALL_MODES = {
 
 
 class HookList:
-    """The hooks of a run in their order.
+    """The hooks of a run, in the order in which they are called.
 
-    Which of them act at a point is found out once; a point at which none does costs a look-up.
+    Registration determines which hooks act at a point. A point at which no hook acts costs one look-up.
 
     Args:
         hooks: hooks and configs, in order of registration; they are sorted by priority.
@@ -234,9 +236,9 @@ class HookList:
         return len(self.hooks)
 
     def register(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
-        """Add a hook, or the config of one, with a `priority` that may be another than its own.
+        """Add a hook, or the config of one; a `priority` overrides the hook's own.
 
-        It is called from the next point on. One that is for rank 0 alone is left out on the others.
+        It is called from the next point on. A hook with `main_only` is left out on all ranks but 0.
         """
         built = _build_hook(hook)
         if priority is not None:
@@ -250,9 +252,9 @@ class HookList:
         }
 
     def call(self, point: str, run: Run, **kwargs: Any) -> None:
-        """Call every hook that has something to do at `point`.
+        """Call every hook that acts at `point`.
 
-        An error in a hook goes through, with a note that names the hook, the point and the rank.
+        An error in a hook is raised with a note that names the hook, the point and the rank.
         """
         for method in self._calls[point]:
             try:

@@ -1,4 +1,4 @@
-"""The loops that train: fetch, step, hooks."""
+"""The training loops: fetch a batch, take a step, call the hooks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _NO_BATCHES = "`train_dataloader` must yield at least one batch per pass, but yi
 
 
 class TrainLoop(ABC):
-    """What loops by epochs and by iterations have in common.
+    """Base class of epoch-based and iteration-based training loops.
 
     Attributes:
-        epoch: complete passes through the data.
-        iter: complete iterations.
-        epoch_length: iterations in a pass, as many as the rank with most batches needs; None where that is not known.
-        samples: those of this rank in the present batch that count; 0 where others have batches left and it has none.
+        epoch: number of complete passes through the data.
+        iter: number of complete iterations.
+        epoch_length: iterations in a pass, as many as the rank with the most batches needs; None if that is not known.
+        samples: number of this rank's samples in the present batch that count; 0 if this rank has run out of batches
+            and others have not.
         stop_training: set it to end the training after the present epoch or iteration.
     """
 
@@ -75,7 +76,7 @@ class TrainLoop(ABC):
         self._step = step_of(runner.model, "train_step", train_step)
 
     def _begin_training(self) -> None:
-        """Switch the model to training, and name what requires a gradient but will not be updated."""
+        """Switch the model to training mode, and warn of parameters that require a gradient but will not be updated."""
         runner = self.runner
         runner.model.train()
         names = [
@@ -94,16 +95,16 @@ class TrainLoop(ABC):
         self.samples = turn.samples
         runner.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
         runner.call_hook("before_train_iter", batch_idx=batch_idx, data_batch=data_batch)
-        # A stand-in changes nothing: no gradient, no running statistics.
+        # A stand-in changes neither gradients nor running statistics.
         with _NO_CONTEXT if turn.is_own else buffers_kept(runner.model):
             outputs = _values_to_log(self._step(data_batch, runner.optim_wrapper))
         runner.call_hook("after_train_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
 
     def _make_up_validation(self, done: int, last: int) -> None:
-        """Validate where a checkpoint was saved just before that, as those at regular intervals are.
+        """Validate if the checkpoint was saved just before a validation, as checkpoints at regular intervals are.
 
-        So a run that goes on from it has all the metrics of one that was never interrupted.
+        So a resumed run has all the metrics of a run that was never interrupted.
         """
         loop = self.runner.val_loop
         if done and loop is not None and loop.at_iter != self.iter and self._is_validation_due(done, last):
@@ -124,17 +125,17 @@ class TrainLoop(ABC):
 
 @LOOPS.register_module()
 class EpochBasedTrainLoop(TrainLoop):
-    """Train for a number of passes through the data.
+    """A loop that trains for a number of passes through the data.
 
     Args:
-        runner: whose model is trained.
+        runner: the run; its model is trained.
         dataloader: this rank's shard of the data, with a length. Ranks may hold unequal amounts; see `Passes`.
         max_epochs: number of passes.
         val_begin: the epoch after which the first validation may come.
         val_interval: number of epochs from one validation to the next; the last epoch always ends in one.
-        dynamic_intervals: pairs (epoch, interval): from that epoch on the interval is another.
-        batch_size_of: returns how many samples of a batch count, where that is not the number of its samples, for
-            instance its tokens. The gradient of an update is the mean over what it counts, on all ranks.
+        dynamic_intervals: pairs (epoch, interval): from that epoch on, that interval holds.
+        batch_size_of: returns what a batch counts for, if that is not its number of samples: for instance its number of
+            tokens. The gradient of an update is the mean over what it counts, on all ranks.
     """
 
     epoch_length: int
@@ -174,7 +175,7 @@ class EpochBasedTrainLoop(TrainLoop):
         self.runner.call_hook("after_train")
 
     def _check_length(self) -> None:
-        """Refuse to go on where schedules and checkpoints, which count on equal epochs, would be misled."""
+        """Raise an error if an epoch was of another length: schedules and checkpoints rely on equal epochs."""
         done = self.iter - (self.epoch - 1) * self.epoch_length
         if self.epoch < self.max_epochs and not self.stop_training and done != self.epoch_length:
             raise ConfigError(
@@ -195,15 +196,15 @@ class EpochBasedTrainLoop(TrainLoop):
 
 @LOOPS.register_module()
 class IterBasedTrainLoop(TrainLoop):
-    """Train for a number of iterations, passing through the data as often as it takes.
+    """A loop that trains for a number of iterations, with as many passes through the data as needed.
 
     Args:
-        runner: whose model is trained.
+        runner: the run; its model is trained.
         dataloader: this rank's shard of the data.
         max_iters: number of iterations.
         val_begin: the iteration after which the first validation may come.
         val_interval: number of iterations from one validation to the next; the last iteration always ends in one.
-        dynamic_intervals: pairs (iteration, interval): from that iteration on the interval is another.
+        dynamic_intervals: pairs (iteration, interval): from that iteration on, that interval holds.
         batch_size_of: as for `EpochBasedTrainLoop`.
     """
 
@@ -253,7 +254,7 @@ class IterBasedTrainLoop(TrainLoop):
 
 
 def _values_to_log(outputs: Any) -> dict[str, Any]:
-    """Return what a training step, perhaps a model's own, wants to be logged; tensors without their graphs."""
+    """Return the values to log from a training step, perhaps the model's own; tensors are detached."""
     if outputs is None:
         return {}
     if not isinstance(outputs, Mapping):
@@ -276,7 +277,7 @@ def _values_to_log(outputs: Any) -> dict[str, Any]:
 
 
 class _Intervals:
-    """How long it is from one validation to the next, which may change on the way.
+    """The interval from one validation to the next, which may change during training.
 
     Args:
         first: the interval at the beginning.
@@ -294,7 +295,7 @@ class _Intervals:
             self._steps.append((begin, interval))
 
     def at(self, done: int) -> int:
-        """Return the interval that holds after so many epochs or iterations."""
+        """Return the interval that holds after `done` epochs or iterations."""
         return next(interval for begin, interval in reversed(self._steps) if done >= begin)
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: in `environment.json` before it begins, and on the console at its beginning and end."""
+"""Descriptions of a run: `environment.json`, written at its beginning, and its messages on the console."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin_records(run: Run) -> None:
     **Collective**: every rank; rank 0 writes and opens.
 
     Raises:
-        Exception: whatever keeps a visualizer from opening; PeerError on the other ranks.
+        Exception: a visualizer cannot be opened, for whatever reason; PeerError on the other ranks.
     """
     ranks = gather_object(_describe_rank())
     run_on_main(lambda: _begin(run, ranks or []))
@@ -49,7 +49,7 @@ def _begin(run: Run, ranks: list[dict[str, Any]]) -> None:
 
 
 def describe_model(model: nn.Module, strategy: Strategy) -> str:
-    """Return one line on the model and how it is laid out."""
+    """Return one line on the model and its strategy."""
     core = unwrap_model(model)
     sizes = (parameter.numel() for parameter in core.parameters())
     count = model.num_parameters if isinstance(model, ModelWrapper) else sum(sizes)
@@ -64,7 +64,7 @@ def describe_ranks(world_size: int, device: str) -> str:
 
 
 def describe_position(run: Run | Workspace) -> str:
-    """Return one line on where a run is, for an error that ends it."""
+    """Return one line on how far a run is, for an error that ends it."""
     done = run.iter if isinstance(run, Run) else 0
     file = getattr(run.cfg, "filename", None)
     config = "" if file is None else f", config {file}"
@@ -72,7 +72,7 @@ def describe_position(run: Run | Workspace) -> str:
 
 
 def print_summary(run: Run, what: str, seconds: float) -> None:
-    """Print how a run has ended: what it reached, and where everything about it is."""
+    """Print the result of a run and the path of its folder."""
     console = run.console
     loop = run.last_evaluation
     console.rule(f"[bold]{what}[/] in {seconds:.1f} s", style="dim", align="left")
@@ -121,7 +121,7 @@ def _describe_rank() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return what Linux calls the processor; other systems tell Python."""
+    """Return the processor's name: from /proc/cpuinfo on Linux, else from Python."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""Going on where another training was saved: what is read of its checkpoint, and what becomes of it."""
+"""Resuming from a checkpoint: what is read from it, and where it is restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 
 def find_resumption(load_from: Weights | None, work_dir: Path) -> Path | None:
-    """Return the checkpoint to resume from: the one that is named, else the work_dir's last.
+    """Return the checkpoint to resume from: `load_from` if given, else the last one in the work_dir.
 
     **Collective**: every rank; rank 0 looks.
     """
@@ -29,14 +29,14 @@ def find_resumption(load_from: Weights | None, work_dir: Path) -> Path | None:
 
 
 def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Path | None) -> Mapping[str, Any] | None:
-    """Return the randomness that was given; without a seed, that of the run that is resumed."""
+    """Return the given randomness; if it has no seed, with the seed of the run that is resumed."""
     if resume_from is None or (randomness or {}).get("seed") is not None:
         return randomness
     return {**(randomness or {}), "seed": read_meta(resume_from)["seed"]}
 
 
 def resume_run(run: TrainRun, directory: Path) -> None:
-    """Bring a run that is built to where another one was saved.
+    """Restore a built run to the state saved in a checkpoint.
 
     **Collective**: every rank.
     """
@@ -49,7 +49,7 @@ def resume_run(run: TrainRun, directory: Path) -> None:
         _logger.warning("%s was saved without the optimizer's state, which begins anew", directory)
     run.call_hook("before_load_checkpoint", checkpoint=wanted)
     del wanted["meta"]
-    # Ranks that compute on the same samples now must not go on with random states of their own.
+    # Ranks that now compute on the same samples must not continue with different random states.
     has_own = (meta.get("rank_states"), meta.get("data_shares")) == (run.world_size, run.data_shard.size)
     if has_own:
         wanted["ranks"] = {str(run.rank): ()}
@@ -88,7 +88,7 @@ def resume_run(run: TrainRun, directory: Path) -> None:
 def _tell_of_new_parameters(
     run: TrainRun, groups: list[Mapping[str, Any]], saved: Mapping[str, Any], directory: Path
 ) -> None:
-    """Say which parameters of the optimizer's `groups` begin without a state, while others go on with theirs."""
+    """Log which parameters in `groups` have no optimizer state in the checkpoint, so that theirs begins anew."""
     known = saved["state"] or {name for group in saved["param_groups"] for name in group["params"]}
     frozen = {site.name for site in param_sites(run.model) if not site.parameter.requires_grad}
     new = [name for group in groups for name in group["params"] if name not in known and name not in frozen]
@@ -107,7 +107,7 @@ def _check_schedulers(run: TrainRun, meta: dict[str, Any], directory: Path) -> N
 
 
 def _restart_random_state(run: TrainRun, saved_by: int) -> None:
-    """Seed the generators anew, where the ranks of a checkpoint were others than these."""
+    """Seed the generators anew, because the checkpoint was saved by a different set of ranks."""
     options = run.args.randomness or {}
     seed_all(run.seed + run.iter + (run.data_shard.rank if options.get("diff_rank_seed") else 0))
     _logger.info(

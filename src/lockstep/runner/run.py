@@ -1,8 +1,8 @@
-"""`Run`: what a training, a validation or a test consists of.
+"""`Run`: the parts of a training, validation or test run.
 
-A `Runner` makes one, complete, and hands it to loops, hooks and checkpoints: it is the `runner` that a hook is called
-with. `Workspace` is what there is before anything is built, `Run` what every run has, `TrainRun` what a training has
-beside.
+A `Runner` builds one and passes it to loops, hooks and checkpoints: it is the `runner` argument of a hook. `Workspace`
+holds what exists before anything is built, `Run` adds what every run has, and `TrainRun` what training needs in
+addition.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _logger = logging.getLogger("lockstep.runner")
 
 
 class AnyHooks(Protocol):
-    """The hooks of a run; `HookList` is the one there is."""
+    """The hooks of a run; implemented by `HookList`."""
 
     def __iter__(self) -> Iterator[Any]: ...
     def __len__(self) -> int: ...
@@ -55,7 +55,7 @@ class AnyHooks(Protocol):
 
 
 class AnyTrainLoop(Protocol):
-    """The loop that trains, as the run, its hooks and its checkpoints see it; see `TrainLoop`."""
+    """The interface of a training loop for the run, its hooks and its checkpoints; see `TrainLoop`."""
 
     dataloader: Any
     passes: Passes
@@ -87,20 +87,20 @@ class AnyEvalLoop(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Workspace:
-    """Who runs and where it is written down: what there is before anything is built.
+    """The ranks and the folder of a run: what exists before anything is built.
 
     Attributes:
         args: the arguments of the Runner.
-        cfg: the config that the Runner was made of; None where there is none.
+        cfg: the config that the Runner was made from; None if there is none.
         work_dir: the folder of all runs of one experiment.
-        rank: of this process.
+        rank: the rank of this process.
         world_size: number of processes.
-        seed: what all random numbers begin with.
+        seed: the seed of all random numbers.
         run_dir: the folder of this run, within the work_dir.
-        resume_from: the checkpoint that a training goes on from.
+        resume_from: the checkpoint that training resumes from.
         console: where messages are shown; silent on all ranks but 0.
         records: the run's `metrics.jsonl`; rank 0 writes to it.
-        message_hub: where the parts of a run leave values for each other.
+        message_hub: holds values that the parts of a run share.
         logger: shows messages on rank 0, and writes them to the run's folder.
     """
 
@@ -124,7 +124,7 @@ class Workspace:
 
     @property
     def experiment_name(self) -> str:
-        """Name of the run's folder: the experiment's, where it was given one, and the time."""
+        """Name of the run's folder: the experiment's name, if it has one, and the time."""
         return self.run_dir.name
 
     @property
@@ -145,24 +145,24 @@ class Workspace:
 
     @property
     def deterministic(self) -> bool:
-        """Whether only algorithms that repeat exactly may be used."""
+        """Whether only deterministic algorithms may be used."""
         return bool((self.args.randomness or {}).get("deterministic"))
 
 
 @dataclass(kw_only=True, eq=False)
 class Run(Workspace):
-    """A model on its ranks, and what is done with it.
+    """A model on its ranks, and the parts that train or evaluate it.
 
     Attributes:
-        strategy: how the model is laid over ranks.
-        model: as it is trained: on its device, and wrapped.
-        data_shard: which of the samples this rank sees.
-        hooks: in the order in which they are called.
-        visualizer: where else scalars, pictures and the config go; on all ranks but 0, nowhere.
-        param_schedulers: what changes learning rates; of a run that only evaluates, nothing.
+        strategy: how the model is distributed over ranks.
+        model: the model as it is trained: on its device, and wrapped.
+        data_shard: which of the samples this rank processes.
+        hooks: the hooks, in the order in which they are called.
+        visualizer: where scalars, images and the config go in addition; on all ranks but 0, nowhere.
+        param_schedulers: the schedulers of learning rates; empty for a run that only evaluates.
         val_loop: the loop that validates; None without one.
         test_loop: the loop that tests; None without one.
-        last_evaluation: that one of them which ran last.
+        last_evaluation: the one of these two loops that ran last; None before.
     """
 
     strategy: Strategy
@@ -187,12 +187,12 @@ class Run(Workspace):
 
     @property
     def max_epochs(self) -> int | None:
-        """Length of the training; None in a loop by iterations, and where there is no training."""
+        """Length of the training in epochs; None in an iteration-based loop, and without training."""
         return None
 
     @property
     def max_iters(self) -> int:
-        """Length of the training in iterations; 0 where there is none."""
+        """Length of the training in iterations; 0 without training."""
         return 0
 
     @property
@@ -217,7 +217,7 @@ class Run(Workspace):
 
     @property
     def model_name(self) -> str:
-        """Class of the user's own model."""
+        """Name of the class of the user's own model."""
         return type(unwrap_model(self.model)).__name__
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
@@ -225,9 +225,9 @@ class Run(Workspace):
         self.hooks.call(fn_name, self, **kwargs)
 
     def register_hook(self, hook: Any, priority: str | int | None = None) -> None:
-        """Add a hook, or the config of one, with a `priority` that may be another than its own.
+        """Add a hook, or the config of one; a `priority` overrides the hook's own.
 
-        It is called from now on: on every rank, or, where it is for rank 0 alone, there.
+        It is called from now on, on every rank, or, with `main_only`, on rank 0 only.
         """
         self.hooks.register(hook, priority)
 
@@ -243,7 +243,7 @@ class Run(Workspace):
         load_weights(self.strategy, unwrap_model(self.model), weights, training=isinstance(self, TrainRun))
 
     def tell_hub(self) -> None:
-        """Let the message hub give out, as they are when somebody asks, how far the run is and what it is called."""
+        """Register the run's progress and name with the message hub, which reads their current values when asked."""
         run = ref(self)  # the hub outlives the run
         for name in ("epoch", "iter", "max_epochs", "max_iters", "seed", "experiment_name"):
             self.message_hub.provide_info(name, partial(_attribute, run, name))
@@ -252,7 +252,7 @@ class Run(Workspace):
         )
 
     def close(self) -> None:
-        """Close what hooks and visualizers have opened."""
+        """Close the hooks and the visualizers."""
         self.hooks.close()
         self.visualizer.close()
 
@@ -261,13 +261,13 @@ class Run(Workspace):
 class TrainRun(Run):
     """A run that trains.
 
-    The loop is made with the run, because each knows the other.
+    The loop is created together with the run, because each refers to the other.
 
     Args:
         make_train_loop: returns the loop for this run.
 
     Attributes:
-        optim_wrapper: what updates the model.
+        optim_wrapper: updates the model.
         train_dataloader: this rank's shard of the training data.
         train_loop: the loop that trains.
     """
@@ -292,7 +292,7 @@ class TrainRun(Run):
 
     @property
     def max_epochs(self) -> int | None:
-        """Length of the training; None in a loop by iterations."""
+        """Length of the training in epochs; None in an iteration-based loop."""
         return self.train_loop.max_epochs
 
     @property
@@ -323,18 +323,19 @@ class TrainRun(Run):
         meta: Mapping[str, Any] | None = None,
         by_epoch: bool = True,
     ) -> Path:
-        """Save what resuming needs in the folder `filename` of `out_dir`; one path alone begins at the run's folder.
+        """Save what resuming needs in the folder `filename` of `out_dir`.
 
         Args:
-            out_dir: where.
+            out_dir: the folder of the checkpoint; without `filename` the checkpoint itself, relative to the run's
+                folder.
             filename: name of the checkpoint.
-            epoch: complete epochs; by default that is counted, see `by_epoch`.
-            iteration: complete iterations; likewise.
-            is_last: make it the one to resume from.
-            save_optimizer: save the optimizer's state; a run that goes on without begins it anew.
-            save_param_scheduler: MMEngine's; the few numbers are saved in any case.
-            meta: further entries of `meta.json`, in values that JSON knows.
-            by_epoch: whether it is the end of an epoch; else that of an iteration, which counts as complete.
+            epoch: number of complete epochs; by default the run's own count, see `by_epoch`.
+            iteration: number of complete iterations; likewise.
+            is_last: make it the checkpoint to resume from.
+            save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
+            save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
+            meta: further entries of `meta.json`; JSON values.
+            by_epoch: whether an epoch is ending; else an iteration is ending, and counts as complete.
 
         **Collective**: every rank.
         """
@@ -367,7 +368,7 @@ class TrainRun(Run):
             checkpoint["optimizer"] = self.strategy.optim_state()
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         meta = checkpoint.pop("meta")
-        # What this rank has for itself. A tuple, so that it stays one item whatever is in it.
+        # The state of this rank alone. A tuple, so that it stays one item whatever it holds.
         own = {"random": random_state(), "data": self.train_loop.passes.state()}
         checkpoint["ranks"] = {str(self.rank): (own,)}
         save_state(directory, checkpoint, meta)
@@ -378,7 +379,7 @@ class TrainRun(Run):
         return directory
 
     def _complete(self, *, by_epoch: bool) -> tuple[int, int]:
-        """Return how many epochs and iterations are complete at the end of an epoch, or else of an iteration."""
+        """Return how many epochs and iterations are complete, at the end of an epoch or else of an iteration."""
         if not by_epoch:
             return self.epoch, self.iter + 1
         # The loop counts an epoch when its hooks have been called.
@@ -393,7 +394,7 @@ def _present(loop: AnyEvalLoop | None, name: str) -> AnyEvalLoop:
 
 
 def _attribute(run: ref[Run], *names: str) -> Any:
-    """Return an attribute of an attribute ... of a run, or None where one is missing."""
+    """Return a nested attribute of a run, or None if one is missing."""
     found: Any = run()
     for name in names:
         found = getattr(found, name, None)

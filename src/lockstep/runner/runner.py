@@ -37,7 +37,7 @@ _BEFORE_A_RUN = {
 def _taking(
     arguments: Callable[P, RunnerArguments],
 ) -> Callable[[Callable[[Any, RunnerArguments], None]], Callable[Concatenate[Any, P], None]]:
-    """Let a method that takes all arguments as one value be called with each of them."""
+    """Let a method that takes all arguments as one object be called with separate arguments."""
 
     def decorate(method: Callable[[Any, RunnerArguments], None]) -> Callable[Concatenate[Any, P], None]:
         @wraps(RunnerArguments.__init__)
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 else:
 
     class _PartsOfRun:
-        """Attributes that a Runner has from its run, and, before there is one, as they begin."""
+        """The attributes that a Runner takes from its run; before there is one, their initial values."""
 
         def __getattr__(self, name: str) -> Any:
             if not (hasattr(TrainRun, name) or name in TrainRun.__dataclass_fields__):
@@ -75,13 +75,13 @@ def _not_built(name: str) -> AttributeError:
 class Runner(_PartsOfRun):
     """Trains, validates and tests a model.
 
-    Making one only looks at the arguments. `train()`, `val()` and `test()` join the ranks, build a `Run` in the order
-    in which their code reads, and run it. Every part is an object or a config dict; what is left out gets a default,
-    which is logged. From then on the parts of the run are attributes of the Runner, too.
+    The constructor only checks the arguments. `train()`, `val()` and `test()` join the ranks, build the parts of a
+    `Run` in the order of their code, and run it. Every part is an object or a config dict; a part that is left out gets
+    a default, which is logged. From then on, the parts of the run are also attributes of the Runner.
 
     Args:
-        model: any `torch.nn.Module`: a `BaseModel`, one that returns its loss, or one that is wrapped already.
-        work_dir: the folder for this experiment; each run makes a folder of its own in it.
+        model: any `torch.nn.Module`: a `BaseModel`, a module that returns its loss, or one that is already wrapped.
+        work_dir: the folder for this experiment; each run creates its own folder in it.
         train_dataloader: a `DataLoader` or the config of one; see `build_dataloader`.
         val_dataloader: the same, for validation; needs `val_evaluator`.
         test_dataloader: the same, for testing; needs `test_evaluator`.
@@ -96,27 +96,29 @@ class Runner(_PartsOfRun):
         default_hooks: changes to the default hooks, by name; None removes one.
         custom_hooks: further hooks.
         strategy: name, config or object; by default `ddp` on several ranks, else `single`.
-        launcher: who started the ranks: `"pytorch"`, `"slurm"`, `"mpi"`, `"none"`; by default the environment tells. A
-            group that exists already is used.
+        launcher: what started the ranks: `"pytorch"`, `"slurm"`, `"mpi"`, `"none"`; by default inferred from the
+            environment. If a group exists already, it is used.
         env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`, `mp_cfg`, `resource_limit`.
         load_from: a checkpoint, or a file of weights.
         resume: go on from `load_from`, or from the last checkpoint in the work_dir if there is one.
-        randomness: `seed`, `deterministic` and `diff_rank_seed`, without which all ranks draw the same dropout masks.
-        compile: compile the model, under FSDP each of its repeated blocks; a dict has arguments for `torch.compile`.
-        auto_scale_lr: with `enable=True`, multiply learning rates by the global batch over `base_batch_size`, for
-            which they are meant.
-        log_level: from which level on messages are shown.
-        visualizer: an object with `add_scalars(scalars, step)`, its config, or a list of those; by default
-            TensorBoard where it is installed.
+        randomness: `seed`, `deterministic` and `diff_rank_seed`; without the last, all ranks draw the same dropout
+            masks.
+        compile: compile the model; under FSDP, compile each of its repeated blocks. A dict gives arguments for
+            `torch.compile`.
+        auto_scale_lr: with `enable=True`, multiply learning rates by the global batch size divided by
+            `base_batch_size`, the batch size that they are meant for.
+        log_level: the lowest level of messages that are shown.
+        visualizer: an object with `add_scalars(scalars, step)`, its config, or a list of those; by default TensorBoard
+            if it is installed.
         experiment_name: put before the time in the name of the run's folder.
-        data_preprocessor: what batches go through on their way to the model, where the model's config names none.
-        default_scope: the registries in which names are looked for first, before lockstep's own.
-        log_processor: MMEngine's; does nothing, because records hold the means of everything.
+        data_preprocessor: preprocesses batches before the model; not used if the model's config names one.
+        default_scope: the registry scope in which names are looked up first, before lockstep's own.
+        log_processor: from MMEngine; has no effect, because records hold the means of all values.
         cfg: the config that the arguments come from; saved with the run. Its keys `model_wrapper_cfg`,
-            `find_unused_parameters` and `sync_bn` say how the model is wrapped, where there is no `strategy`.
+            `find_unused_parameters` and `sync_bn` say how the model is wrapped, if no `strategy` is given.
         loss: for a model whose `forward` returns outputs: `loss(outputs, targets)`, such as `nn.CrossEntropyLoss()`, or
-            a function `loss(outputs, batch)`, or the config of one. Validations then have the metric `loss`, and need
-            no evaluator; see `OutsideLoss` for the forms of a batch.
+            a function `loss(outputs, batch)`, or the config of one. Validation then computes the metric `loss` and
+            needs no evaluator; see `OutsideLoss` for the forms of a batch.
 
     Example::
 
@@ -148,13 +150,13 @@ class Runner(_PartsOfRun):
 
     @property
     def run(self) -> Run:
-        """What train(), val() or test() has built: what loops and hooks get."""
+        """The run that train(), val() or test() has built, which loops and hooks receive."""
         if self._run is None:
             raise _not_built("run")
         return self._run
 
     def train(self) -> nn.Module:
-        """Train, validating where that is due, and return the model.
+        """Train, validate when due, and return the model.
 
         **Collective**: every rank of the job.
         """
@@ -201,7 +203,7 @@ class Runner(_PartsOfRun):
         return self._evaluate("test", "test", "tested")
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
-        """Add a hook, with a `priority` that may be another than its own. During a run it is called from then on."""
+        """Add a hook; a `priority` overrides its own. If a run exists, the hook is called from then on."""
         self._custom_hooks.append((hook, priority))
         if self._run is not None:
             self._run.register_hook(hook, priority)
@@ -213,14 +215,14 @@ class Runner(_PartsOfRun):
         strict: bool | None = None,
         revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
     ) -> None:
-        """Load weights: now, or, where there is no model yet, when there is one.
+        """Load weights now, or, if there is no model yet, as soon as it is built.
 
         Args:
             filename: a checkpoint, or a file of weights.
-            map_location: MMEngine's; does nothing, because weights go to where the model is.
-            strict: refuse weights that are missing, unknown or of another shape; else tell of them. By default only
-                a model that is to be trained further may lack some.
-            revise_keys: patterns in the names of a file's weights, and what is put in their place.
+            map_location: from MMEngine; has no effect, because weights go to the model's device.
+            strict: raise an error if weights are missing, unknown or of another shape; else log a warning. By default
+                this is False for a model that is to be trained, else True.
+            revise_keys: patterns in the names of a file's weights, and their replacements.
 
         **Collective**: every rank.
         """
@@ -231,7 +233,7 @@ class Runner(_PartsOfRun):
 
     @contextmanager
     def _running(self, what: str) -> Iterator[Workspace]:
-        """Log to the run's folder, and close what has been opened, whatever happens."""
+        """Log to the run's folder, and close what has been opened, even after an error."""
         began = perf_counter()
         space = self._workspace = self._workspace or self._open_workspace()
         self.message_hub.make_current()
@@ -259,7 +261,7 @@ class Runner(_PartsOfRun):
             recording.print_summary(self.run, what, perf_counter() - began)
 
     def _open_workspace(self) -> Workspace:
-        """Join the other ranks, and make the run's folder."""
+        """Join the other ranks, and create the run's folder."""
         args = self.args
         start.join_ranks(args.launcher, args.env_cfg)
         rank, world_size = get_dist_info()
@@ -283,7 +285,7 @@ class Runner(_PartsOfRun):
         )
 
     def _strategy_and_model(self, *, training: bool) -> tuple[Strategy, nn.Module]:
-        """Return those of the run before, or new ones, which are not prepared yet."""
+        """Return the strategy and model of the previous run, or new ones, which are not yet prepared."""
         if self._run is not None:
             return self._run.strategy, self._run.model
         strategy = build_strategy(build.strategy_of(self.args))
@@ -295,7 +297,7 @@ class Runner(_PartsOfRun):
     def _prepare(
         self, space: Workspace, strategy: Strategy, model: nn.Module, optim: Any = None
     ) -> tuple[OptimWrapper | None, dict[str, Any]]:
-        """Return what updates the model, if anything does, and the parts of any run."""
+        """Return the optim wrapper, if the model is trained, and the parts that every run has."""
         model, optim_wrapper = strategy.prepare(model, optim)
         shard = agree_on_shard(*strategy.data_shard)
         self.logger.info("model: %s", recording.describe_model(model, strategy))
@@ -318,13 +320,13 @@ class Runner(_PartsOfRun):
         return metrics
 
     def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> AnyEvalLoop:
-        """Make the run's loop that validates or tests."""
+        """Build the run's validation or test loop."""
         loop = build.build_eval_loop(mode, run, self._dataloader(mode, run, run.data_shard))
         setattr(run, f"{mode}_loop", loop)
         return loop
 
     def _begin(self, run: Run) -> None:
-        """Make the run's hooks, restore its state, and call `before_run`; of a run that goes on, only the last."""
+        """Build the run's hooks, restore its state, and call `before_run`; for an existing run, only the last."""
         if run is not self._run:
             run.tell_hub()
             for hook in build.default_hooks(self.args.default_hooks, run):

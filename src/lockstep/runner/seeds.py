@@ -1,4 +1,4 @@
-"""The same random numbers in every run of the same seed."""
+"""Seeding: the same random numbers in every run with the same seed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
     """Seed every random generator of this process, and return the seed.
 
     Args:
-        randomness: `seed`, the same on every rank, by default one that rank 0 draws; `deterministic`, whether only
-            algorithms that repeat exactly may be used; `diff_rank_seed`, whether each rank adds its number to the seed
-            of the global generators. By default it does not, as in MMEngine: the n-th samples of all ranks get the same
-            dropout mask, and, where they are augmented in this process, the same augmentation. The order of samples is
-            a function of `seed` alone, and the workers of a data loader draw by seed, rank and epoch, either way. Ranks
-            that compute on the same samples together (tensor parallelism) draw the same, either way.
+        randomness: `seed`, the same on every rank, by default drawn by rank 0; `deterministic`, whether only
+            deterministic algorithms may be used; `diff_rank_seed`, whether each rank adds its number to the seed of the
+            global generators. By default it does not, as in MMEngine: the n-th samples of all ranks get the same
+            dropout mask, and, if they are augmented in this process, the same augmentation. In both cases, the order of
+            samples depends on `seed` alone, the random numbers of a data loader's workers depend on seed, rank and
+            epoch, and ranks that compute on the same samples together (tensor parallelism) draw the same numbers.
 
-    **Collective**: every rank, if there is no seed.
+    ***Collective**: every rank, if no seed is given.
     """
     options = checked_keys("randomness", randomness)
     given = options.get("seed")
@@ -38,7 +38,7 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
 
 
 def set_random_seed(seed: int | None = None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:
-    """Do what a Runner does with its `randomness`, in a script that has none; see `set_randomness`.
+    """Seed the random generators as a Runner does, in a script without one; see `set_randomness`.
 
     Example:
         >>> set_random_seed(3)
@@ -51,7 +51,7 @@ def seed_all(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
-    with suppress(ModuleNotFoundError):  # without numpy, it has nothing to seed
+    with suppress(ModuleNotFoundError):  # without numpy, there is no generator of numpy's to seed
         import numpy as np
 
         np.random.seed(seed % 2**32)
@@ -59,7 +59,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Let whatever is drawn inside change nothing for what is drawn afterwards."""
+    """Restore the state of the random generators on exit."""
     before = random_state()
     try:
         yield

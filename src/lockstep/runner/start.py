@@ -1,4 +1,4 @@
-"""The first things a run does: joining the other ranks, and making its folder."""
+"""The first steps of a run: joining the other ranks and creating its folder."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _logger = logging.getLogger(__name__)
 
 
 def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
-    """Make sure that the ranks of this job form a group, where there are others.
+    """Make sure that the ranks of this job form a group, if there are several.
 
     Args:
-        launcher: who started the ranks; None asks the environment.
-        env_cfg: `dist_cfg` with arguments of `init_dist`, in which the backend nccl, as configs for GPUs have it, gives
-            way to the usual one where there is no GPU; `cudnn_benchmark`; `mp_cfg`, in which only `mp_start_method`
-            means something; `resource_limit`, the number of files that may be open at once.
+        launcher: what started the ranks; None infers it from the environment.
+        env_cfg: `dist_cfg`, with arguments of `init_dist`: its backend nccl, common in configs for GPUs, is replaced by
+            the default one if there is no GPU; `cudnn_benchmark`; `mp_cfg`, in which only `mp_start_method` has an
+            effect; `resource_limit`, the number of files that may be open at once.
     """
     options = checked_keys("env_cfg", env_cfg)
     torch.backends.cudnn.benchmark = bool(options.get("cudnn_benchmark", False))
@@ -50,8 +50,8 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
 
 
 def _allow_files(count: int) -> None:
-    """Raise the number of files that this process may open, as far as it may do so."""
-    import resource  # not on Windows
+    """Raise the number of files that this process may open, up to the hard limit."""
+    import resource  # not available on Windows
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -60,29 +60,29 @@ def _allow_files(count: int) -> None:
 
 
 def make_run_dir(work_dir: Path, experiment_name: str | None) -> Path:
-    """Make a new folder for this run, named after the time, and return it on every rank.
+    """Create a new folder for this run, named after the time, and return it on every rank.
 
-    **Collective**: every rank; rank 0 makes it.
+    ***Collective**: every rank; rank 0 creates the folder.
 
     Raises:
-        ConfigError: it cannot be made; PeerError on the other ranks.
+        ConfigError: the folder cannot be created; PeerError on the other ranks.
     """
     prefix = "" if experiment_name is None else f"{experiment_name}_"
     return run_on_main(lambda: _new_folder(work_dir, f"{prefix}{datetime.now():%Y%m%d_%H%M%S}"))
 
 
 def save_config(cfg: Any, run_dir: Path) -> None:
-    """Write the config, where there is one, into the run's folder."""
+    """Write the config, if there is one, into the run's folder."""
     if cfg is not None and hasattr(cfg, "dump"):
         cfg.dump(run_dir / "config.py")
 
 
 def make_folder(folder: Path, *, anew: bool = False) -> None:
-    """Make a folder in the work_dir; `anew` says that it must not be there yet.
+    """Create a folder in the work_dir; with `anew`, it must not exist yet.
 
     Raises:
-        FileExistsError: it is there, and was to be made anew.
-        ConfigError: it cannot be made.
+        FileExistsError: it exists, and `anew` is True.
+        ConfigError: it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=not anew)

@@ -1,4 +1,4 @@
-"""Iterating over data in step, where the ranks may hold different numbers of batches."""
+"""Iteration over data in lockstep, even if the ranks hold different numbers of batches."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _UNKNOWN = -1
 
 
 class Turn(NamedTuple):
-    """One iteration.
+    """One iteration of a pass.
 
     Attributes:
-        batch: this rank's, or a stand-in where it has run out.
-        samples: how many of its samples count; none of a stand-in.
-        mean_samples: the mean of that over the ranks.
-        is_own: whether the batch is this rank's.
+        batch: this rank's batch, or a stand-in if this rank has run out.
+        samples: how many of its samples count; 0 for a stand-in.
+        mean_samples: the mean of `samples` over the ranks.
+        is_own: whether the batch is this rank's own, not a stand-in.
     """
 
     batch: Any
@@ -36,27 +36,27 @@ class Turn(NamedTuple):
 
 
 class Passes:
-    """Passes through a data loader, in which all ranks take equally many turns.
+    """Passes through a data loader, in which all ranks take the same number of turns.
 
-    A rank that has run out repeats its last batch until the others are at their end, for their forward and backward
-    passes may need it. One that has had none at all is sent the batch of another. (`SyncBatchNorm` normalises over such
-    stand-ins as well; ordinary BatchNorm normalises on each rank by itself.)
+    A rank that has run out repeats its last batch until the others have finished, because their forward and backward
+    passes may need it. A rank without any batch receives one from another rank. (`SyncBatchNorm` also normalises over
+    such stand-ins; ordinary BatchNorm normalises on each rank separately.)
 
-    Where samplers say how many samples there will be, nothing is sent, apart from a batch for a rank that has none.
-    Else the ranks tell each other the size of every batch.
+    If the samplers say how many samples there will be, nothing is sent, except a batch for a rank that has none.
+    Otherwise the ranks exchange the size of every batch.
 
     Args:
         loader: this rank's shard of the data.
-        count: returns the number of samples in a batch, where that is not what the sampler says: a number of tokens,
-            for instance. Where it is given, the size of every batch is told.
+        count: returns the size of a batch, if that is not the sampler's number of samples: for instance the number of
+            tokens. If it is given, the ranks exchange the size of every batch.
 
-    **Collective**: every rank makes it and goes through it. **Cost**: at the beginning one all_gather_object of a few
-    numbers; per batch of a size that is not known before one all_gather of 8 bytes.
+    **Collective**: every rank makes it and goes through it. **Cost**: at the beginning, one all_gather_object of a few
+        numbers; then, for each batch whose size is not known in advance, one all_gather of 8 bytes.
 
     Attributes:
-        lengths: batches of each rank in a pass; None where that is not known.
-        length: turns in a pass, as many as the rank with most batches has; None where that is not known.
-        taken: turns of the present pass so far, or, after `restore`, of the one that is to go on.
+        lengths: batches of each rank in a pass; None if that is not known.
+        length: turns in a pass, as many as the rank with the most batches has; None if that is not known.
+        taken: turns of the present pass so far, or, after `restore`, of the pass to continue.
 
     **Example (2 ranks)**::
 
@@ -95,15 +95,15 @@ class Passes:
             yield Turn(batch, samples, samples, True)
 
     def state(self) -> dict[str, Any]:
-        """Return where this rank is in the present pass."""
+        """Return this rank's position in the present pass."""
         return {"taken": self.taken, "position": position_of(self._loader)}
 
     def restore(self, state: Mapping[str, Any], then: Callable[[], None]) -> None:
-        """Let the next call of `turns` go on where `state` was returned.
+        """Let the next call of `turns` continue from a position that `state` returned.
 
         Args:
-            state: of a rank of the same number, of as many.
-            then: called when the loader is there, before it makes a batch.
+            state: the state of the same rank, from a job with the same number of ranks.
+            then: called when the loader is at that position, before it yields a batch.
         """
         self.taken = state["taken"]
         self._resumption = state["position"], then
@@ -142,7 +142,7 @@ class Passes:
             yield Turn(self._stand_in, known[self._rank], sum(known) / self._world_size, is_own)
 
     def _sizes(self, index: int, batch: Any) -> Sequence[int | None]:
-        """Return the number of samples in each rank's batch; None of those that have run out."""
+        """Return the number of samples in each rank's batch; None for ranks that have run out."""
         if self._amounts is not None:
             return [amount.size_of(index) or None for amount in self._amounts]
         own = _UNKNOWN if batch is _NONE else int(self._count(batch))  # perhaps a tensor
@@ -150,7 +150,7 @@ class Passes:
         return [None if size == _UNKNOWN else size for size in told]
 
     def _serve(self, held: list[bool]) -> None:
-        """See to it that every rank has a batch that it can take its turn with: at the first turn, or never again."""
+        """Make sure that every rank has a batch to take its turn with; needed at the first turn only."""
         if not self._all_have_a_batch and not all(held):
             batch = broadcast_object(self._stand_in if held[self._rank] else None, src=held.index(True))
             if not held[self._rank]:
@@ -160,7 +160,7 @@ class Passes:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Undo whatever is done to the model's buffers inside, such as the running statistics of BatchNorm."""
+    """Restore the model's buffers on exit, such as the running statistics of BatchNorm."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
@@ -171,7 +171,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _agree(own: Amount | None, length: int | None) -> tuple[list[Amount] | None, list[int] | None]:
-    """Return what each rank will see, if all are sure, and how many batches each has, if all know."""
+    """Return each rank's amount of data and number of batches; None for what not every rank knows."""
     told = all_gather_object((own, length))
     amounts = [amount for amount, _ in told if amount is not None]
     lengths = [length for _, length in told if length is not None]

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: a checkpoint's or a file's, as far as they fit the model."""
+"""Loading weights from a checkpoint or a file, as far as they fit the model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Weights(NamedTuple):
 
     Attributes:
         path: a checkpoint, or a file of weights.
-        strict: refuse weights that are missing, unknown or of another shape; else tell of them. By default only a model
-            that is to be trained further may lack some.
-        revise_keys: patterns in the names of a file's weights, and what is put in their place.
+        strict: raise an error if weights are missing, unknown or of another shape; else log a warning. By default this
+            is False for a model that is to be trained, else True.
+        revise_keys: patterns in the names of a file's weights, and their replacements.
     """
 
     path: Path
@@ -41,16 +41,16 @@ def load_weights(strategy: Strategy, core: nn.Module, weights: Weights, *, train
     """Load a model's weights.
 
     Args:
-        strategy: that has prepared the model.
-        core: the user's own module; tells which weights are one under several names.
-        weights: where from.
-        training: whether the model is to be trained further, and may begin with weights of its own where others do not
-            fit, such as those of a head for other classes.
+        strategy: the strategy that has prepared the model.
+        core: the user's own module; shows which weights are tied, that is, one parameter under several names.
+        weights: where the weights come from.
+        training: whether the model is to be trained, and may keep its own weights where the loaded ones do not fit,
+            such as those of a head for other classes.
 
     **Collective**: every rank.
 
     Raises:
-        ConfigError: there are no weights, or not those that the model has.
+        ConfigError: there are no weights, none of them fit, or, if strict, some do not fit.
     """
     strict = not training if weights.strict is None else weights.strict
     own = strategy.model_state()
@@ -65,19 +65,19 @@ def load_checkpoint(
     strict: bool = False,
     revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
 ) -> None:
-    """Load weights into a model that no Runner has to do with.
+    """Load weights into a model that is not used by a Runner.
 
     Args:
         model: wrapped or not, but not sharded.
         filename: a checkpoint, or a file of weights.
-        map_location: MMEngine's; does nothing, because weights go to where the model is.
-        strict: refuse weights that are missing, unknown or of another shape; else tell of them.
-        revise_keys: patterns in the names of a file's weights, and what is put in their place.
+        map_location: from MMEngine; has no effect, because weights go to the model's device.
+        strict: raise an error if weights are missing, unknown or of another shape; else log a warning.
+        revise_keys: patterns in the names of a file's weights, and their replacements.
 
-    **Collective**: every rank, of a checkpoint.
+    ***Collective**: every rank, if `filename` is a checkpoint.
 
     Raises:
-        ConfigError: there are no weights, or none that fit.
+        ConfigError: there are no weights, none of them fit, or, if `strict`, some do not fit.
 
     Example:
         >>> import torch
@@ -98,7 +98,7 @@ def load_checkpoint(
 
 
 def _read_fitting(core: nn.Module, own: Mapping[str, Any], weights: Weights, *, strict: bool) -> dict[str, Any]:
-    """Return the weights that can be loaded in place of a model's own, tied ones under each of their names."""
+    """Return the weights that can replace the model's own; tied weights under each of their names."""
     path, ties = weights.path, _ties(core)
     read: dict[str, Any]
     if is_checkpoint(path):
@@ -119,7 +119,7 @@ def _read_fitting(core: nn.Module, own: Mapping[str, Any], weights: Weights, *, 
 
 
 def _ties(core: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter that has several, by each of them."""
+    """Return, for each name of a parameter with several names, all its names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in core.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -158,21 +158,21 @@ def _listed(names: list[str]) -> str:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    """Return the weights in a file by the names that they have there.
+    """Return the weights in a file, by their names in it.
 
     The file holds a state dict, or a dict with one under `state_dict` or `model`. Only tensors and plain values are
-    unpickled: objects of any other class, such as those that MMEngine's checkpoints hold beside the weights, become
-    empty ones, and none of their code runs.
+    unpickled: objects of any other class, such as those in MMEngine's checkpoints, become empty objects, and none of
+        their code runs.
 
     Raises:
-        ConfigError: there are no weights in the file.
+        ConfigError: the file cannot be read, or holds no weights.
     """
     try:
         # The classes and functions that the file refers to; torch before 1.6 did not list them.
         strangers = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipfile.is_zipfile(path) else []
         with torch.serialization.safe_globals([(_Empty, name) for name in strangers]):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of what is no pickle, torch.load raises almost anything
+    except Exception as error:  # torch.load raises almost any error for a file that is not a pickle
         why = f"{type(error).__name__}: {error}".rstrip(": ")
         raise ConfigError(f"{path} must be a file that torch.save has written, but cannot be read: {why}") from error
     if isinstance(content, dict):
@@ -184,7 +184,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 class _Empty:
-    """Replaces an object that is not needed: accepts any arguments and any state, and keeps none."""
+    """A replacement for an object that is not needed: accepts any arguments and any state, and keeps none."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
