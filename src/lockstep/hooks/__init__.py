@@ -1,4 +1,4 @@
-"""What happens at the points of a loop."""
+"""The hooks that come with lockstep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One set of running statistics for all ranks."""
+"""Synchronization of the model's buffers: one set of running statistics for all ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lockstep.runner.run import Run, TrainRun
 class SyncBuffersHook(Hook):
     """Average the model's buffers over ranks before each validation, test and checkpoint.
 
-    During an epoch, the running statistics of BatchNorm follow each rank's own samples; what is validated and saved
-    must be one model. Buffers of whole numbers are those of rank 0. The stages of a pipeline have unlike buffers, which
-    stay as they are.
+    During an epoch, the running statistics of BatchNorm depend on each rank's own samples, but all ranks must validate
+    and save the same model. Integer buffers are copied from rank 0. The buffers of pipeline stages differ and are not
+    changed.
 
     **Cost**: one all_reduce for each dtype, and one broadcast_tree.
     """
@@ -34,13 +34,13 @@ class SyncBuffersHook(Hook):
     before_test_epoch = before_val_epoch
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Average before saving; the checkpoint holds the very tensors."""
+        """Average before saving; the checkpoint refers to these tensors."""
         self.before_val_epoch(runner)
 
 
 @torch.no_grad()
 def average_buffers(buffers: Iterable[Tensor]) -> None:
-    """Make buffers the same on all ranks, in place: means, and rank 0's where they are whole numbers.
+    """Make buffers the same on all ranks, in place: the mean over ranks, or rank 0's value for integer buffers.
 
     **Collective**: every rank, with the same shapes and dtypes.
 

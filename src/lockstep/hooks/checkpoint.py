@@ -1,4 +1,4 @@
-"""When checkpoints are saved, which of them is best, and which are removed."""
+"""A hook that saves checkpoints, keeps the best ones and removes old ones."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ _logger = logging.getLogger(__name__)
 @HOOKS.register_module()
 @dataclass(eq=False, repr=False)
 class CheckpointHook(Hook):
-    """Save the model, the optimizer and how far the training is.
+    """Save the model, the optimizer and the progress of training.
 
-    The message hub's infos `last_ckpt`, `best_ckpt` and `best_score` tell what there is; of several metrics they are
-    `best_ckpt_NAME` and `best_score_NAME`.
+    The message hub holds the infos `last_ckpt`, `best_ckpt` and `best_score`; with several metrics, `best_ckpt_NAME`
+    and `best_score_NAME`.
 
     Args:
-        interval: number of epochs, or iterations, from one checkpoint to the next; -1 for none but the last.
+        interval: number of epochs, or iterations, from one checkpoint to the next; -1 for only the last one.
         by_epoch: count epochs, else iterations.
-        save_optimizer: save the optimizer's state; a run that goes on from a checkpoint without it begins it anew.
-        save_param_scheduler: MMEngine's; the few numbers are saved in any case.
-        out_dir: where checkpoints go instead of the run's folder: there to a folder of the run's name, in one of the
-            work_dir's.
-        max_keep_ckpts: keep only so many of the regular checkpoints of this run; -1 for all.
-        save_last: save at the end of training in any case.
-        save_best: the name of a metric, or several, whose best checkpoint is kept beside the regular ones; `"auto"`
-            takes the first metric of the first validation.
-        rule: whether `"greater"` or `"less"` is better, of each metric or of all; by default the metric's name tells.
-        greater_keys: parts of metrics' names that tell that greater is better, instead of the usual ones.
-        less_keys: the same for less.
+        save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
+        save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
+        out_dir: where checkpoints go instead of the run's folder: into `out_dir/WORK_DIR/RUN`, by the names of the
+            work_dir and of the run's folder.
+        max_keep_ckpts: the number of regular checkpoints of this run to keep; -1 for all.
+        save_last: always save at the end of training.
+        save_best: the name of a metric, or several names. The best checkpoint by each is kept in addition to the
+            regular ones; `"auto"` takes the first metric of the first validation.
+        rule: whether `"greater"` or `"less"` is better, for each metric or for all; by default inferred from the
+            metric's name.
+        greater_keys: parts of metric names for which greater is better, instead of the default ones.
+        less_keys: the same for `"less"`.
         filename_tmpl: name of a regular checkpoint, with `{}` for the number; by default `"epoch_{}"` or `"iter_{}"`.
-        published_keys: MMEngine's; does nothing, because the weights of every checkpoint can be loaded alone.
-        save_begin: the epoch, or iteration, that the first interval begins with.
-        file_client_args: MMEngine's; must be None, because checkpoints are written through the file system.
+        published_keys: from MMEngine; has no effect, because the weights of every checkpoint can be loaded separately.
+        save_begin: the epoch, or iteration, at which the first interval begins.
+        file_client_args: from MMEngine; must be None or name the local backend, because checkpoints are written through
+            the file system.
         backend_args: the same.
     """
 
@@ -78,7 +80,7 @@ class CheckpointHook(Hook):
             _logger.warning("`published_keys` does nothing: the weights of every checkpoint can be loaded alone")
         self.rules = _rules(self.save_best, self.rule)
         self._kept: list[str] = []
-        # By metric: the best value, the path of its checkpoint, and its name where it is one of this run's.
+        # By metric: the best value, the path of its checkpoint, and its name if this run has saved it.
         self._best: dict[str, dict[str, Any]] = {}
         self._metrics: dict[str, Any] = {}
 
@@ -99,7 +101,7 @@ class CheckpointHook(Hook):
             self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
-        """Refuse to wait for epochs in a loop that has none."""
+        """Raise an error if epochs are to be counted in an iteration-based loop."""
         if self.by_epoch and runner.max_epochs is None:
             raise ConfigError(
                 "`by_epoch` of CheckpointHook must be False in a loop by iterations, but is True. "
@@ -107,11 +109,11 @@ class CheckpointHook(Hook):
             )
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Keep the metrics until every hook has seen them, so that what is saved knows of this validation."""
+        """Keep the metrics until every hook has seen them, so that the checkpoint includes this validation."""
         self._metrics = metrics or {}
 
     def after_val(self, runner: Run) -> None:
-        """Save again if a metric is better than ever before."""
+        """Save a checkpoint if a metric is the best so far."""
         metrics, self._metrics = self._metrics, {}
         if self.save_best is None or not metrics or not isinstance(runner, TrainRun):
             return
@@ -123,11 +125,11 @@ class CheckpointHook(Hook):
             self._save_if_best(runner, name, float(metrics[name]))
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Note the best values so far."""
+        """Add the best values so far to the checkpoint."""
         checkpoint["meta"][_KEY] = {"best": self._best}
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Go on from the best values so far; their checkpoints stay in the former run's folder."""
+        """Restore the best values so far; their checkpoints stay in the previous run's folder."""
         state = checkpoint["meta"].get(_KEY, {})
         self._best = {}
         for name, best in state.get("best", {}).items():
@@ -148,7 +150,7 @@ class CheckpointHook(Hook):
             return
         when = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
         checkpoint = f"best_{metric.replace('/', '_')}_{when}"
-        # Noted in the checkpoint itself, so before it is written.
+        # Noted before the checkpoint is written, because it is part of the checkpoint.
         self._note_best(runner, metric, value, str(self._folder(runner) / checkpoint))
         self._best[metric]["checkpoint"] = checkpoint
         self._write(runner, checkpoint, epoch=runner.epoch, iteration=runner.iter, is_last=False)
@@ -175,7 +177,7 @@ class CheckpointHook(Hook):
 
 
 def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | None) -> dict[str, str | None]:
-    """Return the rule of each metric, or, under the empty name, that of all."""
+    """Return the rule for each metric, or, under the empty name, the rule for all."""
     rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
     for one in rules:
         check_rule(one)

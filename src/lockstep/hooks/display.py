@@ -1,4 +1,4 @@
-"""Two ways of showing progress: a live bar on a terminal, plain lines anywhere else."""
+"""Two displays of progress: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
 class LiveDisplay:
-    """A bar at the bottom of a terminal, under whatever else is printed.
+    """A progress bar at the bottom of a terminal, below all other output.
 
-    It is drawn only when `show` is called: a thread that draws would take time from training at moments of its own
-    choice.
+    It is drawn only when `show` is called: a drawing thread would interrupt training at arbitrary moments.
     """
 
     period_seconds = 0.2
@@ -33,7 +32,7 @@ class LiveDisplay:
         self._label_width = 0
 
     def begin(self, label: str, total: int | None) -> None:
-        """Put a new bar in the place of the old one, which leaves its text and its width."""
+        """Replace the bar by a new one, with the text and the label width of the old one."""
         self._label_width = max(self._label_width, len(label))
         self._progress.start()
         self._progress.reset(self._task, description=label.ljust(self._label_width), total=total)
@@ -49,7 +48,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """A line now and then, for a log that is read afterwards.
+    """Progress as plain lines at intervals, for a log that is read afterwards.
 
     Args:
         console: where the lines go.
@@ -64,13 +63,13 @@ class PlainDisplay:
         self._last_line = perf_counter()
 
     def begin(self, label: str, total: int | None) -> None:
-        """Remember what the lines are about."""
+        """Set the label and the total of the lines that follow."""
         self._label = label
         self._total = total
         self._last_line = perf_counter()
 
     def show(self, done: int, text: str) -> None:
-        """Print a line, if the last one is long enough ago."""
+        """Print a line if `period_seconds` have passed since the last one."""
         now = perf_counter()
         if now - self._last_line >= self.period_seconds:
             self._last_line = now

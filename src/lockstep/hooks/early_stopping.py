@@ -18,20 +18,20 @@ _KEY = "early_stopping"
 @HOOKS.register_module()
 @dataclass(eq=False, repr=False)
 class EarlyStoppingHook(Hook):
-    """Stop training when a metric of the validation has not improved for some time.
+    """Stop training when a validation metric has not improved for some time.
 
-    All ranks have the same metrics, and so stop at the same time. What was best, and for how long, is saved with
-    checkpoints. A run that goes on from one is as patient as if it had never been interrupted. One that had stopped
+    All ranks have the same metrics, so they stop at the same time. The best value and the number of validations since
+    then are saved with checkpoints. A resumed run stops when a run without interruption would; a run that had stopped
     early stops again.
 
     Args:
         monitor: the name of the metric.
-        rule: whether `"greater"` or `"less"` is better; by default the metric's name tells.
-        min_delta: by how much it must be better than the best one so far to count.
-        strict: refuse a validation that lacks the metric; else it is passed over with a warning.
+        rule: whether `"greater"` or `"less"` is better; by default inferred from the metric's name.
+        min_delta: a value counts as better only if it improves on the best one so far by more than this.
+        strict: raise an error if a validation lacks the metric; else skip it with a warning.
         check_finite: stop when the metric is infinite or not a number.
-        patience: number of validations in a row that may be no better.
-        stopping_threshold: stop as soon as the metric is better than that.
+        patience: number of validations in a row without improvement after which training stops.
+        stopping_threshold: stop as soon as the metric is better than this.
     """
 
     priority = "LOWEST"
@@ -56,7 +56,7 @@ class EarlyStoppingHook(Hook):
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Compare the metric with the best one so far."""
-        if not isinstance(runner, TrainRun):  # a validation without a training
+        if not isinstance(runner, TrainRun):  # a validation without training
             return
         if self.monitor not in (metrics or {}):
             known = f"`monitor` must be one of the metrics {', '.join(metrics or {})}, but is {self.monitor!r}"
@@ -70,11 +70,11 @@ class EarlyStoppingHook(Hook):
             runner.logger.info("training stops early: %s %s", self.monitor, reason)
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Note how far patience has gone."""
+        """Add the best value and the number of validations since then to the checkpoint."""
         checkpoint["meta"][_KEY] = {"best": self.best, "wait_count": self.wait_count}
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Go on being patient from there."""
+        """Restore the best value and the number of validations since then."""
         saved = checkpoint["meta"].get(_KEY, {"best": None, "wait_count": 0})
         self.best, self.wait_count = saved["best"], saved["wait_count"]
 

@@ -1,4 +1,4 @@
-"""Validating, testing and saving the average of a model's weights."""
+"""A hook that averages a model's weights, and validates, tests and saves the average."""
 
 from __future__ import annotations
 
@@ -30,32 +30,33 @@ class _Weight(NamedTuple):
 
 @HOOKS.register_module()
 class EMAHook(Hook):
-    """Average the model's weights over the training; validate, test and save the average.
+    """Average the model's weights during training; validate, test and save the average.
 
-    * After each iteration the weights enter the average. Replicas are equal, and so are their averages: nothing is
-      sent between ranks.
-    * During validation and testing the average takes the place of the model's weights.
-    * The model in a checkpoint is the average: loading it gives what was validated. The weights that training
-      goes on from are beside it. A run that resumes with this hook goes on from them; one without it, from the average.
+    * After each iteration the weights are added to the average. Replicas are equal, and so are their averages: nothing
+        is sent between ranks.
+    * During validation and testing, the average replaces the model's weights. * The model in a checkpoint is the
+    average, that is, the model that was validated. The trained weights are saved next to it. A run that resumes with
+    this hook continues from the trained weights; without it, from the average.
 
     The first weights that are averaged are those after the first iteration, or after iteration `begin_iter`, as in
-    MMEngine's hook and torch's `AveragedModel`. An average that begins with the initial weights instead is
-    `(1 - momentum)**t * (w_0 - w_1)` away from it after t iterations: with the default momentum of 0.0002, 82% of the
-    first step after 1,000 iterations, and 14% after 10,000. `average_initial` makes this one.
+    MMEngine's hook and torch's `AveragedModel`. An average that begins with the initial weights instead differs by `(1
+    - momentum)**t * (w_0 - w_1)` after t iterations: with the default momentum of 0.0002, by 82% of the first step
+    after 1,000 iterations, and by 14% after 10,000. `average_initial=True` selects this one.
 
     Args:
-        ema_type: which average: `"ExponentialMovingAverage"`, `"MomentumAnnealingEMA"`, `"StochasticWeightAverage"` or
-            another `BaseAveragedModel` in `MODELS`.
-        strict_load: refuse to resume from a checkpoint without an average; else the average begins anew.
-        begin_iter: the iteration, counted from 1, whose weights are the first that are averaged.
+        ema_type: the kind of average: `"ExponentialMovingAverage"`, `"MomentumAnnealingEMA"`,
+            `"StochasticWeightAverage"` or another `BaseAveragedModel` in `MODELS`.
+        strict_load: raise an error when resuming from a checkpoint without an average; else begin a new average.
+        begin_iter: the iteration, counted from 1, whose weights are the first to be averaged.
         begin_epoch: the epoch, counted from 1, in which averaging begins.
-        average_initial: let the weights before the first iteration be the first that are averaged.
+        average_initial: let the weights before the first iteration be the first to be averaged.
         **kwargs: arguments of the average, such as `momentum`, `interval` (in iterations) and `update_buffers`.
 
     Attributes:
-        ema_model: the average, from the beginning of the training on.
+        ema_model: the average; set when training begins.
 
-    **Cost**: one pass over the weights per iteration, and memory for the weights; during validation once more.
+    **Cost**: one pass over the weights per iteration, and memory for one copy of the weights; during validation, for
+        one more.
     With `update_buffers`, one all_reduce of the buffers per validation and checkpoint.
     """
 
@@ -86,23 +87,23 @@ class EMAHook(Hook):
         self.begin_epoch = begin_epoch
         self.average_initial = average_initial
         self.ema_cfg = {"type": ema_type, **kwargs}
-        # The weights that training goes on from, while the average is in their place.
+        # The trained weights, while the average replaces them in the model.
         self._put_aside: dict[str, Tensor] | None = None
 
     def before_train(self, runner: TrainRun) -> None:
-        """Copy the model, whose weights are loaded by now."""
+        """Copy the model; its weights are already loaded."""
         self._build(runner)
         if self.average_initial and not self._has_average():
             self.ema_model.update_parameters(self.src_model)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Let the weights enter the average."""
+        """Add the weights to the average."""
         if runner.iter + 1 >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch:
             self.ema_model.update_parameters(self.src_model)
 
     @torch.no_grad()
     def before_val_epoch(self, runner: Run) -> None:
-        """Put the average in the model's place."""
+        """Replace the model's weights by the average."""
         if self._put_aside is not None or not self._has_average():
             return
         self._sync_buffers()
@@ -118,7 +119,7 @@ class EMAHook(Hook):
     before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Make the average the checkpoint's model, and add the weights that training goes on from."""
+        """Make the average the checkpoint's model, and add the trained weights."""
         if "ema_model" not in vars(self):
             return
         checkpoint["meta"][_KEY] = {"steps": int(self.ema_model.steps)}
@@ -127,7 +128,7 @@ class EMAHook(Hook):
         self._sync_buffers()
         trained: dict[str, Tensor] = checkpoint.setdefault(_KEY, {})
         for name, weight in self._named_as_in(checkpoint["model"]):
-            # The strategy's own, where it can be had: it may train in a finer dtype than the model computes in.
+            # The strategy's own weights if available: their dtype may be more precise than the model's.
             trained[name] = checkpoint["model"][name] if self._put_aside is None else self._put_aside[weight.name]
             checkpoint["model"][name] = weight.averaged
 
@@ -135,7 +136,7 @@ class EMAHook(Hook):
         """Ask for both sets of weights.
 
         Raises:
-            ConfigError: there is only one, and `strict_load` is set.
+            ConfigError: the checkpoint has no average, and `strict_load` is True.
         """
         if _KEY not in checkpoint["meta"]:
             said = "the checkpoint has no average of weights"
@@ -143,26 +144,26 @@ class EMAHook(Hook):
                 raise ConfigError(f"{said}, which `strict_load` of EMAHook asks for. Resume with strict_load=False")
             runner.logger.warning("%s: EMAHook begins anew from the weights that it has", said)
             return
-        if checkpoint["meta"][_KEY]["steps"] == 0:  # it was saved before averaging had begun
+        if checkpoint["meta"][_KEY]["steps"] == 0:  # saved before averaging began
             return
         self._build(runner)
         trained: dict[str, Tensor] = checkpoint.setdefault(_KEY, {})
         for name, weight in self._named_as_in(checkpoint["model"]):
             trained[name] = torch.empty_like(checkpoint["model"][name])
-            # Read straight to where it belongs: on the way through the model, a finer dtype would be rounded.
+            # Read directly into the average: the model's dtype may be less precise and would round it.
             checkpoint["model"][name] = weight.averaged
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Go on from the weights that training had come to."""
+        """Restore the trained weights."""
         if _KEY not in checkpoint:
             return
-        # By way of the strategy, whose optimizer may hold weights of its own (ZeRO).
+        # Through the strategy, because its optimizer may hold its own copy of the weights (ZeRO).
         runner.strategy.load_state({**checkpoint["model"], **checkpoint[_KEY]})
         self.ema_model.steps.fill_(checkpoint["meta"][_KEY]["steps"])
 
     @torch.no_grad()
     def close(self) -> None:
-        """Put the model's own weights back, if a validation has failed, too."""
+        """Put the model's own weights back, even if a validation has failed."""
         if self._put_aside is None:
             return
         for weight in self._weights():
@@ -190,7 +191,7 @@ class EMAHook(Hook):
             average_buffers(self.ema_model.module.buffers())
 
     def _weights(self) -> Iterator[_Weight]:
-        """Yield what is averaged, under all of its names."""
+        """Yield the tensors that are averaged, tied ones under each of their names."""
         _reshard(self.src_model)
         averaged = dict(self._tensors_of(self.ema_model.module))
         for name, trained in self._tensors_of(self.src_model):
@@ -203,10 +204,10 @@ class EMAHook(Hook):
             yield from ((name, buffer) for name, buffer in buffers if buffer.is_floating_point())
 
     def _named_as_in(self, state: dict[str, Any]) -> Iterator[tuple[str, _Weight]]:
-        """Yield the weights that are in a model's state, with their names there."""
+        """Yield the weights that are in a model's state, with their names in it."""
         for weight in self._weights():
             name = weight.name
-            if name not in state:  # there the names are without those that wrappers inside the model add
+            if name not in state:  # names in the state lack the parts that inner wrappers add
                 name = ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
             if name in state:
                 yield name, weight
@@ -215,7 +216,7 @@ class EMAHook(Hook):
 
 
 def _reshard(model: nn.Module) -> None:
-    """Make FSDP free parameters that it has gathered for a forward pass without a backward one."""
+    """Make FSDP free the parameters that it gathered for a forward pass without a backward pass."""
     for module in model.modules():
         reshard = getattr(type(module), "reshard", None)
         if reshard is not None:

@@ -1,4 +1,4 @@
-"""Unused accelerator memory, given back."""
+"""A hook that releases unused accelerator memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lockstep.runner.run import Run
 
 @HOOKS.register_module()
 class EmptyCacheHook(Hook):
-    """Let torch's allocator give back the accelerator memory that it keeps for later use.
+    """Let torch's allocator release the accelerator memory that it caches for later use.
 
-    It helps where other processes need the memory, or where it is in pieces; what is used is not touched. Without an
-    accelerator nothing happens.
+    It helps if other processes need the memory, or if the memory is fragmented; memory in use is not affected. Without
+    an accelerator, the hook does nothing.
 
     Args:
-        before_epoch: before each pass through training, validation or test data.
-        after_epoch: after each.
-        after_iter: after each batch, which makes the next one ask for all of its memory anew.
+        before_epoch: release memory before each pass through training, validation or test data.
+        after_epoch: release it after each pass.
+        after_iter: release it after each batch; the next batch must then allocate all its memory again.
     """
 
     def __init__(self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False) -> None:
@@ -30,17 +30,17 @@ class EmptyCacheHook(Hook):
         self._empties_after_iter = after_iter
 
     def _before_epoch(self, runner: Run, mode: str = "train") -> None:
-        """Give memory back before an epoch, a validation or a test, if asked for."""
+        """Release memory before an epoch, a validation or a test, if enabled."""
         _empty_cache(self._empties_before_epoch)
 
     def _after_epoch(self, runner: Run, mode: str = "train") -> None:
-        """Give memory back after an epoch, a validation or a test, if asked for."""
+        """Release memory after an epoch, a validation or a test, if enabled."""
         _empty_cache(self._empties_after_epoch)
 
     def _after_iter(
         self, runner: Run, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        """Give memory back after a batch, if asked for."""
+        """Release memory after a batch, if enabled."""
         _empty_cache(self._empties_after_iter)
 
 

@@ -1,4 +1,4 @@
-"""How long a rank does nothing but exchange gradients."""
+"""Measurement of the time that a rank spends only on exchanging gradients."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _NANOSECONDS = 1e-9
-_FIRST = 10  # exchanges that DDP measures in any case
+_FIRST = 10  # DDP always measures the first ten exchanges
 
 
 class ExchangeTimer:
-    """Reads what DDP measures of its own exchange of gradients.
+    """Reads the times that DDP measures for its exchange of gradients.
 
-    The exchange runs beside the backward pass. What is counted is the part that goes on after it, while this rank has
-    nothing else to do: the messages themselves, and waiting for ranks that are slower. So the slowest rank shows
-    the least.
+    The exchange overlaps with the backward pass. Only the part after the backward pass is counted, when this rank has
+        nothing else to do: the communication itself, and waiting for slower ranks. So the slowest rank has the smallest
+        value.
 
-    On the CPU every exchange is measured. On an accelerator measuring has to wait for it, so that only one exchange in
-    `interval` is.
+    On the CPU, every exchange is measured. On an accelerator, measuring has to synchronize with the device, so only one
+    exchange in `interval` is measured.
 
     Args:
-        model: a model; only what DDP wraps in it is measured.
+        model: a model; only its modules wrapped by DDP are measured.
         interval: number of iterations from one reading to the next.
 
     **Cost**: 0.1 ms per reading.
 
     **Source**: `DDPLoggingData` of torch 2.13: means since the beginning over the first ten exchanges and then over
-    every n-th. `DistributedDataParallel` hands it out by methods that are not public; without them nothing is measured.
+        every n-th. `DistributedDataParallel` provides it through private methods; without them nothing is measured.
     """
 
     def __init__(self, model: nn.Module, interval: int) -> None:
@@ -37,17 +37,17 @@ class ExchangeTimer:
         self._meters = [_Meter(module, 1 if module.device_type == "cpu" else interval) for module in modules]
 
     def mean_seconds(self, iters: int) -> float | None:
-        """Return the seconds per iteration, or None where nothing has been measured yet.
+        """Return the seconds per iteration, or None if nothing has been measured yet.
 
         Args:
-            iters: iterations since the last call. Not each of them need exchange gradients.
+            iters: iterations since the last call. Some of them may not exchange gradients.
         """
         means = [mean for meter in self._meters if (mean := meter.mean_seconds(iters)) is not None]
         return sum(means) if means else None
 
 
 class _Meter:
-    """The exchange of one module."""
+    """The measured exchange of one module."""
 
     def __init__(self, module: Any, rate: int) -> None:
         module._set_ddp_runtime_logging_sample_rate(rate)

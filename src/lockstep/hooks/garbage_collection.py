@@ -1,4 +1,4 @@
-"""Python's garbage collection at the same moment on all ranks."""
+"""A hook that runs Python's garbage collection at the same moment on all ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lockstep.runner.run import TrainRun
 
 @HOOKS.register_module()
 class GarbageCollectionHook(Hook):
-    """Collect garbage every few iterations, on all ranks at once, and at no other time while training goes on.
+    """Collect garbage every few iterations, on all ranks at once, and at no other time during an epoch.
 
-    Left to itself, Python collects on each rank at a moment of its own, while all other ranks wait for that one: with
-    many ranks there is hardly a step without. Before training, everything that exists is also set aside for good
-    (`gc.freeze`), so that later collections need not walk through models and libraries again.
+    By default, Python collects on each rank at a different moment, and all other ranks wait: with many ranks, almost
+        every step is delayed. Before training, all existing objects are also excluded from collection (`gc.freeze`), so
+        that later collections need not traverse models and libraries again.
 
     Args:
-        interval: number of iterations from one collection to the next. Between them, objects that refer to each
-            other in a circle stay in memory.
-        generation: which objects are looked at: 0 the youngest, 2 all.
+        interval: number of iterations from one collection to the next. Between them, objects in reference cycles stay
+            in memory.
+        generation: the generation to collect: 0 for the youngest objects only, 2 for all.
     """
 
     priority = "VERY_LOW"
@@ -37,7 +37,7 @@ class GarbageCollectionHook(Hook):
         self._leaving = ExitStack()
 
     def before_train(self, runner: TrainRun) -> None:
-        """Collect once, set aside what is left, and stop automatic collection."""
+        """Collect once, freeze what is left, and disable automatic collection."""
         if gc.isenabled():
             self._leaving.callback(gc.enable)
         if gc.get_freeze_count() == 0:
@@ -52,13 +52,13 @@ class GarbageCollectionHook(Hook):
             gc.collect(self.generation)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
-        """Collect everything: an epoch leaves its data loader's workers and queues behind."""
+        """Collect everything: an epoch leaves behind its data loader's workers and queues."""
         gc.collect()
 
     def after_train(self, runner: TrainRun) -> None:
-        """Leave the collector as it was found."""
+        """Restore the collector's former settings."""
         self.close()
 
     def close(self) -> None:
-        """Leave the collector as it was found, also if training has failed."""
+        """Restore the collector's former settings, even if training has failed."""
         self._leaving.close()

@@ -1,4 +1,4 @@
-"""What a run records."""
+"""A hook that records the values and metrics of a run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
 _PREFIX = "train/"
-# Records that come faster are written in batches: code in a row takes a fraction of what it takes now and then.
+# Records that come faster are written in batches: code that runs in a row takes a fraction of the time of single calls.
 _BATCH_SECONDS = 0.5
-_RETURNED = "returned:"  # marks what the model returned, where ranks send their numbers
+_RETURNED = "returned:"  # marks the model's values among the numbers that ranks send
 
 
 class _Unwritten(NamedTuple):
     """A record that rank 0 has yet to write.
 
     Attributes:
-        iteration: how many were complete, counted with the one that it was made in.
-        length: iterations that it speaks of.
-        moment: when it was made, on `perf_counter`.
+        iteration: number of complete iterations, including the one in which the record was made.
+        length: number of iterations that the record covers.
+        moment: when it was made, by `perf_counter`.
         ranks: the numbers of each rank.
     """
 
@@ -43,7 +43,7 @@ class _Unwritten(NamedTuple):
 
 
 class _EpochSums:
-    """Adds up the records of an epoch: what the model returned by samples, all else by iterations."""
+    """Adds up the records of an epoch: the model's values weighted by samples, all others by iterations."""
 
     def __init__(self) -> None:
         self.iters = 0
@@ -71,24 +71,26 @@ class LoggerHook(Hook):
     """Record the values of training every few iterations, and the metrics of each validation.
 
     Records go to the run's `metrics.jsonl`, to its log file and to the visualizer. A training record holds means over
-    all ranks and over the iterations since the last record, of what the model returns over all samples; the samples per
-    second of all ranks, added up; and the most memory that any rank has held. What each rank spends its time on goes to
-    `ranks.jsonl`. Between records values are only put aside: nothing is sent, and an accelerator is not waited for. A
-    record is written after an iteration as soon as it is half a second old, and in any case before a validation, a
-    checkpoint and the end of an epoch, and when the run fails.
+    all ranks and over the iterations since the last record (for the values that the model returns, means over samples);
+    the total samples per second of all ranks; and the peak memory of any rank. The times of each rank go to
+    `ranks.jsonl`. Between records, values are only stored: nothing is sent, and no accelerator is synchronized. A
+    record is written after the first iteration that ends at least half a second later, and always before a validation,
+    a checkpoint and the end of an epoch, and when the run fails.
 
     Args:
-        interval: number of iterations from one record to the next. The end of an epoch makes one, too.
-        ignore_last: make none at the end of an epoch, where fewer than `interval` iterations are left over.
-        interval_exp_name, out_suffix, keep_local: MMEngine's; do nothing, because records stay in the run's folder.
-        out_dir, file_client_args, backend_args: MMEngine's; must be None, for the same reason.
-        log_metric_by_epoch: give metrics the number of their epoch in the visualizer, in a loop by epochs. By default
-            they have that of their iteration, so that they stand below the losses that they belong to.
+        interval: number of iterations from one record to the next. The end of an epoch also makes one.
+        ignore_last: make no record at the end of an epoch, when fewer than `interval` iterations are left over.
+        interval_exp_name, out_suffix, keep_local: from MMEngine; have no effect, because records stay in the run's
+            folder.
+        out_dir, file_client_args, backend_args: from MMEngine; must be None or name the local backend, for the same
+            reason.
+        log_metric_by_epoch: in an epoch-based loop, plot metrics over epochs in the visualizer. By default they are
+            plotted over iterations, like the losses.
 
     **Cost**: per record one `gather_object` of some 300 bytes.
 
     Raises:
-        ConfigError: records are to be kept elsewhere.
+        ConfigError: an argument asks to keep records elsewhere.
     """
 
     priority = "BELOW_NORMAL"
@@ -111,7 +113,7 @@ class LoggerHook(Hook):
         self.interval = interval
         self.ignore_last = ignore_last
         self.log_metric_by_epoch = log_metric_by_epoch
-        # Samples of each iteration since the last record, and the names of what the model returned.
+        # Samples of each iteration since the last record, and the names of the model's values.
         self._samples: list[int] = []
         self._logged: set[str] = set()
         self._unwritten: deque[_Unwritten] = deque()
@@ -120,19 +122,19 @@ class LoggerHook(Hook):
         self._rank_times: RankTimes | None = None
 
     def before_train(self, runner: TrainRun) -> None:
-        """Begin to measure the exchange of gradients."""
+        """Start to measure the exchange of gradients."""
         self._exchange = ExchangeTimer(runner.model, self.interval)
         if runner.rank == 0:
             self._rank_times = RankTimes(runner.run_dir / "ranks.jsonl")
 
     def before_train_epoch(self, runner: TrainRun) -> None:
-        """Forget the sums of the former epoch."""
+        """Reset the sums of the previous epoch."""
         self._epoch = _EpochSums()
 
     def after_train_iter(
         self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Put the values aside; make a record when it is time."""
+        """Store the values; make a record when it is due."""
         if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
             self._write_all()
         hub = runner.message_hub
@@ -160,11 +162,11 @@ class LoggerHook(Hook):
             runner.records.write({"mode": "epoch", "epoch": runner.epoch + 1, "iter": runner.iter, **means})
 
     def before_val_epoch(self, runner: Run) -> None:
-        """Write the records that come before those of the validation."""
+        """Write pending records, which come before those of the validation."""
         self._write_all()
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Write the records that a run which goes on from here would lack."""
+        """Write pending records, which a run that resumes from this checkpoint would lack."""
         self._write_all()
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
@@ -184,11 +186,11 @@ class LoggerHook(Hook):
                 self._rank_times.close()
 
     def _make_record(self, runner: TrainRun, iteration: int) -> None:
-        """Gather what the ranks know of the iterations since the last record."""
+        """Gather each rank's numbers for the iterations since the last record."""
         samples, self._samples = self._samples, []
         moment = perf_counter()
         own = self._own_numbers(runner.message_hub, samples)
-        ranks = gather_object(own) if runner.distributed else [own]  # one process has nothing to pickle
+        ranks = gather_object(own) if runner.distributed else [own]  # one process need not pickle anything
         if ranks is not None:
             rates = _first_rates(runner)
             self._unwritten.append(_Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, ranks))
@@ -213,10 +215,10 @@ class LoggerHook(Hook):
         self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
 
     def _own_numbers(self, hub: MessageHub, samples: list[int]) -> dict[str, float]:
-        """Return what this rank knows of the iterations since the last record.
+        """Return this rank's numbers for the iterations since the last record.
 
-        Means over its samples of what the model returned, whose names are marked, and means over iterations of all
-        else.
+        The values that the model returned are means over samples, and their names are marked. All others are means over
+        iterations.
         """
         count, is_even = len(samples), len(set(samples)) == 1
         own: dict[str, float] = {}
@@ -237,7 +239,7 @@ class LoggerHook(Hook):
 
     def _record_metrics(self, runner: Run, mode: str, metrics: dict[str, Any]) -> None:
         if runner.rank == 0:
-            # A loop by epochs has counted the epoch that it validates after.
+            # An epoch-based loop has already counted the epoch before the validation.
             epoch = runner.epoch + (runner.max_epochs is None)
             step = epoch if self.log_metric_by_epoch and runner.max_epochs is not None else runner.iter
             self._write(runner, mode, epoch, runner.iter, metrics, step)
@@ -254,12 +256,12 @@ class LoggerHook(Hook):
 
 
 def _first_rates(runner: TrainRun) -> dict[str, float]:
-    """Return each optimizer's first learning rate: `{"lr": ...}`, or of several `{"generator.lr": ..., ...}`."""
+    """Return each optimizer's first learning rate: `{"lr": ...}`, or, for several, `{"generator.lr": ..., ...}`."""
     return {name: rates[0] for name, rates in runner.optim_wrapper.get_lr().items()}
 
 
 def _merge(ranks: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], set[str]]:
-    """Return means over the ranks that have a value, and the names of those of them that are over samples."""
+    """Return means over the ranks that have a value, and the names of those that are means over samples."""
     sums: dict[str, tuple[float, float]] = {}
     for numbers in ranks:
         for name, value in numbers.items():

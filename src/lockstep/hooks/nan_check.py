@@ -1,4 +1,4 @@
-"""An end with an explanation where the loss is no number any more."""
+"""A hook that ends training with an explanation when the loss is not finite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Fault(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """One value of one iteration; a tensor stays on its device until somebody looks."""
+    """One value of one iteration; a tensor stays on its device until the check."""
 
     iteration: int
     name: str
@@ -37,19 +37,19 @@ class NaNCheckHook(Hook):
     The error names the first such iteration, its ranks, and the values of their losses. No checkpoint is written after
     it.
 
-    Losses are not read at each step, which would make the host wait for an accelerator. They are put aside on their
-    device, and read in one go now and then: right after `LoggerHook` has waited for the device, where the interval
-    is a multiple of its own, so that there is nothing left to wait for.
+    Losses are not read at each step, because the host would have to wait for an accelerator. They stay on their device
+    and are read together at intervals. If `interval` is a multiple of the `LoggerHook`'s, this comes right after that
+    hook has waited for the device, and adds no wait.
 
     Args:
-        interval: number of iterations from one look to the next; the end of an epoch and each checkpoint make one,
-            too.
+        interval: number of iterations from one check to the next; the end of an epoch and each checkpoint also make a
+            check.
 
-    **Cost**: per look one read of the losses, and one all_reduce of 8 bytes.
+    **Cost**: per check, one read of the losses and one all_reduce of 8 bytes.
 
     Raises:
-        FloatingPointError: on every rank, at the look; on the CPU, where what the ranks tell each other travels while
-            they go on, after the next iteration.
+        FloatingPointError: on every rank, at the check. On the CPU with several ranks, after the next iteration,
+            because the result is exchanged in the background.
     """
 
     priority = "LOW"
@@ -59,11 +59,11 @@ class NaNCheckHook(Hook):
             raise ValueError(f"`interval` must be at least 1, but is {interval}")
         self.interval = interval
         self._seen: list[_Seen] = []
-        # What the last look has found here; and whether it has found anything on any rank, which is on its way.
+        # What the last check found here, and whether it found anything on any rank, with the collective in flight.
         self._looked: tuple[_Fault | None, Tensor, Handle | None] | None = None
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Put the losses aside; look at them when it is time."""
+        """Store the losses; check them when it is time."""
         if self._looked is not None:
             self._judge(runner)
         iteration = runner.iter + 1
@@ -72,16 +72,16 @@ class NaNCheckHook(Hook):
                 self._seen.append(_Seen(iteration, name, value))
         if iteration % self.interval == 0:
             self._look(runner)
-            # To read from an accelerator is to wait for it, which is best done where somebody has just done so.
+            # Reading from an accelerator waits for it; LoggerHook may just have waited, so this is the best moment.
             if runner.world_size == 1 or get_comm_device().type != "cpu":
                 self._judge(runner)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
-        """Look at what is left."""
+        """Check the losses that are left."""
         self._look_at_once(runner)
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
-        """Look before anything is written."""
+        """Check before anything is written."""
         self._look_at_once(runner)
 
     def _look_at_once(self, runner: Run) -> None:
@@ -90,7 +90,7 @@ class NaNCheckHook(Hook):
         self._judge(runner)
 
     def _look(self, runner: Run) -> None:
-        """Look at this rank's losses, and tell the others."""
+        """Check this rank's losses, and start to tell the other ranks."""
         fault = _first_fault(self._seen)
         self._seen.clear()
         found = torch.tensor(int(fault is not None))
@@ -98,7 +98,7 @@ class NaNCheckHook(Hook):
         self._looked = fault, found, telling
 
     def _judge(self, runner: Run) -> None:
-        """Raise where a rank has found something at the last look."""
+        """Raise an error if any rank found something at the last check."""
         if self._looked is None:
             return
         (own, found, telling), self._looked = self._looked, None

@@ -1,4 +1,4 @@
-"""Where the time of training goes, operator by operator."""
+"""A hook that profiles training, operator by operator."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class ProfilerHook(Hook):
     """Profile the beginning of training with `torch.profiler`, on every rank.
 
     Each rank writes its own trace to the run's folder, as `profile/trace_rank0_iter8.json` and so on, named after the
-    iteration that ended it. They open in a browser: https://ui.perfetto.dev, or `chrome://tracing`.
+    iteration that ended it. Open them in a browser, at https://ui.perfetto.dev or `chrome://tracing`.
 
-    A trace grows by about 1 MB with every iteration of a middle-sized model: give a `schedule`, or count iterations,
-    where an epoch has many.
+    A trace grows by about 1 MB with every iteration of a medium-sized model: if an epoch has many iterations, give a
+    `schedule`, or count iterations.
 
     Args:
         by_epoch: count epochs, else iterations.
         profile_times: number of epochs, or iterations, after which profiling ends.
         activity_with_cpu: profile the CPU.
-        activity_with_cuda: profile the accelerator, of whatever make; by default where there is one.
+        activity_with_cuda: profile the accelerator, of any vendor; by default, if there is one.
         schedule: arguments of `torch.profiler.schedule` (`wait`, `warmup`, `active`, `repeat`, `skip_first`), in
-            iterations; each cycle makes a trace. By default there is one trace of everything.
-        on_trace_ready: what to do with a trace instead of writing it: a function of the profiler;
+            iterations; each cycle makes a trace. By default, there is one trace of everything.
+        on_trace_ready: what to do with a trace instead of writing it: a function that takes the profiler;
             `dict(type="log_trace", sort_by=..., row_limit=...)` for a table in the log of rank 0;
             `dict(type="tb_trace", dir_name=...)` for TensorBoard's plugin.
         record_shapes: record the shapes of operators' inputs.
-        profile_memory: record what operators allocate.
+        profile_memory: record the memory that operators allocate.
         with_stack: record the lines of code; slow.
-        with_flops: estimate the work of matrix products and convolutions.
-        json_trace_path: where traces go, relative to the run's folder; rank and iteration are put in before the
+        with_flops: estimate the FLOPs of matrix products and convolutions.
+        json_trace_path: where traces go, relative to the run's folder; rank and iteration are inserted before the
             suffix, which may be `.json.gz`.
     """
 
@@ -79,7 +79,7 @@ class ProfilerHook(Hook):
         self._iteration = 0
 
     def before_train(self, runner: TrainRun) -> None:
-        """Begin to profile."""
+        """Start the profiler."""
         if self.by_epoch and runner.max_epochs is None:
             raise ConfigError(
                 "`by_epoch` of ProfilerHook must be False in a loop by iterations, but is True. "
@@ -97,28 +97,28 @@ class ProfilerHook(Hook):
         self._profiler.start()
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Mark the end of an iteration; stop if it was the last one."""
+        """Mark the end of an iteration; stop after the last one to be profiled."""
         if self._profiler is None:
             return
         self._iteration = runner.iter + 1
         with warnings.catch_warnings():
-            # That a cycle forgets the events of the one before is just what a trace for each asks for.
+            # A cycle drops the events of the previous one, as is right for one trace per cycle.
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self._profiler.step()
         if not self.by_epoch:
             self._count()
 
     def after_train_epoch(self, runner: TrainRun) -> None:
-        """Stop if it was the last epoch to be profiled."""
+        """Stop after the last epoch to be profiled."""
         if self.by_epoch and self._profiler is not None:
             self._count()
 
     def after_train(self, runner: TrainRun) -> None:
-        """Stop where training is shorter than what was to be profiled."""
+        """Stop if training was shorter than `profile_times`."""
         self.close()
 
     def close(self) -> None:
-        """Stop; what has been recorded until a failure makes a trace, too."""
+        """Stop; if the run failed, what was recorded until then also becomes a trace."""
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
             profiler.stop()

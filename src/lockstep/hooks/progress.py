@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""A hook that shows the progress of a run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
-_WINDOW = 20  # iterations whose mean is shown while an epoch goes on
+_WINDOW = 20  # number of iterations in the mean shown during an epoch
 
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """Show on rank 0 how far the run is: a live bar on a terminal, lines elsewhere.
+    """Show the progress of the run on rank 0: a live bar on a terminal, lines elsewhere.
 
-    Loss, the latest metrics, samples per second of all ranks, and the time until training is over. Each epoch leaves
-    one line behind. While an epoch goes on, the loss is that of rank 0.
+    It shows the loss, the latest metrics, the samples per second of all ranks, and the time left. Each epoch leaves one
+    line. During an epoch, the loss is that of rank 0.
 
     Args:
-        period_seconds: time between two lines where there is no terminal.
+        period_seconds: time between two lines if there is no terminal.
     """
 
     priority = "BELOW_NORMAL"
@@ -60,7 +60,7 @@ class ProgressHook(Hook):
             self._show(batch_idx + 1 if runner.max_epochs is not None else runner.iter + 1)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
-        """Prepare the line of the epoch; metrics may still come."""
+        """Prepare the line of the epoch; its metrics may follow."""
         means = runner.message_hub.get_info("epoch_means", {})
         parts = [f"iter {runner.iter}/{runner.max_iters}" if runner.max_epochs is None else _epoch_label(runner)]
         if "loss" in means:
@@ -73,7 +73,7 @@ class ProgressHook(Hook):
         self._epoch_line = "  ".join([*parts, f"{perf_counter() - self._epoch_started:.1f} s"])
 
     def after_train(self, runner: TrainRun) -> None:
-        """Print the line of an epoch after which nothing was validated, and remove the bar."""
+        """Print the line of an epoch that no validation followed, and remove the bar."""
         self._print_epoch_line(runner)
         self.close()
 
@@ -127,7 +127,7 @@ class ProgressHook(Hook):
         if self._metrics:
             parts.append(self._metrics)
         if "train/time" in scalars:
-            # The ranks get equally many samples, so that this rank speaks for all.
+            # The ranks get equal numbers of samples, so this rank's number stands for all.
             seconds = scalars["train/time"].mean(_WINDOW)
             rate = scalars["train/samples"].mean(_WINDOW) * runner.data_shard.size / seconds
             parts.append(f"{rate:,.0f} samples/s")
@@ -138,5 +138,5 @@ class ProgressHook(Hook):
 
 
 def _epoch_label(runner: Run) -> str:
-    """Return a label that is equally wide in all epochs."""
+    """Return a label of the same width in all epochs."""
     return f"epoch {runner.epoch + 1:>{len(str(runner.max_epochs))}}/{runner.max_epochs}"

@@ -1,4 +1,4 @@
-"""What each rank spends its time on, in a file of its own beside the records."""
+"""The times of each rank, in a separate file next to the records."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _DIGITS = 4
 
 
 class RankTimes:
-    """Writes `ranks.jsonl`: for some iterations at a time, one number per rank in each column.
+    """Writes `ranks.jsonl`: each line covers some iterations, with one number per rank in each column.
 
     `time` is the mean of whole iterations, `data_time` the part of it spent waiting for data, `comm_time` the part
-    spent waiting for the exchange of gradients, `memory_mib` the most memory held so far. Rank 0 writes what it is
-    sent for its records anyway, so that nothing more travels, and no disk has to be shared.
+    spent waiting for the exchange of gradients, `memory_mib` the peak memory so far. Rank 0 writes the numbers that it
+    receives for its records anyway, so nothing more is sent, and no shared disk is needed.
 
     Args:
         path: the file.
@@ -48,7 +48,7 @@ class RankTimes:
             self._write(flush)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left, and close the file."""
         if self._count:
             self._write()
         self._sink.close()

@@ -1,4 +1,4 @@
-"""Whether a metric is better when it is greater, or when it is less."""
+"""Rules for whether a greater or a lesser value of a metric is better."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from lockstep.report.best import direction_of
 
 
 def check_rule(rule: str | None) -> None:
-    """Refuse a rule that is neither `"greater"` nor `"less"` nor None, for the metric's name to tell."""
+    """Refuse a rule other than `"greater"`, `"less"` and None, which infers it from the metric's name."""
     if rule not in (None, "greater", "less"):
         raise ConfigError(f"`rule` must be 'greater', 'less' or None, but is {rule!r}")
 
 
 def rule_of(metric: str, greater_keys: Sequence[str] | None = None, less_keys: Sequence[str] | None = None) -> str:
-    """Return `"greater"` or `"less"`, as the metric's name tells.
+    """Return `"greater"` or `"less"`, inferred from the metric's name.
 
     Args:
-        metric: its name.
-        greater_keys: parts of names that tell that greater is better; None for the usual ones.
-        less_keys: the same for less.
+        metric: the metric's name.
+        greater_keys: parts of names for which greater is better; None for the default ones.
+        less_keys: the same for `"less"`.
 
     Raises:
-        ConfigError: it does not tell.
+        ConfigError: the name does not show which is better.
     """
     name = metric.rpartition("/")[2]
     if any(part.lower() in name.lower() for part in less_keys or ()):

@@ -1,4 +1,4 @@
-"""The metrics of a run in the message hub."""
+"""A hook that puts the metrics of a run into the message hub."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lockstep.runner.run import Run
 
 @HOOKS.register_module()
 class RuntimeInfoHook(Hook):
-    """Leave the metrics of each validation and test in the message hub, as scalars such as `val/accuracy`.
+    """Put the metrics of each validation and test into the message hub, as scalars such as `val/accuracy`.
 
-    What else MMEngine's hook of that name leaves there is there without it: the infos `epoch`, `iter`, `max_epochs`,
-    `max_iters` and `dataset_meta`, losses and times. Learning rates are in the records.
+    The other values that MMEngine's hook of this name provides are there without this hook: the infos `epoch`, `iter`,
+    `max_epochs`, `max_iters` and `dataset_meta`, losses and times. Learning rates are in the records.
     """
 
     priority = "VERY_HIGH"
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Leave the metrics of a validation."""
+        """Put the metrics of a validation into the message hub."""
         _leave(runner, "val", metrics)
 
     def after_test_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Leave the metrics of a test."""
+        """Put the metrics of a test into the message hub."""
         _leave(runner, "test", metrics)
 
 

@@ -1,4 +1,4 @@
-"""A new order of the samples in every epoch."""
+"""A hook that gives the samples a new order in every epoch."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class DistSamplerSeedHook(Hook):
     """Tell the sampler of the training data which epoch begins."""
 
     def before_train_epoch(self, runner: TrainRun) -> None:
-        """Call `set_epoch` of the sampler, or of the batch sampler's, where there is one."""
+        """Call `set_epoch` of the sampler, or of the batch sampler's sampler, if it has one."""
         set_epoch(runner.train_dataloader, runner.epoch)

@@ -1,4 +1,4 @@
-"""Learning rates and momenta that follow their schedules."""
+"""A hook that steps the schedulers of learning rates and momenta."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lockstep.runner.run import Run, TrainRun
 
 @HOOKS.register_module()
 class ParamSchedulerHook(Hook):
-    """Step the schedulers that count iterations after each, the others after each epoch.
+    """Step iteration-based schedulers after each iteration, and the others after each epoch.
 
-    A `ReduceOnPlateauLR` sees the metrics of each validation, too.
+    A `ReduceOnPlateauLR` also receives the metrics of each validation.
     """
 
     priority = "LOW"
 
     def before_train(self, runner: TrainRun) -> None:
-        """Refuse to wait for a plateau that nobody would see."""
+        """Raise an error if a scheduler waits for a plateau but nothing is validated."""
         waiting = _waiting(runner)
         if waiting and runner.val_loop is None:
             raise ConfigError(
@@ -44,7 +44,7 @@ class ParamSchedulerHook(Hook):
                 scheduler.step()
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Show the metrics to the schedulers that wait for a plateau."""
+        """Pass the metrics to the schedulers that wait for a plateau."""
         for scheduler in _waiting(runner):
             scheduler.observe(metrics or {})
 

@@ -1,4 +1,4 @@
-"""Where hooks write: through the file system alone."""
+"""A check that hooks write through the file system only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from lockstep.errors import ConfigError
 
 
 def check_local(what: str, **given: object) -> None:
-    """Refuse MMEngine's arguments for storage backends, unless they name none or the local one.
+    """Refuse MMEngine's arguments for storage backends, unless they are None or name the local backend.
 
     Raises:
-        ConfigError: one names another.
+        ConfigError: an argument names another backend.
     """
     for name, value in given.items():
         if value is not None and value != {"backend": "local"}:

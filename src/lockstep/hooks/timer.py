@@ -1,4 +1,4 @@
-"""How long iterations take."""
+"""A hook that measures the time of iterations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lockstep.runner.run import Run, TrainRun
 
 @HOOKS.register_module()
 class IterTimerHook(Hook):
-    """Record, for every training iteration, its seconds, those spent waiting for data, its samples.
+    """Record the duration of every training iteration, the time spent waiting for data, and the samples.
 
-    They are the scalars `train/time`, `train/data_time` and `train/samples` of the message hub. An accelerator is not
-    waited for: single iterations may be off, the mean over many is not.
+    They are the scalars `train/time` (s), `train/data_time` (s) and `train/samples` of the message hub. An accelerator
+    is not synchronized: the time of a single iteration may be wrong, but the mean over many is right.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class IterTimerHook(Hook):
         self._last = perf_counter()
 
     def before_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None) -> None:
-        """Note how long the batch took to arrive."""
+        """Record how long the batch took to arrive."""
         runner.message_hub.update_scalar("train/data_time", perf_counter() - self._last)
 
     def after_train_iter(
         self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Note how long the iteration took, waiting included."""
+        """Record how long the iteration took, including the wait for data."""
         now = perf_counter()
         hub = runner.message_hub
         hub.update_scalar("train/time", now - self._last)
@@ -40,5 +40,5 @@ class IterTimerHook(Hook):
         self._last = now
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
-        """Start the clock again; a loop by iterations validates between two of them."""
+        """Restart the clock; an iteration-based loop validates between two iterations."""
         self._last = perf_counter()
