@@ -1,4 +1,4 @@
-"""Everything that talks between ranks."""
+"""Communication between ranks: collectives, groups, and starting and ending the default group."""
 
 from torch.distributed import ReduceOp
 

@@ -1,4 +1,4 @@
-"""Collectives that move tensors of shapes that every rank knows, adding nothing: broadcast, all_to_all, barrier."""
+"""broadcast, all_to_all and barrier: collectives whose shapes every rank knows, so no header is sent."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def broadcast(
 
     Args:
         data: contiguous or not, of any dtype, on any device. A leaf that requires grad, such as a parameter, gets its
-            new values as it would under ``torch.no_grad()``.
+            new values as if under ``torch.no_grad()``.
         src: rank within the group.
-        group: where; None is the default group.
+        group: the process group; None is the default group.
         async_op: return at once, with a handle to wait for.
-        tensor: `data` by its other published name.
+        tensor: an alias for `data`.
 
     **Collective**: every rank of the group. **Shapes**: the same on every rank, any.
 
-    **Cost**: ``nbytes`` to every rank.
+    **Cost**: ``nbytes`` sent to every rank.
 
     **Example (2 ranks)**::
 
@@ -140,19 +140,19 @@ def all_to_all(
     Args:
         output_tensor_list: one tensor for each rank, filled in place.
         input_tensor_list: one tensor for each rank.
-        group: where; None is the default group.
+        group: the process group; None is the default group.
         async_op: return at once, with a handle to wait for.
-        sync_grads: fill the outputs within the graph, so that gradients flow back to the ranks they came from, and
-            return them. Every rank has to run backward through them then.
+        sync_grads: fill the outputs as part of the autograd graph, so that gradients flow back to the sending ranks,
+            and return the outputs. Every rank must then run backward through them.
 
     **Collective**: every rank of the group. **Shapes**: rank a's ``input_tensor_list[b]`` has as many elements as rank
-    b's ``output_tensor_list[a]``; otherwise sizes are free. One dtype throughout.
+    b's ``output_tensor_list[a]``; otherwise any sizes. All tensors have one dtype.
 
     **Gradients**: as for `all_reduce`: rank a's ``input_tensor_list[b]`` gets the gradient of rank b's
     ``output_tensor_list[a]``.
 
-    **Cost**: the bytes of all inputs sent per rank. With `sync_grads` a header of 512 bytes from each rank to each
-    before, and the same bytes again in backward.
+    **Cost**: each rank sends the bytes of all its inputs. With `sync_grads`, each rank first sends a header of 512
+    bytes to each rank, and backward sends the same bytes again.
 
     **Example (2 ranks)**::
 
@@ -220,7 +220,7 @@ def barrier(group: GroupLike = ..., *, async_op: Literal[True]) -> Handle: ...
 @overload
 def barrier(group: GroupLike = ..., async_op: bool = ...) -> Handle | None: ...
 def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
-    """Wait until every rank of the group has come here.
+    """Wait until every rank of the group has reached this call.
 
     **Collective**: every rank of the group.
 

@@ -1,4 +1,4 @@
-"""Consistency over ranks: does everybody call the same, and does everybody learn of what failed on one rank?"""
+"""Consistency across ranks: all make the same calls, and all learn of a failure on one of them."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _calls: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
 
 
 def check_collectives(mode: CheckMode = "always") -> None:
-    """Choose how often ranks compare what they call before they call it.
+    """Choose how often ranks compare their calls of collectives before they run them.
 
-    Ranks that call different collectives, or the same one with other shapes, abort each other or hang; a check turns
-    that into a `CollectiveMismatchError` on every rank that lists what each of them called.
+    Ranks that call different collectives, or the same one with different shapes, abort or hang. A check turns that into
+    a `CollectiveMismatchError` on every rank, which lists the call of each rank.
 
     Args:
-        mode: ``"off"`` (as at the start), ``"always"``, or ``"sample"``: the first 20 calls of each group and every
+        mode: ``"off"`` (the initial mode), ``"always"``, or ``"sample"``: the first 20 calls of each group and every
             hundredth after. The environment variable ``LOCKSTEP_CHECK`` sets the mode when `init_dist` is called.
 
-    **Collective**: every rank, at the same place; nothing is sent. **Cost**: of a checked call, one message of 256
-    bytes from every rank to every rank.
+    **Collective**: every rank, at the same point of the program; nothing is sent. **Cost**: for each checked call, one
+    message of 256 bytes from every rank to every rank.
 
     **Example (2 ranks)**::
 
@@ -66,12 +66,12 @@ def check_collectives(mode: CheckMode = "always") -> None:
 
 
 def check_mode() -> CheckMode:
-    """Return what `check_collectives` has chosen."""
+    """Return the mode that `check_collectives` has set."""
     return _mode
 
 
 def check_call(name: str, comm: Comm, *arguments: object) -> None:
-    """Compare this call with every rank's, if the mode says so.
+    """Compare this call with those of all ranks, if the mode requires it.
 
     **Raises**: CollectiveMismatchError, on every rank.
     """
@@ -80,21 +80,22 @@ def check_call(name: str, comm: Comm, *arguments: object) -> None:
 
 
 def report_refusals(name: str, comm: Comm) -> AbstractContextManager[None]:
-    """Return a context for the checks of a call's arguments, before `check_call`.
+    """Return a context that runs the checks of a call's arguments, before `check_call`.
 
-    Where they refuse the call on this rank, the others learn it by their `check_call`, if the mode says so.
+    If they refuse the call on this rank, the other ranks learn of it in their `check_call`, if the mode requires a
+    comparison.
     """
     return _UNREPORTED if _mode == "off" else _reporting_refusals(name, comm)
 
 
 @contextmanager
 def fail_together(comm: Comm) -> Iterator[None]:
-    """Run a block on every rank; where it raises on one, it raises on all.
+    """Run a block on every rank; if it raises on one rank, all ranks raise.
 
-    The block itself must hold no collective.
+    The block itself must not call collectives.
 
-    **Collective**: every rank. **Raises**: on a failing rank its own error; PeerError, naming the first such rank, on
-    the others.
+    **Collective**: every rank. **Raises**: a failing rank raises its own error; the others raise PeerError, which names
+    the first failing rank.
     """
     with report_failure(comm, kind=BaseException):
         yield
@@ -103,11 +104,11 @@ def fail_together(comm: Comm) -> Iterator[None]:
 
 @contextmanager
 def main_process_first(group: GroupLike = None) -> Iterator[None]:
-    """Let rank 0 run a block before the others do, for instance to download what they then find in the cache.
+    """Let rank 0 run a block before the others do, for instance to download a file that they then find in the cache.
 
     **Collective**: every rank of the group. The others wait at most for the group's timeout.
 
-    **Raises**: on rank 0 what the block raises; on the others PeerError, without running the block.
+    **Raises**: on rank 0, the block's own error; on the others, PeerError, without running the block.
 
     **Example (2 ranks)**::
 
@@ -146,7 +147,7 @@ def _reporting_refusals(name: str, comm: Comm) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        with suppress(CollectiveMismatchError):  # this rank has an error of its own
+        with suppress(CollectiveMismatchError):  # this rank raises its own error
             _compare(f"{name}, refused: {type(error).__name__}: {error}", comm)
         raise
 

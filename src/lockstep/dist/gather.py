@@ -1,7 +1,7 @@
 """all_gather, gather and scatter: tensors whose shapes may differ from rank to rank.
 
-Every call sends one header first, with shape and dtype. Tensors small enough to fit behind them have then arrived
-already; larger ones follow in a second message of exactly their size.
+Every call first sends one header with shape and dtype. A tensor that fits into the header arrives with it; a larger one
+follows in a second message of exactly its size.
 """
 
 from __future__ import annotations
@@ -111,29 +111,30 @@ def all_gather(
 
     Args:
         data: this rank's tensor; or the list to fill, with one tensor for each rank.
-        tensor: this rank's tensor, in the filling form; in the other form the second place is the group's.
-        group: where; None is the default group.
-        async_op: in the filling form, return a handle while larger tensors are still on their way.
-        sync_grads: let gradients flow back to every rank through the tensors that are returned, or through those that
-            are filled, which are then returned, too. Every rank has to run backward through them then.
-        tensor_list: `data` of the filling form, by its published name.
+        tensor: this rank's tensor, in the filling form; in the other form the second argument is the group.
+        group: the process group; None is the default group.
+        async_op: in the filling form, return a handle while larger tensors are still in flight.
+        sync_grads: let gradients flow back to every rank through the returned tensors. In the filling form the filled
+            tensors are returned, too. Every rank must then run backward through them.
+        tensor_list: an alias for `data` in the filling form.
 
-    **Collective**: every rank of the group; ranks may mix the two forms. **Shapes**: free on every rank, as is the
-    dtype; in the filling form ``tensor_list[i]`` is as rank i's tensor.
+    **Collective**: every rank of the group; ranks may mix the two forms. **Shapes**: any shape and dtype on every rank;
+    in the filling form ``tensor_list[i]`` has the shape and dtype of rank i's tensor.
 
-    **Returns**: the tensors in rank order, each with memory of its own, on the device of `data`; or None, or a handle.
+    **Returns**: the tensors in rank order, each with its own memory, on the device of `data`; or None, or a handle.
 
-    **Gradients**: without `sync_grads` no gradient flows, of which a warning tells once for each calling line. With it,
-    the gradient of `data` is the sum, over the ranks, of the gradients of what they received: that of the sum of all
-    ranks' losses. Where DDP or FSDP average the gradients of the parameters, they come out as those of the mean of all
-    ranks' losses: those of one process that has the whole batch, in the second example.
+    **Gradients**: without `sync_grads` no gradient flows; a warning says so once for each calling line. With it, the
+    gradient of `data` is the sum over the ranks of the gradients of what they received: the gradient of the sum of all
+    ranks' losses. DDP and FSDP then average the gradients of the parameters, which gives the gradient of the mean of
+    all ranks' losses. In the second example it equals the gradient of one process that has the whole batch.
 
-    **Raises**: ValueError on a rank whose list does not fit what comes, TypeError on one that hands in something else
-    than tensors, PeerError on the others, before any tensor that does not fit into a header is sent. With `sync_grads`
-    CollectiveMismatchError on every rank where dtypes differ.
+    **Raises**: ValueError on a rank whose list does not match the tensors of all ranks, TypeError on one that passes
+    something other than tensors, PeerError on the others; no tensor that follows its header has been sent by then. With
+    `sync_grads`, CollectiveMismatchError on every rank if dtypes differ.
 
-    **Cost**: a header of 512 bytes from each rank, and the bytes of those tensors that don't fit in it; never padded.
-    With `sync_grads` one more header, and in backward the bytes of the gradients of all that was received.
+    **Cost**: a header of 512 bytes from each rank, and the bytes of those tensors that don't fit in it, without
+    padding. With `sync_grads` one more header, and in backward the bytes of the gradients of everything that was
+    received.
 
     **Example (2 ranks)**::
 
@@ -165,7 +166,7 @@ def all_gather(
         >>> torch.allclose(gradient, whole.grad)
         True
 
-    **Source**: `torch.distributed.all_gather` (2.13), which on gloo aborts the process where shapes differ.
+    **Source**: `torch.distributed.all_gather` (2.13), which on gloo aborts the process if shapes differ.
     """
     data = either("data", data, "tensor_list", tensor_list)
     if isinstance(data, Tensor):
@@ -222,17 +223,17 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         data: this rank's tensor.
         gather_list: on `dst`, the tensors to fill, one for each rank; elsewhere None.
         dst: rank within the group.
-        group: where; None is the default group.
+        group: the process group; None is the default group.
         async_op: in the filling form, return a handle.
-        tensor: `data` by its other published name.
+        tensor: an alias for `data`.
 
-    **Collective**: every rank of the group. **Shapes**: free on every rank, as is the dtype.
+    **Collective**: every rank of the group. **Shapes**: any shape and dtype on every rank.
 
-    **Returns**: on `dst` the tensors in rank order, on its `data`'s device, or None where it filled a list; ``[]``
+    **Returns**: on `dst` the tensors in rank order, on the device of its `data`, or None if it filled a list; ``[]``
     elsewhere.
 
-    **Raises**: ValueError on `dst` where its list does not fit what came, as only it sees that; everything has been
-    received then.
+    **Raises**: ValueError on `dst` if its list does not match what arrived, after everything has been received. The
+    other ranks do not learn of it.
 
     **Cost**: a header of 512 bytes from each rank to `dst`, and the bytes of those tensors that don't fit in it.
 
@@ -244,7 +245,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         True
     """
     if isinstance(gather_list, Integral):
-        third = None if isinstance(dst, int) and dst == 0 else dst  # the group, if anything was given there
+        third = None if isinstance(dst, int) and dst == 0 else dst  # the group, if one was given in that place
         gather_list, dst, group = None, gather_list, _group_argument(third, group)
     comm = resolve(group)
     data = either("data", data, "tensor", tensor)
@@ -298,20 +299,20 @@ def scatter(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Handle | None:
-    """Fill rank i's `tensor` with the i-th of rank `src`'s list.
+    """Fill rank i's `tensor` with the i-th tensor of rank `src`'s list.
 
     Args:
         tensor: filled in place.
         scatter_list: on `src`, one tensor for each rank; elsewhere None.
         src: rank within the group.
-        group: where; None is the default group.
-        async_op: return a handle (the work is done by then; there is one for the sake of the calling form).
+        group: the process group; None is the default group.
+        async_op: return a handle, for compatibility; the work is already done.
 
-    **Collective**: every rank of the group. **Shapes**: ``scatter_list[i]`` is as rank i's `tensor`; the entries may
-    differ.
+    **Collective**: every rank of the group. **Shapes**: ``scatter_list[i]`` has the shape and dtype of rank i's
+    `tensor`; the entries may differ.
 
-    **Raises**: ValueError on `src` where its list is no list of one tensor for each rank, PeerError on the others;
-    ValueError on a rank whose `tensor` is not as what was sent to it.
+    **Raises**: ValueError or TypeError on `src` if its list does not hold one tensor for each rank, PeerError on the
+    others; ValueError on a rank whose `tensor` does not match what was sent to it.
 
     **Cost**: a header of 512 bytes from `src` to each rank, and the bytes of those tensors that don't fit in it.
 
@@ -367,7 +368,7 @@ def _all_gather_with_grads(
         _require_form("data", data, tensor_list, comm)
         if tensor_list is not NOT_GIVEN:
             require_fillable("tensor_list", tensor_list, comm)
-    # The graph keeps what it is made of: of tensors that get that graph, as they are filled, it must not.
+    # The closure lives in the graph. It must not hold the filled tensors, which refer to that graph.
     likes = None if tensor_list is NOT_GIVEN else [(x.shape, x.dtype) for x in tensor_list]
 
     def gather_all(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -385,7 +386,7 @@ def _all_gather_with_grads(
 
 
 def _require_form(name: str, data: object, tensor_list: Sequence[Tensor], comm: Comm) -> None:
-    """Raise unless this is a tensor, or one for each rank is to be filled with such."""
+    """Raise unless `data` is a tensor and `tensor_list`, if given, holds one tensor for each rank."""
     if tensor_list is NOT_GIVEN:
         require_tensor(name, data)
         return
@@ -407,7 +408,7 @@ def _exchange_headers(
 ) -> tuple[Tensor, Header, HeaderMemory]:
     """Give every rank, or `dst` alone, every rank's header.
 
-    Returns what travels, this rank's header, and the memory with all headers (of use where they are received).
+    Returns the tensor to send, this rank's header, and the memory of all headers (valid where they are received).
     """
     transport = transport_of(comm)
     buffers = transport.buffers(TENSOR_HEADER_BYTES)
@@ -418,7 +419,7 @@ def _exchange_headers(
         header = header_of(wire, None if outputs is NOT_GIVEN else outputs)
         header.write(buffers.own, 0, wire)
     except (TypeError, ValueError) as error:
-        # Only this rank can see it, so it has to tell the others, which wait.
+        # Only this rank sees the error, so it must tell the others, which are waiting.
         refusal = error
         buffers.own.data[:] = encode_failure(error)
     if dst is None:
@@ -433,7 +434,7 @@ def _exchange_headers(
 
 
 def _agreed(memory: HeaderMemory, own: Header, comm: Comm, outputs: Sequence[Tensor] = ()) -> list[Header]:
-    """Return what every rank says; where a rank can't take part, or the list of one does not fit, all raise."""
+    """Return every rank's header; if a rank can't take part, or its list does not fit, all raise."""
     headers = read_headers(memory, own)
     require_no_failure([header.failure for header in headers], comm)
     remedy = ". Or leave the list out: all_gather(data)"
@@ -444,7 +445,7 @@ def _agreed(memory: HeaderMemory, own: Header, comm: Comm, outputs: Sequence[Ten
 
 
 def _exchange(wire: Tensor, headers: Sequence[Header], destinations: Sequence[Tensor], comm: Comm) -> Handle:
-    """Move what did not fit behind the headers."""
+    """Exchange the tensors that did not fit into the headers."""
     if all(header.is_inline for header in headers):
         return Handle((), comm)
     own = [] if headers[comm.rank].is_inline else [as_bytes(wire)]
@@ -455,7 +456,7 @@ def _exchange(wire: Tensor, headers: Sequence[Header], destinations: Sequence[Te
 
 
 def _all_there(memory: HeaderMemory, own: Header, comm: Comm) -> list[Header]:
-    """Return what every rank says, on `dst`; where one can't take part, raise when all is received that is sent."""
+    """Return every rank's header, on `dst`; if a rank can't take part, receive what the others send, then raise."""
     headers = read_headers(memory, own)
     if any(header.failure is not None for header in headers):
         _receive_and_discard(headers, memory, comm)
@@ -479,7 +480,7 @@ def _gather(wire: Tensor, own: Header, memory: HeaderMemory, comm: Comm) -> list
 
 
 def _gather_into(outputs: Sequence[Tensor], wire: Tensor, own: Header, memory: HeaderMemory, comm: Comm) -> Handle:
-    """Start receiving on `dst`; a list that does not fit raises in the end, when all is received that is sent."""
+    """Start receiving on `dst`; a list that does not fit raises at the end, after everything has been received."""
     if fill_inline(memory, own, outputs):
         return Handle((), comm)
     headers = _all_there(memory, own, comm)
@@ -496,7 +497,7 @@ def _gather_into(outputs: Sequence[Tensor], wire: Tensor, own: Header, memory: H
 
 
 def _receive(headers: Sequence[Header], destinations: Sequence[Tensor], wire: Tensor, comm: Comm) -> Handle:
-    """Receive what did not fit behind the headers; this rank's own is `wire`."""
+    """Receive what did not fit into the headers; this rank's own tensor is `wire`."""
     following = [rank for rank, header in enumerate(headers) if not header.is_inline]
     if comm.rank in following:
         following.remove(comm.rank)
@@ -505,7 +506,7 @@ def _receive(headers: Sequence[Header], destinations: Sequence[Tensor], wire: Te
 
 
 def _group_argument(second: object, group: GroupLike) -> GroupLike:
-    """Return the group of the short form, which may stand in the place after the data."""
+    """Return the group of the short form, which may be given in the place after the data."""
     return group if second is None else cast(GroupLike, second)  # resolve() checks it
 
 
@@ -526,7 +527,7 @@ def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Com
     following = [rank for rank, header in enumerate(headers) if not header.is_inline and rank != comm.rank]
     sent = Handle([transport.send([as_bytes(wires[rank])], rank) for rank in following], comm)
     own = wires[comm.rank]
-    # While they are on their way; unless what is filled may be a part of what is sent.
+    # Copy while the sends are in flight, unless `tensor` may share memory with what is sent.
     in_use = {wires[rank].untyped_storage().data_ptr() for rank in following}
     at_once = _are_like([tensor], [own]) and tensor.untyped_storage().data_ptr() not in in_use
     if at_once:
@@ -538,14 +539,14 @@ def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Com
 
 
 def _receive_part(tensor: Tensor, src: int, comm: Comm) -> None:
-    """Receive this rank's tensor, into `tensor` where it fits there."""
+    """Receive this rank's tensor, directly into `tensor` if it matches."""
     refusal: TypeError | ValueError | None = None
     expected: Header | None = None
     try:
         require_tensor("tensor", tensor, is_filled=True)
         expected = header_of(tensor)
     except (TypeError, ValueError) as error:
-        refusal = error  # to be raised when all is received that is sent
+        refusal = error  # raised after everything has been received
     transport = transport_of(comm)
     buffers = transport.buffers(TENSOR_HEADER_BYTES)
     transport.scatter_headers(buffers, src)
@@ -567,9 +568,9 @@ def _receive_part(tensor: Tensor, src: int, comm: Comm) -> None:
 def _destinations(
     headers: Sequence[Header], memory: HeaderMemory, comm: Comm, outputs: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """Return where each rank's tensor arrives: in that of `outputs` if that can be, else in a new one.
+    """Return where each rank's tensor arrives: in its tensor of `outputs` if possible, else in a new one.
 
-    What is inline has arrived already, the rest is to be received.
+    Inline tensors have arrived already; the others are still to be received.
     """
     destinations = []
     for rank, header in enumerate(headers):
@@ -584,7 +585,7 @@ def _destinations(
 
 
 def _are_like(outputs: Sequence[Tensor], models: Sequence[Header | Tensor]) -> bool:
-    """Return whether `outputs` is a list of tensors of just the shapes and dtypes that are announced."""
+    """Return whether `outputs` is a list of tensors of exactly the announced shapes and dtypes."""
     is_list = isinstance(outputs, Sequence) and len(outputs) == len(models)
     return is_list and all(
         isinstance(output, Tensor) and output.shape == model.shape and output.dtype is model.dtype

@@ -1,8 +1,8 @@
-"""Gradients over ranks: collectives that autograd sees through, and a warning where it would see nothing.
+"""Gradients across ranks: differentiable collectives, and a warning where a collective cuts the gradient.
 
-The four collectives that take `sync_grads` are linear maps of the tensors of all ranks, whose transposes take gradients
-back: all_reduce is its own, all_gather and reduce_scatter are each other's, and in that of all_to_all the ranks change
-places.
+The four collectives that take `sync_grads` are linear maps of the tensors of all ranks. The backward pass runs the
+transpose of the map: that of all_reduce is all_reduce, all_gather and reduce_scatter are transposes of each other, and
+that of all_to_all swaps senders and receivers.
 
 Convention: gradients are those of the *sum of all ranks' losses*. DistributedDataParallel and FSDP divide by the number
 of ranks when they average the gradients of the parameters, which gives the gradient of the *mean of all ranks' losses*.
@@ -38,11 +38,11 @@ Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OWN_ROOM = os.path.dirname(__file__) + os.sep
 
-# status as in every header, what a rank wants, digest of the call; as much of the call as there is room for follows
+# status as in every header, what the rank wants, digest of the call; then as much of the call's text as fits
 _HEAD = struct.Struct("<2q16s")
 _NO_GRADIENT, _GRADIENT, _GRAD_MODE_OFF = 0, 1, 2
 
-# What becomes of a gradient without `sync_grads`.
+# What happens to a gradient without `sync_grads`.
 STAYS_LOCAL = "its gradient stays that of this rank's own value, not of what replaces it"
 ENDS_HERE = "its gradient ends here, as what comes out has no graph"
 
@@ -53,7 +53,7 @@ class LinearMap(NamedTuple):
     """A collective and its transpose.
 
     Attributes:
-        apply: this rank's inputs -> its outputs, which are new tensors; never sees a graph.
+        apply: this rank's inputs -> its outputs, which are new tensors; always runs outside the autograd graph.
         transpose: the gradients of the outputs -> those of the inputs, likewise.
         comm: the group.
     """
@@ -66,7 +66,7 @@ class LinearMap(NamedTuple):
 class _Mapped(Function):
     """One use of a `LinearMap` in a graph.
 
-    All outputs require grad on every rank, whatever the inputs do, as every rank has to take part in the backward.
+    All outputs require grad on every rank, even where the inputs don't, because every rank must take part in backward.
     """
 
     @staticmethod
@@ -86,18 +86,18 @@ class _Mapped(Function):
 
 
 def synced(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the outputs of a map, within the graph where some rank's inputs require grad.
+    """Return the outputs of a map, as part of the autograd graph if some rank's inputs require grad.
 
-    Every rank has to take part in the backward then.
+    Every rank must then take part in backward.
 
     Args:
         call: the call as text, which must be the same on every rank.
         linear: the map.
-        inputs: this rank's.
+        inputs: this rank's inputs.
 
-    **Collective**: every rank, or `report_failure` where this rank's arguments are wrong. **Raises**: PeerError where
-    those of another rank are; CollectiveMismatchError on every rank where the calls differ, or only some are under
-    ``torch.no_grad()``.
+    **Collective**: every rank; a rank whose arguments are wrong uses `report_failure` instead. **Raises**: PeerError if
+    the arguments of another rank are wrong; CollectiveMismatchError on every rank if the calls differ, or if only some
+    are under ``torch.no_grad()``.
     """
     comm = linear.comm
     with report_failure(comm):
@@ -135,7 +135,7 @@ def describe(tensors: Sequence[Tensor]) -> str:
 
 
 def require_linear(op: str, comm: Comm) -> None:
-    """Raise ValueError unless gradients can flow through a reduction."""
+    """Raise ValueError unless gradients can flow through reduction `op`."""
     if op not in ("sum", "mean"):
         raise ValueError(
             f"`op` must be sum or mean with sync_grads, but is {op!r} ({comm.this_rank}). Leave sync_grads out, and "
@@ -144,13 +144,13 @@ def require_linear(op: str, comm: Comm) -> None:
 
 
 def require_blocking(async_op: bool, comm: Comm) -> None:
-    """Raise TypeError where a handle is asked for beside gradients."""
+    """Raise TypeError if a handle is requested together with gradients."""
     if async_op:
         raise TypeError(f"`async_op` must be False with sync_grads, but is {async_op!r} ({comm.this_rank})")
 
 
 def require_fillable(name: str, outputs: Sequence[Tensor], comm: Comm) -> None:
-    """Raise ValueError where an output is a leaf that requires grad, which autograd lets nobody fill."""
+    """Raise ValueError if an output is a leaf that requires grad, which autograd does not allow to be filled."""
     if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in outputs):
         raise ValueError(
             f"`{name}` must not require grad with sync_grads, as it gets the graph of what fills it, but does "
@@ -159,14 +159,14 @@ def require_fillable(name: str, outputs: Sequence[Tensor], comm: Comm) -> None:
 
 
 def warn_of_lost_gradients(name: str, outcome: str, *, has_sync_grads: bool = False) -> None:
-    """Warn that a tensor requires grad and a collective ends or bends its gradient, once for each calling line.
+    """Warn that a collective drops or falsifies the gradient of a tensor that requires grad, once per calling line.
 
-    Not under ``torch.no_grad()``, and not where lockstep itself calls.
+    No warning under ``torch.no_grad()``, or for calls from lockstep itself.
 
     Args:
         name: the collective.
-        outcome: what becomes of the gradient.
-        has_sync_grads: whether it takes that.
+        outcome: what happens to the gradient.
+        has_sync_grads: whether the collective takes `sync_grads`.
     """
     if not torch.is_grad_enabled():
         return
@@ -193,7 +193,7 @@ def _wish(inputs: Sequence[Tensor]) -> int:
     if not any(x.requires_grad for x in inputs):
         return _NO_GRADIENT
     for x in inputs:
-        reduction("sum", x.dtype)  # gradients have to be added up on their way back
+        reduction("sum", x.dtype)  # backward sums the gradients, so the dtype must allow it
     return _GRADIENT
 
 

@@ -1,4 +1,4 @@
-"""Process groups: what a `group` argument means, and who this process is in a group. Nothing here communicates."""
+"""Process groups: what a `group` argument means, and this process's rank in a group. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ R = TypeVar("R")
 
 GroupLike: TypeAlias = ProcessGroup | DeviceMesh | None
 
-# Which device types a backend moves by itself. torch also lists gloo for accelerators, but most of its collectives
-# fail there, so that such data is staged through the CPU.
+# The device types that a backend supports directly. torch also lists gloo for accelerators, but most of its collectives
+# fail there, so such data is staged through the CPU.
 _NATIVE_DEVICES = {
     "gloo": "cpu",
     "mpi": "cpu",
@@ -40,7 +40,7 @@ _NATIVE_DEVICES = {
 }
 
 
-# Reductions that a backend can't run, by lockstep's names. Of others than these two only the mean is in doubt.
+# Reductions that a backend can't run, by lockstep's names. For any other backend only the mean is doubtful.
 _MISSING_OPS = {"gloo": frozenset[str](), "nccl": frozenset({"band", "bor", "bxor"})}
 _MEAN_IN_DOUBT = frozenset({"mean"})
 
@@ -50,13 +50,13 @@ class Comm:
     """A communicator: one process group as seen from this rank.
 
     Attributes:
-        reference: to torch's process group; None where no group exists (one process). Weak, so that a group that its
-            owner destroys ends, with its threads and connections.
+        reference: weak reference to torch's process group; None where no group exists (one process). Weak, so that
+            destroying the group also ends its threads and connections.
         rank: this process's rank within the group.
         size: number of ranks in the group.
         backend: torch's name of the backend, e.g. ``"gloo"``; None without a process group.
-        devices: device types whose tensors the group moves without staging.
-        comm_device: where everything else is staged to.
+        devices: device types whose tensors the group communicates without staging.
+        comm_device: the device through which tensors on all other device types are staged.
         missing_ops: reductions that the backend can't run.
     """
 
@@ -75,7 +75,7 @@ class Comm:
 
     @property
     def bytes_device(self) -> torch.device:
-        """Where bytes that are no tensor of the caller's travel: the CPU wherever the group serves it."""
+        """The device for bytes that are not the caller's tensors: the CPU if the group supports it."""
         return torch.device("cpu") if "cpu" in self.devices or self.reference is None else self.comm_device
 
     @property
@@ -84,12 +84,12 @@ class Comm:
         return f"rank {self.rank} of {self.size}"
 
     def to_wire(self, data: Tensor) -> Tensor:
-        """Return `data`, or a contiguous copy on a device that the group moves, outside the graph of gradients."""
+        """Return `data`, or a contiguous copy on a device that the group supports, detached from the autograd graph."""
         if data.requires_grad:
             data = data.detach()
-        if data.is_conj() or data.is_neg():  # backends see the memory, not what torch still has to apply to it
+        if data.is_conj() or data.is_neg():  # backends read raw memory, without the lazy conj or neg
             data = data.resolve_conj().resolve_neg()
-        # The first question is a cheap one, and answers for the usual case.
+        # The first test is cheap, and decides the usual case.
         is_moved = (data.is_cpu and "cpu" in self.devices) or data.device.type in self.devices
         if not is_moved and self.reference is not None:
             data = data.to(self.comm_device)
@@ -98,7 +98,7 @@ class Comm:
     def to_comm_device(self, data: Tensor) -> Tensor:
         """Return `data`, or a copy, as `to_wire` does, but always on `comm_device`.
 
-        For collectives that leave devices free: where a group serves several, the ranks have to agree on one.
+        For collectives that accept any device: if a group supports several, the ranks must agree on one.
         """
         wire = self.to_wire(data)
         return wire if wire.device == self.comm_device else wire.to(self.comm_device)
@@ -106,19 +106,19 @@ class Comm:
 
 SOLO = Comm(None, 0, 1, None, frozenset(), torch.device("cpu"))
 
-# Weak, so that nothing here keeps a destroyed group alive.
+# Weak keys, so that nothing here keeps a destroyed group alive.
 _resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
-# By default group: the group of the ranks on this node, and what `init_dist` read of this process's job.
+# For each default group: the group of the ranks on this node, and the topology that `init_dist` read.
 local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 topologies: WeakKeyDictionary[ProcessGroup, Topology] = WeakKeyDictionary()
 
 
 def resolve(group: GroupLike = None) -> Comm:
-    """Resolve `group` to what the collectives need to know of it.
+    """Return the communicator of `group`, which holds what collectives need to know about it.
 
     Raises:
         ValueError: the calling process is not a member, or the mesh has several axes.
-        TypeError: `group` is no group.
+        TypeError: `group` is not a group.
     """
     if group is None:
         if not torch_dist.is_initialized():
@@ -134,11 +134,11 @@ def resolve(group: GroupLike = None) -> Comm:
 
 
 def forget_groups() -> None:
-    """Drop what is known of groups; their process groups are being destroyed."""
+    """Drop what is known about groups; their process groups are being destroyed."""
     _resolved.clear()
     if "torch.distributed.tensor" in sys.modules:
-        # DTensor keeps its plans by the ranks of a mesh, each with the names of groups that are gone (2.13). What
-        # torch.distributed.tensor.debug does, which takes a second to import, as it brings the compiler.
+        # DTensor caches its plans by the ranks of a mesh; each plan holds names of groups that are gone (2.13).
+        # torch.distributed.tensor.debug clears them in this way, but it imports the compiler, which takes a second.
         from torch.distributed.tensor import DTensor
 
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
@@ -177,9 +177,9 @@ def get_default_group() -> ProcessGroup | None:
 
 
 def get_comm_device(group: GroupLike = None) -> torch.device:
-    """Return the device on which the group communicates; data that lives elsewhere is staged through it.
+    """Return the device on which the group communicates; data on other devices is staged through it.
 
-    The accelerator bound to this process where the backend serves it (nccl: ``cuda``), else the CPU.
+    This is the accelerator bound to this process if the backend supports it (nccl: ``cuda``), else the CPU.
     """
     return resolve(group).comm_device
 
@@ -187,7 +187,8 @@ def get_comm_device(group: GroupLike = None) -> torch.device:
 def get_local_rank() -> int:
     """Return this process's rank among those on the same node; 0 where no group exists.
 
-    **Raises**: DistError where the default group was made by other means and nothing says how it lies on nodes.
+    **Raises**: DistError if the default group was not made by `init_dist` and the environment does not describe its
+    nodes.
     """
     local = _initialised_local_group()
     return _topology("local rank").local_rank if local is None else get_rank(local)
@@ -212,9 +213,9 @@ def get_num_nodes() -> int:
 def get_local_group() -> ProcessGroup | None:
     """Return the group of the ranks on this node, or None where no group exists.
 
-    On a single node that is the default group itself.
+    On a single node this is the default group itself, unless `init_local_group` made smaller groups.
 
-    **Raises**: DistError on several nodes, before `init_local_group`.
+    **Raises**: DistError on several nodes, if `init_local_group` has not been called.
     """
     local = _initialised_local_group()
     if local is not None:
@@ -248,7 +249,7 @@ def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Return whether `value` is an integer, perhaps one of numpy's, and no bool."""
+    """Return whether `value` is an integer (numpy's included), but not a bool."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
@@ -280,7 +281,7 @@ def _not_a_member() -> str:
 
 def _describe(pg: ProcessGroup) -> Comm:
     backends = [entry.split(":") for entry in str(torch_dist.get_backend_config(pg)).split(",")]
-    # Some backends name every device type there is; those that are not there can't be talked on.
+    # Some backends list every device type that exists; only those present on this machine can be used.
     present = {"cpu", get_device()}
     devices = {device for device, name in backends if _NATIVE_DEVICES.get(name, device) == device} & present
     accelerators = sorted(devices - {"cpu"})
@@ -300,10 +301,10 @@ def _initialised_local_group() -> ProcessGroup | None:
 
 
 def _topology(what: str) -> Topology:
-    """Return where this process stands among nodes.
+    """Return this process's place among the nodes.
 
-    That is what `init_dist` read, or, where somebody else initialised the default group, what the environment says as
-    long as it agrees with that group.
+    This is the topology that `init_dist` read. If the default group was initialised by other means, it is what the
+    environment says, provided that it agrees with that group.
     """
     comm = resolve()
     if comm.pg is None:

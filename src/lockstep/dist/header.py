@@ -1,7 +1,7 @@
-"""Headers: what a rank is about to send, the data themselves where they are small, or why it can't send.
+"""Headers: what a rank is about to send, including the data itself if it is small; or why it can't send.
 
-Every collective whose shapes are free sends one first, so that all ranks know what follows, and a 4-byte all_gather
-stays one message.
+Every collective that accepts any shapes sends a header first, so that all ranks know what follows. A 4-byte all_gather
+still takes one message.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ OBJECT_HEADER_BYTES = 4096
 _CPU = torch.device("cpu")
 
 _OK, _FAILED = 0, 1
-# status, fingerprint of what is expected, dtype, number of dims; the dims follow, then the tensor
+# status, fingerprint of what the rank expects, dtype, number of dims; then the dims, then the tensor
 _HEAD = struct.Struct("<4q")
 _MOST_DIMS = (TENSOR_HEADER_BYTES - _HEAD.size) // 8
 _FAILURE = struct.Struct("<2q")
-# In the same order on every rank, whatever order torch defines them in.
+# Sorted, so that the order is the same on every rank.
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
-# ctypes.memmove lets go of the interpreter, and gets it back late where the backend's thread is waiting for it.
+# ctypes.memmove would release the GIL, and get it back late when the backend's thread is waiting for it.
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 
 
 class Header:
-    """What one rank says of its tensor.
+    """The header of one rank's tensor.
 
-    Headers that say the same are one object most of the time, which makes them cheap to compare.
+    Equal headers are mostly one object, which makes them cheap to compare.
 
     Attributes:
         shape: shape of its tensor.
         dtype: dtype of its tensor.
         nbytes: bytes of its tensor.
-        expected: fingerprint of what this rank expects to receive; 0 where it takes what comes.
-        failure: why this rank has nothing to send; None where it has.
-        encoded: all that as bytes.
-        is_inline: whether the tensor's bytes travel behind these; they follow in a message of their own otherwise.
+        expected: fingerprint of what this rank expects to receive; 0 if it accepts anything.
+        failure: why this rank has nothing to send; None if it has something.
+        encoded: all of this as bytes.
+        is_inline: whether the tensor's bytes follow these in the same message; otherwise they have their own message.
     """
 
     __slots__ = ("dtype", "encoded", "expected", "failure", "is_inline", "nbytes", "shape")
@@ -65,7 +65,7 @@ class Header:
         self.is_inline = len(self.encoded) + self.nbytes <= TENSOR_HEADER_BYTES
 
     def write(self, memory: HeaderMemory, index: int, data: Tensor) -> None:
-        """Write this, and the tensor where it is inline, to position `index`."""
+        """Write this header, and the tensor if it is inline, to position `index`."""
         start = index * memory.header_bytes
         memory.data[start : start + len(self.encoded)] = self.encoded
         if self.is_inline and self.nbytes:
@@ -73,13 +73,13 @@ class Header:
             _memmove(memory.address + start + len(self.encoded), on_cpu.data_ptr(), self.nbytes)
 
     def fill(self, target: Tensor, memory: HeaderMemory, index: int) -> None:
-        """Copy the inline tensor at position `index` into a contiguous one on the CPU."""
+        """Copy the inline tensor at position `index` into `target`, a contiguous CPU tensor."""
         if self.nbytes:
             source = memory.address + index * memory.header_bytes + len(self.encoded)
             _memmove(target.data_ptr(), source, self.nbytes)
 
     def tensor(self, memory: HeaderMemory, index: int, device: torch.device) -> Tensor:
-        """Return a new tensor: filled, on the CPU, where it is inline, else as announced, on `device`."""
+        """Return a new tensor: filled and on the CPU if inline, else empty, of the announced shape, on `device`."""
         if not self.is_inline:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         data = torch.empty(self.shape, dtype=self.dtype)
@@ -95,7 +95,7 @@ def _header(dtype: torch.dtype, shape: tuple[int, ...], expected: int) -> Header
 def header_of(data: Tensor, expected: Sequence[Tensor] | None = None) -> Header:
     """Return the header of a contiguous tensor.
 
-    **Raises**: ValueError for more dims than a header can name.
+    **Raises**: ValueError for more dims than a header can hold.
     """
     shape = data.shape
     if len(shape) > _MOST_DIMS:
@@ -106,9 +106,9 @@ def header_of(data: Tensor, expected: Sequence[Tensor] | None = None) -> Header:
 
 
 def read_header(memory: HeaderMemory, index: int, likely: Header | None = None) -> Header:
-    """Return the header at position `index`; `likely`, where it says the same."""
+    """Return the header at position `index`; this is `likely` itself if they are equal."""
     start = index * memory.header_bytes
-    # Ranks mostly say the same, so that nothing has to be read.
+    # Headers are mostly equal, so usually nothing has to be decoded.
     if likely is not None and memory.data.startswith(likely.encoded, start):
         return likely
     status, expected, code, ndim = _HEAD.unpack_from(memory.data, start)
@@ -124,14 +124,14 @@ def read_headers(memory: HeaderMemory, likely: Header | None = None) -> list[Hea
 
 
 def encode_failure(error: BaseException, size: int = TENSOR_HEADER_BYTES) -> bytes:
-    """Return a header that says why this rank has nothing to send; the text is cut to what fits."""
-    # A file's name in a message may hold what utf-8 can't; that must not keep the other ranks waiting.
+    """Return a header that says why this rank has nothing to send; the text is cut to fit."""
+    # A file name in a message may contain what UTF-8 can't encode; that must not leave the other ranks waiting.
     text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[: size - _FAILURE.size]
     return (_FAILURE.pack(_FAILED, len(text)) + text).ljust(size, b"\0")
 
 
 def decode_failure(header: bytes | memoryview) -> str | None:
-    """Return the failure that a header reports, if it does."""
+    """Return the failure that a header reports, or None."""
     status, length = _FAILURE.unpack_from(header)
     if status != _FAILED:
         return None
@@ -139,9 +139,9 @@ def decode_failure(header: bytes | memoryview) -> str | None:
 
 
 def fill_inline(memory: HeaderMemory, own: Header, outputs: Sequence[Tensor]) -> bool:
-    """Fill `outputs` where every rank's header is like this rank's, with the tensor inline; else do nothing.
+    """Fill `outputs` and return True if every rank's header equals this rank's and is inline; else do nothing.
 
-    The usual case of small tensors, kept short, as small calls are all overhead.
+    This is the usual case of small tensors. It is kept short, because in small calls the overhead dominates.
     """
     if not isinstance(outputs, list | tuple) or len(outputs) != len(memory.views) or not _all_inline(memory, own):
         return False
@@ -156,7 +156,7 @@ def fill_inline(memory: HeaderMemory, own: Header, outputs: Sequence[Tensor]) ->
 
 
 def new_inline(memory: HeaderMemory, own: Header) -> list[Tensor] | None:
-    """Return new tensors where every rank's header is like this rank's, with the tensor inline; else None."""
+    """Return new tensors if every rank's header equals this rank's and is inline; else None."""
     if not _all_inline(memory, own):
         return None
     return [own.tensor(memory, index, _CPU) for index in range(len(memory.views))]
@@ -176,13 +176,13 @@ def report_failure(
     size: int = TENSOR_HEADER_BYTES,
     kind: type[BaseException] = Exception,
 ) -> Iterator[None]:
-    """Where the block raises, tell the others, which wait for this rank's header, why.
+    """If the block raises, send the reason to the other ranks, which wait for this rank's header.
 
     Args:
         comm: the group.
-        send: ``send(header, comm=comm)`` brings them that header; None is `all_gather_header`.
-        size: of the header.
-        kind: which errors; others are not told.
+        send: sends the header, as ``send(header, comm=comm)``; None is `all_gather_header`.
+        size: size of the header in bytes.
+        kind: which errors are sent; others are not.
     """
     try:
         yield
@@ -201,7 +201,7 @@ def all_gather_header(header: bytes, comm: Comm) -> list[bytes]:
 
 
 def scatter_header(headers: Sequence[bytes] | None, header_bytes: int, src: int, comm: Comm) -> bytes:
-    """Return the header that rank `src`, which alone hands in some, has for this rank. **Collective**."""
+    """Return the header that rank `src` has for this rank; only `src` passes `headers`. **Collective**."""
     transport = transport_of(comm)
     buffers = transport.buffers(header_bytes)
     if headers is not None:
@@ -211,12 +211,12 @@ def scatter_header(headers: Sequence[bytes] | None, header_bytes: int, src: int,
 
 
 def scatter_failure(header: bytes, src: int, comm: Comm) -> None:
-    """Send every rank the one header that rank `src`, this one, has for all."""
+    """Send one header to every rank; this rank is `src`."""
     scatter_header([header] * comm.size, len(header), src, comm)
 
 
 def broadcast_header(header: bytes, src: int, comm: Comm) -> bytes:
-    """Return rank `src`'s header; the others hand in any of the same size. **Collective**."""
+    """Return rank `src`'s header; the others pass any header of the same size. **Collective**."""
     transport = transport_of(comm)
     buffers = transport.buffers(len(header))
     buffers.own.data[:] = header
@@ -227,7 +227,7 @@ def broadcast_header(header: bytes, src: int, comm: Comm) -> bytes:
 def require_no_failure(failures: Sequence[str | None], comm: Comm, ranks: Sequence[int] | None = None) -> None:
     """Raise if some rank failed, naming the first.
 
-    **Raises**: PeerError. The failing rank itself should raise its own error before it comes here.
+    **Raises**: PeerError. The failing rank itself should raise its own error before this call.
     """
     for index, failure in enumerate(failures):
         if failure is not None:
@@ -243,10 +243,10 @@ def require_no_failure(failures: Sequence[str | None], comm: Comm, ranks: Sequen
 def require_agreement(headers: Sequence[Header], comm: Comm) -> None:
     """Raise if some rank's output list does not fit what the headers announce, naming the first.
 
-    **Raises**: PeerError. A rank whose own list is wrong should raise its own error before it comes here.
+    **Raises**: PeerError. A rank whose own list is wrong should raise its own error before this call.
     """
     own = headers[comm.rank]
-    # What this rank expects was compared with the headers already.
+    # This rank's own expectation has already been compared with the headers.
     if all(header is own or header.expected in (0, own.expected) for header in headers):
         return
     actual = own.expected or _fingerprint(tuple((header.dtype, header.shape) for header in headers))
@@ -256,5 +256,5 @@ def require_agreement(headers: Sequence[Header], comm: Comm) -> None:
 
 @lru_cache(maxsize=1024)
 def _fingerprint(entries: tuple[tuple[torch.dtype, tuple[int, ...]], ...]) -> int:
-    # Python's hash of integers is the same in every process; 0 means "takes what comes".
+    # Python's hash of integers is the same in every process; 0 means "accepts anything".
     return hash(tuple((_CODES[dtype], *shape) for dtype, shape in entries)) or 1

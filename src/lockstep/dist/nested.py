@@ -1,4 +1,4 @@
-"""Many values at once: dicts, parameter lists and trees, in as few collectives as their dtypes allow."""
+"""Collectives on many values at once: dicts, lists of parameters and trees, in as few messages as dtypes allow."""
 
 from __future__ import annotations
 
@@ -55,21 +55,22 @@ def all_reduce_dict(
     """Reduce every value of a dict over all ranks, in place, and return the dict.
 
     Args:
-        data: tensors, arrays and Python numbers by key; the order of the keys is free. Tensors are reduced in place,
-            the others replaced.
+        data: tensors, numpy arrays and Python numbers by key; the keys may be in any order. Tensors are reduced in
+            place, other values are replaced.
         op: as for `all_reduce`.
-        group: where; None is the default group.
-        to_float: reduce everything in float32, so that one collective does for all and means need not be whole; the
-            entries become tensors of float32 then.
-        py_dict: `data` by its other published name.
+        group: the process group; None is the default group.
+        to_float: reduce everything in float32, in one collective; means need not be whole numbers then. Every entry
+            becomes a float32 tensor.
+        py_dict: an alias for `data`.
 
     **Collective**: every rank of the group, with the same keys, shapes and dtypes.
 
-    **Raises**: CollectiveMismatchError on every rank where they differ, naming ranks and keys; TypeError or ValueError
-    on a rank with a value that can't be reduced, PeerError on the others; ValueError on every rank where the mean of
-    integers is no whole number. Nothing is changed then.
+    **Raises**: CollectiveMismatchError on every rank if they differ, naming ranks and keys; TypeError or ValueError on
+    a rank with a value that can't be reduced, PeerError on the others; ValueError on every rank if the mean of integers
+    is not a whole number. If it raises, `data` is unchanged.
 
-    **Cost**: one message of 512 bytes from each rank to each, and one all_reduce for each dtype.
+    **Cost**: one message of 512 bytes from each rank to each, and one all_reduce for each dtype unless all values fit
+    into that message.
 
     **Example (2 ranks)**::
 
@@ -98,12 +99,12 @@ def all_reduce_dict(
 
 
 def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
-    """Return a tree with every leaf reduced over all ranks; `data` stays as it is.
+    """Return a tree with every leaf reduced over all ranks; `data` is unchanged.
 
     Args:
-        data: any tree of tensors, numpy arrays and numbers; the order of keys in its dicts is free.
+        data: any tree of tensors, numpy arrays and numbers; the keys of its dicts may be in any order.
         op: as for `all_reduce`.
-        group: where; None is the default group.
+        group: the process group; None is the default group.
 
     **Collective**, **Raises**, **Cost**: as `all_reduce_dict`.
 
@@ -125,7 +126,7 @@ def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
 
 
 def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
-    """Return every rank's tree, in rank order. Trees may differ in everything.
+    """Return every rank's tree, in rank order. The trees may differ in structure, shapes and dtypes.
 
     **Collective**, **Raises**, **Cost**: as `all_gather_object`.
 
@@ -143,7 +144,8 @@ def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
 def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
     """Return rank `src`'s tree on every rank.
 
-    **Collective**: every rank of the group; what the others hand in is not looked at. **Cost**: as `broadcast_object`.
+    **Collective**: every rank of the group; what the others pass is ignored. **Cost**: 4 KiB to each rank, and what of
+    the pickled tree does not fit into it.
 
     **Example (2 ranks)**::
 
@@ -168,16 +170,17 @@ def all_reduce_params(
     """Reduce many tensors over all ranks, in place.
 
     Args:
-        params: tensors or parameters, also as a generator; the same on every rank in number, order, shape and dtype.
-            What is among them twice is reduced once.
-        coalesce: let tensors below 1 MiB travel together; larger ones gain nothing from being copied.
-        bucket_size_mb: how much travels together at most, in MiB; -1 sets no limit.
+        params: tensors or parameters, also as a generator; the same on every rank in number, order, shape and dtype. A
+            tensor that occurs twice is reduced once.
+        coalesce: send tensors below 1 MiB together; larger ones gain nothing from being copied into a bucket.
+        bucket_size_mb: maximum size of what is sent together, in MiB; -1 sets no limit.
         op: as for `all_reduce`.
-        group: where; None is the default group.
+        group: the process group; None is the default group.
 
     **Collective**: every rank of the group.
 
-    **Raises**: as `all_reduce`; where the mean of some integers is no whole number, only after all have been reduced.
+    **Raises**: as `all_reduce`; if the mean of some integers is not a whole number, only after all others have been
+    reduced.
 
     **Cost**: one all_reduce for each large tensor and each bucket of small ones, all in flight at once; a copy of
     the small ones in memory.
@@ -210,7 +213,7 @@ def all_reduce_params(
     for handle in handles:
         try:
             handle.wait()
-        except ValueError as error:  # the mean of these integers; the others are on their way all the same
+        except ValueError as error:  # the mean of these integers; the other reductions are in flight anyway
             refusal = refusal or error
     with torch.no_grad():
         for bucket, flat, alike in zip(buckets, flats, uniform, strict=True):
@@ -223,14 +226,15 @@ def all_reduce_params(
 def sync_random_seed(
     seed: int | GroupLike = None, device: str | torch.device | None = None, group: GroupLike = None
 ) -> int:
-    """Return one seed on every rank: rank 0's `seed`, or a random one where that is None.
+    """Return one seed on every rank: rank 0's `seed`, or a random one if that is None.
 
     Args:
-        seed: what rank 0 proposes, 0 to 2**63 - 1; that of others is not looked at. A group in this place is the group.
-        device: taken for the sake of older callers; the group knows where it talks.
-        group: where; None is the default group.
+        seed: rank 0's seed, 0 to 2**63 - 1; the other ranks' is ignored. A group given here is taken as `group`.
+        device: ignored, for compatibility; the group determines the device.
+        group: the process group; None is the default group.
 
-    **Collective**: every rank of the group. **Raises**: ValueError on every rank where rank 0's seed is out of range.
+    **Collective**: every rank of the group. **Raises**: ValueError on every rank if rank 0's seed is out of range or
+    not an int.
 
     **Example (2 ranks)**::
 
@@ -242,7 +246,7 @@ def sync_random_seed(
         seed, group = None, seed
     comm = resolve(group)
     check_call("sync_random_seed", comm)
-    # 31 bits: what numpy's and Python's generators and data loaders all take
+    # 31 bits: accepted by the generators of numpy and Python, and by data loaders
     agreed = broadcast_packed(secrets.randbelow(2**31) if seed is None else seed, 0, comm)
     if isinstance(agreed, bool) or not isinstance(agreed, Integral) or not 0 <= int(agreed) < 2**63:
         raise ValueError(f"`seed` must be an int from 0 to 2**63 - 1, but is {agreed!r} on rank 0 ({comm.this_rank})")
@@ -254,7 +258,7 @@ def _listed(params: Any) -> list[Tensor]:
         return [params]
     if isinstance(params, str) or not isinstance(params, Iterable):
         raise TypeError(f"`params` must be tensors, but is {type(params).__name__}. Of a module: module.parameters()")
-    return list({id(tensor): tensor for tensor in params}.values())  # what is there twice is reduced once
+    return list({id(tensor): tensor for tensor in params}.values())  # a tensor that occurs twice is reduced once
 
 
 def _as_leaf(reduced: Tensor, leaf: Any) -> Any:
@@ -289,10 +293,10 @@ class _Bundle(NamedTuple):
     """The leaves of one dtype, which are reduced as one tensor.
 
     Attributes:
-        dtype: theirs.
-        indices: which leaves, in the order that all ranks share.
+        dtype: their dtype.
+        indices: indices of the leaves, in the order that all ranks share.
         is_uniform: whether all of them have one shape.
-        numel: elements of all.
+        numel: total number of elements.
         offset: where their bytes begin in a header that holds all bundles.
     """
 
@@ -304,10 +308,10 @@ class _Bundle(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What follows from a structure alone.
+    """Everything that depends on the structure alone.
 
     Attributes:
-        head: how a header begins that shows to the other ranks, as a digest, which structure it is.
+        head: the beginning of the header, which holds a digest of the structure.
         bundles: one for each dtype.
         is_inline: whether the bytes of all bundles fit into the header.
     """
@@ -320,12 +324,12 @@ class _Plan(NamedTuple):
 def _reduce_leaves(
     items: list[tuple[str, Any]], op: object, comm: Comm, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Return every leaf's reduction, in `dtype` or its own, on its device; some are views of one tensor.
+    """Return every leaf's reduction, in `dtype` or the leaf's own, on its device; some are views of one tensor.
 
-    Where all leaves fit into the header that compares the structures, they travel in it, and each rank reduces for
-    itself, in rank order: one exchange instead of one and one for each dtype.
+    If all leaves fit into the header that compares the structures, they travel in it, and each rank reduces them
+    locally, in rank order. This takes one exchange, instead of one plus one for each dtype.
 
-    **Collective**: every rank, with the same structure; the order of the leaves is free.
+    **Collective**: every rank, with the same structure; the leaves may be in any order.
     """
     with report_failure(comm):
         name = op_name(op)
@@ -359,7 +363,7 @@ def _reduce_leaves(
 
 
 def _exchange_structures(plan: _Plan, joined: Sequence[Tensor], structure: _Structure, comm: Comm) -> list[bytes]:
-    """Return every rank's header, when all have shown that their leaves can be reduced, and are alike."""
+    """Return every rank's header, once all ranks have reported reducible leaves of the same structure."""
     header = bytearray(TENSOR_HEADER_BYTES)
     header[: len(plan.head)] = plan.head
     if plan.is_inline:
@@ -374,11 +378,11 @@ def _exchange_structures(plan: _Plan, joined: Sequence[Tensor], structure: _Stru
 
 
 def _reduce_inline(headers: Sequence[bytes], bundle: _Bundle, name: OpName, comm: Comm) -> Tensor:
-    """Return the reduction of what every rank's header holds of a bundle, flat or as decoded."""
+    """Reduce one bundle over the headers of all ranks; the result is flat, or shaped as `decode` returns it."""
     plan = reduction(name, bundle.dtype)
     if not bundle.numel:
         return torch.empty(0, dtype=bundle.dtype)
-    # A copy for each rank: what is encoded may be a view, and the first is reduced in place.
+    # A copy for each rank: the encoded tensor may be a view, and the first is reduced in place.
     parts = [
         torch.frombuffer(bytearray(header), dtype=bundle.dtype, count=bundle.numel, offset=bundle.offset)
         for header in headers
@@ -394,19 +398,19 @@ def _reduce_inline(headers: Sequence[bytes], bundle: _Bundle, name: OpName, comm
 
 @torch.no_grad()
 def _join(tensors: Sequence[Tensor], is_uniform: bool) -> Tensor:
-    """Return one contiguous tensor with the elements of all; they share dtype and device.
+    """Return one contiguous tensor with all elements of `tensors`, which share dtype and device.
 
     Args:
         tensors: at least one.
-        is_uniform: whether they share their shape, too.
+        is_uniform: whether they also share their shape.
     """
     if is_uniform:
-        return torch.stack(tuple(tensors))  # a fifth of the time of the general case, which counts for scalars
+        return torch.stack(tuple(tensors))  # a fifth of the general case's time, which matters for scalars
     return torch.cat([x.reshape(-1) for x in tensors])
 
 
 def _part(joined: Tensor, like: Sequence[Tensor], is_uniform: bool) -> Sequence[Tensor]:
-    """Return the parts that `join` put together, shaped as they were, as views."""
+    """Return the parts that `_join` joined, as views in their original shapes."""
     if is_uniform:
         return joined.unbind()
     parts = torch.split_with_sizes(joined, [x.numel() for x in like])
@@ -415,10 +419,10 @@ def _part(joined: Tensor, like: Sequence[Tensor], is_uniform: bool) -> Sequence[
 
 @lru_cache(maxsize=256)
 def _plan_of(structure: _Structure) -> _Plan:
-    """Return the plan; mostly it was made before, as training reduces the same things again and again."""
+    """Return the plan; it is usually cached, because training reduces the same structure again and again."""
     digest = hashlib.blake2b(repr(_lines(structure)).encode(), digest_size=_DIGEST_BYTES).digest()
     by_dtype: dict[torch.dtype, list[int]] = {}
-    # By path: in dicts, every rank has an order of its own.
+    # By path, because the order of a dict may differ between ranks.
     for index in sorted(range(len(structure)), key=lambda index: structure[index][0]):
         by_dtype.setdefault(structure[index][1], []).append(index)
     bundles, offset = [], _HEAD_BYTES
@@ -435,7 +439,7 @@ def _lines(structure: _Structure) -> list[str]:
 
 
 def _mismatch(lines: list[str], comm: Comm) -> CollectiveMismatchError:
-    """Return the error that lists what each rank has beyond what all share. **Collective**: every rank."""
+    """Return the error that lists, for each rank, what not all ranks have. **Collective**: every rank."""
     structures = [set(other) for other in all_gather_packed(lines, comm)]
     shared = set.intersection(*structures)
     table = "\n".join(
@@ -478,7 +482,7 @@ def _tensor_of(path: str, leaf: Any) -> Tensor:
 
 
 def _is_of_numpy(leaf: object) -> bool:
-    """Return whether a leaf is an array or a scalar of numpy's."""
-    # Asked without importing numpy: where nobody has imported it, nothing is.
+    """Return whether a leaf is a numpy array or scalar."""
+    # Without importing numpy: if it has not been imported, no leaf can be one.
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(leaf, numpy.ndarray | numpy.generic)

@@ -1,7 +1,7 @@
 """Collectives on Python objects. Large tensors and arrays inside them travel out of band, without a pickled copy.
 
-Each rank sends a header, then what of its pickle did not fit in it, then the large tensors and arrays. A rank whose
-object can't be pickled says so in its header, so that all ranks raise together and the group stays in step.
+Each rank sends a header, then the pickle if it did not fit into the header, then the large tensors and arrays. A rank
+whose object can't be pickled says so in its header, so that all ranks raise together and the group stays usable.
 """
 
 from __future__ import annotations
@@ -53,27 +53,27 @@ def all_gather_object(
 def all_gather_object(
     data: Any = NOT_GIVEN, obj: Any = NOT_GIVEN, group: GroupLike = None, *, object_list: list[Any] = NOT_GIVEN
 ) -> list[Any] | None:
-    """Give every rank every rank's object, as ``all_gather_object(obj) -> list``, or filling a list in the first place.
+    """Give every rank every rank's object, as ``all_gather_object(obj) -> list`` or ``all_gather_object(list, obj)``.
 
     Args:
-        data: this rank's object; or the list to fill, with one place for each rank.
-        obj: this rank's object, in the filling form. A group in this place is the group of the other form; so is None,
-            unless `data` is a list of as many Nones as there are ranks, two or more, which waits to be filled. By
-            itself it is `data` by its other published name.
-        group: where; None is the default group.
-        object_list: `data` of the filling form, by its published name.
+        data: this rank's object; or the list to fill, with one entry for each rank.
+        obj: this rank's object, in the filling form. A group given here is the group of the other form. None here means
+            the default group of the other form, unless `data` is a list to fill: as many Nones as there are ranks, two
+            or more. Given alone by keyword, `obj` is an alias for `data`.
+        group: the process group; None is the default group.
+        object_list: an alias for `data` in the filling form.
 
     **Collective**: every rank of the group; ranks may mix the two forms.
 
     **Returns**: the objects in rank order, this rank's own as a copy. Tensors keep dtype, shape and `requires_grad`;
-    those from an accelerator arrive on this process's own.
+    those from an accelerator arrive on this process's own accelerator.
 
-    **Raises**: TypeError on a rank whose object can't be pickled, ValueError on one whose list has not one place for
-    each rank, PeerError on the others, before anything large is sent; DistError on a rank that can't load what it
-    received, which the others do not notice.
+    **Raises**: TypeError on a rank whose object can't be pickled, ValueError on one whose list does not have one entry
+    for each rank, PeerError on the others, before anything large is sent; DistError on a rank that can't load what it
+    received. The other ranks do not learn of this last error.
 
-    **Cost**: 4 KiB from each rank, and what does not fit in it. Tensors and arrays of 64 KiB or more are sent from
-    their own memory and arrive in theirs; nothing else is held.
+    **Cost**: 4 KiB from each rank, and what does not fit in it. Tensors and arrays of 64 KiB or more are sent from and
+    received into their own memory, without further copies.
 
     **Example (2 ranks)**::
 
@@ -120,18 +120,18 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
     *,
     obj: Any = NOT_GIVEN,
 ) -> list[Any] | None:
-    """Give rank `dst` every rank's object, as ``gather_object(obj, dst) -> list`` or filling a list in second place.
+    """Give rank `dst` every rank's object, as ``gather_object(obj, dst) -> list`` or ``gather_object(obj, list, dst)``.
 
     Args:
         data: this rank's object.
-        object_gather_list: on `dst`, the list to fill, with one place for each rank; elsewhere None.
+        object_gather_list: on `dst`, the list to fill, with one entry for each rank; elsewhere None.
         dst: rank within the group.
-        group: where; None is the default group.
-        obj: `data` by its other published name.
+        group: the process group; None is the default group.
+        obj: an alias for `data`.
 
     **Collective**: every rank of the group.
 
-    **Returns**: on `dst` the objects in rank order (None where it filled a list); None elsewhere.
+    **Returns**: on `dst` the objects in rank order (None if it filled a list); None elsewhere.
 
     **Raises**: as `all_gather_object`.
 
@@ -144,7 +144,7 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
         True
     """
     if isinstance(object_gather_list, Integral):
-        group = group if isinstance(dst, int) and dst == 0 else dst  # the short form has its group in third place
+        group = group if isinstance(dst, int) and dst == 0 else dst  # in the short form the group is the third argument
         object_gather_list, dst = None, object_gather_list
     data = either("data", data, "obj", obj)
     comm = resolve(group)
@@ -160,11 +160,11 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
 
 
 def broadcast_object(obj: T, src: int = 0, group: GroupLike = None) -> T:
-    """Return rank `src`'s object on every rank; what the others hand in is not looked at.
+    """Return rank `src`'s object on every rank; what the others pass is ignored.
 
     **Collective**: every rank of the group.
 
-    **Raises**: TypeError on `src` where its object can't be pickled, PeerError on the others; DistError on a rank that
+    **Raises**: TypeError on `src` if its object can't be pickled, PeerError on the others; DistError on a rank that
     can't load what it received.
 
     **Example (2 ranks)**::
@@ -187,19 +187,19 @@ def broadcast_object_list(
     *,
     object_list: list[Any] = NOT_GIVEN,
 ) -> None:
-    """Replace the entries of every rank's list by those of rank `src`'s, in place.
+    """Replace the entries of every rank's list with those of rank `src`'s list, in place.
 
     Args:
         data: the list.
         src: rank within the group.
-        group: where; None is the default group.
-        device: taken for the sake of older callers; the group knows where it talks.
-        object_list: `data` by its other published name.
+        group: the process group; None is the default group.
+        device: ignored, for compatibility; the group determines the device.
+        object_list: an alias for `data`.
 
-    **Collective**: every rank of the group, with lists of one length.
+    **Collective**: every rank of the group, with lists of the same length.
 
-    **Raises**: as `broadcast_object`; ValueError on a rank whose list has another length than `src`'s, after all have
-    received.
+    **Raises**: as `broadcast_object`; ValueError on a rank whose list differs in length from `src`'s, after all ranks
+    have received.
 
     **Example (2 ranks)**::
 
@@ -229,11 +229,11 @@ def scatter_object_list(
     src: int = 0,
     group: GroupLike = None,
 ) -> None:
-    """Put the i-th entry of rank `src`'s list into the first place of rank i's output list.
+    """Put the i-th entry of rank `src`'s list into the first entry of rank i's output list.
 
-    **Collective**: every rank of the group; only `src` hands in an input list.
+    **Collective**: every rank of the group; only `src` passes an input list.
 
-    **Raises**: ValueError on `src` where its list has not one entry for each rank, TypeError where one can't be
+    **Raises**: ValueError on `src` if its list does not have one entry for each rank, TypeError if an entry can't be
     pickled, PeerError on the others; DistError on a rank that can't load what it received.
 
     **Example (2 ranks)**::
@@ -259,20 +259,21 @@ def scatter_object_list(
 def run_on_main(func: Callable[[], T], group: GroupLike = None) -> T:
     """Run `func` on rank 0 alone, and return its result on every rank.
 
-    For what one rank does for all: looking for a file, making a folder, asking a server.
+    Use it for work that one rank does for all: looking for a file, making a folder, asking a server.
 
     Args:
-        func: called on rank 0 only. It must hold no collective of the group, and return something that can be pickled.
-        group: where; None is the default group.
+        func: called on rank 0 only. It must not call collectives of the group, and must return something that can be
+            pickled.
+        group: the process group; None is the default group.
 
     **Collective**: every rank of the group. The others wait at most for the group's timeout.
 
     **Returns**: on rank 0 the object itself, elsewhere a copy of it.
 
-    **Raises**: on rank 0 what `func` raises, or TypeError where its result can't be pickled; on the others PeerError,
-    naming that error.
+    **Raises**: on rank 0 what `func` raises, or TypeError if its result can't be pickled; on the others PeerError,
+    which names that error.
 
-    **Cost**: 4 KiB to each rank, and what of the pickled result does not fit in it.
+    **Cost**: 4 KiB to each rank, and the pickled result if it does not fit in it.
 
     **Example (2 ranks)**::
 
@@ -299,7 +300,7 @@ def _is_short(data: object, obj: object, group: GroupLike) -> bool:
 
 
 def _is_group(obj: object) -> bool:
-    # torch.distributed.new_group hands a number of its own, that very object, to processes that are not in the group.
+    # torch.distributed.new_group returns this very object to processes that are not in the group.
     return isinstance(obj, ProcessGroup | DeviceMesh) or obj is GroupMember.NON_GROUP_MEMBER
 
 
@@ -319,9 +320,9 @@ class _Packed(NamedTuple):
     """An object ready to be sent.
 
     Attributes:
-        header: what is sent first; holds the body (sizes of the segments, then the pickle) where that fits.
-        body_segments: the body as a segment, where it does not fit into the header.
-        segments: the large data, on the device that moves them.
+        header: what is sent first; holds the body (sizes of the segments, then the pickle) if that fits.
+        body_segments: the body as a segment, if it does not fit into the header.
+        segments: the large tensors and arrays, on the device they are sent from.
     """
 
     header: bytes
@@ -330,12 +331,12 @@ class _Packed(NamedTuple):
 
 
 class _Incoming:
-    """What is known of another rank's object while it arrives.
+    """What is known about a rank's object while it arrives.
 
     Attributes:
-        rank: whose it is.
-        body_segments: the segment to be filled with the body, where that is not in the header.
-        segments: those to be filled next; there once the body is.
+        rank: the rank that sent it.
+        body_segments: the segment to fill with the body, if that is not in the header.
+        segments: the segments to fill next; available once the body has arrived.
     """
 
     def __init__(self, rank: int, header: bytes, comm: Comm) -> None:
@@ -356,13 +357,13 @@ class _Incoming:
     def load(self) -> Any:
         """Return the object.
 
-        **Raises**: DistError where it can't be loaded. All ranks have got everything by now, so that only this one
-        is concerned.
+        **Raises**: DistError if it can't be loaded. All ranks have received everything by now, so only this one is
+        affected.
         """
         pickled = memoryview(bytes_of(self._body.cpu()))[8 * self._num_segments :]
         try:
             return load(Pickled(pickled, self.segments, self._num_tensors))
-        except Exception as error:  # objects are rebuilt by code of their own, which may raise anything
+        except Exception as error:  # an object may be rebuilt by its own code, which may raise anything
             raise DistError(
                 f"the object of rank {self.rank} must be loadable here, but is not: {type(error).__name__}: {error} "
                 f"({self._comm.this_rank}). Define its class in a module that every rank can import"
@@ -370,9 +371,9 @@ class _Incoming:
 
 
 def _pack(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -> _Packed:
-    """Pickle an object; call `on_graph` where it holds tensors that require grad.
+    """Pickle an object; call `on_graph` if it holds tensors that require grad.
 
-    **Raises**: TypeError where it can't be pickled.
+    **Raises**: TypeError if it can't be pickled.
     """
     pickled = dump(obj, comm)
     if on_graph is not None and pickled.in_graph:
@@ -393,7 +394,7 @@ def _exchange_headers(
     check: Callable[[], None] | None = None,
     on_graph: Callable[[], None] | None = None,
 ) -> tuple[_Packed, Sequence[bytes]]:
-    """Return this rank's object, packed, and the headers of all; where a rank can't send its object, all raise."""
+    """Return this rank's packed object and the headers of all ranks; if a rank can't send its object, all raise."""
     with report_failure(comm, exchange, OBJECT_HEADER_BYTES):
         if check is not None:
             check()
@@ -404,7 +405,7 @@ def _exchange_headers(
 
 
 def _receive(src: int, header: bytes, comm: Comm, receive: Callable[[Sequence[Tensor], int], Handle]) -> Any:
-    """Return the object that rank `src` sends to this rank, by what `receive` does with segments."""
+    """Return the object that rank `src` sends to this rank; `receive` fills its segments."""
     require_no_failure([decode_failure(header)], comm, ranks=[src])
     incoming = _Incoming(src, header, comm)
     receive(incoming.body_segments, src).wait()
@@ -418,10 +419,10 @@ def all_gather_packed(
     """Give every rank every rank's object, in rank order.
 
     Args:
-        obj: this rank's.
+        obj: this rank's object.
         comm: the group.
-        check: raises where this rank can't take part; that is told to all, as is an object that can't be pickled.
-        on_graph: called where tensors in the object require grad.
+        check: raises if this rank can't take part; all ranks learn of that, as of an object that can't be pickled.
+        on_graph: called if tensors in the object require grad.
 
     **Collective**: every rank.
     """
@@ -440,14 +441,14 @@ def gather_packed(
 ) -> Iterator[Any] | None:
     """Give rank `dst` every rank's object, in rank order; None elsewhere.
 
-    The headers go to every rank, so that all of them raise where one object can't be pickled; the objects only to
-    `dst`, where each is loaded when it is asked for.
+    The headers go to every rank, so that all ranks raise if one object can't be pickled. The objects go only to `dst`,
+    where each is loaded when the iterator reaches it.
 
     Args:
-        obj: this rank's.
+        obj: this rank's object.
         dst: rank within the group.
         comm: the group.
-        copy_own: whether `dst` gets its own object as a copy, or as it is, and then unpickled.
+        copy_own: whether `dst` gets a copy of its own object; if not, it gets the object itself, without pickling.
         check: as for `all_gather_packed`.
 
     **Collective**: every rank.
@@ -468,7 +469,7 @@ def gather_packed(
 
 
 def broadcast_packed(obj: object, src: int, comm: Comm, on_graph: Callable[[], None] | None = None) -> Any:
-    """Give every rank `src`'s object; `src` gets its own back as it is. `on_graph`: as for `all_gather_packed`.
+    """Give every rank `src`'s object; `src` gets back the object itself. `on_graph`: as for `all_gather_packed`.
 
     **Collective**: every rank.
     """
@@ -483,7 +484,7 @@ def broadcast_packed(obj: object, src: int, comm: Comm, on_graph: Callable[[], N
 
 
 def scatter_packed(objects: Sequence[object], src: int, comm: Comm, check: Callable[[], None]) -> Any:
-    """Give rank i the i-th of `src`'s objects; `src` keeps its own as it is. `check`: as for `all_gather_packed`.
+    """Give rank i the i-th of `src`'s objects; `src` gets its own object itself. `check`: as for `all_gather_packed`.
 
     **Collective**: every rank.
     """

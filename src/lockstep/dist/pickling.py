@@ -1,8 +1,7 @@
-"""The only pickle: objects become a short byte string, and their large tensors and arrays become segments beside it.
+"""Pickling for all of lockstep.dist: an object becomes a short byte string, with large tensors and arrays as segments.
 
-Protocol 5 hands the memory of large arrays out of band (PEP 574); tensors, which torch would pickle by copying
-their storage, travel the same way. Nothing is copied on the way out, and what arrives is built upon the memory it
-arrived in.
+Protocol 5 passes the memory of large arrays out of band (PEP 574). Large tensors travel the same way; torch would copy
+their storage. The sender copies no segment, and received objects use the memory that their segments arrived in.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from torch import Tensor
 from lockstep.dist.groups import Comm
 from lockstep.dist.transport import as_bytes, bytes_of
 
-# Below this a segment costs more as a message of its own than as a copy.
+# Below this size, a separate message costs more than a copy.
 _SEGMENT_MIN_BYTES = 64 * 1024
 
 
 class Pickled(NamedTuple):
-    """An object taken apart.
+    """A pickled object and its segments.
 
     Attributes:
         body: the pickle.
         segments: flat uint8 tensors that the pickle refers to by position; views of the object's own memory.
-        num_tensors: how many of them, from the front, are tensors'; the others are buffers of arrays.
-        in_graph: whether some tensor, parameters apart, requires grad.
+        num_tensors: how many segments, from the front, are tensors; the others are buffers of arrays.
+        in_graph: whether some tensor other than a parameter requires grad.
     """
 
     body: bytes | memoryview
@@ -43,15 +42,15 @@ class Pickled(NamedTuple):
 
 
 def dump(obj: object, comm: Comm) -> Pickled:
-    """Take an object apart.
+    """Pickle an object.
 
-    **Raises**: TypeError where it can't be pickled, from the cause, naming this rank of `comm`.
+    **Raises**: TypeError if it can't be pickled, chained to the cause, naming this rank of `comm`.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     try:
         pickler.dump(obj)
-    except Exception as error:  # objects pickle themselves in code of their own, which may raise anything
+    except Exception as error:  # an object may pickle itself by its own code, which may raise anything
         raise TypeError(
             f"the object must be picklable, but {type(obj).__name__} is not: {error} ({comm.this_rank})"
         ) from error
@@ -59,7 +58,7 @@ def dump(obj: object, comm: Comm) -> Pickled:
 
 
 def load(pickled: Pickled) -> Any:
-    """Put an object together again, upon the memory of its segments."""
+    """Unpickle an object, using the memory of its segments."""
     tensors = pickled.segments[: pickled.num_tensors]
     buffers = [bytes_of(x.cpu()) for x in pickled.segments[pickled.num_tensors :]]
     return _Unpickler(io.BytesIO(pickled.body), tensors, buffers).load()
@@ -79,8 +78,8 @@ def load_each(file: BufferedReader) -> Iterator[Any]:
         yield load(Pickled(body, [torch.frombuffer(x, dtype=torch.uint8) for x in segments], num_tensors))
 
 
-# Neither of the two may refer to itself: they remember every object that went through them, and would keep all of them
-# alive until Python next looks for cycles.
+# Neither class may refer to itself: both remember every object that went through them, and a cycle would keep these
+# alive until the next garbage collection.
 
 
 class _Pickler(pickle.Pickler):
@@ -141,14 +140,14 @@ def _rebuild_from_segment(
     flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, accelerator: str
 ) -> Tensor:
     data = flat.view(dtype).reshape(shape)
-    # The receiver's own device of that kind, whatever the sender's number was: one context per process.
+    # The receiver's own device of that type, whatever the sender's index was: one context per process.
     if accelerator != data.device.type:
         data = data.to(accelerator or "cpu")
     return data.requires_grad_(requires_grad)
 
 
 def _attributes_of(data: Tensor) -> tuple[object, ...]:
-    """Return the third to sixth part of a reduction: what Python code has attached to the tensor, if anything."""
+    """Return the third to sixth part of a reduction: the attributes that Python code has set on the tensor, if any."""
     return (vars(data), None, None, _set_attributes) if vars(data) else ()
 
 
@@ -157,10 +156,10 @@ def _set_attributes(data: Tensor, attributes: dict[str, object]) -> None:
 
 
 def _borrowed(raw: memoryview) -> Tensor:
-    """Return a flat uint8 tensor over a buffer's memory, which it keeps alive."""
+    """Return a flat uint8 tensor that shares a buffer's memory and keeps it alive."""
     if not raw.readonly:
         return torch.frombuffer(raw, dtype=torch.uint8)
     with warnings.catch_warnings():
-        # torch warns of memory that must not be written; this is only read.
+        # torch warns about read-only memory; this tensor is only read.
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(raw, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Collectives that combine numbers: all_reduce, reduce, reduce_scatter. They add nothing to what is sent."""
+"""Collectives that combine numbers: all_reduce, reduce, reduce_scatter. They send no headers without `sync_grads`."""
 
 from __future__ import annotations
 
@@ -89,29 +89,31 @@ def all_reduce(
     """Reduce `data` over all ranks, in place, so that every rank has the same result.
 
     Args:
-        data: contiguous or not, on any device. Its dtype is kept: bool follows logic (sum, max: any; product, min:
-            all), integers wrap around as in torch. A leaf that requires grad, such as a parameter, gets its new values
-            as it would under ``torch.no_grad()``.
+        data: contiguous or not, on any device. Its dtype is kept: for bool, sum and max mean any, product and min mean
+            all; integers wrap around as in torch. A leaf that requires grad, such as a parameter, gets its new values
+            as if under ``torch.no_grad()``.
         op: sum, mean (avg), product (prod), min, max, band, bor, bxor, or torch's `ReduceOp`.
-        group: where; None is the default group.
+        group: the process group; None is the default group.
         async_op: return at once, with a handle to wait for.
-        sync_grads: leave `data` as it is, and return the result as a new tensor through which gradients flow back to
-            every rank; sum and mean only. Every rank has to run backward through it then.
-        tensor: `data` by its other published name.
+        sync_grads: leave `data` unchanged, and return the result as a new tensor through which gradients flow back to
+            every rank; sum and mean only. Every rank must then run backward through it.
+        tensor: an alias for `data`.
 
     **Collective**: every rank of the group. **Shapes**: the same on every rank, any.
 
     **Gradients**: without `sync_grads` a tensor with a graph gets new values, but its gradient stays that of this
-    rank's own, of which a warning tells once for each calling line. With it, the gradient of `data` is the same
-    reduction of the gradients of all ranks' results: the one of the sum of all ranks' losses. Where DDP or FSDP average
-    the gradients of the parameters, they come out as those of the mean of all ranks' losses.
+    rank's own value; a warning says so once for each calling line. With it, the gradient of `data` is the same
+    reduction of the gradients of all ranks' results: the gradient of the sum of all ranks' losses. DDP and FSDP then
+    average the gradients of the parameters, which gives the gradient of the mean of all ranks' losses.
 
-    **Raises**: TypeError where `op` has no meaning for the dtype; ValueError where the mean of integers is no whole
-    number: on every rank, `data` unchanged. With `sync_grads` CollectiveMismatchError on every rank where dtypes or
-    shapes differ, and PeerError where the arguments of another rank are wrong.
+    **Raises**: TypeError if `op` has no meaning for the dtype; ValueError, on every rank and with `data` unchanged, if
+    the mean of integers is not a whole number. With `sync_grads`, CollectiveMismatchError on every rank if dtypes or
+    shapes differ, and PeerError if the arguments of another rank are wrong.
 
-    **Cost**: about ``2 * nbytes`` sent per rank; twice that for the mean of half types (averaged in float32) and of
-    int64. With `sync_grads` a header of 512 bytes from each rank to each before, and the same bytes again in backward.
+    **Cost**: about ``2 * nbytes`` sent per rank, with ``nbytes`` in the dtype that is sent: float32 for the mean of
+    half types; int64 for the mean of integers and bool (two per element for int64 and uint64); int32 for other
+    reductions of int16 and uint16 and for the bxor of bool; int64 for uint32. With `sync_grads`, each rank first sends
+    a header of 512 bytes to each rank, and backward sends the same bytes again.
 
     **Example (2 ranks)**::
 
@@ -181,12 +183,12 @@ def reduce(
 ) -> Handle | None:
     """Reduce `data` over all ranks into rank `dst`'s `data`, in place.
 
-    On the other ranks `data` may serve as scratch space: its content afterwards is not defined, as with torch.
+    On the other ranks `data` may be used as scratch space: its content afterwards is undefined, as with torch.
 
-    Args: as for `all_reduce`, `sync_grads` apart; `dst` is a rank within the group.
+    Args: as for `all_reduce`, without `sync_grads`; `dst` is a rank within the group.
 
-    **Collective**: every rank of the group. **Raises**: as `all_reduce`; where the mean of integers is no whole number,
-    on `dst` only, as only it sees the result. **Cost**: about ``nbytes`` sent per rank.
+    **Collective**: every rank of the group. **Raises**: as `all_reduce`; if the mean of integers is not a whole number,
+    on `dst` only, because only `dst` sees the result. **Cost**: about ``nbytes`` sent per rank.
 
     **Example (2 ranks)**::
 
@@ -209,7 +211,7 @@ def reduce(
 def _reduce_to(
     data: Tensor, dst: int | None, name: OpName, plan: Reduction, comm: Comm, async_op: bool
 ) -> Handle | None:
-    """Reduce into rank `dst`'s data, or into every rank's where that is None."""
+    """Reduce into rank `dst`'s data, or into every rank's if `dst` is None."""
     if dst is None:
         check_call("all_reduce", comm, data, name)
     else:
@@ -284,20 +286,21 @@ def reduce_scatter(
 
     Args:
         output: filled with the reduction of every rank's ``input_list[rank]``.
-        input_list: one tensor for each rank; left as they are.
+        input_list: one tensor for each rank; not changed.
         op: as for `all_reduce`.
-        group: where; None is the default group.
+        group: the process group; None is the default group.
         async_op: return at once, with a handle to wait for.
-        sync_grads: fill `output` within the graph, so that gradients flow back to every rank's list, and return it; sum
-            and mean only. Every rank has to run backward through it then.
+        sync_grads: fill `output` as part of the autograd graph, so that gradients flow back to every rank's list, and
+            return it; sum and mean only. Every rank must then run backward through it.
 
     **Collective**: every rank of the group. **Shapes**: ``input_list[i]`` is the same on every rank; the entries may
-    differ from each other. **Raises**: ValueError where `output` does not match ``input_list[rank]``.
+    differ from each other. **Raises**: ValueError if `output` does not match ``input_list[rank]``.
 
-    **Gradients**: as for `all_reduce`: the gradient of ``input_list[i]`` is that of rank i's output, on every rank.
+    **Gradients**: as for `all_reduce`: the gradient of ``input_list[i]`` is that of rank i's output, on every rank (for
+    the mean, divided by the group size).
 
-    **Cost**: about the bytes of the whole list sent per rank. With `sync_grads` a header of 512 bytes from each rank to
-    each before, and in backward the gradient of every rank's output to each.
+    **Cost**: each rank sends about the bytes of its whole list. With `sync_grads`, each rank first sends a header of
+    512 bytes to each rank, and in backward the gradient of its output to each rank.
 
     **Example (2 ranks)**::
 
@@ -418,7 +421,7 @@ def _reduce(
     *,
     keeps: bool,
 ) -> Handle:
-    """Encode, start, and say how to finish; only a rank that `keeps` the result writes it back."""
+    """Encode, start the collective, and return a handle that finishes it; `keeps`: write the result back to `data`."""
     wire = comm.to_wire(data)
     travelling = wire if plan.encode is None else plan.encode(wire)
     wire_op = plan.wire_op
@@ -437,7 +440,7 @@ def _reduce(
 
 
 def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction, comm: Comm) -> Handle:
-    """Gather and combine locally: NCCL has no bit operations."""
+    """Gather and combine locally, because NCCL has no bitwise operations."""
     assert comm.pg is not None
     parts = [torch.empty_like(travelling) for _ in range(comm.size)]
     work = comm.pg.allgather([parts], [travelling])
@@ -458,22 +461,22 @@ def _deliver(data: Tensor, wire: Tensor, travelled: Tensor, plan: Reduction, com
 
 
 def _alone(data: Tensor, plan: Reduction) -> None:
-    """Reduce over one rank: through the same coding, so that one process answers as many do."""
+    """Reduce over one rank, with the same encoding and decoding, so that one process gives the same results as many."""
     if plan.decode is not None and plan.encode is not None:
         wire = data.detach().contiguous()
         copy_into(data, plan.decode(plan.encode(wire).clone(), 1))
 
 
 def _is_plain(data: Tensor, plan: Reduction, comm: Comm) -> bool:
-    """Return whether the backend can take `data` as it is.
+    """Return whether the backend can take `data` directly.
 
-    The usual case, kept short, as small calls are all overhead.
+    This is the usual case. It is kept short, because in small calls the overhead dominates.
     """
     return (
         plan.encode is None
         and data.is_contiguous()
         and not data.is_neg()
-        and not data.requires_grad  # gloo divides and copies in sight of autograd
+        and not data.requires_grad  # gloo divides and copies with autograd recording
         and plan.wire_op not in comm.missing_ops
         and data.device.type in comm.devices
     )

@@ -1,8 +1,8 @@
-"""What sum, mean, min ... mean for every dtype, and in which dtype the numbers travel.
+"""The reductions (sum, mean, min, ...) for every dtype, and the dtype in which the numbers are sent.
 
-Backends know few dtypes and differ in them. A `Reduction` says how one pair of operation and dtype is encoded for the
-wire, which operation the backend runs, and how the result comes back, so that dtype and value are kept on every
-backend.
+Backends support few dtypes, and not the same ones. A `Reduction` says how one pair of operation and dtype is encoded
+for sending, which operation the backend runs, and how the result is decoded, so that every backend gives the same dtype
+and values.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Reduction:
     """How one operation runs on one dtype.
 
     Attributes:
-        wire_op: what the backend is asked for, never an alias.
-        encode: contiguous data -> what travels; None where the data travel as they are.
-        decode: (what came back, number of ranks) -> result in the original dtype and shape (flat is fine); None where
-            the backend's result is the result, in place.
+        wire_op: the operation that the backend runs, never an alias.
+        encode: contiguous data -> the tensor to send; None if the data is sent unchanged.
+        decode: (received tensor, number of ranks) -> result in the original dtype and shape (flat is fine); None if the
+            backend's result is already in place.
     """
 
     wire_op: OpName
@@ -58,15 +58,15 @@ class Reduction:
 
 
 def op_name(op: object) -> OpName:
-    """Return the plain name of an operation given by name or as `torch.distributed.ReduceOp`.
+    """Return the canonical name of an operation given by name or as `torch.distributed.ReduceOp`.
 
-    **Raises**: ValueError, naming the operations there are.
+    **Raises**: ValueError for an unknown operation, naming the known ones.
     """
     if isinstance(op, str):
         for name in _OPS:
             if name == _ALIASES.get(op.lower(), op.lower()):
                 return name
-    elif isinstance(op, ReduceOp | ReduceOp.RedOpType):  # 0 and False would be equal to SUM, too
+    elif isinstance(op, ReduceOp | ReduceOp.RedOpType):  # 0 and False would also equal SUM
         for name, torch_op in TORCH_OPS.items():
             if op == torch_op:
                 return name
@@ -83,7 +83,7 @@ def combine_in_place(total: Tensor, other: Tensor, wire_op: OpName) -> None:
 def reduction(op: OpName, dtype: torch.dtype) -> Reduction:
     """Return how `op` runs on `dtype`.
 
-    **Raises**: TypeError where the pair has no meaning (the order of complex numbers, the bits of a float).
+    **Raises**: TypeError if the pair has no meaning (the order of complex numbers, the bits of a float).
     """
     if dtype is torch.bool:
         return _bool_reduction(op)
@@ -113,7 +113,7 @@ def _bool_reduction(op: OpName) -> Reduction:
     if op == "mean":
         return _int_mean(torch.bool)
     if op == "bxor":
-        # Odd counts; as a sum, since NCCL has no bit operations.
+        # True if the count of True is odd; sent as a sum, because NCCL has no bitwise operations.
         return Reduction("sum", lambda x: x.to(torch.int32), lambda x, n: (x & 1).bool())
     any_or_all: OpName = "max" if op in ("sum", "max", "bor") else "min"
     return Reduction(any_or_all, lambda x: x.view(torch.uint8))
@@ -160,7 +160,7 @@ def _split_words(data: Tensor) -> Tensor:
 
 
 def _mean_of_words(total: Tensor, size: int, *, dtype: torch.dtype) -> Tensor:
-    # Long division in base 2**32: what the high word leaves over goes down to the low one.
+    # Long division in base 2**32: the remainder of the high word carries into the low one.
     high, low = total
     quotient, rest = high // size, high % size
     low = low + (rest << 32)

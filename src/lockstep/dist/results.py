@@ -1,4 +1,4 @@
-"""The shards of an evaluation, put back in the order of the data set on rank 0."""
+"""Collecting the results of an evaluation on rank 0, in the order of the dataset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Part: TypeAlias = tuple[list[Any], list[int] | None]
 
 T = TypeVar("T")
 
-_CHUNK = 256  # results held in pickled form at a time
+_CHUNK = 256  # number of results that are pickled at a time
 _ABSENT: Final = object()
 
 
@@ -35,31 +35,32 @@ def collect_results(
     *,
     result_part: Sequence[T] = NOT_GIVEN,
 ) -> list[T] | None:
-    """Return all ranks' results in the order of the data set on rank 0, None elsewhere.
+    """Return all ranks' results in the order of the dataset on rank 0, None elsewhere.
 
     Args:
         results: this rank's part; any objects, None included. Parts may be uneven or empty.
-        size: number of samples in the data set.
-        device: ``"cpu"``, or an accelerator's name (``"gpu"``, ``"cuda"``, ...) for the sake of older callers; the
-            group knows where it talks.
-        tmpdir: a folder that all ranks share, to go over the disk with bounded memory. It is rank 0's path that counts,
-            relative to rank 0's working directory; what is written there is removed at the end. None stays in memory.
-        indices: for each result, which sample of the data set it belongs to.
-        result_part: `results` by its other published name.
+        size: number of samples in the dataset.
+        device: ``"cpu"``, or an accelerator's name (``"gpu"``, ``"cuda"``, ...), accepted for compatibility; it has no
+            effect, because the group determines the device.
+        tmpdir: a folder that all ranks share, to collect over the disk with bounded memory. Only rank 0's path counts,
+            relative to rank 0's working directory; the files written there are removed at the end. None collects in
+            memory.
+        indices: for each result, the index of its sample in the dataset.
+        result_part: an alias for `results`.
 
-    Without `indices` the parts are taken to be interleaved as samplers assign them (rank 0's first, rank 1's first,
-    ...), and what exceeds `size`, padding, is cut off. With `indices` results are ordered by index, and of padding
-    duplicates the first kept, in the order of the ranks.
+    Without `indices` the parts are assumed to be interleaved as samplers assign them (rank 0's first, rank 1's first,
+    ...), and results beyond `size` are dropped as padding. With `indices`, results are ordered by index; if padding
+    gives one sample several results, the first one in rank order is kept.
 
     **Collective**: every rank of the default group.
 
-    **Raises**: on every rank ValueError where there are fewer results than `size`, or indices are missing or out of
-    range, naming them. On one rank, with PeerError on the others: TypeError where a result can't be pickled, ValueError
-    where the numbers of results and indices differ, DistError where rank 0 can't load what it received, OSError where
-    `tmpdir` can't be written to or is not shared.
+    **Raises**: on every rank ValueError if there are fewer results than `size`, or if indices are missing or out of
+    range, naming them. On one rank, with PeerError on the others: TypeError if a result can't be pickled, ValueError if
+    the numbers of results and indices differ, DistError if rank 0 can't load what it received, OSError if `tmpdir`
+    can't be written to or is not shared.
 
-    **Cost**: the pickled bytes of all parts but rank 0's, sent to rank 0 alone; large tensors and arrays from their
-    own memory. Rank 0's own results are handed back as they are.
+    **Cost**: the pickled bytes of all parts but rank 0's, sent to rank 0 alone; large tensors and arrays from their own
+    memory. Rank 0 gets its own results back without a copy.
 
     **Example (2 ranks)**::
 
@@ -90,7 +91,7 @@ def collect_results_cpu(
     *,
     result_part: Sequence[T] = NOT_GIVEN,
 ) -> list[T] | None:
-    """Return all ranks' results on rank 0: `collect_results` by the name that older callers know.
+    """Return all ranks' results on rank 0: `collect_results` under an older name.
 
     **Collective**: every rank of the default group.
 
@@ -106,7 +107,7 @@ def collect_results_cpu(
 def collect_results_gpu(
     results: Sequence[T] = NOT_GIVEN, size: int = NOT_GIVEN, *, result_part: Sequence[T] = NOT_GIVEN
 ) -> list[T] | None:
-    """Return all ranks' results on rank 0: `collect_results` by the name that older callers know.
+    """Return all ranks' results on rank 0: `collect_results` under an older name.
 
     **Collective**: every rank of the default group.
 
@@ -145,7 +146,7 @@ def _own_part(results: Sequence[Any], indices: Sequence[int] | None, comm: Comm)
 
 
 def _agreed(parts: Iterable[_Part] | None, size: int, comm: Comm) -> list[Any] | None:
-    """Order the parts on rank 0, and let every rank learn whether that went well."""
+    """Order the parts on rank 0, and tell every rank whether that succeeded."""
     ordered: list[Any] | None = None
     error: Exception | None = None
     if parts is not None:
@@ -202,8 +203,8 @@ def _by_index(parts: list[_Part], size: int) -> list[Any]:
 def _gather_on_disk(part: _Part, tmpdir: Path, comm: Comm) -> list[_Part] | None:
     """Return all ranks' parts on rank 0, None elsewhere, through files below rank 0's `tmpdir`.
 
-    **Collective**: every rank. **Raises**: on every rank where one can't write or pickle, or rank 0 can't read;
-    PeerError on those that could.
+    **Collective**: every rank. **Raises**: on every rank if one can't write or pickle, or if rank 0 can't read: its own
+    error on the failing rank, PeerError on the others.
     """
     folder: Path | None = None
     try:

@@ -1,7 +1,7 @@
 """How bytes travel between ranks: headers, small and of one fixed size, and segments, whose sizes both sides know.
 
-A `Transport` is chosen once for each group. The collectives of the backend carry everything; on the CPU messages go
-from rank to rank instead (`PairwiseCpu`), which is faster, and can be deleted without a change of any result.
+A `Transport` is chosen once for each group. It uses the backend's collectives. On the CPU, messages go directly from
+rank to rank instead (`PairwiseCpu`), which is faster; deleting that class would change no result.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lockstep.device import copy_into
 from lockstep.dist.groups import SOLO, Comm
 from lockstep.errors import CollectiveTimeoutError, DistError, PeerError
 
-# gloo matches sends and receives between two ranks by tag, in order; any two numbers will do.
+# gloo matches sends and receives between two ranks by tag, in order; any two different numbers work.
 _HEADER_TAG, _SEGMENT_TAG = 0x10C4, 0x10C5
 
-# gloo's words (torch 2.13) for a connection whose other end went away, and for one that stays silent.
+# gloo's messages (torch 2.13) for a connection whose peer is gone, and for one that timed out.
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SILENT = ("Timed out", "timed out", "timeout")
 
@@ -43,7 +43,7 @@ _KEPT_BYTES = 2**16
 
 
 class Handle:
-    """A collective in flight. `wait` completes it, the moving back to the caller's device and dtype included."""
+    """A collective in flight. `wait` completes it, including the copy back to the caller's device and dtype."""
 
     __slots__ = ("_comm", "_finish", "_pending")
 
@@ -53,10 +53,10 @@ class Handle:
         self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is there; further calls return at once, or raise again.
+        """Block until the result is available; further calls return at once, or raise again.
 
-        **Raises**: PeerError where a rank went away; CollectiveTimeoutError where one did not come in time;
-        ValueError where the mean of integers is no whole number.
+        **Raises**: PeerError if a rank is gone; CollectiveTimeoutError if a rank did not arrive in time; ValueError if
+        the mean of integers is not a whole number.
         """
         for one in self._pending:
             if isinstance(one, Handle):
@@ -75,9 +75,9 @@ class Handle:
 
 
 class _PairwiseHandle(Handle):
-    """Sends and receives in flight, of which gloo does not say whether they are completed (torch 2.13).
+    """Sends and receives in flight. gloo can't tell whether they are completed (torch 2.13).
 
-    Where somebody asks, a thread waits for them.
+    The first call of `is_completed` starts a thread that waits for them.
     """
 
     __slots__ = ("_outcome",)
@@ -114,9 +114,9 @@ class HeaderMemory:
 
     Attributes:
         data: their bytes.
-        address: where the memory begins.
-        header_bytes: size of each.
-        views: one for each header.
+        address: start address of the memory.
+        header_bytes: size of each header.
+        views: one view for each header.
     """
 
     __slots__ = ("address", "data", "header_bytes", "views")
@@ -129,10 +129,10 @@ class HeaderMemory:
 
 
 class HeaderBuffers:
-    """Memory for the headers of one group and size, used again by every call: this rank's own, and every rank's.
+    """Memory for the headers of one group and size, reused by every call: this rank's own header, and every rank's.
 
-    Not only for the allocations: a tensor that Python has let go of is freed by the backend's thread, which has to wait
-    for the interpreter then; that costs a small collective a third of its time (gloo, torch 2.13).
+    Reuse does not only save allocations: a tensor that Python has released is freed by the backend's thread, which must
+    then wait for the GIL. That costs a small collective a third of its time (gloo, torch 2.13).
     """
 
     def __init__(self, header_bytes: int, comm: Comm) -> None:
@@ -151,21 +151,21 @@ class HeaderBuffers:
         self.every.data[self._own_slice] = self.own.data
 
     def stage(self) -> None:
-        """Copy what was written into the memory here to the device of the group."""
+        """Copy the headers in this memory to the group's device."""
         for memory, staged in self._copies:
             staged.copy_(memory)
 
     def fetch(self) -> None:
-        """Copy what arrived on the device of the group into the memory here."""
+        """Copy the headers that arrived on the group's device into this memory."""
         for memory, staged in self._copies:
             memory.copy_(staged)
 
 
 class Transport:
-    """Carries headers and segments over one group, by the collectives of its backend, on any device.
+    """Carries headers and segments within one group, by the collectives of its backend, on any device.
 
-    Headers: each method takes `HeaderBuffers`, and moves what is in `own` or `every` to where it belongs. Segments are
-    contiguous tensors on the device of the group. All methods but `send` and `receive` are collective.
+    Methods for headers take `HeaderBuffers`, and send from and receive into `own` and `every`. Segments are contiguous
+    tensors on the group's device. All methods but `send` and `receive` are collective.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -177,21 +177,21 @@ class Transport:
     def pg(self) -> ProcessGroup:
         """Torch's process group."""
         pg = self.comm.pg
-        assert pg is not None  # whoever has a transport of it holds the group
+        assert pg is not None  # the owner of a transport keeps its group alive
         return pg
 
     def buffers(self, header_bytes: int) -> HeaderBuffers:
-        """Return the buffers for headers of this size, which all calls of the group share."""
+        """Return the buffers for headers of this size; all calls in the group share them."""
         buffers = self._buffers.get(header_bytes)
         if buffers is None:
             buffers = self._buffers[header_bytes] = HeaderBuffers(header_bytes, self.comm)
         return buffers
 
     def keep_alive(self, sent: Tensor) -> None:
-        """Keep a small tensor, which nobody else holds any more, until the backend's thread has let go of it.
+        """Keep a small tensor that nothing else refers to, until the backend's thread has released it.
 
-        Otherwise that thread frees it, for which it has to get hold of the interpreter, and the next call waits for it:
-        ten times as long as it takes itself (gloo, torch 2.13).
+        Otherwise that thread frees the tensor, for which it needs the GIL. The next call waits for that, ten times as
+        long as the call itself takes (gloo, torch 2.13).
         """
         if sent.nbytes <= _KEPT_BYTES:
             self._kept.append(sent)
@@ -229,7 +229,7 @@ class Transport:
         return Handle(handles, self.comm)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
-        """Send the i-th of `inputs`, anywhere, to rank i, and fill the i-th of `outputs` with what rank i sent."""
+        """Send the i-th of `inputs`, on any device, to rank i, and fill the i-th of `outputs` with what rank i sent."""
         comm = self.comm
         parts = [as_native(comm.to_comm_device(x)).view(-1) for x in inputs]
         item_bytes = parts[0].element_size()
@@ -259,7 +259,7 @@ class Transport:
         return self._send_and_receive([(segment, src) for segment in segments], [])
 
     def _move(self, buffers: HeaderBuffers, collective: Callable[..., Work], *arguments: object) -> None:
-        """Move headers by one of the backend's collectives, whose arguments are the memory on the group's device."""
+        """Move headers by one of the backend's collectives; `arguments` refer to the memory on the group's device."""
         buffers.stage()
         wait_for(collective(*arguments), self.comm)
         buffers.fetch()
@@ -271,17 +271,17 @@ class Transport:
         try:
             works = [pg.recv([segment], rank, _SEGMENT_TAG) for segment, rank in receiving]
             works += [pg.send([segment], rank, _SEGMENT_TAG) for segment, rank in sending]
-        except RuntimeError as error:  # gloo refuses to send to a rank that is known to be gone
+        except RuntimeError as error:  # gloo refuses to send to a rank that it knows to be gone
             raise translate_error(error, self.comm) from error
         return _PairwiseHandle(works, self.comm)
 
 
 class PairwiseCpu(Transport):
-    """From rank to rank, on the CPU.
+    """A transport that sends directly from rank to rank, on the CPU.
 
-    gloo's sends and receives change no threads and copy nothing, so that an all_gather of 1 KiB takes half as long as
-    gloo's own, and one of 16 MiB a third (2 and 4 ranks, torch 2.13; docs/decisions/0008-pairs-on-the-cpu.md).
-    Accelerators order their messages; there pairs could block.
+    gloo's sends and receives need no thread switch and no copy: an all_gather of 1 KiB takes half as long as gloo's
+    own, and one of 16 MiB a third (2 and 4 ranks, torch 2.13; docs/decisions/0008-pairs-on-the-cpu.md). On
+    accelerators, which run messages in order, pairs of sends and receives could block each other.
     """
 
     def all_gather_headers(self, buffers: HeaderBuffers) -> None:
@@ -315,7 +315,7 @@ class PairwiseCpu(Transport):
         )
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
-        """See `Transport`. Sends from the caller's own memory, and receives into it where it is free."""
+        """See `Transport`. Sends from the caller's own memory, and receives into it if nothing is sent from there."""
         comm = self.comm
         sent = {x.untyped_storage().data_ptr() for x in inputs}  # memory that must not change before it has left
         received = [
@@ -340,8 +340,8 @@ class PairwiseCpu(Transport):
     ) -> None:
         """Receive from some ranks and send to some, all at once.
 
-        Where that fails with one, as it is gone, the others are served all the same, and left in flight: they may be
-        waiting for it, and shall find out in their own time.
+        If this fails for a rank that is gone, the messages of the other ranks are still started, and left in flight.
+        They may themselves be waiting for that rank, and find out on their own.
         """
         pg = self.pg
         works = buffers.in_flight = []
@@ -360,10 +360,10 @@ class PairwiseCpu(Transport):
 
 
 class _Alone(PairwiseCpu):
-    """One process, where no group exists: what is sent is what arrives."""
+    """The transport of one process without a group: what is sent is what arrives."""
 
     def buffers(self, header_bytes: int) -> HeaderBuffers:
-        """Return new buffers: threads may call side by side, as no order of messages is to be kept."""
+        """Return new buffers, because threads may call concurrently: there is no order of messages to keep."""
         return HeaderBuffers(header_bytes, self.comm)
 
     def broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
@@ -402,14 +402,14 @@ def transport_of(comm: Comm) -> Transport:
 
 
 def copy_all(data: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Copy each result into its tensor, as `copy_into` does, unless it arrived there."""
+    """Copy each result into its tensor, as `copy_into` does, unless they are the same tensor."""
     for one, result in zip(data, results, strict=True):
         if result is not one:
             copy_into(one, result)
 
 
 def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
-    """Return the handle to a caller who wants to wait himself, else wait."""
+    """Return the handle if `async_op`, else wait for it and return None."""
     if async_op:
         return handle
     handle.wait()
@@ -428,7 +428,7 @@ def wait_for(work: Work, comm: Comm, timeout: timedelta | None = None) -> None:
 
 
 def translate_error(error: RuntimeError, comm: Comm) -> Exception:
-    """Return what a backend's error means; `error` itself where nothing better is known."""
+    """Return lockstep's error for a backend's error: a PeerError, a CollectiveTimeoutError or another DistError."""
     text = str(error)
     if any(words in text for words in GONE):
         return PeerError(
@@ -443,19 +443,19 @@ def translate_error(error: RuntimeError, comm: Comm) -> Exception:
 
 
 def is_plain_memory(data: Tensor) -> bool:
-    """Return whether a tensor's memory holds its values one after the other, so that bytes may be written there."""
+    """Return whether a tensor's memory holds exactly its values, in order, so that bytes may be written there."""
     return data.is_contiguous() and not data.is_neg() and not data.is_conj()
 
 
 def as_bytes(data: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, as a flat uint8 view of the same memory."""
-    # Any dtype can travel so, also those for which a backend has no name. Neither a 0-dim tensor can change its item
-    # size nor one element of a strided view, which counts as contiguous whatever its stride.
+    # This works for any dtype, also for those that a backend does not know. as_strided is needed because view(dtype)
+    # fails for a 0-dim tensor, and for one element of a strided view, which counts as contiguous whatever its stride.
     return data.detach().as_strided((data.numel(),), (1,)).view(torch.uint8)
 
 
 def as_native(wire: Tensor) -> Tensor:
-    """Return a contiguous tensor as it is, or as bytes where not every backend moves its dtype."""
+    """Return a contiguous tensor unchanged, or as bytes if not every backend supports its dtype."""
     return wire if wire.dtype in _NATIVE_DTYPES else as_bytes(wire)
 
 

@@ -1,4 +1,4 @@
-"""Wrong calls, which every rank can see by itself before anything is sent; and arguments that have two names."""
+"""Checks of arguments, which each rank makes on its own before anything is sent; and arguments with two names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.dist.header import Header
 
 
 class _NotGiven:
-    """Stands for an argument that was left out, where None is one that may be given."""
+    """The type of `NOT_GIVEN`, the default of arguments for which None is a valid value."""
 
     def __repr__(self) -> str:
         return "<not given>"
@@ -22,12 +22,12 @@ class _NotGiven:
 
 NOT_GIVEN: Final[Any] = _NotGiven()
 
-# Other subclasses may wrap tensors, and hold no values in memory of their own.
+# Other subclasses may wrap tensors and have no memory of their own.
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
 def either(name: str, value: Any, published: str, other: Any) -> Any:
-    """Return an argument that callers may give by one of two names: lockstep's, or one that is published elsewhere.
+    """Return an argument that callers may pass by one of two names: lockstep's, or that of another library.
 
     Raises:
         TypeError: both were given, or neither.
@@ -41,10 +41,10 @@ def either(name: str, value: Any, published: str, other: Any) -> Any:
 
 
 def require_rank(name: str, rank: object, comm: Comm) -> int:
-    """Return `rank`, which may be an integer of numpy's, if it is a rank within the group of `comm`.
+    """Return `rank` as an int (numpy integers are accepted) if it is a rank within the group of `comm`.
 
     Raises:
-        TypeError: it is no int.
+        TypeError: it is not an int.
         ValueError: it is out of range.
     """
     if not is_int(rank):
@@ -66,9 +66,9 @@ def _is_plain(data: Any) -> bool:
 
 
 def require_tensor(name: str, data: Any, *, is_filled: bool = False) -> None:
-    """Raise TypeError unless `data` is a plain tensor: dense, with values of its own in memory.
+    """Raise TypeError unless `data` is a plain tensor: dense, with its own values in memory.
 
-    Where a result is written there, too (`is_filled`): ValueError where elements share memory, as after ``expand``.
+    With `is_filled` (a result is written to `data`), raise ValueError if elements share memory, as after ``expand``.
     """
     refusal = None if _is_plain(data) else _refusal_of(data)
     if refusal is not None:
@@ -82,7 +82,7 @@ def require_tensor(name: str, data: Any, *, is_filled: bool = False) -> None:
 
 
 def _refusal_of(data: object) -> tuple[str, str] | None:
-    """Return what an argument must be and is, and what to do; None for a subclass that holds values as any tensor."""
+    """Return what is wrong with an argument and what to do; None for a subclass that holds values as a tensor does."""
     kind = type(data).__name__
     if not isinstance(data, Tensor):
         return f"a tensor, but is {kind}", "Nested data go through all_reduce_tree, all_gather_tree, broadcast_tree"
@@ -105,7 +105,7 @@ def _refusal_of(data: object) -> tuple[str, str] | None:
 
 
 def require_list(name: str, tensors: Sequence[Tensor], comm: Comm, *, is_filled: bool = False) -> None:
-    """Raise unless `tensors` has one tensor for each rank, as `require_tensor` wants them."""
+    """Raise unless `tensors` has one tensor for each rank, each accepted by `require_tensor`."""
     if not isinstance(tensors, Sequence):
         raise TypeError(
             f"`{name}` must be a list of tensors, one for each rank, but is {type(tensors).__name__} ({comm.this_rank})"
@@ -119,7 +119,7 @@ def require_list(name: str, tensors: Sequence[Tensor], comm: Comm, *, is_filled:
 
 
 def require_alike(name: str, data: Tensor, like: str, model: Tensor | Header, comm: Comm, remedy: str = "") -> None:
-    """Raise ValueError unless `data` has shape and dtype of `model`, which is `like` in words."""
+    """Raise ValueError unless `data` has the shape and dtype of `model`; the error calls `model` by the text `like`."""
     if data.shape != model.shape or data.dtype != model.dtype:
         raise ValueError(
             f"`{name}` must be like {like}, {tuple(model.shape)} {model.dtype}, but is {tuple(data.shape)} "

@@ -1,6 +1,6 @@
-"""The default group's beginning and end: the only caller of `init_process_group` and `destroy_process_group`.
+"""Starting and ending the default group: the only caller of `init_process_group` and `destroy_process_group`.
 
-Ranks meet at torch's TCPStore, which listens on the loopback interface only where one machine holds all of them.
+Ranks meet at torch's TCPStore. If all ranks are on one machine, it listens on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(minutes=5)
 _OPEN_KEY = "open"  # rank 0 sets this key in the store that it serves for a group
 _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
-# Each backend's variable for the network interface it opens its own connections on.
+# Each backend's variable for the network interface of its own connections.
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
 
 _undo = ExitStack()  # what `init_dist` set up, for `destroy_dist` to take down
-_generation = 0  # how many groups this process has joined; tells the stores of one job apart
+_generation = 0  # number of groups this process has joined; separates the stores of one job
 
 
 def init_dist(
@@ -57,28 +57,28 @@ def init_dist(
 ) -> None:
     """Join this process to the job's default group, and bind its accelerator.
 
-    Reads who it is from the launcher's environment; arguments beat the environment. On a single node everything that
-    is opened listens on the loopback interface only. The group is taken down by `destroy_dist`, at exit at the latest.
+    The rank and the topology come from the launcher's environment; arguments take precedence over it. On a single node,
+    every socket listens on the loopback interface only. `destroy_dist` ends the group, at exit at the latest.
 
     Args:
-        launcher: who started the ranks: ``"pytorch"`` (torchrun, lockstep launch), ``"slurm"``, ``"mpi"`` (OpenMPI,
+        launcher: what started the ranks: ``"pytorch"`` (torchrun, lockstep launch), ``"slurm"``, ``"mpi"`` (OpenMPI,
             MPICH, Intel MPI, PMIx) or ``"none"`` (this process is a group of one). None asks the environment, as
             `infer_launcher` does.
-        backend: any backend of torch.distributed, or a map such as ``"cpu:gloo,cuda:nccl"``. None takes that map where
-            CUDA and NCCL are at hand, else gloo.
+        backend: any backend of torch.distributed, or a map such as ``"cpu:gloo,cuda:nccl"``. None takes that map if
+            CUDA and NCCL are available, else gloo.
         init_backend: ``"torch"``, or the engine that adopts the group: ``"deepspeed"``, ``"colossalai"``.
         timeout: how long a collective waits for a missing rank, in seconds or as a timedelta. None takes torch's
             default.
         port: port of the store on rank 0. None takes ``MASTER_PORT``, else a free one (single node) or one derived
             from the job's identity (several nodes).
-        store: a store to meet at, in place of address and port.
+        store: a store at which the ranks meet, in place of an address and port.
         **kwargs: passed on to `torch.distributed.init_process_group`.
 
     **Collective**: every rank of the job.
 
-    **Raises**: `TopologyError` (a ValueError) where variables contradict each other or are missing, before any
-    rendezvous; ValueError for an unknown launcher, backend, timeout or port; DistError if there is a default group
-    already; CollectiveTimeoutError if not all ranks come in time.
+    **Raises**: `TopologyError` (a ValueError) if variables contradict each other or are missing, before any rendezvous;
+    ValueError for an unknown launcher or backend, or an invalid timeout or port; DistError if a default group exists
+    already; CollectiveTimeoutError if not all ranks arrive in time.
 
     **Example (2 ranks)**::
 
@@ -98,7 +98,7 @@ def init_dist(
         )
     if init_backend not in _INIT_BACKENDS:
         raise ValueError(f"`init_backend` must be one of {', '.join(_INIT_BACKENDS)}, but is {init_backend!r}")
-    destroy_dist()  # what a group that somebody ended by torch's own function has left set up
+    destroy_dist()  # cleans up after a group that was ended by torch's own function
     topology = read_topology(os.environ, infer_launcher() if launcher is None else launcher)
     backend = _checked_backend(backend)
     duration = _checked_timeout(timeout)
@@ -131,10 +131,10 @@ def init_dist(
 
 
 def destroy_dist() -> None:
-    """Leave the default group and undo what `init_dist` set up. Does nothing where there is no group.
+    """Leave the default group and undo what `init_dist` set up. Does nothing if there is no group.
 
-    Runs by itself when the process ends, because a process that ends while a gloo group is alive may abort with exit
-    code -6 instead of 0 (torch 2.13).
+    It also runs automatically at exit, because a process that ends while a gloo group is alive may abort with exit code
+    -6 instead of 0 (torch 2.13).
 
     **Collective**: every rank, at about the same time; nothing is sent.
     """
@@ -154,13 +154,13 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None: ...
 def init_local_group(
     node_rank: int = NOT_GIVEN, num_gpus_per_node: int | None = None, *, group_size: int = NOT_GIVEN
 ) -> None:
-    """Make one group for each run of consecutive ranks, normally those of a node.
+    """Make one group for each block of consecutive ranks, normally those of a node.
 
-    Call it as ``init_local_group(node_rank, num_gpus_per_node)`` or ``init_local_group(group_size)``. The local queries
-    work without it; it is needed for `get_local_group` on several nodes.
+    Call it as ``init_local_group(node_rank, num_gpus_per_node)`` or ``init_local_group(group_size)``. `get_local_rank`
+    and `get_local_size` work without it; `get_local_group` needs it on several nodes.
 
-    **Collective**: every rank of the default group. **Raises**: ValueError where the size does not divide the world
-    size, or `node_rank` is not where this rank falls.
+    **Collective**: every rank of the default group. **Raises**: ValueError if the size does not divide the world size,
+    or if `node_rank` is not the node of this rank.
 
     **Example (2 ranks)**::
 
@@ -187,13 +187,13 @@ def init_local_group(
         raise ValueError(f"`node_rank` must be {node} for {size} ranks per node, but is {node_rank} ({comm.this_rank})")
     if comm.pg is None:
         return
-    # Every rank takes part in making every group, as torch asks.
+    # Every rank takes part in making every group, as torch requires.
     made = [torch_dist.new_group(list(range(first, first + size))) for first in range(0, comm.size, size)]
     groups.local_groups[comm.pg] = made[node]
 
 
 def infer_launcher() -> LauncherName:
-    """Return who started this process, by its environment: ``"pytorch"``, ``"slurm"``, ``"mpi"``, else ``"none"``."""
+    """Return what started this process, from its environment: ``"pytorch"``, ``"slurm"``, ``"mpi"``, else ``"none"``."""
     return environ.infer_launcher(os.environ)
 
 
@@ -249,7 +249,7 @@ def _choose_checks() -> None:
 
 
 def _bind_device(topology: Topology, backend: str) -> torch.device | None:
-    """Make the accelerator of this local rank the current one; return it where the backend should bind to it."""
+    """Make the accelerator of this local rank the current one; return it if the backend should bind to it."""
     kind = get_device()
     if kind in ("cpu", "mps"):
         return None
@@ -274,7 +274,7 @@ def _keep_on_loopback(backend: str, undo: ExitStack) -> None:
 
 
 def _not_met(error: Exception, topology: Topology) -> Exception:
-    """Return what it means that the ranks did not find each other, in torch's words."""
+    """Return the error for ranks that did not find each other, with torch's message."""
     text = str(error)
     kind = CollectiveTimeoutError if "time" in text else DistError
     return kind(
@@ -289,10 +289,11 @@ def _end_group() -> None:
     groups.forget_groups()
     torch_dist.destroy_process_group()
     if held() is not None:
-        gc.collect()  # modules that are wrapped for several ranks refer to their group in cycles
+        gc.collect()  # wrapped modules refer to their group in reference cycles
     if held() is not None:
-        # Somebody still refers to the group, so its threads live on. One of them may be about to free the tensors of
-        # the last collective, for which it needs the interpreter; if that is ending, the process aborts (torch 2.13).
+        # Something still refers to the group, so its threads live on. One of them may be about to free the tensors of
+        # the last collective, for which it needs the GIL; if the interpreter is shutting down, the process aborts
+        # (torch 2.13).
         time.sleep(_SECONDS_FOR_THREADS)
 
 
@@ -300,18 +301,18 @@ def _meet(topology: Topology, store: Store | None, port: int | None, timeout: ti
     """Return a connected store that all ranks of the job share.
 
     Args:
-        topology: who this process is.
-        store: a store to meet at, in place of address and port.
+        topology: rank and place of this process.
+        store: a store at which the ranks meet, in place of an address and port.
         port: port on rank 0, in place of the environment's.
         timeout: how long to wait for the others; also the store's own timeout.
-        undo: takes what has to be removed at the end.
+        undo: collects what must be removed at the end.
 
-    **Raises**: TopologyError where no address is known, or the port is taken; where rank 0 is not found in time,
+    **Raises**: TopologyError if no address is known or the port is taken; if rank 0 is not found in time,
     CollectiveTimeoutError if it had to publish its port, else torch's DistError.
     """
-    # Keeps the keys of a group apart from those of former ones in a store that outlives them. A launcher that restarts
-    # a job may come to the same store again (without this, 5 of 6 restarts over gloo hang or fail, torch 2.13), and so
-    # may a process that leaves a group and joins another.
+    # Separates the keys of a group from those of former groups in a store that outlives them. A launcher that restarts
+    # a job may use the same store again (without this, 5 of 6 restarts over gloo hang or fail, torch 2.13), and so may
+    # a process that leaves a group and joins another.
     prefix = f"lockstep/attempt_{topology.restart_count}/group_{_generation}"
     if store is not None:
         return PrefixStore(prefix, store)
@@ -346,20 +347,20 @@ def _address(topology: Topology, port: int | None) -> tuple[str, int]:
         )
     try:
         socket.getaddrinfo(topology.master_addr, None)
-    except OSError as error:  # TCPStore would look it up again and again until the timeout
+    except OSError as error:  # TCPStore would retry the lookup until the timeout
         raise TopologyError(
             f"MASTER_ADDR must be a host that can be found, but is {topology.master_addr!r}: {error} "
             f"(rank {topology.rank} of {topology.world_size}). Export the address of rank 0's host"
         ) from error
     if port is None:
-        # The same on every node without asking anybody, and different for two jobs that share a node.
+        # The same on every node without communication, and different for two jobs that share a node.
         digest = sha256(topology.job_key.encode()).digest()
         port = 20000 + int.from_bytes(digest[:4], "big") % 10000
     return topology.master_addr, port
 
 
 def _joined(prefix: str, host: str, port: int, topology: Topology, timeout: timedelta) -> Store:
-    """Connect to the store that rank 0 has opened for this group; one of a former group may still be closing there."""
+    """Connect to the store that rank 0 opened for this group; a former group's store may still be closing there."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
@@ -384,7 +385,7 @@ def _serve(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPS
     listening = None
     try:
         if is_one_node(topology):
-            # TCPStore binds all addresses even for host 127.0.0.1, unless it is given a socket that listens already.
+            # TCPStore binds all addresses even for host 127.0.0.1, unless it is given a listening socket.
             with socket.create_server((host, port), backlog=1024) as server:
                 port, listening = server.getsockname()[1], server.detach()
         return TCPStore(
@@ -398,9 +399,10 @@ def _serve(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPS
 
 
 def port_file(topology: Topology, generation: int) -> Path:
-    """Return where rank 0 writes the port it found, and the others look for it.
+    """Return the file into which rank 0 writes its port, and in which the other ranks look for it.
 
-    **Raises**: TopologyError where nothing tells this job from others on the machine.
+    **Raises**: TopologyError if nothing distinguishes this job from others on the machine, or if the file's folder
+    belongs to another user.
     """
     if not topology.job_key:
         raise TopologyError(
@@ -425,7 +427,7 @@ def _publish_port(port: int, path: Path) -> None:
 def _await_published_port(path: Path, topology: Topology, timeout: timedelta) -> int:
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        # A file that a killed job left behind names a port where nobody listens: look again until somebody does.
+        # A file left behind by a killed job names a port on which nothing listens: retry until something does.
         try:
             port = int(path.read_text())
             with socket.create_connection((LOOPBACK, port), timeout=1):
