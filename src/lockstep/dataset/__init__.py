@@ -1,4 +1,4 @@
-"""Which sample comes when, and on which rank."""
+"""Data loading: the order of the samples, and the shard of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many samples there are: in a batch, and, where that is known before, in a pass."""
+"""The number of samples in a batch and, where it is known in advance, in a pass."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lockstep.dataset.sampler import DefaultSampler, InfiniteSampler
 from lockstep.dataset.sharded import ShardedSampler
 
 ENDLESS = 2**62
-"""More samples than anybody will see."""
+"""Stands for an endless number of samples."""
 
-# Samplers that yield as many indices as they say. One of a user's own may say what it likes.
+# Samplers that yield as many indices as their length says. The length of a user's own sampler may be wrong.
 _RELIABLE = (
     DefaultSampler,
     data.DistributedSampler,
@@ -29,12 +29,12 @@ _RELIABLE = (
 
 
 class Amount(NamedTuple):
-    """What one pass through a data loader yields.
+    """The number of samples that one pass through a data loader yields, and how they are batched.
 
     Attributes:
-        samples: their number, on this rank.
-        batch_size: samples in each batch but the last.
-        drop_last: whether a last batch that is not full is left out.
+        samples: number of samples on this rank.
+        batch_size: samples in each batch except the last.
+        drop_last: whether a last batch that is not full is dropped.
     """
 
     samples: int
@@ -42,7 +42,7 @@ class Amount(NamedTuple):
     drop_last: bool
 
     def size_of(self, index: int) -> int:
-        """Return the number of samples in a batch; beyond the last one, 0.
+        """Return the number of samples in the batch at `index`; 0 after the last batch.
 
         Example:
             >>> [Amount(5, 2, False).size_of(index) for index in range(4)]
@@ -53,10 +53,10 @@ class Amount(NamedTuple):
 
 
 def amount_of(loader: Any) -> Amount | None:
-    """Return what a pass through `loader` will yield, or None where that is not sure before.
+    """Return the amount that a pass through `loader` will yield, or None if it is not certain in advance.
 
-    It is sure of a torch `DataLoader` over map-style data, whose sampler keeps its word and whose batches are made in
-    the plain way.
+    It is certain for a torch `DataLoader` over a map-style dataset with torch's own `BatchSampler` and with a sampler
+    of torch or lockstep.
     """
     if not isinstance(loader, data.DataLoader) or isinstance(loader.dataset, data.IterableDataset):
         return None
@@ -72,7 +72,7 @@ def amount_of(loader: Any) -> Amount | None:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return the number of samples in a batch, as its first part shows it.
+    """Return the number of samples in a batch: the length of its first part.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""`Compose`: transforms of one sample, one after the other."""
+"""`Compose`: a chain of transforms of one sample."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Transform = Callable[[Any], Any]
 
 @TRANSFORMS.register_module()
 class Compose:
-    """Send a sample through transforms, one after the other.
+    """A chain of transforms that are applied to a sample in order.
 
     Args:
-        transforms: functions of a sample, or configs of such in the registry `TRANSFORMS`. One that returns None ends
-            the chain: there is no such sample.
+        transforms: functions of a sample, or configs of such functions in the registry `TRANSFORMS`. If one returns
+            None, the chain ends there: the sample is dropped.
 
     Example:
         >>> Compose([lambda sample: sample + 1, lambda sample: sample * 2])(3)
@@ -32,7 +32,7 @@ class Compose:
             self.transforms.append(transform)
 
     def __call__(self, data: Any) -> Any:
-        """Return the sample that is sent in, transformed, or None."""
+        """Return the transformed sample, or None if a transform returned None."""
         for transform in self.transforms:
             data = transform(data)
             if data is None:

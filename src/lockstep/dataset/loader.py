@@ -1,4 +1,4 @@
-"""From a config, or from a user's own `DataLoader`, to one that feeds this rank its shard."""
+"""Building a loader that yields this rank's shard, from a config or from a user's own `DataLoader`."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ def build_dataloader(
 ) -> DataLoader[Any]:
     """Return a data loader that yields this rank's shard of the data.
 
-    Whatever order a sampler draws, all ranks draw the same, as a function of `seed` and the epoch alone, and rank r of
-    n gets the items at positions r, r + n, r + 2n ... of it:
+    All ranks draw the same global order, which depends only on `seed` and the epoch. Rank r of n gets the items at
+    positions r, r + n, r + 2n ... of that order:
 
-    * Torch's `RandomSampler` and `SequentialSampler`, when they go through all samples once, become a `DefaultSampler`.
-    * Any other sampler, of torch or of a user's own, is drawn from by a `ShardedSampler`. In training samples from the
-      beginning are repeated until every rank has equally many; in evaluation each is seen once.
-    * A batch sampler is drawn from in the same way; what is dealt out are its batches, none of which is repeated.
-    * A sampler that knows of ranks (see `is_rank_aware`) shards by itself, and is left as it is, such as torch's
-      `DistributedSampler`. One that does so in a way that can't be seen says so by an attribute `rank`, or by
+    * Torch's `RandomSampler` and `SequentialSampler`, if they go through all samples once, become a `DefaultSampler`.
+    * Any other sampler, of torch or of the user, is wrapped in a `ShardedSampler`. In training, samples from the
+      beginning are repeated until every rank has equally many; in evaluation each sample is seen once.
+    * A batch sampler is wrapped in the same way: its batches are split over the ranks, and none is repeated.
+    * A sampler that knows of ranks (see `is_rank_aware`), such as torch's `DistributedSampler`, shards the data itself
+      and is not changed. If a sampler does so in a way that can't be detected, give it an attribute `rank`, or set
       `split=False` in the config.
 
-    This holds on one process, too, so that a training can go on inside an epoch, and sees the same global batches on
-    any number of ranks. Left as they are there: loaders in the data set's own order in evaluation, and subclasses of
-    `DataLoader`.
+    The same applies to one process, so that training can resume inside an epoch and sees the same global batches on
+    any number of ranks. On one process two kinds of loaders are not changed: loaders in the dataset's own order in
+    evaluation, and subclasses of `DataLoader`.
 
-    What can't be sharded is left as it is, with a warning where every rank would see the same: an iterable of batches
-    that isn't a `DataLoader`, and a `DataLoader` of an `IterableDataset`, which as a config is split.
+    A loader that can't be sharded is not changed, with a warning if every rank would see the same data: an iterable of
+    batches that isn't a `DataLoader`, or a `DataLoader` of an `IterableDataset` (given as a config, it is split).
 
     Args:
         loader: a `DataLoader` or any iterable of batches, or a config dict with the keys `dataset` (an object or a
             config), `batch_size` (per rank), optionally `sampler` (an object, a config, or replaced by `shuffle`),
             `batch_sampler` (an object or a config), `collate_fn` (a function, or one in the registry `FUNCTIONS`, such
-            as `default_collate` and `pseudo_collate`, by name or config), `num_batch_per_epoch` (to see only so many
-            batches, for a trial), and further arguments of `torch.utils.data.DataLoader`. An `IterableDataset` is split
-            over ranks and workers (see `StreamShard`). `split=False` says that the data set, or the sampler, deals
-            itself out already; `split=True` that it does not, though it may look so.
-        seed: of the order of samples, the same on every rank.
-        evaluation: by default keep the order, and show each sample exactly once.
-        shard: which of how many shards of the data is this rank's; by default its rank, of the world size.
+            as `default_collate` and `pseudo_collate`, by name or config), `num_batch_per_epoch` (the number of batches
+            of a shortened epoch, for a trial), and further arguments of `torch.utils.data.DataLoader`. An
+            `IterableDataset` is split over ranks and workers (see `StreamShard`). `split=False` says that the dataset
+            or the sampler already splits the data itself; `split=True` that it does not, even if it seems to.
+        seed: seed of the order of samples, the same on every rank.
+        evaluation: by default keep the order, and yield each sample exactly once.
+        shard: this rank's shard and the number of shards; by default its rank and the world size.
 
-    **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes, to see that all hold the same data.
+    **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes, to check that all have the same data.
 
     Raises:
-        ConfigError: the config has no data set, something in it does not fit, the ranks hold other data, or a sampler
-            deals out other shards.
+        ConfigError: the config has no dataset or is not valid, the ranks have different data, or a sampler splits the
+            data into other shards.
     """
     shard = shard or get_dist_info()
     if isinstance(loader, Mapping):
@@ -79,7 +79,7 @@ def build_dataloader(
 
 
 def pseudo_collate(batch: list[Any]) -> Any:
-    """Turn a list of samples into one sample of lists, stacking nothing.
+    """Turn a list of samples into one sample of lists, without stacking.
 
     Example:
         >>> pseudo_collate([{"img": 1, "label": 2}, {"img": 3, "label": 4}])
@@ -106,7 +106,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
         raise ConfigError(f"a data loader's config must have the key 'dataset', but has only {sorted(cfg)}")
     if isinstance(dataset, Mapping):
         dataset = DATASETS.build(dataset)
-        if callable(getattr(dataset, "full_init", None)):  # what MMEngine's data sets put off until they are built
+        if callable(getattr(dataset, "full_init", None)):  # MMEngine's datasets may delay their loading
             dataset.full_init()
     if (batches := arguments.pop("num_batch_per_epoch", None)) is not None:
         dataset = _first_samples(dataset, batches * arguments.get("batch_size", 1) * shard[1])
@@ -163,7 +163,7 @@ def _stream_loader(dataset: Any, arguments: dict[str, Any], shard: tuple[int, in
 
 
 class _Order(NamedTuple):
-    """What the samplers of a config are built with."""
+    """The arguments from which the samplers of a config are built."""
 
     dataset: Any
     seed: int
@@ -179,7 +179,7 @@ class _Order(NamedTuple):
         return self._sharded(sampler, round_up=round_up, batch_size=batch_size or 1)
 
     def batch_sampler(self, batch_sampler: Any, arguments: dict[str, Any], default: Mapping[str, Any]) -> Any:
-        """Return a sampler of this rank's batches from an object or a config; those arguments that it takes go away."""
+        """Return a sampler of this rank's batches from an object or a config; remove what it uses from `arguments`."""
         if not isinstance(batch_sampler, Mapping):
             return self._sharded(batch_sampler, round_up=False)
         kind = _kind_of(batch_sampler)
@@ -188,7 +188,7 @@ class _Order(NamedTuple):
         if "sampler" not in takes or isinstance(batch_sampler.get("sampler"), Sampler):
             offered = {"batch_size": batch_size} if "batch_size" in takes else {}
             return self._sharded(self._built({**offered, **batch_sampler}), round_up=False)
-        # It makes its batches of this rank's samples.
+        # It makes its batches from this rank's samples.
         given = arguments.pop("sampler", None)
         given = batch_sampler.get("sampler", default if given is None else given)
         sampler = self.sampler(given, batch_size)

@@ -1,4 +1,4 @@
-"""Where a data loader stands: which epoch's order, and how far in it."""
+"""The position of a data loader: the epoch, and how far the pass is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell an iterable data set, or the first of a loader's samplers that wants to know it, which epoch begins."""
+    """Tell a loader which epoch begins: its worker seeds, its stream, and its first sampler that has `set_epoch`."""
     if isinstance(seeds := getattr(loader, "generator", None), WorkerSeeds):
         seeds.set_epoch(epoch)
     if isinstance(loader, StreamLoader):
@@ -28,10 +28,10 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def skip_batches(loader: Any, count: int) -> bool:
-    """Leave out the first batches of the next pass without reading them, where that is possible.
+    """Skip the first `count` batches of the next pass without reading them, if the loader can.
 
     Returns:
-        Whether it was; else whoever iterates has to walk past them.
+        Whether they will be skipped; if not, the caller must read and discard them.
     """
     if not isinstance(loader, DataLoader):
         return False
@@ -43,10 +43,10 @@ def skip_batches(loader: Any, count: int) -> bool:
 
 
 def position_of(loader: Any) -> Any:
-    """Return where a loader is in its pass, after the last batch that was taken, where it can go on there.
+    """Return a loader's position in its pass, after the last batch that was taken; None if it can't resume there.
 
-    A `StreamLoader` can where its data set can. Others can that have `state_dict` and `load_state_dict`, as torchdata's
-    `StatefulDataLoader` has.
+    A `StreamLoader` can resume if its dataset can. Other loaders can if they have `state_dict` and `load_state_dict`,
+    such as torchdata's `StatefulDataLoader`.
     """
     if isinstance(loader, StreamLoader) and not loader.dataset.has_position:
         return None
@@ -54,7 +54,7 @@ def position_of(loader: Any) -> Any:
 
 
 def restore_position(loader: Any, position: Any) -> bool:
-    """Let the next pass begin where `position_of` was called, and return whether it will."""
+    """Make the next pass begin at a position from `position_of`, and return whether that succeeded."""
     if position is None or not hasattr(loader, "load_state_dict"):
         return False
     try:

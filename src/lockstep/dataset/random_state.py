@@ -1,4 +1,4 @@
-"""The state of a process's random generators, and one state for ranks that compute on the same samples together."""
+"""The state of a process's random generators, and how ranks that compute on the same samples share one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def random_state(*, accelerator: bool = True) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if accelerator and get_device() != "cpu":
         state["device"] = torch.get_device_module(get_device()).get_rng_state()
-    if "numpy" in sys.modules:  # where it is not imported, it draws no random numbers
+    if "numpy" in sys.modules:  # if not imported, it draws no random numbers
         state["numpy"] = sys.modules["numpy"].random.get_state()
     return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on with a state that `random_state` returned, as far as this process has such generators."""
+    """Restore a state that `random_state` returned; generators that this process does not have are skipped."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "device" in state and get_device() != "cpu":
@@ -35,11 +35,11 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def sync_random_state(group: GroupLike) -> None:
-    """Go on with the random state of the group's first rank.
+    """Set the random state of every rank of the group to that of its first rank.
 
-    From here on ranks that draw equally often draw the same. So what is dropped of an activation that all of them
-    hold in full is the same on all; of one that is split between them, each drops from its own part by the same
-    pattern. Samples that are augmented in this process are the same, too.
+    From then on, ranks that draw equally often draw the same numbers. So dropout drops the same elements of an
+    activation that all ranks hold in full; of an activation that is split between them, each rank drops from its own
+    part by the same pattern. Samples that are augmented in this process are the same, too.
 
     **Collective**: every rank of the group. **Cost**: about 10 kB.
     """

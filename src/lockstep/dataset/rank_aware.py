@@ -1,4 +1,4 @@
-"""Whether a sampler or a loader shards the data by itself, as far as that can be seen without drawing from it."""
+"""Detecting whether a sampler or a loader shards the data itself, without drawing from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ASKING = frozenset({"get_rank", "get_dist_info", "process_index"})
 
 
 def is_rank_aware(sampler: Any) -> bool:
-    """Return whether a sampler, batch sampler or loader knows of ranks, so that it gives each of them its own part.
+    """Return whether a sampler, batch sampler or loader knows of ranks, that is, gives each rank its own part.
 
     It does if it, or a sampler or loader that it holds, has one of the attributes `rank`, `world_size`, `num_replicas`,
-    `shard`, `process_index` and `num_processes`, with or without a leading underscore, or if a method of its class asks
-    for the rank by name (`get_rank`, `get_dist_info`). Nothing is drawn from it.
+    `shard`, `process_index` and `num_processes`, with or without a leading underscore, or if a method of its class uses
+    one of the names `get_rank`, `get_dist_info` and `process_index`. Nothing is drawn from it.
 
     Example:
         >>> from torch.utils.data import DistributedSampler, RandomSampler
@@ -37,7 +37,7 @@ def is_rank_aware(sampler: Any) -> bool:
 
 
 def parts_of(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler or loader, and those samplers and loaders that it holds, each once."""
+    """Yield a sampler or loader, and all samplers and loaders inside it, each once."""
     seen: set[int] = set()
     stack = [sampler]
     while stack:
@@ -50,10 +50,10 @@ def parts_of(sampler: Any) -> Iterator[Any]:
 
 
 def differing_parts(dataset: Any, sampler: Any) -> list[str]:
-    """Return what differs between the ranks in a data set and its sampler, in words. No sample is read.
+    """Return, in words, what differs between the ranks in a dataset and its sampler. Reads no sample of a `Dataset`.
 
-    Compared are lengths, the indices that samplers and `Subset` hold, the weights of a `WeightedRandomSampler`, other
-    plain values in samplers, and the first and last rows of a `TensorDataset` and of a list.
+    It compares lengths, the indices in samplers and in a `Subset`, the weights of a `WeightedRandomSampler`, other
+    plain values in samplers, and the first and last rows of a `TensorDataset` or a list.
 
     **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes.
     """
@@ -82,7 +82,7 @@ def _asks_for_rank(part: Any) -> bool:
         for value in vars(kind).values()
     ]
     codes = [getattr(function, "__code__", None) for function in functions]
-    codes.append(getattr(part, "gi_code", None))  # of a generator
+    codes.append(getattr(part, "gi_code", None))  # for a generator
     return any(_ASKING.intersection(_names_in(code)) for code in codes if code is not None)
 
 
@@ -132,7 +132,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _digest(value: Any) -> str:
-    """Return a few characters that are the same for equal values in every process."""
+    """Return a hash of 16 characters that is the same for equal values in every process."""
     return hashlib.sha1(_text(value).encode(), usedforsecurity=False).hexdigest()[:16]
 
 

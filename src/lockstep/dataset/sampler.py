@@ -1,4 +1,4 @@
-"""Samplers of one global order, what each rank gets of it, and the seeds of its workers."""
+"""Samplers that split one global order over the ranks, and the seeds of the workers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lockstep.registry import DATA_SAMPLERS
 
 
 class DealingSampler(Sampler[Any]):
-    """What the samplers have in common that deal items out to the ranks, like cards.
+    """Base class of samplers that split items over the ranks round-robin.
 
     Args:
-        seed: of the order; the same on every rank. By default rank 0 draws one.
+        seed: seed of the order; the same on every rank. By default rank 0 draws one.
         round_up: whether items are repeated until every rank has equally many.
-        shard: which of how many shards is this rank's; by default its rank, of the world size.
+        shard: this rank's shard and the number of shards; by default its rank and the world size.
 
     **Collective**: every rank, if `seed` is None.
     """
@@ -32,7 +32,7 @@ class DealingSampler(Sampler[Any]):
         self._skipped = 0
 
     def skip(self, items: int) -> None:
-        """Leave out the first items of this rank in the next pass, to go on inside it."""
+        """Skip the first `items` items of this rank in the next pass, to resume inside it."""
         self._skipped = items
 
     def _take_skipped(self) -> int:
@@ -40,7 +40,7 @@ class DealingSampler(Sampler[Any]):
         return skipped
 
     def _require(self, items: int, name: str) -> None:
-        """Refuse fewer items than there are ranks where each must have some."""
+        """Raise a `ConfigError` if each rank must have an item, but there are fewer items than ranks."""
         if self.round_up and items < self.world_size:
             raise ConfigError(
                 f"`{name}` must have at least one sample for each of the {self.world_size} ranks, but has {items} "
@@ -48,7 +48,7 @@ class DealingSampler(Sampler[Any]):
             )
 
     def _share(self, items: int) -> int:
-        """Return how many of so many items this rank gets."""
+        """Return how many of `items` items this rank gets."""
         if self.round_up:
             return -(-items // self.world_size)
         return len(range(self.rank, items, self.world_size))
@@ -56,25 +56,24 @@ class DealingSampler(Sampler[Any]):
 
 @DATA_SAMPLERS.register_module()
 class DefaultSampler(DealingSampler):
-    """Deal one global order of the samples out to the ranks, like cards.
+    """A sampler that splits one global order of the samples over the ranks round-robin.
 
-    The global order is a function of `seed` and the epoch alone. Rank r of n takes the samples at positions r, r + n, r
-    + 2n ... of it, so that a global batch holds the same samples whatever the number of ranks is.
+    The global order depends only on `seed` and the epoch. Rank r of n takes the samples at positions r, r + n, r + 2n
+    ... of it, so a global batch of a given size holds the same samples on any number of ranks.
 
     Args:
         dataset: anything with a length.
-        shuffle: draw a new order in every epoch (see `set_epoch`), else keep the data set's own.
-        seed: of the order; the same on every rank. By default rank 0 draws one.
-        round_up: repeat samples from the beginning of the order until every rank has equally many, as training needs
-            it. Without it every sample is seen exactly once, as evaluation needs it, and some ranks have one sample
-            less than others.
-        shard: which of how many shards is this rank's, as a strategy says in `data_shard`; by default its rank, of the
-            world size.
+        shuffle: draw a new order in every epoch (see `set_epoch`); otherwise keep the dataset's own order.
+        seed: seed of the order; the same on every rank. By default rank 0 draws one.
+        round_up: repeat samples from the beginning of the order until every rank has equally many, as training needs.
+            Otherwise every sample is seen exactly once, as evaluation needs, and some ranks have one sample fewer.
+        shard: this rank's shard and the number of shards, such as a strategy's `data_shard`; by default its rank and
+            the world size.
 
     **Collective**: every rank, if `seed` is None.
 
     Raises:
-        ConfigError: with `round_up`, the data set has fewer samples than there are ranks.
+        ConfigError: with `round_up`, the dataset has fewer samples than there are ranks.
 
     **Example (2 ranks)**::
 
@@ -114,22 +113,22 @@ class DefaultSampler(DealingSampler):
 
 @DATA_SAMPLERS.register_module()
 class InfiniteSampler(DealingSampler):
-    """Deal the samples out to the ranks, like cards, one order of the data set after the other, without an end.
+    """A sampler that splits an endless sequence of orders of the dataset over the ranks round-robin.
 
-    The stream that is dealt is a function of `seed` alone: rank r of n takes the samples at positions r, r + n, r + 2n
-    ... of it, across the borders of epochs, so that no sample is repeated to give the ranks equally many. It has no
-    length, and is for loops by iterations.
+    The sequence depends only on `seed`. Rank r of n takes the samples at positions r, r + n, r + 2n ... of it, across
+    epoch boundaries, so no sample is repeated to give the ranks equally many. The sampler has no length and is meant
+    for training that counts iterations.
 
     Args:
         dataset: anything with a length.
-        shuffle: draw a new order for every pass, else repeat the data set's own.
-        seed: of the orders; the same on every rank. By default rank 0 draws one.
+        shuffle: draw a new order for every pass; otherwise repeat the dataset's own order.
+        seed: seed of the orders; the same on every rank. By default rank 0 draws one.
         shard: as for `DefaultSampler`.
 
     **Collective**: every rank, if `seed` is None.
 
     Raises:
-        ConfigError: the data set is empty.
+        ConfigError: the dataset is empty.
 
     **Example (2 ranks)**::
 
@@ -161,14 +160,14 @@ class InfiniteSampler(DealingSampler):
 
 
 class WorkerSeeds(torch.Generator):
-    """The generator that a data loader draws its workers' seeds from, once in each pass.
+    """The generator from which a data loader draws its workers' seeds, once in each pass.
 
-    They differ between ranks, so that random augmentations do, and are a function of the seed, the rank and the epoch
-    alone, so that a run which goes on after an epoch draws what the run that never stopped draws. Workers that live on
-    from pass to pass (`persistent_workers`) are seeded once, though.
+    The seeds depend only on `seed`, `rank` and the epoch. They differ between ranks, and so do random augmentations; a
+    run that resumes after an epoch draws the same seeds as a run that never stopped. However, workers that live across
+    passes (`persistent_workers`) are seeded only once.
 
     Args:
-        seed: of the order of samples, the same on every rank.
+        seed: seed of the order of samples, the same on every rank.
         rank: the number of this rank's shard.
     """
 
@@ -186,12 +185,12 @@ class WorkerSeeds(torch.Generator):
 
 
 class DataShard(NamedTuple):
-    """Which of the samples a rank sees.
+    """The shard of the samples that a rank sees.
 
     Attributes:
         rank: the number of its shard.
-        size: how many shards there are: the world size, or, where ranks compute together, less.
-        is_first: whether this rank speaks for all that see the same samples.
+        size: the number of shards: the world size, or fewer if several ranks compute on the same samples.
+        is_first: whether this rank is the first of those that see the same samples, and reports for all of them.
     """
 
     rank: int
@@ -200,9 +199,9 @@ class DataShard(NamedTuple):
 
 
 def agree_on_shard(rank: int, size: int) -> DataShard:
-    """Return a rank's shard, with who is the first to have it.
+    """Return this rank's shard, and whether this rank is the first that has it.
 
-    **Collective**: every rank. **Cost**: 8 bytes from each rank to each, where there are fewer shards than ranks.
+    **Collective**: every rank. **Cost**: 8 bytes from each rank to each, if there are fewer shards than ranks.
 
     **Example (2 ranks)**::
 
@@ -217,7 +216,7 @@ def agree_on_shard(rank: int, size: int) -> DataShard:
 
 
 def _global_order(size: int, seed: int | None) -> list[int]:
-    """Return the order of all samples that a seed stands for; the data set's own for None."""
+    """Return the order of all samples for a seed; the dataset's own order if it is None."""
     if seed is None:
         return list(range(size))
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()

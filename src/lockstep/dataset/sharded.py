@@ -1,4 +1,4 @@
-"""`ShardedSampler`: what a sampler draws that knows no ranks, dealt out to them."""
+"""`ShardedSampler`: splits over the ranks what a sampler without ranks draws."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import DealingSampler
 
-# Torch's, which draw from nothing but their `generator`.
+# Torch's samplers that draw only from their `generator`.
 _BY_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def drawn_from(loader: Any) -> tuple[Any, int]:
-    """Return what a loader draws from, and how many of it make a batch.
+    """Return what a loader draws from, and how many drawn items make a batch.
 
-    That is a sampler of indices, where batches are made of them in the plain way; else one of batches.
+    That is a sampler of indices if torch's own `BatchSampler` makes the batches; otherwise a sampler of batches.
     """
     batches = getattr(loader, "batch_sampler", None)
     if type(batches) is BatchSampler:
@@ -34,34 +34,34 @@ def drawn_from(loader: Any) -> tuple[Any, int]:
 
 
 def length_of(items: Any) -> int | None:
-    """Return the length of a sampler or a loader, or None where it is not known before."""
+    """Return the length of a sampler or a loader, or None if it is not known in advance."""
     try:
         return len(items)
-    except TypeError:  # a DataLoader has a length only if its data set has one
+    except TypeError:  # a DataLoader has a length only if its dataset has one
         return None
 
 
 class ShardedSampler(DealingSampler):
-    """Deal out to the ranks what another sampler or batch sampler draws, like cards.
+    """A sampler that splits what another sampler or batch sampler draws over the ranks round-robin.
 
-    Every rank draws the whole order, the same on each: for as long as the other sampler draws, the global generators
-    of torch (CPU), Python and numpy are in a state of their own, and they and the generators that the sampler holds are
-    seeded for each pass from `seed` and the epoch. So the global order depends on these alone, and a training can go on
-    inside a pass. Rank r of n takes the items at positions r, r + n, r + 2n ...
+    Every rank draws the whole order, which is the same on each. While the other sampler draws, the global generators of
+    torch (CPU), Python and numpy have a separate state. They and the generators in the sampler are seeded for each pass
+    from `seed` and the epoch. So the global order depends only on these, and training can resume inside a pass. Rank r
+    of n takes the items at positions r, r + n, r + 2n ...
 
-    The states of the global generators are exchanged twice per batch, which takes some tenths of a millisecond; not for
-    torch's own samplers, which are given a generator.
+    The states of the global generators are swapped twice per batch, which takes some tenths of a millisecond. This is
+    not needed for torch's own samplers, which get a generator.
 
-    A sampler that draws from anything else, such as the clock or a generator that it makes in `__iter__` without a
-    seed, can't be dealt out so.
+    A sampler that draws from another source, such as the clock or an unseeded generator that it creates in `__iter__`,
+    can't be split in this way.
 
     Args:
-        sampler: an iterable of indices, or of lists of them. It may have no end, and no length.
-        seed: of the draws; the same on every rank. By default rank 0 draws one.
-        round_up: repeat items from the beginning of the order until every rank has equally many. Without it each item
-            is seen exactly once, and some ranks have one item less than others.
-        shard: which of how many shards is this rank's; by default its rank, of the world size.
-        batch_size: how many items of each rank are drawn at once.
+        sampler: an iterable of indices or of lists of indices. It may be endless and have no length.
+        seed: seed of the draws; the same on every rank. By default rank 0 draws one.
+        round_up: repeat items from the beginning of the order until every rank has equally many. Otherwise each item
+            is seen exactly once, and some ranks have one item fewer.
+        shard: this rank's shard and the number of shards; by default its rank and the world size.
+        batch_size: how many items for each rank are drawn at once.
 
     **Collective**: every rank, if `seed` is None.
 
@@ -90,7 +90,7 @@ class ShardedSampler(DealingSampler):
             self._require(items, "sampler")
 
     def __iter__(self) -> Iterator[Any]:
-        # What is skipped is drawn, but no sample is read.
+        # Skipped items are drawn, but their samples are not read.
         return islice(self._own(self.seed + self.epoch), self._take_skipped(), None)
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class ShardedSampler(DealingSampler):
         return self._share(len(self.sampler))  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass, here and in the sampler."""
+        """Choose the order of the next pass, here and in the inner sampler."""
         self.epoch = epoch
         for part in parts_of(self.sampler):
             if hasattr(part, "set_epoch"):
@@ -118,7 +118,7 @@ class ShardedSampler(DealingSampler):
                 yield first[(self.rank - len(row)) % len(first)]
 
     def _rows(self, seed: int) -> Iterator[list[Any]]:
-        """Yield one item for each rank after the other; fewer of them at the end."""
+        """Yield rows with one item for each rank; the last row may be shorter."""
         drawing: Callable[[], AbstractContextManager[None]] = partial(_in_states, {})
         if type(self.sampler) in _BY_GENERATOR:
             sampler, drawing = copy.copy(self.sampler), nullcontext
@@ -128,7 +128,7 @@ class ShardedSampler(DealingSampler):
             with drawing():
                 _seed_generators(self.sampler, seed)
                 items = iter(self.sampler)
-        # No more at once than a batch needs: samplers may draw by what has been trained so far.
+        # Draw only as much as one batch needs: a sampler's draws may depend on the training so far.
         size = self.batch_size * self.world_size
         while True:
             with drawing():
@@ -141,7 +141,7 @@ class ShardedSampler(DealingSampler):
 
 @contextmanager
 def _in_states(states: dict[str, Any]) -> Iterator[None]:
-    """Let the global generators go on from `states`, note there how far they come, and undo it outside."""
+    """Inside, the global generators continue from `states`; at the end `states` is updated and they are restored."""
     outside = random_state(accelerator=False)
     if states:
         set_random_state(states)
@@ -153,9 +153,9 @@ def _in_states(states: dict[str, Any]) -> Iterator[None]:
 
 
 def _seed_generators(sampler: Any, seed: int) -> None:
-    """Seed the global generators, and those that a sampler holds."""
+    """Seed the global generators and those in a sampler."""
     random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # those of accelerators are not of the sampler's concern
+    torch.default_generator.manual_seed(seed)  # samplers do not use the accelerators' generators
     numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
     if numpy is not None:
         numpy.seed(seed % 2**32)

@@ -21,9 +21,9 @@ _HOW_TO_SAY = "if it shards by itself, an attribute `rank` says so"
 
 
 def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int]) -> Any:
-    """Return a loader like `loader` that yields this rank's shard, or `loader` where it is left as it is.
+    """Return a loader like `loader` that yields this rank's shard, or `loader` itself if it must not be changed.
 
-    What is done, and why, is logged.
+    The decision and its reason are logged.
 
     **Collective**: every rank.
     """
@@ -37,7 +37,7 @@ def shard_loader(loader: Any, seed: int, evaluation: bool, shard: tuple[int, int
 
 
 def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> tuple[int, str] | None:
-    """Return why a loader is left as it is, after the level at which that is logged; None where it is sharded."""
+    """Return the log level and the reason if a loader must not be changed; None if it is to be sharded."""
     sampler, _ = drawn_from(loader)
     differing = differing_parts(getattr(loader, "dataset", loader), sampler) if get_world_size() > 1 else []
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
@@ -69,9 +69,9 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
 def shard_sampler(
     sampler: Any, seed: int, shard: tuple[int, int], *, round_up: bool, batch_size: int = 1
 ) -> DefaultSampler | ShardedSampler:
-    """Return a sampler that deals out to the ranks what `sampler`, which knows no ranks, draws.
+    """Return a sampler that splits over the ranks what `sampler`, which does not know of ranks, draws.
 
-    A `DefaultSampler` where torch's go through all samples once; else a `ShardedSampler`.
+    It is a `DefaultSampler` if `sampler` is torch's and goes through all samples once; otherwise a `ShardedSampler`.
     """
     if _is_sequential(sampler) or _is_permutation(sampler):
         return DefaultSampler(range(len(sampler)), not _is_sequential(sampler), seed, round_up, shard)
@@ -79,7 +79,7 @@ def shard_sampler(
 
 
 def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
-    """Refuse a sampler that deals out to all ranks where some of them must see the same samples."""
+    """Raise a `ConfigError` if a sampler splits over all ranks although some of them must see the same samples."""
     size = getattr(sampler, "num_replicas", getattr(sampler, "world_size", None))
     dealt = getattr(sampler, "rank", None), size
     if shard != get_dist_info() and size is not None and dealt != shard:
@@ -93,7 +93,7 @@ def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
 def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[int, int]) -> DataLoader[Any]:
     batches, (sampler, batch_size) = loader.batch_sampler, drawn_from(loader)
     in_samples = type(batches) is BatchSampler
-    # Batches are not repeated to give each rank equally many: `Passes` does with unequal numbers of them.
+    # Batches are not repeated to give each rank equally many: `Passes` handles unequal numbers of batches.
     dealt = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
     parts: dict[str, Any] = {"_iterator": None}
     if type(batches) is BatchSampler:
@@ -102,7 +102,7 @@ def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[
         parts["sampler" if batches is None else "batch_sampler"] = dealt
     if loader.generator is None:
         parts["generator"] = WorkerSeeds(seed, shard[0])
-    # A copy with other samplers: whatever else the loader or its subclass was given is kept.
+    # A copy with other samplers: all other attributes of the loader or its subclass are kept.
     sharded = copy.copy(loader)
     vars(sharded).update(parts)
     _tell(loader, sampler, dealt, "samples" if in_samples else "batches", shard[1])
@@ -120,7 +120,7 @@ def _is_permutation(sampler: Any) -> bool:
 
 
 def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, items: str, shards: int) -> None:
-    """Say what is drawn in which order, and how many of it each rank gets."""
+    """Log what is drawn, in which order, and how many items each rank gets."""
     kinds = f"{type(dealt).__name__} in place of {type(sampler).__name__}"
     if isinstance(dealt, ShardedSampler):
         kinds += f"; {_HOW_TO_SAY}"

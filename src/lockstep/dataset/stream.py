@@ -1,4 +1,4 @@
-"""One rank's and one worker's shard of an iterable data set, its batches, and where in it they are."""
+"""The shard of an iterable dataset for one rank and one worker, its batches, and their positions in the stream."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lockstep.errors import ConfigError
 
 
 class Resumption(NamedTuple):
-    """Where a pass goes on.
+    """The position at which a pass resumes.
 
     Attributes:
-        batches: those that this rank has had of it.
-        workers: for each worker that has made one of them, the position after its last one.
+        batches: number of batches of the pass that this rank has taken.
+        workers: for each worker that made one of these batches, the position after its last one.
     """
 
     batches: int
@@ -29,27 +29,27 @@ _BEGINNING = Resumption(0, {})
 
 
 class StreamShard(IterableDataset[Any]):
-    """The samples of an iterable data set that belong to one rank, dealt out to its workers.
+    """The samples of an iterable dataset that belong to one rank, split over its workers.
 
-    The stream is dealt to the ranks like cards, as `DefaultSampler` deals an order, and each rank's cards to its
-    workers batch by batch. So which samples make up a batch depends on the stream alone, whatever the number of
-    workers, and a global batch of a given size holds the same samples whatever the number of ranks.
+    The stream is split over the ranks round-robin, as by `DefaultSampler`, and each rank's samples over its workers
+    batch by batch. So the samples of a batch do not depend on the number of workers, and a global batch of a given size
+    holds the same samples on any number of ranks.
 
-    Every worker of every rank goes through the whole stream and keeps what is its own. A data set whose samples are
-    expensive to make had better have a method `split_over(part, parts)`, which returns an iterable of one of so many
-    parts; then each worker asks for its own.
+    Every worker of every rank goes through the whole stream and keeps its own samples. If samples are expensive to
+    make, give the dataset a method `split_over(part, parts)` that returns an iterable of part number `part` of `parts`;
+    each worker then reads only its own part.
 
-    Before each pass `set_epoch(epoch)` is called where the data set has it. It must yield one order everywhere: a data
-    set that shuffles draws from a generator that it seeds with its seed and the epoch.
+    Before each pass `set_epoch(epoch)` is called if the dataset has it. The dataset must yield the same order in every
+    process: to shuffle, it must draw from a generator that it seeds with a fixed seed and the epoch.
 
-    A data set with `state_dict` and `load_state_dict`, the first of which says what comes after the last sample that it
-    has yielded, goes on where it was saved.
+    A dataset that has `state_dict` and `load_state_dict` resumes where it was saved. Its `state_dict` must describe the
+    position after the last sample that it has yielded.
 
     Args:
         dataset: the whole stream.
-        shard: this rank's number, and how many ranks the stream is dealt to.
+        shard: this rank's shard and the number of shards.
         batch_size: samples in a batch.
-        split: False for a data set that deals itself out to ranks and workers.
+        split: False for a dataset that splits itself over ranks and workers.
     """
 
     def __init__(self, dataset: Any, shard: tuple[int, int], batch_size: int, *, split: bool = True) -> None:
@@ -57,11 +57,11 @@ class StreamShard(IterableDataset[Any]):
         self.shard = shard
         self.batch_size = batch_size
         self._asks_for_parts = split and hasattr(dataset, "split_over")
-        # Whether each sample is given to one part here, and not by the data set itself.
+        # Whether the samples are split here, and not by the dataset itself.
         self.deals_out = split and not self._asks_for_parts
-        # Whether the data set can say where it is, and go on there.
+        # Whether the dataset can report its position and resume there.
         self.has_position = all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict"))
-        # Workers that live on from pass to pass see it change.
+        # In shared memory, so that persistent workers see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._resumption = _BEGINNING
         self._source: Any = dataset
@@ -71,12 +71,12 @@ class StreamShard(IterableDataset[Any]):
 
     @property
     def metainfo(self) -> Any:
-        """The data set's own."""
+        """The `metainfo` of the dataset; None if it has none."""
         return getattr(self.dataset, "metainfo", None)
 
     @property
     def how(self) -> str:
-        """How it is dealt out, in words."""
+        """How the stream is split, in words."""
         if self.deals_out:
             return "each goes through all samples and keeps its shard"
         return "by its split_over" if self._asks_for_parts else "by itself"
@@ -90,17 +90,17 @@ class StreamShard(IterableDataset[Any]):
         self._resumption = resumption
 
     def position(self) -> dict[int, dict[str, Any]]:
-        """Return, by its number, what this worker needs to go on after the last sample it has yielded, if it can."""
+        """Return `{worker: state}` to resume after the last sample that it yielded; empty if the dataset can't."""
         if not self.has_position:
             return {}
         return {self._worker: {"taken": self._taken, "dataset": copy.deepcopy(self._source.state_dict())}}
 
     def __iter__(self) -> Iterator[Any]:
-        # Workers that live on begin their next pass at its beginning.
+        # Persistent workers begin their next pass at its beginning.
         resumption, self._resumption = self._resumption, _BEGINNING
         info = get_worker_info()
         own, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        # The next batch is asked of worker 0, whoever would have made it in the pass that goes on.
+        # The loader asks worker 0 for the next batch; before the resumption another worker may have been next.
         self._worker = (own + resumption.batches) % workers
         self._begin(resumption.workers.get(self._worker), workers)
         for index, sample in enumerate(self._source, start=self._taken):
@@ -109,7 +109,7 @@ class StreamShard(IterableDataset[Any]):
                 yield sample
 
     def _begin(self, position: Mapping[str, Any] | None, workers: int) -> None:
-        """Open this worker's source, and bring it to a position."""
+        """Open this worker's source at `position`, or at its beginning if that is None."""
         if self._asks_for_parts:
             self._set_epoch()
             rank, ranks = self.shard
@@ -117,7 +117,7 @@ class StreamShard(IterableDataset[Any]):
         else:
             self._source = self.dataset
             if self.has_position:
-                # It may be where a former pass has left it.
+                # It may still be where an earlier pass left it.
                 if self._beginning is None:
                     self._beginning = copy.deepcopy(self.dataset.state_dict())
                 self.dataset.load_state_dict(copy.deepcopy(self._beginning))
@@ -139,14 +139,14 @@ class StreamShard(IterableDataset[Any]):
 
 
 class StreamLoader(DataLoader[Any]):
-    """A `DataLoader` over a `StreamShard`, which knows where it is, if the data set does.
+    """A `DataLoader` over a `StreamShard`; it knows its position if the dataset does.
 
-    Workers are ahead of the training. So each batch comes with the position of the worker that made it, right after it;
-    what is saved is the last one that was used of each worker.
+    Workers read ahead of the training. So each batch comes with the position of its worker right after it; for each
+    worker, the position of the last batch that was used is saved.
 
     Args:
         dataset: this rank's shard.
-        collate_fn: makes a batch of samples, or of one sample where `batch_size` is None.
+        collate_fn: makes a batch from a list of samples, or from one sample if `batch_size` is None.
         **kwargs: further arguments of `DataLoader`.
     """
 
@@ -165,10 +165,10 @@ class StreamLoader(DataLoader[Any]):
         self._position = _BEGINNING
 
     def __len__(self) -> int:
-        """Return the number of batches that this rank sees in a pass, where the data set has a length.
+        """Return the number of batches that this rank sees in a pass, if the dataset has a length.
 
         Raises:
-            TypeError: it has none, or deals itself out.
+            TypeError: the dataset has no length, or splits itself.
         """
         whole = self.dataset.dataset
         if not isinstance(whole, Sized) or not self.dataset.deals_out:
@@ -178,14 +178,14 @@ class StreamLoader(DataLoader[Any]):
         return samples // size if self.drop_last else -(-samples // size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank is in its pass, after the last batch that was taken."""
+        """Return this rank's position in its pass, after the last batch that was taken."""
         return {"batches": self._position.batches, "workers": dict(self._position.workers), "layout": self._layout()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Begin the next pass where another one was saved.
+        """Begin the next pass at a position that `state_dict` returned.
 
         Raises:
-            ValueError: other workers, ranks or batches than these have made it.
+            ValueError: it was saved with another rank or another number of ranks or workers or batch size.
         """
         if state_dict["layout"] != self._layout():
             raise ValueError(
@@ -199,11 +199,11 @@ class StreamLoader(DataLoader[Any]):
 
 
 def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> bool:
-    """Return whether the samples of an iterable data set are to be dealt out to that many parts.
+    """Return whether lockstep must split the samples of an iterable dataset over `parts` parts.
 
     Raises:
-        ConfigError: the data set calls `get_worker_info`, so that it seems to split itself between workers, but it is
-            not known whether between ranks, too.
+        ConfigError: the dataset calls `get_worker_info`, so it seems to split itself over workers, but it is not known
+            whether it also does so over ranks.
     """
     if split is not None or hasattr(dataset, "split_over"):
         return split is not False
@@ -218,7 +218,7 @@ def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> boo
 
 
 def _with_position(collate_fn: Callable[[Any], Any], dataset: StreamShard, samples: Any) -> tuple[Any, Any]:
-    """Make a batch, where the samples are made, and add the position that the data set is at."""
+    """Make a batch, in the process that makes the samples, and add the position of the dataset."""
     info = get_worker_info()
-    made_by: Any = dataset if info is None else info.dataset  # in a worker it is the copy there
+    made_by: Any = dataset if info is None else info.dataset  # in a worker: the worker's own copy
     return collate_fn(samples), made_by.position()
