@@ -1,4 +1,4 @@
-"""Share of samples whose class is predicted right."""
+"""`Accuracy`: the percentage of samples whose class is predicted correctly."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _SCORE_KEYS = ("scores", "score", "pred_score", "logits", "preds", "pred", "pred
 
 @METRICS.register_module()
 class Accuracy(BaseMetric):
-    """Share of samples whose class is predicted right, in percent.
+    """The percentage of samples whose class is predicted correctly.
 
     The model's prediction may be a pair (scores or classes, labels), a dict or an object that names both, such as
-    one with `.logits`, or the scores alone; the labels may also be the batch's, by name or as its last part.
+    one with `.logits`, or only the scores. The labels may also come from the batch, by name or as its last part.
 
     Args:
-        topk: how many of the highest scores the right class has to be among. The result is called `accuracy`; of
-            several numbers, `accuracy/top1`, `accuracy/top5` and so on.
-        **kwargs: those of `BaseMetric`.
+        topk: a sample counts as correct if its class is among the `topk` highest scores. The result is called
+            `accuracy`; with several numbers, `accuracy/top1`, `accuracy/top5` and so on.
+        **kwargs: arguments of `BaseMetric`.
 
-    **Shapes**: scores [batch, classes], or for the top 1 classes [batch]; labels [batch].
+    **Shapes**: scores [batch, classes], or, for top 1 only, predicted classes [batch]; labels [batch].
 
     Example:
         >>> metric = Accuracy(topk=(1, 2))
@@ -45,7 +45,7 @@ class Accuracy(BaseMetric):
         self.units = dict.fromkeys(self._names.values(), "%")
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Append, for each sample of the batch, how many scores are higher than that of its class."""
+        """Append, for each sample of the batch, how many scores are higher than the score of its class."""
         scores, labels = scores_and_labels(data_batch, data_samples)
         if labels.dim() != 1 or scores.shape[:1] != labels.shape or scores.dim() not in (1, 2):
             raise ValueError(
@@ -61,18 +61,18 @@ class Accuracy(BaseMetric):
             return
         if most > scores.shape[1]:
             raise ValueError(f"`topk` must be at most {scores.shape[1]}, the number of classes, but is {most}")
-        # Of equal scores the first counts as the highest, as for argmax.
+        # Among equal scores the first counts as the highest, as for argmax.
         best = scores.argmax(1, keepdim=True) if most == 1 else scores.argsort(dim=1, descending=True, stable=True)
         right = best[:, :most] == labels.unsqueeze(1)
         self.results += torch.where(right.any(1), right.int().argmax(1), most).tolist()
 
     def compute_metrics(self, results: list[int]) -> dict[str, float]:
-        """Return the percentage of samples whose class came early enough."""
+        """Return the percentage of correct samples for each k."""
         return {name: 100.0 * sum(higher < k for higher in results) / len(results) for k, name in self._names.items()}
 
 
 def scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tensor]:
-    """Return the scores of a batch and its labels, wherever the prediction and the batch have them."""
+    """Return the scores and labels of a batch, from the prediction or, for the labels, the batch."""
     scores, labels = data_samples, None
     if isinstance(data_samples, list | tuple):
         if len(data_samples) == 2:
@@ -92,7 +92,7 @@ def scores_and_labels(data_batch: Any, data_samples: Any) -> tuple[Tensor, Tenso
 
 
 def _first(values: Any, keys: tuple[str, ...]) -> Any:
-    """Return the first of `keys` that a dict, or an object as its attribute, has."""
+    """Return the value of the first of `keys` that a dict has, or an object has as an attribute; None if none."""
     if not isinstance(values, Mapping):
         values = {key: getattr(values, key) for key in keys if hasattr(values, key)}
     return next((values[key] for key in keys if key in values), None)

@@ -12,10 +12,10 @@ from lockstep.registry import EVALUATOR, METRICS
 
 @EVALUATOR.register_module()
 class Evaluator:
-    """Metrics that look at the same predictions.
+    """Several metrics over the same predictions.
 
     Args:
-        metrics: a metric (of lockstep or of torchmetrics), the config of one, or several of either.
+        metrics: a metric (of lockstep or of torchmetrics), the config of one, or several of them.
     """
 
     def __init__(self, metrics: BaseMetric | Mapping[str, Any] | Iterable[Any]) -> None:
@@ -35,7 +35,7 @@ class Evaluator:
 
     @property
     def units(self) -> dict[str, str]:
-        """What to write after each number, by its name."""
+        """The unit of each metric value, by its name."""
         return {
             name if metric.prefix is None else f"{metric.prefix}/{name}": unit
             for metric in self.metrics
@@ -43,25 +43,25 @@ class Evaluator:
         }
 
     def set_dataset_meta(self, meta: dict[str, Any] | None) -> None:
-        """Tell every metric about the data set, such as the names of its classes."""
+        """Give every metric the dataset's metainfo, such as the names of its classes."""
         for metric in self.metrics:
             metric.dataset_meta = meta
 
     def process(self, data_samples: Any, data_batch: Any | None = None) -> None:
-        """Show every metric one batch and what the model predicted for it."""
+        """Pass one batch and the model's prediction for it to every metric."""
         for metric in self.metrics:
             metric.process(data_batch, data_samples)
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
-        """Return the numbers of all metrics, the same on every rank.
+        """Return the values of all metrics, the same on every rank.
 
         Args:
-            size: number of samples in the data set, or None if it is not known.
+            size: number of samples in the dataset, or None if it is not known.
 
         **Collective**: every rank.
 
         Raises:
-            ValueError: two metrics use one name.
+            ValueError: two metrics use the same name.
         """
         merged: dict[str, Any] = {}
         for metric in self.metrics:
@@ -76,7 +76,7 @@ class Evaluator:
 
 
 def format_metrics(metrics: Mapping[str, Any], units: Mapping[str, str]) -> str:
-    """Return metrics as one reads them, for example `accuracy 98.61 %`."""
+    """Return metrics as readable text, for example `accuracy 98.61 %`."""
     return "  ".join(
         f"{name} {value:.2f} {units[name]}" if name in units else f"{name} {value:.4g}"
         for name, value in metrics.items()

@@ -1,4 +1,4 @@
-"""`BaseMetric`: results per rank in, one number for all ranks out."""
+"""`BaseMetric`: computes one result for all ranks from the results of each rank."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _logger = logging.getLogger(__name__)
 
 
 class BaseMetric(ABC):
-    """A metric over a whole data set, of which each rank has seen a part.
+    """Base class of metrics over a whole dataset, of which each rank sees a part.
 
-    A subclass appends to `self.results` in `process`, on every rank, and computes its numbers from everybody's results
-    in `compute_metrics`, on rank 0. Append one result per sample where each is to count exactly once even if a sampler
-    has repeated some; the results then come in the order of the data set.
+    A subclass appends to `self.results` in `process`, on every rank, and computes the metric values from the results of
+    all ranks in `compute_metrics`, on rank 0. Append one result per sample if each sample must count exactly once even
+    if a sampler repeats some; the results are then in the order of the dataset.
 
     Args:
-        collect_device: where the results of the ranks travel, `"cpu"` or `"gpu"`.
-        prefix: put before the names of the numbers, as in `"val/accuracy"`.
-        collect_dir: a folder that all ranks share, through which large results are to go instead of through memory.
+        collect_device: the device through which results are collected, `"cpu"` or `"gpu"`.
+        prefix: put before the names of the values, as in `"val/accuracy"`.
+        collect_dir: a folder that all ranks share; large results are collected through it instead of through memory.
 
     Attributes:
-        default_prefix: the prefix where none is given.
-        units: what to write after a number, by its name, where it is shown.
+        default_prefix: the prefix if none is given.
+        units: the unit that is shown after a value, by the value's name.
     """
 
     default_prefix: ClassVar[str | None] = None
@@ -52,13 +52,13 @@ class BaseMetric(ABC):
 
     @abstractmethod
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """Return numbers by name, from the results of all ranks. Called on rank 0."""
+        """Return metric values by name, from the results of all ranks. Called only on rank 0."""
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
-        """Return the numbers of the whole data set, and forget the results.
+        """Return the metric values of the whole dataset, and clear the results.
 
         Args:
-            size: number of samples in the data set; what goes beyond it repeats samples. None if it is not known.
+            size: number of samples in the dataset; results beyond it are of repeated samples. None if it is not known.
 
         Returns:
             The same dict on every rank.
@@ -67,7 +67,7 @@ class BaseMetric(ABC):
 
         Raises:
             ValueError: `process` has appended nothing on any rank.
-            TypeError: `compute_metrics` has not returned a dict.
+            TypeError: `compute_metrics` has not returned a dict, or returned an empty one.
             PeerError: on the other ranks, if `compute_metrics` failed on rank 0.
         """
         results, self.results = self.results, []

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics, as they are. The package itself is not imported here."""
+"""Adapter for metrics of torchmetrics. That package is not imported here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.evaluator.metric import BaseMetric
 
 
 def is_torch_metric(item: object) -> bool:
-    """Return whether an object is a `Metric` or a `MetricCollection` of torchmetrics, or a module that acts as one."""
+    """Return whether an object is a `Metric` or `MetricCollection` of torchmetrics, or a module with their methods."""
     return isinstance(item, nn.Module) and all(
         callable(getattr(item, name, None)) for name in ("update", "compute", "reset")
     )
@@ -23,14 +23,14 @@ def is_torch_metric(item: object) -> bool:
 class TorchMetric(BaseMetric):
     """A metric of torchmetrics over all ranks.
 
-    Each rank updates its own; the states travel once, when the number is computed, by lockstep's collectives, so that a
-    rank may have seen no batch at all. It is updated with the model's prediction, a pair `(predictions, targets)` or a
-    dict of arguments; else with the scores and labels that `Accuracy` would find.
+    Each rank updates its own metric. The states are gathered once, when the value is computed, with lockstep's
+    collectives, so a rank may have seen no batch at all. The metric is updated with the model's prediction if that is a
+    pair `(predictions, targets)` or a dict of arguments; otherwise with the scores and labels that `Accuracy` finds.
 
     Args:
-        metric: a `Metric`, whose number bears the name of its class, or a `MetricCollection`.
+        metric: a `Metric`, whose value gets the name of its class, or a `MetricCollection`.
 
-    **Source**: `torchmetrics.Metric` (1.9): `dist_sync_fn` and `distributed_available_fn`.
+    **Source**: `torchmetrics.Metric` (torchmetrics 1.9): `dist_sync_fn` and `distributed_available_fn`.
     """
 
     def __init__(self, metric: Any) -> None:
@@ -50,18 +50,18 @@ class TorchMetric(BaseMetric):
             self.metric.update(*cast_data_device(scores_and_labels(data_batch, data_samples), get_device()))
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
-        """Return the numbers over all ranks, and reset the metric. **Collective**: every rank."""
+        """Return the metric values over all ranks, and reset the metric. **Collective**: every rank."""
         computed = self.metric.compute()
         self.metric.reset()
         return dict(_named(type(self.metric).__name__, computed))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """Return nothing: `evaluate` computes."""
+        """Return an empty dict: `evaluate` computes the values."""
         return {}
 
 
 def _gather(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Return the states of all ranks; of lists of samples only those that have some, which settle the dtype."""
+    """Return the states of all ranks that are not empty (if all are, one): empty ones may have another dtype."""
     parts = all_gather(state)
     return [part for part in parts if part.numel()] or parts[:1]
 
