@@ -1,4 +1,4 @@
-"""What is known of one sample: instances, pixels, labels, and how they were made.
+"""Containers for the data of one sample: instances, pixels, labels, and metainfo.
 
 Every class here is a tree (`lockstep.tree.TreeNode`): batches and predictions that hold them are moved between devices,
 gathered and collected over ranks like any other nested data.

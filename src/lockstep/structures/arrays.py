@@ -1,4 +1,4 @@
-"""numpy arrays, in a process that need not have numpy."""
+"""Functions for numpy arrays that do not import numpy."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 
 def is_array(value: Any) -> bool:
-    """Return whether `value` is a numpy array. False where numpy is not imported."""
+    """Return whether `value` is a numpy array. False if numpy is not imported."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def concatenate(arrays: Sequence[Any]) -> Any:
-    """Return arrays joined along their first dim."""
+    """Concatenate numpy arrays along their first dim."""
     return sys.modules["numpy"].concatenate(arrays)
 
 
 def to_array(data: Tensor) -> Any:
-    """Return a tensor as an array on the CPU; bfloat16, which numpy does not have, becomes float32."""
+    """Return a tensor as a numpy array on the CPU; bfloat16, which numpy does not support, becomes float32."""
     data = data.detach().cpu()
     return (data.float() if data.dtype == torch.bfloat16 else data).numpy()
 
 
 def describe(value: Any) -> str:
-    """Return one line on a value: shape and dtype rather than numbers."""
+    """Return a short description of a value: for tensors and arrays, the shape and dtype instead of the numbers."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"Tensor{tuple(value.shape)} {dtype} {value.device}"
@@ -38,10 +38,10 @@ def describe(value: Any) -> str:
 
 
 def slice_at(number: int, size: int, things: str) -> slice:
-    """Return the slice of one of so many things, which may be counted from the end.
+    """Return the slice that selects index `number` of `size`; a negative index counts from the end.
 
     Raises:
-        IndexError: there is no such one.
+        IndexError: `number` is out of range; `things` names the items in the message.
     """
     if not -size <= number < size:
         raise IndexError(f"an index of {size} {things} must be from {-size} to {size - 1}, but is {number}")

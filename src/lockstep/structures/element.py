@@ -21,17 +21,17 @@ _MISSING: Any = object()
 
 
 class BaseDataElement:
-    """Named fields that belong to one sample: data, which is computed with, and metainfo, which tells about it.
+    """Named fields of one sample, of two kinds: data, such as tensors, and metainfo, which describes the sample.
 
-    Fields are attributes. `element.x = value` sets a data field; metainfo is set by `set_metainfo`. A name is of one
-    kind until it is deleted. Both kinds keep the order in which they were set. What changes values (`to`, `detach`,
-    `numpy`, ...) returns a new element, and reaches data alone, however deeply nested in dicts, lists and elements.
+    Fields are attributes. `element.x = value` sets a data field; `set_metainfo` sets metainfo. A name keeps its kind
+    until it is deleted. Both kinds keep the order in which they were set. Conversions (`to`, `detach`, `numpy`, ...)
+    return a new element and apply only to data, at any depth of nested dicts, lists and elements.
 
-    A subclass can tie a field to a type by a property over a field of the same name with an underscore, which it sets
-    by `self.set_field(value, "_x", dtype=...)`; the field is then called `x` everywhere.
+    A subclass can restrict a field to a type: it defines a property `x` whose setter calls
+    `self.set_field(value, "_x", dtype=...)`. The field is then called `x` everywhere.
 
     Args:
-        metainfo: copied, so that later changes to the dict do not reach the element.
+        metainfo: the metainfo fields; copied, so that later changes to the dict do not reach the element.
         **data: the data fields.
 
     Example:
@@ -78,14 +78,15 @@ class BaseDataElement:
         """Set one field.
 
         Args:
-            value: of any type.
-            name: that of the field.
-            dtype: what `value` must be an instance of.
-            field_type: which kind of field it is.
+            value: a value of any type.
+            name: the name of the field.
+            dtype: the type or types of which `value` must be an instance; None for any.
+            field_type: the kind of the field.
 
         Raises:
             TypeError: `value` is not of `dtype`.
             AttributeError: the name is a field of the other kind, or a method.
+            ValueError: `field_type` is neither "data" nor "metainfo".
         """
         if field_type not in ("data", "metainfo"):
             raise ValueError(f"`field_type` must be 'data' or 'metainfo', but is {field_type!r}")
@@ -101,14 +102,14 @@ class BaseDataElement:
             self._data[name] = self._admit(name, value)
 
     def update(self, instance: BaseDataElement) -> None:
-        """Take over all fields of another element."""
+        """Copy all fields of another element into this one."""
         if not isinstance(instance, BaseDataElement):
             raise TypeError(f"`instance` must be a BaseDataElement, but is {instance!r}. For a dict call set_data()")
         self.set_metainfo(instance.metainfo)
         self.set_data(dict(instance.items()))
 
     def new(self, *, metainfo: Mapping[str, Any] | None = None, **data: Any) -> Self:
-        """Return an element of this type with other metainfo, other data, or both; what is not given is shared."""
+        """Return a new element with other metainfo, other data, or both; values of what is not given are shared."""
         twin = self._twin({} if data else self._data)
         if metainfo is not None:
             twin._metainfo.clear()
@@ -117,7 +118,7 @@ class BaseDataElement:
         return twin
 
     def clone(self) -> Self:
-        """Return an element with the same fields; tensors are shared (`copy.deepcopy` copies them)."""
+        """Return a new element with the same fields; tensors are shared (`copy.deepcopy` copies them)."""
         return self._twin(self._data)
 
     def keys(self) -> list[str]:
@@ -158,18 +159,18 @@ class BaseDataElement:
 
     @property
     def metainfo(self) -> dict[str, Any]:
-        """The metainfo fields, as a dict of its own."""
+        """The metainfo fields, as a new dict."""
         return dict(self.metainfo_items())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a field, or `default` where there is none of that name."""
+        """Return the value of a field, or `default` if there is no field of that name."""
         return getattr(self, key) if key in self else default
 
     def pop(self, key: str, default: Any = _MISSING) -> Any:
-        """Remove a field and return its value, or `default` where there is none of that name.
+        """Remove a field and return its value, or `default` if there is no field of that name.
 
         Raises:
-            KeyError: there is neither.
+            KeyError: there is no such field and no `default`.
         """
         if key in self:
             value = getattr(self, key)
@@ -180,31 +181,31 @@ class BaseDataElement:
         return default
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return an element whose data is on another device or of another dtype; arguments of `Tensor.to`."""
+        """Return a new element whose data has another device or dtype; takes the arguments of `Tensor.to`."""
         return self._mapped(lambda leaf: leaf.to(*args, **kwargs) if hasattr(leaf, "to") else leaf)
 
     def cpu(self) -> Self:
-        """Return an element whose data is on the CPU."""
+        """Return a new element whose data is on the CPU."""
         return self._mapped(lambda leaf: leaf.cpu() if hasattr(leaf, "cpu") else leaf)
 
     def cuda(self, *args: Any, **kwargs: Any) -> Self:
-        """Return an element whose data is on a CUDA device; arguments of `Tensor.cuda`."""
+        """Return a new element whose data is on a CUDA device; takes the arguments of `Tensor.cuda`."""
         return self._mapped(lambda leaf: leaf.cuda(*args, **kwargs) if hasattr(leaf, "cuda") else leaf)
 
     def detach(self) -> Self:
-        """Return an element whose tensors are outside the graph of gradients."""
+        """Return a new element whose tensors are detached from the autograd graph."""
         return self._mapped(lambda leaf: leaf.detach() if hasattr(leaf, "detach") else leaf)
 
     def numpy(self) -> Self:
-        """Return an element with numpy arrays in place of tensors; bfloat16 becomes float32."""
+        """Return a new element with numpy arrays instead of tensors; bfloat16 becomes float32."""
         return self._mapped(lambda leaf: to_array(leaf) if isinstance(leaf, Tensor) else leaf)
 
     def to_tensor(self) -> Self:
-        """Return an element with tensors in place of numpy arrays, in the same memory."""
+        """Return a new element with tensors instead of numpy arrays, in the same memory."""
         return self._mapped(lambda leaf: torch.from_numpy(leaf) if is_array(leaf) else leaf)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as a dict, and elements within it as dicts, too."""
+        """Return all fields as a dict; field values that are elements become dicts, too."""
         return {
             name: value.to_dict() if isinstance(value, BaseDataElement) else value for name, value in self.all_items()
         }
@@ -214,11 +215,11 @@ class BaseDataElement:
         return dict(self._data)
 
     def tree_rebuild(self, children: dict[str, Any]) -> Self:
-        """Return an element that holds `children` as its data, unchecked, and the same metainfo."""
+        """Return a new element with the same metainfo and with `children`, which is not checked, as its data."""
         return self._twin(children)
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for what is no attribute of the ordinary kind; while unpickling even before there are stores.
+        # Called only for names that are not ordinary attributes; during unpickling, before the stores exist.
         for store in _STORES:
             fields = vars(self).get(store, {})
             if name in fields:
@@ -261,7 +262,7 @@ class BaseDataElement:
         return "\n".join(lines)
 
     def _admit(self, name: str, value: Any) -> Any:
-        """Return what is stored for a data field; a subclass refuses here what does not fit to the others."""
+        """Return the value to store for a data field; a subclass raises here if it does not fit the other fields."""
         return value
 
     def _mapped(self, func: Callable[[Any], Any]) -> Self:
@@ -277,7 +278,7 @@ class BaseDataElement:
         return isinstance(getattr(type(self), name, None), property)
 
     def _public(self, name: str) -> str:
-        """Return the name of a field, which is that of the property in front of it, if there is one."""
+        """Return the public name of a stored field: the name of its property, if it has one."""
         return name[1:] if name.startswith("_") and self._has_property(name[1:]) else name
 
     def _check_name(self, name: str, field_type: FieldType) -> None:

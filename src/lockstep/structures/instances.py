@@ -13,16 +13,16 @@ from lockstep.structures.arrays import concatenate, describe, is_array, slice_at
 from lockstep.structures.element import BaseDataElement
 
 Index: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | Tensor | Any
-"""What picks instances: a number, a slice, or a list, tensor or array of numbers or of one bool per instance."""
+"""An index of instances: an int, a slice, or a list, tensor or array of ints or of one bool per instance."""
 
 
 class InstanceData(BaseDataElement):
-    """Fields that all have one entry for each of the same instances, such as the boxes and labels of an image.
+    """Fields with one entry per instance, such as the boxes and labels of the objects in an image.
 
-    A field is anything with a length that can be indexed: a tensor, an array, a list, tuple or string, or an object of
-    one's own. Indexing picks instances in all fields at once, and always gives an `InstanceData`.
+    A field is anything that has a length and can be indexed: a tensor, an array, a list, tuple or string, or a user's
+    own object. Indexing selects instances in all fields at once, and always returns an `InstanceData`.
 
-    **Shapes**: [instances, ...] each.
+    **Shapes**: [instances, ...] for each field.
 
     Example:
         >>> found = InstanceData(boxes=torch.rand(3, 4), labels=["cat", "dog", "cat"])
@@ -42,11 +42,11 @@ class InstanceData(BaseDataElement):
     @overload
     def __getitem__(self, item: Index) -> Self: ...
     def __getitem__(self, item: Any) -> Any:
-        """Return a field by its name, or the instances that an index picks.
+        """Return a field by its name, or the instances that an index selects.
 
         Raises:
-            IndexError: the index goes beyond the instances, or a mask is not as long as they are.
-            TypeError: it is no index.
+            IndexError: the index is out of range or not one-dimensional, or a mask has not one entry per instance.
+            TypeError: `item` is not a name or an index.
         """
         if isinstance(item, str):
             return super().__getitem__(item)
@@ -55,11 +55,11 @@ class InstanceData(BaseDataElement):
 
     @staticmethod
     def cat(instances_list: Sequence[InstanceData]) -> InstanceData:
-        """Return the instances of several elements, one after the other, with the metainfo of the first.
+        """Concatenate the instances of several elements; the metainfo is that of the first.
 
         Raises:
-            ValueError: there are no elements, or they differ in their fields.
-            TypeError: something is no `InstanceData`, or values of one field can't be joined.
+            ValueError: there are no elements, or they have different fields.
+            TypeError: an item is not an `InstanceData`, or the values of a field can't be concatenated.
         """
         if not instances_list:
             raise ValueError("`instances_list` must have at least one element, but has none")
@@ -90,7 +90,7 @@ class InstanceData(BaseDataElement):
 
 
 def _as_index(item: Any, length: int) -> slice | Tensor:
-    """Return a slice, or a tensor of the numbers of the instances that `item` picks."""
+    """Return a slice, or an int64 tensor of the indices that `item` selects."""
     if isinstance(item, slice):
         return item
     if isinstance(item, list | tuple):
@@ -104,7 +104,7 @@ def _as_index(item: Any, length: int) -> slice | Tensor:
     if item.dtype == torch.bool:
         if len(item) != length:
             raise IndexError(f"a mask of instances must have {length} entries, one for each, but has {len(item)}")
-        return item.nonzero().flatten()  # once for all fields, and not in each of them
+        return item.nonzero().flatten()  # computed once, not for each field
     if item.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"an index of instances must hold bools or ints of 32 or 64 bits, but is {describe(item)}")
     return item.long()

@@ -1,4 +1,4 @@
-"""`LabelData`: classes of one sample."""
+"""`LabelData`: the classes of one sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.structures.element import BaseDataElement
 
 
 class LabelData(BaseDataElement):
-    """Labels of a sample as a whole, in either of two forms: class numbers, or one 0 or 1 per class.
+    """Labels of a whole sample, in one of two forms: class numbers, or a 0 or 1 for each class (one-hot).
 
     Example:
         >>> LabelData.label_to_onehot(torch.tensor([2, 0]), num_classes=4)
@@ -29,7 +29,8 @@ class LabelData(BaseDataElement):
         **Shapes**: [classes] -> [present classes].
 
         Raises:
-            ValueError: `onehot` has another shape or other values.
+            ValueError: `onehot` is not one-dimensional, or has other values.
+            TypeError: `onehot` is not a tensor.
         """
         _require_vector("onehot", onehot)
         if not bool(((onehot == 0) | (onehot == 1)).all()):
@@ -38,17 +39,17 @@ class LabelData(BaseDataElement):
 
     @staticmethod
     def label_to_onehot(label: Tensor, num_classes: int) -> Tensor:
-        """Return 1 for each class in `label` and 0 for the others.
+        """Return a tensor with 1 for each class in `label` and 0 for the others.
 
         Args:
-            label: numbers of classes.
-            num_classes: how many there are.
+            label: class numbers.
+            num_classes: the number of classes.
 
         **Shapes**: [present classes] -> [num_classes].
 
         Raises:
-            ValueError: a label is not from 0 to `num_classes` - 1.
-            TypeError: `label` does not hold ints.
+            ValueError: `label` is not one-dimensional, or a label is not from 0 to `num_classes` - 1.
+            TypeError: `label` is not a tensor of ints.
         """
         _require_vector("label", label)
         if label.is_floating_point() or label.is_complex() or label.dtype == torch.bool:

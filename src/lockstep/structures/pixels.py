@@ -1,4 +1,4 @@
-"""`PixelData`: maps over one image."""
+"""`PixelData`: per-pixel maps of one image."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Step: TypeAlias = int | slice
 
 
 class PixelData(BaseDataElement):
-    """Tensors or arrays that all lie over the same pixels, such as a segmentation and its scores.
+    """Tensors or arrays over the same pixels, such as a segmentation and its scores.
 
-    Indexing crops all of them at once, and always gives a `PixelData`.
+    Indexing crops all fields at once, and always returns a `PixelData`.
 
-    **Shapes**: [..., height, width] each, equal in the last two; what has only these gets a first dim of size 1.
+    **Shapes**: [..., height, width] for each field, with the same height and width; a 2-D field gets a first dim of 1.
 
     Example:
         >>> maps = PixelData(segments=torch.zeros(4, 6), scores=torch.rand(2, 4, 6))
@@ -30,7 +30,7 @@ class PixelData(BaseDataElement):
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """Height and width, or None where there are no fields."""
+        """Height and width, or None if there are no fields."""
         return next((tuple(value.shape[-2:]) for value in self._data.values()), None)
 
     @overload
@@ -38,10 +38,10 @@ class PixelData(BaseDataElement):
     @overload
     def __getitem__(self, item: tuple[Step, Step]) -> Self: ...
     def __getitem__(self, item: Any) -> Any:
-        """Return a field by its name, or the crop that two ints or slices say, of rows and of columns.
+        """Return a field by its name, or the crop that two ints or slices select: rows, columns.
 
         Raises:
-            IndexError: an int goes beyond the pixels, or there are not two parts.
+            IndexError: an int is out of range, or the index does not have two parts.
             TypeError: a part is neither an int nor a slice.
         """
         if isinstance(item, str):
