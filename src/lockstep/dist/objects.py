@@ -448,7 +448,7 @@ def gather_packed(
         obj: this rank's object.
         dst: rank within the group.
         comm: the group.
-        copy_own: whether `dst` gets a copy of its own object; if not, it gets the object itself, without pickling.
+        copy_own: whether `dst` gets a copy of its own object; if not, it gets the object itself, which is not pickled.
         check: as for `all_gather_packed`.
 
     **Collective**: every rank.

@@ -193,7 +193,7 @@ def init_local_group(
 
 
 def infer_launcher() -> LauncherName:
-    """Return what started this process, from its environment: ``"pytorch"``, ``"slurm"``, ``"mpi"``, else ``"none"``."""
+    """Return what started this process, by its environment: ``"pytorch"``, ``"slurm"``, ``"mpi"``, else ``"none"``."""
     return environ.infer_launcher(os.environ)
 
 
