@@ -1,6 +1,7 @@
-"""How a model is laid over ranks.
+"""Strategies: how a model is distributed over ranks.
 
-A strategy is imported when it is asked for: what FSDP and the engines stand on takes longer to import than all else.
+A strategy is imported when it is first used: the dependencies of FSDP and of the engines take longer to import than
+everything else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs of a strategy, and the choice of one."""
+"""The interface of strategies, and the function that builds one."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ Prepared: TypeAlias = tuple[nn.Module, OptimWrapper | None]
 
 
 class Strategy(ABC):
-    """How a model is laid over ranks.
+    """How a model is distributed over ranks; base class of all strategies.
 
-    Backward passes and updates go through the optim wrapper that `prepare` returns. States are exchanged in one
-    canonical form whatever the strategy is: parameters by their full name, without the prefixes of wrappers, and the
-    optimizer's state by parameter name. A strategy writes no files, logs nothing and owns no directories.
+    Backward passes and updates go through the optim wrapper that `prepare` returns. All strategies exchange states in
+        one canonical form: parameters by their full name, without the prefixes of wrappers, and the optimizer's state
+        by parameter name. A strategy writes no files, logs nothing and owns no directories.
 
     Attributes:
-        own_optim_wrapper: what a Runner that is given no optim wrapper takes, where the strategy's own config names an
-            optimizer.
-        own_schedule: what changes the learning rates by itself, where the strategy's own config names a schedule.
+        own_optim_wrapper: the optim wrapper that a Runner uses if it is given none, if the strategy's own config names
+            an optimizer.
+        own_schedule: the name of the schedule in the strategy's own config that changes the learning rates, if there is
+            one.
     """
 
     own_optim_wrapper: Mapping[str, Any] | None = None
@@ -66,25 +67,25 @@ class Strategy(ABC):
         compile: bool | Mapping[str, Any] = False,  # noqa: A002
         dispatch_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Lay `model` over the ranks, and build its optim wrapper and schedules where they are asked for.
+        """Distribute `model` over the ranks, and build its optim wrapper and schedules if they are given.
 
         Args:
-            model: the user's module, or the config of one; or one that is wrapped already, which is taken as it is.
+            model: the user's module, or the config of one; a module that is already wrapped is used unchanged.
             optim_wrapper: an optim wrapper, an optimizer, or the config of an optim wrapper; None to evaluate only.
-            param_scheduler: schedules, as for a Runner, of a single optimizer.
-            compile: compile the model, or those of its parts that the strategy names; a dict has arguments for
+            param_scheduler: schedules, as for a Runner, for a single optimizer.
+            compile: compile the model, or the parts of it that the strategy names; a dict gives arguments for
                 `torch.compile`.
-            dispatch_kwargs: `max_epochs` and `max_iters`, by which schedules without an end are closed. Other keys of
-                MMEngine's do nothing.
+            dispatch_kwargs: `max_epochs` and `max_iters`, which end the schedules that have no `end`. MMEngine's other
+                keys have no effect.
 
         Returns:
             The model to train and to validate, and its optim wrapper or None; with `param_scheduler`, the list of
-            schedules as well.
+            schedules in addition.
 
         **Collective**: every rank, once.
 
         Raises:
-            ConfigError: `param_scheduler` comes without an optimizer, or with several.
+            ConfigError: `param_scheduler` is given without an optimizer, or with several.
         """
         built: nn.Module = MODELS.build(model) if isinstance(model, Mapping) else model
         if compile is not False:
@@ -107,10 +108,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
-        """Do what `prepare` is for: a strategy's own part of it.
+        """Distribute `model` and build its optim wrapper: the part of `prepare` that a subclass implements.
 
         Args:
-            model: the user's module, or one that is wrapped already, which is taken as it is.
+            model: the user's module; a module that is already wrapped is used unchanged.
             optim_wrapper: an optim wrapper, an optimizer, or the config of an optim wrapper; None to evaluate only.
 
         Returns:
@@ -126,46 +127,46 @@ class Strategy(ABC):
 
     @abstractmethod
     def optim_state(self) -> OptimState:
-        """Return the optimizer's state in canonical form, of a model prepared with one.
+        """Return the optimizer's state in canonical form; the model must be prepared with an optimizer.
 
         `{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}`. A parameter that has no state
-        yet has no entry. Nothing is changed by it, whenever it is called.
+        yet has no entry. The call changes nothing and may be made at any time.
 
         **Collective**: every rank.
         """
 
     @abstractmethod
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
-        """Take over states in canonical form; what is None stays as it is.
+        """Load states in canonical form; a state that is None is not changed.
 
         **Collective**: every rank.
         """
 
     def optim_template(self) -> Mapping[str, Any]:
-        """Return tensors by parameter name that are sharded as the optimizer's state is to be read; as the model's.
+        """Return tensors by parameter name that are sharded as the optimizer's state is to be read: here the model's.
 
         **Collective**: every rank.
         """
         return self.model_state()
 
     def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
-        """Return the parts of a model, not prepared yet, that are compiled each by itself: the whole, in one."""
+        """Return the parts of a model, not prepared yet, that are compiled separately: here the whole model."""
         return [model]
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Which shard of the data this rank sees, and of how many: its rank, and the world size.
+        """This rank's shard of the data and the number of shards: here its rank and the world size.
 
-        Ranks that compute on the same samples together, as in tensor parallelism, see one shard. It is known when the
+        Ranks that compute on the same samples together, as in tensor parallelism, share one shard. It is known once the
         model is prepared.
         """
         return get_dist_info()
 
 
 def build_strategy(strategy: Strategy | Mapping[str, Any] | str | None) -> Strategy:
-    """Return the strategy that is meant by an object, a config or a name.
+    """Return the strategy that an object, a config or a name describes.
 
-    None means DDP where there are several ranks, else a single device.
+    None means DDP on several ranks, else a single device.
     """
     if isinstance(strategy, Strategy):
         return strategy

@@ -1,4 +1,4 @@
-"""The model whole on every rank: on the only one, or as replicas whose gradients are averaged."""
+"""Strategies that keep the whole model on every rank: a single device, or replicas with averaged gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SingleDeviceStrategy(NativeStrategy):
     """Train on one device of one process."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model as it is.
+        """Return the model unchanged.
 
         Raises:
-            ConfigError: there are several ranks, which would train apart from each other.
+            ConfigError: there are several ranks, which would train independently of each other.
         """
         if get_world_size() > 1:
             raise ConfigError(
@@ -51,7 +51,7 @@ class DDPStrategy(NativeStrategy):
         }
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap the model, unless there is only one rank, or nothing to train."""
+        """Wrap the model, unless there is no process group or nothing to train."""
         trainable = any(parameter.requires_grad for parameter in model.parameters())
         if not is_distributed() or not trainable:
             return model

@@ -1,4 +1,4 @@
-"""What the strategies of both engines have in common: states that only the engine can put together."""
+"""Base class of both engines' strategies, whose states only the engine can assemble."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lockstep.strategy.base import ModelState, OptimState, Strategy
 
 
 class CanonicalState(Protocol):
-    """The states of a model that an engine has laid out, in canonical form; each method is a collective."""
+    """The canonical states of a model that an engine has sharded; each method is a collective."""
 
     def model_state(self) -> ModelState:
         """Return the model's state."""
@@ -23,32 +23,32 @@ class CanonicalState(Protocol):
         ...
 
     def load_model(self, state: ModelState) -> None:
-        """Take over a model's state."""
+        """Load a model's state."""
         ...
 
     def load_optim(self, state: OptimState) -> None:
-        """Take over an optimizer's state."""
+        """Load an optimizer's state."""
         ...
 
 
 class EngineStrategy(Strategy):
-    """A strategy whose states an engine holds in pieces of its own.
+    """A strategy whose states an engine holds in its own shards.
 
-    A subclass sets `_state` when a model is prepared, and `_trains` if that is with an optimizer.
+    A subclass sets `_state` when a model is prepared, and `_trains` if it is prepared with an optimizer.
     """
 
     _state: CanonicalState | None = None
     _trains = False
 
     def model_state(self) -> ModelState:
-        """Return the model's state by canonical names; of what the engine holds in pieces, this rank's rows.
+        """Return the model's state by canonical names; tensors that the engine shards come as this rank's rows.
 
         **Collective**: every rank.
         """
         return self._prepared().model_state()
 
     def optim_state(self) -> OptimState:
-        """Return the optimizer's state by canonical names; of what the engine holds in pieces, this rank's rows.
+        """Return the optimizer's state by canonical names; tensors that the engine shards come as this rank's rows.
 
         **Collective**: every rank.
         """
@@ -59,9 +59,9 @@ class EngineStrategy(Strategy):
         return self._prepared(with_optimizer=True).optim_template()
 
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
-        """Take over states by canonical names, as `NativeStrategy.load_state` does.
+        """Load states by canonical names, as `NativeStrategy.load_state` does.
 
-        A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every rank.
+        A tensor may be sharded in any way, or be whole on every rank. **Collective**: every rank.
         """
         if model_state is not None:
             self._prepared().load_model(model_state)

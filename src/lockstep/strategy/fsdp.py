@@ -1,4 +1,4 @@
-"""A shard of the model on every rank."""
+"""The FSDP strategy: a shard of the model on every rank."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _OTHERWISE = "or strategy 'ddp', which keeps every parameter whole"
 class FSDPStrategy(NativeStrategy):
     """Keep a shard of the parameters, their gradients and the optimizer's state on every rank.
 
-    Blocks that the model repeats, such as the layers of a transformer, are found and gathered one by one, while they
-    compute. All ranks begin with the parameters of rank 0. A model on the meta device is made block by block.
+    Blocks that the model repeats, such as the layers of a transformer, are detected; each is gathered only while it
+    computes. All ranks start with the parameters of rank 0. A model on the meta device is materialized block by block.
 
     Args:
         model_wrapper: config of the wrapper, `MMFullyShardedDataParallel` by default.
         activation_checkpointing: which parts keep only their inputs for the backward pass: a function of a module,
             classes or names of classes, or `dict(check_fn=...)`; see `lockstep.model.checkpoint_activations`.
-        state_dict_cfg: MMEngine's; means nothing here, where all states have one form.
-        skip_init_weights: MMEngine's; means nothing here.
+        state_dict_cfg: from MMEngine; has no effect, because all states have one form.
+        skip_init_weights: from MMEngine; has no effect.
         **kwargs: arguments of the wrapper: `mixed_precision="bf16"`, `cpu_offload=True`, `device_mesh=(2, 4)` for
             two replicas of four shards each, `sharding_strategy`, `auto_wrap_policy`, `param_init_fn` and so on.
             `tensor_parallel=2`, or `dict(degree=2, plan={"*.attn.q": "colwise", "*.attn.o": "rowwise"})`, lets two
-            neighbouring ranks compute some modules together; they see the same samples, and draw the same random
+            neighbouring ranks compute some modules together; they process the same samples and draw the same random
             numbers.
 
     **Source**: `torch.distributed.fsdp.fully_shard` (2.13).
@@ -68,15 +68,15 @@ class FSDPStrategy(NativeStrategy):
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Shard the model, then build its optimizer.
 
-        An optimizer that is given as an object holds the parameters as they were; it gets the sharded ones. In this
-        order and before any forward pass, because after one the outermost parameters are whole for a while, and an
-        optimizer that got hold of those would train tensors that are not used.
+        An optimizer given as an object holds the original parameters; they are replaced by the sharded ones. This
+        happens after sharding and before any forward pass: after a forward pass, the outermost parameters stay
+        unsharded for a while, and an optimizer that received those would train tensors that are not used.
 
         Raises:
-            ConfigError: an optimizer that is given has a state already, or parameters of another model; or it fails or
-                goes wrong over shards, see `_check_optimizer`.
+            ConfigError: the given optimizer already has a state, or has parameters of another model, or cannot update
+                shards correctly; see `_check_optimizer`.
         """
-        # By id: holding on to the tensors would keep the whole model in memory while it is sharded.
+        # By id: references to the tensors would keep the whole model in memory while it is sharded.
         names = {id(parameter): name for name, parameter in unwrap_model(model).named_parameters()}
         model, wrapper = super().parallelize(model, optim_wrapper)
         if wrapper is not None:
@@ -88,7 +88,7 @@ class FSDPStrategy(NativeStrategy):
         return model, wrapper
 
     def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
-        """Return the parts that are gathered one by one; else the whole. What compiles is free of communication."""
+        """Return the parts that are gathered one by one, so that no communication is compiled; else the whole model."""
         policy = self._wrapper.get("auto_wrap_policy") or self._wrapper.get("fsdp_auto_wrap_policy")
         units = [] if is_model_wrapper(model) else choose_units(model, policy)
         inner = {part for unit in units for part in unit.modules() if part is not unit}
@@ -96,24 +96,24 @@ class FSDPStrategy(NativeStrategy):
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """The shard of the data of this rank, which ranks of one tensor-parallel group have in common."""
+        """This rank's shard of the data and the number of shards; ranks of one tensor-parallel group share a shard."""
         model = self._prepared_model()
         shard = model.data_shard if isinstance(model, ModelWrapper) else None
         return super().data_shard if shard is None else shard
 
     def to_device(self, model: nn.Module) -> nn.Module:
-        """Return the model where it is: each part goes to the device when it is sharded."""
+        """Return the model unchanged: each part is moved to the device when it is sharded."""
         return model
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Shard the model, in a group of one if there is no other."""
+        """Shard the model, in a group of one rank if there is no process group."""
         if self._recomputed is not None:
             checkpoint_activations(model, self._recomputed)
         wrapped: nn.Module = MODEL_WRAPPERS.build(self._wrapper, module=model, device_id=get_device())
         return wrapped
 
     def core(self) -> nn.Module:
-        """Return the user's own module, its parameters in shards, as those that the optimizer knows."""
+        """Return the user's own module with its parameters resharded: the parameters that the optimizer holds."""
         core = super().core()
         reshard(core)
         return core
@@ -130,14 +130,14 @@ def _read_check(activation_checkpointing: Any) -> Any:
 
 
 def _hand_over(optimizer: Optimizer, core: nn.Module, names: Mapping[int, str]) -> None:
-    """Give the sharded parameters to an optimizer that holds those which they were made of."""
+    """Replace an optimizer's original parameters by the sharded ones."""
     present = dict(core.named_parameters())
     known = set(present.values())
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             if parameter in known:
                 continue
-            # The optimizer has kept this tensor alive, so that its id is still its own.
+            # The optimizer has kept this tensor alive, so no other tensor has its id.
             name = names.get(id(parameter))
             if name is None or parameter in optimizer.state:
                 what = "parameters of another model" if name is None else "a state already"
@@ -149,19 +149,21 @@ def _hand_over(optimizer: Optimizer, core: nn.Module, names: Mapping[int, str]) 
 
 
 def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that would fail or go wrong in its first step.
+    """Refuse an optimizer that would fail or compute wrong values in its first step.
 
     Args:
         optimizer: holds the sharded parameters.
-        model: whose they are, for their names.
+        model: the model that holds them, for their names.
 
     Raises:
         ConfigError: on every rank, naming a parameter, if the optimizer is Adafactor, LBFGS or Rprop; if Muon would
-            update a matrix with fewer rows than shards; if another one than SGD would update a complex parameter whose
-            shards differ in size; or if it is to be fused, or to work on lists, where some parameters are not sharded.
+            update a matrix with fewer rows than shards; if an optimizer other than SGD would update a complex parameter
+            whose shards differ in size; or if `fused` or `foreach` is set, and some parameters are sharded and others
+            are not.
 
-    **Source**: found by comparing all optimizers of torch 2.13 with one process. Those over complex numbers take real
-    views of the shards in place, which of uneven DTensors are copies; Adafactor takes norms of its own shard alone.
+    **Source**: found by comparing all optimizers of torch 2.13 with one process. For complex numbers, they update real
+        views of the shards in place, but views of uneven DTensors are copies; Adafactor takes norms of its own shard
+        only.
     """
     kind = type(optimizer).__name__
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -186,7 +188,7 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _reason(optimizer: Optimizer, parameter: Tensor) -> str | None:
-    """Return why an optimizer must not update a parameter, and what to use instead; None where it may."""
+    """Return why an optimizer must not update a parameter, and what to use instead; None if it may."""
     if not isinstance(parameter, DTensor):
         return None
     for kind, reason in _REFUSED.items():
@@ -208,6 +210,6 @@ def _reason(optimizer: Optimizer, parameter: Tensor) -> str | None:
 
 
 def _shards(parameter: DTensor, dim: int) -> int:
-    """Return in how many shards a dim is divided, over all axes of the mesh."""
+    """Return into how many shards a dim is divided, over all axes of the mesh."""
     placements = enumerate(parameter.placements)
     return prod(parameter.device_mesh.size(axis) for axis, placement in placements if placement.is_shard(dim))

@@ -1,8 +1,8 @@
-"""Which parameters a loss reaches, and in which order: what ZeRO takes for granted to be the same on every rank.
+"""Which parameters a loss reaches, and in which order: ZeRO assumes that both are the same on every rank.
 
-ZeRO lays gradients end to end as they come, and adds them up over ranks by their position. Where ranks reach other
-parameters, as with experts that are chosen by the data, or the same ones in another order, it adds up what does not
-belong together, or waits for ever, without a word.
+ZeRO concatenates gradients in the order in which they arrive, and sums them over ranks by position. If the losses of
+the ranks reach different parameters, as with experts chosen by the data, or the same ones in a different order, ZeRO
+sums gradients of different parameters, or hangs, without an error.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lockstep.model.autograd_graph import nodes_of
 
 
 class GradientFlow:
-    """The trainable parameters of a model, as losses reach them.
+    """The trainable parameters of a model, and which of them a loss reaches.
 
     Args:
         core: the user's own module.
 
     Attributes:
-        names: of the parameters, by their index.
+        names: names of the parameters, by index.
         parameters: the parameters.
-        sees_all: whether no loss so far has hidden any, in a reentrant checkpoint.
+        sees_all: whether no loss so far contained a reentrant checkpoint, which hides parameters.
 
     **Cost**: one walk over the autograd graph per loss, which takes about a microsecond per node.
     """
@@ -43,9 +43,9 @@ class GradientFlow:
     def arrivals(self, loss: Tensor) -> list[int]:
         """Return the indices of the parameters that a loss reaches, in the order in which their gradients will come.
 
-        What is inside of a reentrant checkpoint is not seen; see `sees_all`.
+        Parameters inside a reentrant checkpoint are not found; see `sees_all`.
         """
-        # A gradient is there when the node that was made first, of those that add to it, has been gone through.
+        # A gradient is complete after the backward pass of the earliest created node that contributes to it.
         earliest: dict[int, int] = {}
         for node in nodes_of(loss):
             self.sees_all &= type(node).__name__ != "CheckpointFunctionBackward"
@@ -57,7 +57,7 @@ class GradientFlow:
         return sorted(earliest, key=lambda index: (-earliest[index], index))
 
     def reach(self, loss: Tensor, indices: Iterable[int]) -> Tensor:
-        """Return the loss, from which these parameters will get gradients of 0."""
+        """Return the loss, changed so that its backward pass gives these parameters gradients of 0."""
         parameters = [self.parameters[index] for index in indices]
         if not parameters:
             return loss
@@ -65,7 +65,7 @@ class GradientFlow:
         return reached
 
     def reach_alike(self, loss: Tensor) -> Tensor:
-        """Return the loss, which reaches what any rank's loss reaches.
+        """Return the loss, changed so that it reaches every parameter that the loss of any rank reaches.
 
         Parameters that have a gradient already count as reached. **Collective**: every rank.
         """
@@ -77,12 +77,12 @@ class GradientFlow:
         return self.reach(loss, (anywhere > own).nonzero().flatten().tolist())
 
     def check_order(self, loss: Tensor, advice: str) -> None:
-        """Refuse that gradients come in another order than on other ranks, or other ones.
+        """Raise an error if gradients, or their order, differ from those of other ranks.
 
         **Collective**: every rank.
 
         Raises:
-            ConfigError: on every rank, if they do.
+            ConfigError: on every rank, if they differ.
         """
         order = self.arrivals(loss)
         digest = hashlib.blake2b(repr(order).encode(), digest_size=7).digest()

@@ -1,7 +1,7 @@
-"""What the strategies that are PyTorch's own have in common.
+"""Base class of the strategies that use PyTorch only.
 
-What states need (DTensor, `torch.distributed.checkpoint`) is imported by the first method that reads or writes one: it
-takes half as long as importing torch, and a run without checkpoints never needs it.
+The modules for states (DTensor, `torch.distributed.checkpoint`) are imported by the first method that reads or writes a
+state: the import takes half as long as that of torch, and a run without checkpoints never needs it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lockstep.strategy.base import ModelState, OptimLike, OptimState, Prepared, 
 
 
 class NativeStrategy(Strategy):
-    """A strategy whose states PyTorch itself can bring to canonical form and back.
+    """A strategy whose states PyTorch can convert to canonical form and back.
 
-    A subclass says how a module that lies on its device is wrapped.
+    A subclass defines how a module that is on its device is wrapped.
 
     **Source**: `torch.distributed.checkpoint.state_dict` (2.13).
     """
@@ -34,7 +34,7 @@ class NativeStrategy(Strategy):
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model`, which is on this rank's device, laid over the ranks."""
+        """Return `model`, which is on this rank's device, distributed over the ranks."""
 
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Move the model to this rank's device, wrap it, then build its optimizer."""
@@ -55,22 +55,21 @@ class NativeStrategy(Strategy):
     def optim_state(self) -> OptimState:
         """Return `{"state": {parameter name: ...}, "param_groups": [...]}`; the tensors are the optimizer's own.
 
-        It is what the optimizer holds, and stays as it was: a parameter that has had no update has no entry.
+        The optimizer is not changed: a parameter that has had no update has no entry.
         """
         from lockstep.strategy.optim_state import read_optim_state
 
         return read_optim_state(self.core(), self._prepared_optim().optimizers)
 
     def load_state(self, model_state: ModelState | None = None, optim_state: OptimState | None = None) -> None:
-        """Take over states by canonical names.
+        """Load states by canonical names.
 
-        Every name of the model's state must be there. A parameter without an entry in the optimizer's state has none
-        afterwards, and begins as in a new optimizer; entries of frozen parameters that the optimizer does not hold are
-        passed over. A tensor may be sharded in any way or whole, in which case every rank has it. **Collective**: every
-        rank.
+        The model's state must be complete. A parameter without an entry in the optimizer's state has none afterwards,
+        and starts as in a new optimizer; entries of frozen parameters that the optimizer does not hold are ignored. A
+        tensor may be sharded in any way, or be whole on every rank. **Collective**: every rank.
 
         Raises:
-            ConfigError: on every rank, if the optimizer's state is that of other parameters or another optimizer.
+            ConfigError: on every rank, if the optimizer's state belongs to other parameters or another optimizer.
         """
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 

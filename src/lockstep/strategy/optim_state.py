@@ -1,7 +1,7 @@
-"""The canonical state of torch's optimizers: reading it, and writing one that another run or strategy has saved.
+"""Reads the canonical state of torch's optimizers, and writes one that another run or strategy has saved.
 
-Reading looks and does nothing else: an optimizer that has not stepped has no state, and a parameter that never had a
-gradient has none either. Writing gives a state to the parameters that were saved with one, and takes it from the rest.
+Reading changes nothing: an optimizer that has not stepped has no state, nor has a parameter that never had a gradient.
+Writing gives a state to the parameters that were saved with one, and removes it from the rest.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lockstep.strategy.base import OptimState
 from lockstep.strategy.resharding import reshard_like
 from lockstep.tree import tree_map
 
-# What every state has of optimizers for which a step of `first_state` tells nothing.
+# Keys of every state of the optimizers for which `first_state` does not work.
 _ALWAYS: Mapping[type, set[str]] = {LBFGS: {"func_evals", "n_iter"}, SparseAdam: {"step", "exp_avg", "exp_avg_sq"}}
-# Options that say how an update is computed, not what.
+# Options that say how an update is computed, not which update.
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 _MOST_NAMED = 5
 
@@ -32,10 +32,10 @@ _MOST_NAMED = 5
 def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimState:
     """Return `{"state": {parameter name: ...}, "param_groups": [...]}`; the tensors are the optimizers' own.
 
-    A parameter that is tied has its first name. One without a state has no entry.
+    A tied parameter has its first name. A parameter without a state has no entry.
 
     Raises:
-        ConfigError: an optimizer updates what has no name in `core`.
+        ConfigError: an optimizer updates parameters that have no name in `core`, or keeps state outside of parameters.
     """
     names = {parameter: name for name, parameter in named_parameters(core).items()}
     entries: dict[str, Any] = {}
@@ -57,14 +57,15 @@ def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimS
 
 
 def write_optim_state(core: nn.Module, optimizers: Iterable[Optimizer], state: OptimState) -> None:
-    """Let optimizers take over a state; their parameters without an entry in it have none afterwards.
+    """Load a state into optimizers; their parameters without an entry in it have none afterwards.
 
-    A tensor may be sharded in any way or whole, in which case every rank has it; the optimizers get copies.
+    A tensor may be sharded in any way, or be whole on every rank; the optimizers get copies.
 
-    **Collective**: every rank, where a tensor is sharded otherwise than its parameter.
+    ***Collective**: every rank, if the sharding of a tensor differs from its parameter's.
 
     Raises:
-        ConfigError: on every rank, before anything is changed, if the state is another optimizer's or another model's.
+        ConfigError: on every rank, before anything is changed, if the state belongs to another optimizer or another
+            model.
     """
     optimizers = list(optimizers)
     entries: Mapping[str, Any] = state["state"]
@@ -87,29 +88,29 @@ def write_optim_state(core: nn.Module, optimizers: Iterable[Optimizer], state: O
 def write_entries(
     optimizer: Optimizer, entries: Mapping[int, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Let an optimizer take over a state by the index of the parameter, and the options of its groups.
+    """Load into an optimizer a state by parameter index, and the options of its groups.
 
-    Parameters without an entry have what they have in a new optimizer.
+    Parameters without an entry are as in a new optimizer.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     packed = optimizer.state_dict()
     groups = [{**own, "params": group["params"]} for group, own in zip(packed["param_groups"], options, strict=True)]
     optimizer.load_state_dict({**packed, "state": dict(entries), "param_groups": groups})
     for index, entry in entries.items():
-        # torch rounds all numbers to the parameter's dtype, which leaves little of NAdam's product of momenta in
+        # torch rounds all numbers to the parameter's dtype; NAdam's product of momenta loses most of its digits in
         # bfloat16. Source: `Optimizer._process_value_according_to_param_policy` (2.13).
         held = optimizer.state[parameters[index]]
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.shape != parameters[index].shape and held[key].dtype != value.dtype:
                 held[key] = value.to(held[key].device)
-    if isinstance(optimizer, Adagrad):  # whose state is there from the beginning
+    if isinstance(optimizer, Adagrad):  # its state exists from the beginning
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             if new := [parameters[index] for index in saved["params"] if index not in entries]:
                 optimizer.state.update(Adagrad([{**options_of(group), "params": new}]).state)
 
 
 def named_parameters(core: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by canonical name; of one that is tied, the first."""
+    """Return the parameters by canonical name; a tied parameter by its first name."""
     first: dict[nn.Parameter, str] = {}
     for site in param_sites(core):
         first.setdefault(site.parameter, site.name)
@@ -117,7 +118,7 @@ def named_parameters(core: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group holds beside its parameters."""
+    """Return the options of a group: all that it holds except its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -127,7 +128,7 @@ def named_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Iterable[s
 
 
 def merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's options as they were saved, but its own of how updates are computed and where tensors are."""
+    """Return a group's saved options, but with its own options for how updates are computed and its own devices."""
     own = options_of(group)
     merged = {**own, **saved, **{key: own[key] for key in _IMPLEMENTATION if key in own}}
     for key, value in own.items():
@@ -139,18 +140,18 @@ def merge_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
 def match_groups(
     groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return for each group of parameters the options as they will be: those with which it was saved, merged into its.
+    """Return the options of each parameter group after loading: the saved ones merged into its own.
 
-    Parameters may have come or gone since, as some do that are frozen or no longer are; a group that is all new keeps
-    its options.
+    Parameters may have been added or removed since, for instance by freezing or unfreezing; a group with only new
+    parameters keeps its options.
 
     Args:
-        groups: of the optimizer.
+        groups: the groups of the optimizer.
         own: the names of their parameters.
         saved: the groups as they were saved.
 
     Raises:
-        ConfigError: two groups have become one, or one has become two, so that options were not those of a group.
+        ConfigError: two saved groups have become one, or one has become two, so the options of a group are ambiguous.
     """
     owner = {name: index for index, group in enumerate(saved) for name in group["params"]}
     taken: dict[int, str] = {}
@@ -176,15 +177,15 @@ def match_groups(
 def find_strangers(
     parameters: Mapping[str, nn.Parameter], own: Iterable[Iterable[str]], state: OptimState, known: Iterable[str] = ()
 ) -> str | None:
-    """Return what is wrong with a state that holds entries for parameters which the optimizer does not update.
+    """Return what is wrong with a state that has entries for parameters that the optimizer does not update.
 
-    Those of parameters that are frozen now are ignored.
+    Entries of parameters that are frozen now are ignored.
 
     Args:
-        parameters: of the model, by name.
+        parameters: the model's parameters, by name.
         own: the names in each group of the optimizer.
-        state: what is to be loaded.
-        known: names of further parameters of the model, of which others take care.
+        state: the state to load.
+        known: names of further parameters of the model, which are handled elsewhere.
     """
     held = {name for names in own for name in names}
     others = [name for name in state["state"] if name not in held]
@@ -210,16 +211,16 @@ def find_misfit(
     parameters: Mapping[str, Tensor],
     entries: Mapping[str, Mapping[str, Any] | None],
 ) -> str | None:
-    """Return what is wrong with entries which another kind of optimizer has saved.
+    """Return what is wrong with entries that another kind of optimizer has saved.
 
     Args:
-        optimizer: the one that is to take them over.
-        options: of their group, as they will be.
-        parameters: tensors of as many dims as the parameters.
-        entries: by parameter name; None where there is none.
+        optimizer: the optimizer that they are loaded into.
+        options: the options of their group after loading.
+        parameters: tensors with the same number of dims as the parameters, by name.
+        entries: the entries by parameter name; None for a parameter without one.
     """
     kind = type(optimizer)
-    # Where a new state can't be had, those of other parameters tell.
+    # If `first_state` does not work, compare with the state of another parameter.
     present = next((held for held in optimizer.state.values() if held), None)
     first = cache(partial(first_state, optimizer, options))
     for name, entry in entries.items():
@@ -241,10 +242,10 @@ def find_misfit(
 
 
 def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> dict[str, Any] | None:
-    """Return what one of torch's optimizers keeps for a parameter with that many dims, after a gradient of zero.
+    """Return the state that one of torch's optimizers keeps for a parameter with `dim` dims, after a gradient of zero.
 
-    Another optimizer of its class makes a step for a parameter of its own with a single element. None of one whose
-    state can't be had like this.
+    A new optimizer of the same class takes a step for a new parameter with a single element. None for an optimizer
+    whose state cannot be found in this way.
     """
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or kind in _ALWAYS:
@@ -258,13 +259,13 @@ def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> d
 
 
 def refuse(complaint: str | None) -> None:
-    """Raise a complaint, if there is one."""
+    """Raise a ConfigError with the complaint, if there is one."""
     if complaint is not None:
         raise ConfigError(complaint)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as they are written in a message, the first few of many."""
+    """Return names as written in a message; of many names, only the first few."""
     more = len(names) - _MOST_NAMED
     return ", ".join(map(repr, names[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
 
@@ -281,7 +282,7 @@ def _names_by_group(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
 
 
 def _like(entry: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """Return copies of a parameter's state, the tensors of its shape sharded as it is."""
+    """Return a copy of a parameter's state; tensors of the parameter's shape are sharded like the parameter."""
 
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""A `train_step` of the model's own under an engine: what the engine has to be shown, and what the step must leave."""
+"""Support for a model's own `train_step` under an engine: what the engine must see, and what the step must not use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.tree import tree_map
 
 _STEPS = ("train_step", "val_step", "test_step")
 _CALL = "_compiled_call_impl"  # what `nn.Module.__call__` looks for before anything else
-# What is the same of a part and of the whole, or says nothing of its values.
+# Attributes that are the same for a part of a parameter and the whole, or do not depend on its values.
 _HARMLESS = frozenset(
     {"device", "dtype", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "is_cuda", "is_sparse", "names"}
     | {"shape", "size", "dim", "ndim", "numel", "is_floating_point"}
@@ -30,18 +30,20 @@ _HARMLESS = frozenset(
 
 @dataclass(eq=False, slots=True)
 class OwnStep:
-    """What goes on beside a `train_step` that the model defines itself.
+    """Lets an engine train with a `train_step` that the model defines itself.
 
-    Engines see a backward pass coming by the outputs of the model's forward pass. A step may call parts of the model
-    instead; so each loss passes through the engine on its way to the backward pass, as if the model had returned it.
+    Engines prepare for a backward pass by hooks on the outputs of the model's forward pass. A step may call parts of
+    the model instead, so each loss passes through the engine before the backward pass, as if the model had returned it.
 
     Args:
         wrapper: the model as it is trained.
         core: the user's own module inside it.
-        boosted: calls the module by way of the engine.
-        guard: refuses what would see a part of a parameter for the whole; None where every rank has all of them.
-        always: show each loss to the engine, also where it has seen a forward pass since the last backward pass.
-        may_go_round: whether a `loss.backward()` past the optim wrapper does what it should.
+        boosted: calls the module through the engine.
+        guard: refuses functions that would take a part of a parameter for the whole; None if every rank has all
+            parameters whole.
+        always: pass each loss through the engine, even if the engine has seen a forward pass since the last backward
+            pass.
+        may_go_round: whether a direct `loss.backward()`, without the optim wrapper, works.
     """
 
     wrapper: nn.Module
@@ -54,10 +56,10 @@ class OwnStep:
 
     @contextmanager
     def running(self, optim_wrapper: Any) -> Iterator[None]:
-        """Watch one step.
+        """Return a context for one step.
 
         Raises:
-            RuntimeError: at its end, if the optim wrapper has made no backward pass.
+            RuntimeError: at its end, if the optim wrapper has run no backward pass, unless `may_go_round` is set.
         """
         before, self._is_shown = optim_wrapper.inner_count, False
         methods = self._methods(optim_wrapper)
@@ -79,17 +81,17 @@ class OwnStep:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Let the model be called by way of the engine."""
+        """Return a context in which the model is called through the engine."""
         self._is_shown |= torch.is_grad_enabled()
         with self.inside():
             yield
 
     def inside(self) -> AbstractContextManager[None]:
-        """Return a context for what the engine does itself."""
+        """Return a context for the engine's own operations."""
         return nullcontext() if self.guard is None else self.guard.paused()
 
     def _methods(self, optim_wrapper: Any) -> dict[str, Callable[..., Any]]:
-        """Return what takes the place of the optim wrapper's methods during a step."""
+        """Return the methods that replace the optim wrapper's during a step."""
         context, backward = optim_wrapper.optim_context, optim_wrapper.backward
 
         def context_of(model: nn.Module) -> AbstractContextManager[Any]:
@@ -111,13 +113,13 @@ class OwnStep:
         return {"optim_context": context_of, "backward": backward_of, **others}
 
     def _shown(self, loss: Tensor) -> Tensor:
-        """Return the loss, passed through the engine unless it has seen where the loss comes from."""
+        """Return the loss, passed through the engine unless the engine has seen the forward pass."""
         if self.always or not self._is_shown:
             attributes = vars(self.core)
             kept = {name: attributes[name] for name in (_CALL,) if name in attributes}
             attributes[_CALL] = lambda: loss
             try:
-                loss = self.boosted().clone()  # hooks of the engine belong to its output alone
+                loss = self.boosted().clone()  # the engine's hooks belong to this output only
             finally:
                 del attributes[_CALL]
                 attributes.update(kept)
@@ -126,10 +128,10 @@ class OwnStep:
 
 
 class WholeParams(TorchFunctionMode):
-    """Refuses to compute with parameters of which this rank has a part only.
+    """Refuses to compute with parameters that this rank holds only in part.
 
     Args:
-        core: whose parameters they are.
+        core: the module that holds the parameters.
         problem: returns what is wrong with using a parameter in a function of that name; None if nothing is.
     """
 
@@ -141,7 +143,7 @@ class WholeParams(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Look away."""
+        """Return a context in which nothing is checked."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -149,7 +151,7 @@ class WholeParams(TorchFunctionMode):
             self._is_paused = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the arguments of one function of torch's."""
+        """Check the arguments of a torch function."""
         kwargs = kwargs or {}
         if not self._is_paused:
             self._check(func, (args, kwargs))
@@ -157,7 +159,7 @@ class WholeParams(TorchFunctionMode):
 
     def _check(self, func: Any, arguments: Any) -> None:
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):  # of a property, which knows its own name
+        if name in ("__get__", "__set__"):  # of a property, which has the name
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         if name in _HARMLESS:
             return
@@ -172,9 +174,9 @@ class WholeParams(TorchFunctionMode):
 
 
 def cast_parts(core: nn.Module, dtype: torch.dtype) -> None:
-    """Let parts of a model that has steps of its own take inputs of any floating-point dtype, as the model does.
+    """Let the parts of a model with its own steps accept inputs of any floating-point dtype, as the model does.
 
-    Such steps may call parts, past the model, where inputs are brought to half precision.
+    Such steps may call parts directly, bypassing the model's conversion of inputs to half precision.
     """
     if not any(steps.defines_step(core, name) for name in _STEPS):
         return
@@ -185,12 +187,12 @@ def cast_parts(core: nn.Module, dtype: torch.dtype) -> None:
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype, which: Iterable[int | str] | None = None) -> None:
-    """Have floating-point inputs of `module` brought to `dtype` before each forward pass, unless that is float32.
+    """Convert floating-point inputs of `module` to `dtype` before each forward pass, unless `dtype` is float32.
 
     Args:
         module: takes the inputs.
-        dtype: what it computes in.
-        which: the inputs that are meant, by position or by name; all where that is None.
+        dtype: the dtype that it computes in.
+        which: the inputs to convert, by position or by name; None for all.
     """
     if dtype == torch.float32:
         return
@@ -209,7 +211,7 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype, which: Iterable[int | str
 
 
 def called_from(package: str) -> bool:
-    """Return whether code of a package stands between a model's own `train_step` and the caller."""
+    """Return whether code of a package is on the stack between a model's own `train_step` and the caller."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != "train_step":
         if frame.f_globals.get("__name__", "").startswith(package):

@@ -1,4 +1,4 @@
-"""From the sharding that a tensor has to the one that is wanted: whole, or sharded over some mesh."""
+"""Resharding: from the sharding that a tensor has to the requested one, whole or sharded over some mesh."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lockstep.model.full_params import gather_full, shard_like
 
 
 def reshard_as(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested state with its tensors sharded as those of `like` under the same keys.
+    """Return a nested state with its tensors sharded like those of `like` under the same keys.
 
-    **Collective**: every rank, where a tensor is sharded otherwise than it is wanted. **Cost**: an all-gather of each
-    such tensor; one at a time is whole.
+    ***Collective**: every rank, if the sharding of a tensor has to change. **Cost**: an all-gather of each such tensor;
+        only one at a time is whole in memory.
     """
     return {key: _converted(value, like.get(key)) for key, value in state.items()}
 
 
 def reshard_like(value: Tensor, like: Tensor | None) -> Tensor:
-    """Return a tensor sharded as another one, or whole; the tensor itself where it is already.
+    """Return a tensor sharded like another one, or whole; if nothing has to change, the tensor itself.
 
-    **Collective**: every rank, where it is sharded otherwise. **Cost**: an all-gather in that case.
+    ***Collective**: every rank, if its sharding has to change. **Cost**: an all-gather in that case.
     """
     if _sharding(value) == _sharding(like):
         return value
@@ -35,9 +35,10 @@ def reshard_like(value: Tensor, like: Tensor | None) -> Tensor:
 
 
 def shard_rows(full: Tensor) -> Tensor:
-    """Return a tensor that every rank has whole as one that is sharded by rows, of which each rank keeps its own.
+    """Shard by rows a tensor that every rank has whole; each rank keeps its own rows.
 
-    They are kept in CPU memory: for states that are made whole one tensor at a time, and would not fit at once.
+    They are copied to CPU memory. Meant for states that are gathered one tensor at a time because all would not fit at
+    once.
     """
     ranks = get_world_size()
     if ranks == 1 or full.dim() == 0:
@@ -48,7 +49,7 @@ def shard_rows(full: Tensor) -> Tensor:
 
 
 def template_of_rows(shape: Sequence[int]) -> Tensor:
-    """Return a tensor that is sharded as one of `shard_rows`, but takes no memory; its values mean nothing."""
+    """Return a tensor that is sharded like one of `shard_rows`, but takes no memory; its values are meaningless."""
     ranks = get_world_size()
     nothing = torch.zeros(())
     if ranks == 1 or not shape:

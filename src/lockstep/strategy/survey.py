@@ -1,4 +1,4 @@
-"""Which strategies can be used here, and in which variants: by asking the strategies themselves."""
+"""Which strategies and variants work in this environment, determined by building them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lockstep.registry import STRATEGIES
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How one strategy stands in this environment.
+    """Which variants of one strategy work in this environment.
 
     Attributes:
-        name: what a config or `--strategy` says.
-        package: whose work it is.
-        version: of that package; None where it is not installed.
-        works: variants that would be taken.
-        refused: variants that would be refused, with the reason and the alternative.
+        name: the name in a config or for `--strategy`.
+        package: the package that implements it.
+        version: the version of that package; None if it is not installed.
+        works: variants that can be built.
+        refused: variants that raise an error, with the reason and the alternative.
     """
 
     name: str
@@ -68,7 +68,7 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def survey_strategies() -> list[Standing]:
-    """Return how each strategy stands here. Engines that are installed are imported, which takes seconds."""
+    """Return what works for each strategy. Installed engines are imported, which takes seconds."""
     return [_ask(name) for name in _PACKAGES]
 
 

@@ -1,4 +1,4 @@
-"""What an engine trains: noted when the model is prepared, and not to be changed afterwards."""
+"""The parameters that an engine trains: recorded when the model is prepared, and not to be changed afterwards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _CHANGES = {"unfrozen": False, "frozen": True}  # and whether a parameter was tr
 
 
 class TrainableParams:
-    """The parameters that an engine has laid out to be trained, or to be left alone.
+    """Records which parameters an engine trains and which are frozen.
 
-    Engines keep what they train in buffers of their own. Of a parameter that is unfrozen later they would know
-    nothing; one that is frozen later would still be decayed, or waited for.
+    Engines copy the parameters that they train into their own buffers. They would ignore a parameter that is unfrozen
+    later; one that is frozen later would still be decayed, or waited for.
 
     Args:
         core: the user's own module.
@@ -28,10 +28,10 @@ class TrainableParams:
         self._before = [(name, parameter, parameter.requires_grad) for name, parameter in core.named_parameters()]
 
     def check(self) -> None:
-        """Look whether they are still the same, which costs microseconds.
+        """Check that no parameter has been frozen or unfrozen since; takes microseconds.
 
         Raises:
-            ConfigError: `requires_grad` of some has been changed.
+            ConfigError: `requires_grad` of a parameter has changed.
         """
         changed = [(name, before) for name, parameter, before in self._before if parameter.requires_grad != before]
         if not changed:
@@ -47,7 +47,7 @@ class TrainableParams:
 
 
 def leave_out_frozen(optimizer: Optimizer) -> None:
-    """Take frozen parameters, and groups that have no others, from an optimizer whose engine knows none.
+    """Remove frozen parameters, and groups with only such, from an optimizer whose engine does not support them.
 
     Raises:
         ConfigError: nothing is left.
@@ -63,10 +63,10 @@ def leave_out_frozen(optimizer: Optimizer) -> None:
 
 
 def refuse_lbfgs(optimizer: Optimizer | None, engine: str) -> None:
-    """Refuse the optimizer that evaluates the loss itself.
+    """Refuse LBFGS, which evaluates the loss several times per step.
 
     Raises:
-        ConfigError: it is that.
+        ConfigError: the optimizer is LBFGS.
     """
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
@@ -76,16 +76,16 @@ def refuse_lbfgs(optimizer: Optimizer | None, engine: str) -> None:
 
 
 def check_kinds(model: nn.Module, *, half: bool, engine: str, half_option: str) -> None:
-    """Refuse parameters that an engine would train in another precision, or whose gradients it can't send.
+    """Refuse parameters that an engine would train in another precision, or whose gradients it cannot send.
 
     Args:
         model: the user's own module.
-        half: whether the engine computes in half precision, to which it brings all parameters itself.
-        engine: name of the engine, and of what is special about it.
-        half_option: what makes it do so.
+        half: whether the engine computes in half precision, and converts all parameters to it itself.
+        engine: name of the engine and its mode, for messages.
+        half_option: the option that selects half precision, for messages.
 
     Raises:
-        ConfigError: a trainable parameter is of another dtype, or its gradient is sparse.
+        ConfigError: a trainable parameter has an unsupported dtype, or its gradient is sparse.
     """
     halves = (torch.bfloat16, torch.float16)
     for name, parameter in model.named_parameters():

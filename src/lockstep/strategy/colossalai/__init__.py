@@ -1,4 +1,4 @@
-"""ColossalAI: which plugin is right for what (`plugin`, `plan`), the booster (`engine`), canonical states (`state`)."""
+"""The ColossalAI strategy: plugins (`plugin`), the booster (`engine`), pipelines, canonical states (`state`)."""
 
 from __future__ import annotations
 

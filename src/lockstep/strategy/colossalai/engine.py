@@ -1,4 +1,4 @@
-"""All that lockstep takes from the package colossalai, imported when it is first needed."""
+"""All that lockstep uses from the package colossalai, which is imported when first needed."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from lockstep.errors import ConfigError, DistError, did_you_mean
 from lockstep.model.tensor_parallel_plan import read_plan
 from lockstep.registry.signatures import Arguments
 
-# Warnings that nobody here can heed: of optional parts, and of names that torch has given up since.
+# Ignores warnings that users cannot act on: about optional parts, and about names that torch has deprecated.
 _QUIET = partial(warnings.catch_warnings, action="ignore")
 
 
-# What takes the place of a linear layer: the name of a class in `colossalai.shardformer.layer`, and its options.
+# The replacement of a linear layer: the name of a class in `colossalai.shardformer.layer`, and its options.
 Replacement: TypeAlias = tuple[str, dict[str, Any]]
 
 
 def require_engine() -> None:
-    """Import the package, and give it an accelerator where this machine has none.
+    """Import the package, and give it a stand-in for an accelerator if this machine has none.
 
     Raises:
-        ConfigError: it is not installed or can't be imported.
+        ConfigError: it is not installed or cannot be imported.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # ColossalAI imports it, and nobody here uses it
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # ColossalAI imports it, but lockstep does not use it
     try:
         with _QUIET():
             accelerator = load_engine("colossalai.accelerator")
@@ -45,10 +45,10 @@ def require_engine() -> None:
             "docs/strategies.md has the recipe to install it, or use the strategy 'ddp' or 'fsdp'"
         ) from error
     logging.getLogger("colossalai").setLevel(logging.WARNING)
-    # Its ZeRO and its pipelines use them at every step, which torch has given up since (2.13).
+    # Its ZeRO and its pipelines use these at every step; torch has deprecated them (2.13).
     for name in (r"torch\.distributed\.(all_gather_into|reduce_scatter)_tensor", r"isinstance\(treespec, LeafSpec\)"):
         warnings.filterwarnings("ignore", f"`{name}` is deprecated", FutureWarning)
-    # Its pipelines ask for it by this name, which only Huawei's torch has.
+    # Its pipelines call this function, which only Huawei's torch has.
     if not hasattr(torch.distributed, "is_hccl_available"):
         torch.distributed.is_hccl_available = lambda: False  # type: ignore[attr-defined]
     if type(accelerator.get_accelerator()) is accelerator.CpuAccelerator:
@@ -56,7 +56,7 @@ def require_engine() -> None:
 
 
 def make_plugin(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the plugin of that class with the options.
+    """Return a plugin of the named class with the options.
 
     **Collective**: every rank.
 
@@ -83,10 +83,10 @@ def boost(plugin: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
 
 
 def replacements(model: nn.Module, plan: Mapping[str, Any] | None, tp_size: int) -> dict[str, Replacement]:
-    """Return what a plan makes of the layers of a model, by their names.
+    """Return the replacements of a model's layers according to a plan, by layer name.
 
     Args:
-        model: whose layers are meant.
+        model: the model that has the layers.
         plan: see `lockstep.model.tensor_parallel_plan.read_plan`; None is the model's own `_tp_plan`.
         tp_size: number of ranks that share a replica.
 
@@ -117,12 +117,12 @@ def replacements(model: nn.Module, plan: Mapping[str, Any] | None, tp_size: int)
 
 
 def replacing_policy(found: Mapping[str, Replacement]) -> Any:
-    """Return a sharding policy that replaces the layers of these names, and leaves the rest alone."""
+    """Return a sharding policy that replaces the layers with these names, and leaves the rest unchanged."""
     from colossalai.shardformer import layer
     from colossalai.shardformer.policies import base_policy as base
 
     class ReplacingPolicy(base.Policy):  # type: ignore[misc]
-        """Replaces what it is told to."""
+        """Replaces the layers in `found`."""
 
         def config_sanity_check(self) -> None:
             return None
@@ -132,7 +132,7 @@ def replacing_policy(found: Mapping[str, Replacement]) -> Any:
             return model
 
         def postprocess(self) -> nn.Module:
-            # Views of the whole weight until here, which would keep it in memory, and in its strides.
+            # So far these are views of the whole weight, which would keep it in memory, with its strides.
             for param in self.model.parameters():
                 if is_split(param):
                     param.data = param.data.clone(memory_format=torch.contiguous_format)
@@ -160,15 +160,15 @@ def has_policy(model: nn.Module) -> bool:
 
 
 def take_micro_batches(plugin: Any) -> None:
-    """Let the plugin's schedule take a list of micro-batches, which may be of any number and of unequal sizes."""
+    """Let the plugin's schedule take a list of micro-batches, of any number and of unequal sizes."""
     from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
 
     class MicroBatchSchedule(OneForwardOneBackwardSchedule):  # type: ignore[misc]
-        """One forward, one backward, over micro-batches that are cut already.
+        """One forward, one backward, over micro-batches that are already cut.
 
-        **Source**: `OneForwardOneBackwardSchedule` (0.5.0), which cuts each batch itself: into equal parts, as many for
-        every batch, at least one per stage, and so refuses the last, shorter batch of an epoch. It also takes the
-        shapes of the first batch for those of all others.
+        **Source**: `OneForwardOneBackwardSchedule` (0.5.0), which cuts each batch itself: into the same number of equal
+        parts, at least one per stage. So it refuses the last, shorter batch of an epoch. It also assumes that all
+        batches have the shapes of the first.
         """
 
         def load_batch(self, data_iter: Iterator[list[Any]], device: torch.device | None = None) -> None:
@@ -192,19 +192,19 @@ def take_micro_batches(plugin: Any) -> None:
 
 
 def run_pipeline(booster: Any, model: Any, micro_batches: list[Any], criterion: Any, optimizer: Any) -> None:
-    """Let micro-batches run through the stages, and back where an optimizer is given."""
+    """Run micro-batches forward through the stages, and backward if an optimizer is given."""
     booster.execute_pipeline(iter([micro_batches]), model, criterion, optimizer, return_loss=False)
 
 
 def shared_parameters(model: Any) -> list[Tensor]:
-    """Return this stage's parameters whose gradients are added to those of other stages."""
+    """Return this stage's parameters whose gradients are summed with those of other stages."""
     stage = model.stage_manager.stage
     return [by_stage[stage] for by_stage in model.shared_params if stage in by_stage]
 
 
 def gradients_of(engine: Any, model: nn.Module) -> Iterator[Tensor]:
-    """Yield the gradients that the next step will use, as far as this rank holds them."""
-    if hasattr(engine, "get_working_grads_by_group_id"):  # ZeRO has taken them off the parameters
+    """Yield the gradients that the next step will use and that this rank holds."""
+    if hasattr(engine, "get_working_grads_by_group_id"):  # ZeRO has moved them from the parameters
         for index in range(len(engine.param_groups)):
             yield from engine.get_working_grads_by_group_id(index)
         return
@@ -214,10 +214,10 @@ def gradients_of(engine: Any, model: nn.Module) -> Iterator[Tensor]:
 
 
 def check_splits(model: nn.Module) -> None:
-    """Refuse parameters that are split in a way of their own, such as queries, keys and values in one matrix.
+    """Refuse parameters with a customized split, such as queries, keys and values in one matrix.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such a parameter.
     """
     from colossalai.tensor.d_tensor import is_customized_distributed_tensor
 
@@ -231,14 +231,14 @@ def check_splits(model: nn.Module) -> None:
 
 
 def predict_whole_vocabulary(model: nn.Module) -> None:
-    """Let the last layer of a model of HuggingFace gather what its ranks predict, each for a part of the words."""
+    """Let the last layer of a HuggingFace model gather its ranks' predictions, each for a part of the vocabulary."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if hasattr(head, "gather_output"):
         head.gather_output = True
 
 
 def is_split(param: Tensor) -> bool:
-    """Return whether the parameter has another shape here than in the user's model, by tensor parallelism."""
+    """Return whether tensor parallelism has changed the shape of the parameter."""
     from colossalai.tensor.d_tensor import is_distributed_tensor
 
     return bool(is_distributed_tensor(param)) or hasattr(param, "_padding_dim")
@@ -253,7 +253,7 @@ def full_numel(param: Any) -> int:
 
 
 def gather_like(tensor: Tensor, param: Any, tp_group: Any) -> Tensor:
-    """Return the whole of a tensor that is split over the ranks as `param` is.
+    """Return the whole tensor of one that is split over the ranks like `param`.
 
     **Collective**: every rank of `tp_group`.
     """
@@ -261,13 +261,13 @@ def gather_like(tensor: Tensor, param: Any, tp_group: Any) -> Tensor:
 
     if is_distributed_tensor(param):
         tensor = torch.cat(all_gather(tensor, group=tp_group), dim=get_shard_dim_1d(param))
-    if hasattr(param, "_padding_dim"):  # a vocabulary that was made longer, so that it can be split
+    if hasattr(param, "_padding_dim"):  # a vocabulary that was padded so that it can be split
         tensor = tensor.narrow(param._padding_dim, 0, param._origin_length)
     return tensor
 
 
 def split_like(whole: Tensor, param: Any, tp_group: Any) -> Tensor:
-    """Return this rank's part of a whole tensor, split as `param` is. Nothing is sent."""
+    """Return this rank's part of a whole tensor, split like `param`. Nothing is sent."""
     from colossalai.tensor.d_tensor.api import get_shard_dim_1d, is_distributed_tensor
 
     if hasattr(param, "_padding_dim"):
@@ -287,15 +287,15 @@ def _host_accelerator() -> Any:
     from colossalai.accelerator import CpuAccelerator
 
     class HostAccelerator(CpuAccelerator):  # type: ignore[misc]
-        """The processor, with the calls that ColossalAI makes of every accelerator.
+        """The CPU as an accelerator, with the methods that ColossalAI calls on every accelerator.
 
-        **Source**: `colossalai.accelerator.CpuAccelerator` (0.5.0), most of whose methods raise. Work on a processor
-        is done when a call returns, so that streams have nothing to order.
+        **Source**: `colossalai.accelerator.CpuAccelerator` (0.5.0), most of whose methods raise an error. Work on a CPU
+        is complete when a call returns, so streams have nothing to order.
         """
 
         @property
         def name(self) -> str:
-            return "cuda"  # LowLevelZeroOptimizer asks for a name it knows, and for nothing behind it
+            return "cuda"  # LowLevelZeroOptimizer only checks for a name that it knows
 
         def Stream(self, *_: Any, **__: Any) -> object:  # noqa: N802 - their name
             return object()

@@ -1,4 +1,4 @@
-"""`ColossalAIModelWrapper`: ColossalAI's model with the training and validation steps of the user's."""
+"""`ColossalAIModelWrapper`: ColossalAI's model with the training and validation steps of the user's model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lockstep.strategy.trainable import TrainableParams
 
 @MODEL_WRAPPERS.register_module(name=["ColossalAIModelWrapper", "CollosalAIModelWrapper"])
 class ColossalAIModelWrapper(ModelWrapper):
-    """A model that `ColossalAIStrategy` has laid over the ranks.
+    """A model that `ColossalAIStrategy` has distributed over the ranks.
 
     Args:
-        model_wrapper: the model as the booster returned it.
+        model_wrapper: the model returned by the booster.
         model: the user's own module inside it.
-        booster: ColossalAI's booster. It owns the groups that the model talks over, and so must live as long.
-        no_sync: makes the context in which gradients are not averaged; None where the plugin has none.
-        pipeline: its stages, where it is in stages.
-        guard: refuses that a `train_step` of the model's own takes parts of parameters for the whole; see `OwnStep`.
-        may_go_round: whether such a step may go back past the optim wrapper.
+        booster: ColossalAI's booster. It owns the groups over which the model communicates, so it must live as long.
+        no_sync: returns the context in which gradients are not averaged; None if the plugin has none.
+        pipeline: its stages; None if it is not in stages.
+        guard: stops the model's own `train_step` from using part of a parameter as the whole; see `OwnStep`.
+        may_go_round: whether such a step may call `loss.backward()` without the optim wrapper.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ColossalAIModelWrapper(ModelWrapper):
     ) -> None:
         super().__init__()
         self.boosted = model_wrapper
-        self.__dict__["module"] = model  # not as a child, lest its parameters be listed twice
+        self.__dict__["module"] = model  # not as a child, which would list its parameters twice
         self._booster = booster
         self._no_sync = no_sync
         self._pipeline = pipeline
@@ -57,7 +57,7 @@ class ColossalAIModelWrapper(ModelWrapper):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of the parameters of all stages, whole or in pieces."""
+        """Number of elements of the parameters of all stages, counting split ones in full."""
         if self._pipeline is not None:
             return self._pipeline.stages.inventory.numel
         return sum(map(full_numel, self.module.parameters()))
@@ -66,7 +66,7 @@ class ColossalAIModelWrapper(ModelWrapper):
         """Call the model.
 
         Raises:
-            RuntimeError: it is in stages, of which none can be called by itself; call `train_step` or `val_step`.
+            RuntimeError: it is in stages, and a single stage cannot be called; call `train_step` or `val_step`.
         """
         if self._pipeline is not None:
             raise RuntimeError(
@@ -82,9 +82,9 @@ class ColossalAIModelWrapper(ModelWrapper):
         **Collective**: every rank, unless inside `no_sync`; with `pp_size` above 1 always every rank of the replica.
 
         Raises:
-            RuntimeError: the model's own `train_step` goes round the optim wrapper.
-            ConfigError: under tensor parallelism, it computes with split parameters outside the model's `forward`; or
-                parameters have been frozen or unfrozen since the model was prepared.
+            RuntimeError: the model's own `train_step` bypasses the optim wrapper.
+            ConfigError: under tensor parallelism, it uses split parameters outside the model's `forward`; or parameters
+                have been frozen or unfrozen since the model was prepared.
         """
         self._trainable.check()
         if self._pipeline is not None:
@@ -93,20 +93,20 @@ class ColossalAIModelWrapper(ModelWrapper):
             return train_step(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
-        """Return what the module predicts for this rank's batch.
+        """Return the module's predictions for this rank's batch.
 
         **Collective**: every rank that shares the replica, with `tp_size` or `pp_size` above 1.
         """
         return super().val_step(data) if self._pipeline is None else self._pipeline.predict(data)
 
     def test_step(self, data: Any) -> Any:
-        """Return what the module predicts for this rank's batch, as `val_step` does."""
+        """Return the module's predictions for this rank's batch, like `val_step`."""
         return super().test_step(data) if self._pipeline is None else self._pipeline.predict(data)
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Return the context in which gradients add up on their rank; where the plugin has none, one that does nothing.
+        """Return the context in which gradients accumulate on their rank; a null context if the plugin has none.
 
-        ZeRO 2 keeps only its shard of each gradient, and therefore averages that of every batch, which gives the same
-        sum.
+        ZeRO 2 keeps only its shard of each gradient. It therefore averages gradients after every batch, with the same
+        result.
         """
         return nullcontext() if self._no_sync is None else self._no_sync()

@@ -1,4 +1,4 @@
-"""`ColossalAIOptimWrapper`: from a loss to updated parameters, by an engine that does part of it itself."""
+"""`ColossalAIOptimWrapper`: from a loss to updated parameters, partly by ColossalAI's optimizer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from lockstep.strategy.gradient_flow import GradientFlow
 
 
 class Drive(NamedTuple):
-    """What an update is made by.
+    """The parts that run an update.
 
     Attributes:
         engine: ColossalAI's optimizer.
-        gradients: yields those that its next step will use.
-        clips: whether it clips by itself.
-        in_pipeline: whether forward and backward passes are one, so that there is no loss to begin from.
-        flow: how losses reach the model's parameters; needed with ZeRO.
-        sends_as_they_come: whether ZeRO sends gradients during the backward pass, in the order of their coming.
+        gradients: yields the gradients that its next step will use.
+        clips: whether it clips gradients itself.
+        in_pipeline: whether a pipeline runs forward and backward passes together, so there is no loss to call
+            `backward` with.
+        flow: finds the parameters that losses reach; needed with ZeRO.
+        sends_as_they_come: whether ZeRO sends gradients during the backward pass, in the order in which they arrive.
     """
 
     engine: Any
@@ -36,25 +37,25 @@ class Drive(NamedTuple):
 
 @OPTIM_WRAPPERS.register_module()
 class ColossalAIOptimWrapper(OptimWrapper):
-    """An optimizer that `ColossalAIStrategy` has laid over the ranks; means what `OptimWrapper` means.
+    """The optim wrapper of `ColossalAIStrategy`, with the interface of `OptimWrapper`.
 
-    Its `optimizer` is the one that was configured, whose learning rates are the ones in use, also where the engine has
-    given it shards to update.
+    Its `optimizer` is the configured one, and its learning rates are those in use, even if the engine has replaced its
+    parameters by shards.
 
     Args:
         optimizer: the optimizer.
         accumulative_counts: number of batches whose gradients are averaged into one update.
-        clip_grad: `dict(max_norm=...)`; with the plugin `ddp` also what else `OptimWrapper` takes.
+        clip_grad: `dict(max_norm=...)`; with the plugin `ddp`, everything that `OptimWrapper` accepts.
     """
 
     _drive: Drive | None = None
 
     @classmethod
     def of(cls, wrapper: OptimWrapper) -> ColossalAIOptimWrapper:
-        """Return a wrapper of this class with another one's optimizer and settings.
+        """Return a wrapper of this class with the optimizer and settings of another wrapper.
 
         Raises:
-            ConfigError: it does more than an `OptimWrapper`.
+            ConfigError: the other wrapper is not a plain `OptimWrapper`.
         """
         if isinstance(wrapper, cls):
             return wrapper
@@ -67,10 +68,10 @@ class ColossalAIOptimWrapper(OptimWrapper):
         return cls(wrapper.optimizer, wrapper.accumulative_counts, wrapper.clip_grad)
 
     def max_norm_for_engine(self) -> float | None:
-        """Return the norm that an engine is to clip to, which knows no other clipping.
+        """Return the maximum norm for the engine, which supports no other clipping.
 
         Raises:
-            ConfigError: the clipping that is wanted is another one.
+            ConfigError: another kind of clipping is configured.
         """
         if self.clip_grad is None:
             return None
@@ -91,7 +92,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
         return max_norm
 
     def attach(self, drive: Drive) -> None:
-        """Take over ColossalAI's optimizer, made around this one's."""
+        """Set ColossalAI's optimizer, which wraps this one's."""
         self._drive = drive
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -100,9 +101,9 @@ class ColossalAIOptimWrapper(OptimWrapper):
         **Collective**: every rank, unless inside `no_sync`.
 
         Raises:
-            ConfigError: where ZeRO sends gradients as they come, the ranks' losses reach different parameters, or in
-                another order.
-            RuntimeError: the model is in stages, of which none has a loss to begin from; call `train_step`.
+            ConfigError: ZeRO sends gradients as they arrive, and the ranks' losses reach different parameters, or the
+                same ones in a different order.
+            RuntimeError: the model is in stages, which have no loss to call `backward` with; call `train_step`.
         """
         drive = self._attached()
         if drive.in_pipeline:
@@ -119,11 +120,11 @@ class ColossalAIOptimWrapper(OptimWrapper):
         self._inner_count += 1
 
     def update_by(self, model: nn.Module, run: Callable[[float], None]) -> None:
-        """Do as `update_params` does where forward and backward passes are one.
+        """Do what `update_params` does, for a pipeline that runs forward and backward passes together.
 
         Args:
             model: the wrapper, for its `no_sync`.
-            run: makes both, and adds the gradients of the loss times its argument.
+            run: runs both, and adds the gradients of the loss times its argument.
         """
         factor = float(self.scale_loss(torch.ones((), dtype=torch.float64)))
         with self.optim_context(model):
@@ -149,7 +150,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
         self._attached().engine.zero_grad(**kwargs)
 
     def left_out(self, model: nn.Module) -> list[str]:
-        """Return no names: the engine holds other tensors than the model's, and refuses what it does not train."""
+        """Return an empty list: the engine holds other tensors, and refuses parameters that it does not train."""
         return []
 
     def _even_out(self) -> None:

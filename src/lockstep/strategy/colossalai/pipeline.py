@@ -1,4 +1,4 @@
-"""One replica in stages, through which the micro-batches of a batch follow each other."""
+"""A pipeline: one replica in stages, which process the micro-batches of a batch one after another."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lockstep.strategy.colossalai.stages import Stages
 
 Criterion = Callable[[Any, Any], Tensor]
 
-# For these ColossalAI's policies have been compared with one process; others fail, or have not been looked at.
+# For these models, ColossalAI's policies have been compared with one process; others fail or have not been tested.
 MEASURED = (
     "BertForMaskedLM", "BertForSequenceClassification", "BertForTokenClassification", "BloomForCausalLM",
     "FalconForCausalLM", "LlamaForCausalLM", "LlamaForSequenceClassification", "MistralForCausalLM",
     "Qwen2ForCausalLM", "ViTForImageClassification",
 )  # fmt: skip
-_IGNORED = -100  # the label that HuggingFace's losses leave out
-_SHIFTED = ("ForCausalLM", "LMHeadModel")  # classes that predict the next word, and so score no first label
+_IGNORED = -100  # the label that HuggingFace's losses ignore
+_SHIFTED = ("ForCausalLM", "LMHeadModel")  # classes that predict the next token, so the first label is not scored
 _WHOLE = (bool, int, float, str, type(None))
 
 
 class MicroBatches(NamedTuple):
-    """A batch in pieces.
+    """A batch cut into micro-batches.
 
     Attributes:
         parts: arguments of `forward`, by name.
-        sizes: the number of samples in each.
+        sizes: the number of samples in each micro-batch.
     """
 
     parts: list[dict[str, Any]]
@@ -45,18 +45,18 @@ class MicroBatches(NamedTuple):
 
 
 class Cutting(NamedTuple):
-    """Into how many pieces a batch is cut.
+    """How a batch is cut into pieces.
 
     Attributes:
-        number: as many; None where the size is given.
-        size: of at most as many samples.
+        number: the number of pieces; None if the size is given.
+        size: the maximum number of samples in a piece.
     """
 
     number: int | None = None
     size: int | None = None
 
     def sizes(self, samples: int) -> list[int]:
-        """Return the number of samples in each piece: as even as can be, and at least one.
+        """Return the number of samples in each piece: as even as possible, and at least one.
 
         >>> Cutting(number=4).sizes(10), Cutting(number=4).sizes(3), Cutting(size=4).sizes(10)
         ([3, 3, 2, 2], [1, 1, 1], [4, 3, 3])
@@ -68,15 +68,15 @@ class Cutting(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pipeline:
-    """The stages that compute on one batch together, seen from one of them.
+    """The stages that compute on one batch together, as one of them sees it.
 
     Args:
-        execute: runs ColossalAI's schedule: given micro-batches, a criterion, and the optimizer in training.
-        no_sync: makes the context in which a schedule averages no gradients.
+        execute: runs ColossalAI's schedule: takes micro-batches, a criterion, and the optimizer (None for predictions).
+        no_sync: returns the context in which a schedule does not average gradients.
         engine: ColossalAI's optimizer.
-        core: what is left here of the user's own module.
-        stages: of the pipeline.
-        cutting: into how many micro-batches a batch is cut.
+        core: this stage's part of the user's own module.
+        stages: the stages of the pipeline.
+        cutting: how a batch is cut into micro-batches.
     """
 
     execute: Callable[[list[dict[str, Any]], Criterion, Any], None]
@@ -94,7 +94,7 @@ class Pipeline:
             data: the batch, the same on every rank of the replica.
             optim_wrapper: clips and updates.
 
-        **Collective**: every rank of the pipeline; at the end of a window every rank.
+        **Collective**: every rank of the pipeline; at the end of a window, every rank of the job.
         """
         batches = self._cut(data, "loss", training=True)
         parse = getattr(self.core, "parse_losses", steps.parse_losses)
@@ -105,7 +105,7 @@ class Pipeline:
 
             def criterion(outputs: Any, _: Any) -> Tensor:
                 weight = next(weights)
-                if weight == 0:  # no label in it counts, and the mean over none is no number
+                if weight == 0:  # no label in it counts, and the mean over no labels is NaN
                     return _zero(outputs)
                 loss, log_vars = parse(outputs)
                 for name, value in log_vars.items():
@@ -120,7 +120,7 @@ class Pipeline:
         return broadcast_object(means, src=self.stages.last, group=self.stages.group)
 
     def predict(self, data: Any) -> Any:
-        """Return what the model predicts for this replica's batch, on each of its ranks.
+        """Return the model's predictions for this replica's batch, on each of its ranks.
 
         **Collective**: every rank of the pipeline.
         """
@@ -142,7 +142,7 @@ class Pipeline:
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Let the stage draw random numbers of its own; those of the replica stay the same on all of its ranks."""
+        """Let the stage draw its own random numbers; the generators of the replica stay equal on all its ranks."""
         seed = int(torch.randint(2**62, ()))
         device = get_device()
         devices = [] if device == "cpu" else [torch.get_device_module(device).current_device()]
@@ -152,10 +152,10 @@ class Pipeline:
 
 
 def check_model(model: nn.Module, *, has_policy: bool, has_custom_policy: bool) -> None:
-    """Refuse a model that can't be cut into stages, or whose steps are its own.
+    """Refuse a model that cannot be cut into stages, or that has its own steps.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the model is of either kind.
     """
     name = type(model).__name__
     if not has_custom_policy and not (has_policy and name in MEASURED):
@@ -173,17 +173,17 @@ def check_model(model: nn.Module, *, has_policy: bool, has_custom_policy: bool) 
 
 
 def _zero(outputs: Any) -> Tensor:
-    """Return 0, whose gradients are 0 for all that led to the outputs."""
+    """Return a loss of 0 with gradients of 0 for everything that the outputs depend on."""
     values = outputs.values() if hasattr(outputs, "values") else [outputs]
     tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
-    return max(tensors, key=Tensor.dim).sum() * 0  # rather of scores than of the loss
+    return max(tensors, key=Tensor.dim).sum() * 0  # prefers scores to the loss
 
 
 def by_name(forward: Callable[..., Any], batch: Any, mode: str) -> dict[str, Any]:
-    """Return a batch as arguments of a module's `forward` by their names, with `mode` where it is one of them.
+    """Return a batch as keyword arguments of a module's `forward`, with `mode` if `forward` has it.
 
     Raises:
-        ConfigError: it has fewer arguments than the batch has parts.
+        ConfigError: `forward` has fewer arguments than the batch has parts.
     """
     names = list(inspect.signature(forward).parameters)[1:]
     if isinstance(batch, Mapping):
@@ -200,12 +200,12 @@ def by_name(forward: Callable[..., Any], batch: Any, mode: str) -> dict[str, Any
 
 
 def cut(batch: Mapping[str, Any], cutting: Cutting) -> MicroBatches:
-    """Cut a batch, along the first dim of its tensors.
+    """Cut a batch along the first dim of its tensors.
 
-    Lists and tuples are cut, too; tensors without dims, numbers, strings and None go into each piece.
+    Lists and tuples are also cut; tensors without dims, numbers, strings and None are copied to each piece.
 
     Raises:
-        ConfigError: there is something in it that can't be cut so.
+        ConfigError: a part of it cannot be cut like this.
     """
     lengths = [value.size(0) for value in batch.values() if isinstance(value, Tensor) and value.dim()]
     if not lengths or not lengths[0]:
@@ -219,8 +219,9 @@ def cut(batch: Mapping[str, Any], cutting: Cutting) -> MicroBatches:
 def weights_of(core: nn.Module, cut_up: MicroBatches) -> list[float]:
     """Return the share of each piece in the mean over the batch; they add up to 1.
 
-    It is the piece's share of the samples; where the batch has `labels` of which some are -100, its share of the
-    others, over which HuggingFace's models take the mean. Models that predict the next word score no first label.
+    It is the piece's share of the samples. If the batch has integer `labels`, it is the piece's share of the labels
+    other than -100, because HuggingFace's models take the mean over those. Models that predict the next token do not
+    score the first label.
     """
     counts = [float(size) for size in cut_up.sizes]
     labels = [label for part in cut_up.parts if isinstance(label := part.get("labels"), Tensor)]
@@ -232,13 +233,13 @@ def weights_of(core: nn.Module, cut_up: MicroBatches) -> list[float]:
 
 
 def merged(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
-    """Return what a model predicted for the pieces of a batch as what it would predict for the whole.
+    """Merge a model's predictions for the pieces of a batch into its prediction for the whole batch.
 
-    Tensors are put one after the other; of those without dims it is the mean by `weights`. Mappings and tuples keep
-    their form, and lists, which hold one entry per sample, are joined.
+    Tensors are concatenated; tensors without dims become their mean weighted by `weights`. Mappings and tuples keep
+    their structure, and lists, which hold one entry per sample, are joined.
 
     Raises:
-        ConfigError: there is something in it that can't be put together so.
+        ConfigError: a part of them cannot be merged like this.
     """
     first = outputs[0]
     if first is None:

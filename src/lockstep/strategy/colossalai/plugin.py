@@ -1,4 +1,4 @@
-"""Which of ColossalAI's plugins is meant, with which options, and what is wrong in it."""
+"""The choice of one of ColossalAI's plugins and its options, and the checks of both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "zero_stage": 0,
         "precision": "fp32",
         "broadcast_buffers": False,
-        # True lets a model of HuggingFace predict each rank's part of the vocabulary.
+        # With True, each rank of a HuggingFace model predicts only its part of the vocabulary.
         "parallel_output": False,
     },
 }
@@ -44,7 +44,7 @@ _REFUSED: Mapping[str, str] = {
         "strategy='fsdp', which is PyTorch's FSDP as well"
     ),
 }
-# Optimizers that look at a parameter as a whole, not at its numbers one by one.
+# Optimizers that use a parameter as a whole, not each of its numbers independently.
 _WHOLE_PARAMETERS = frozenset({"Adafactor", "Muon", "SparseAdam"})
 
 
@@ -52,21 +52,21 @@ class PluginChoice:
     """A plugin and its options.
 
     Args:
-        plugin: its name.
+        plugin: the plugin's name.
         options: arguments of the plugin's class.
 
     Attributes:
         kind: `"ddp"`, `"lowlevel_zero"` or `"hybrid"`.
         class_name: name of the plugin's class.
         options: the arguments, with lockstep's defaults.
-        zero_stage: 0 where every rank has the whole optimizer, 1 or 2 where it is sharded.
+        zero_stage: 0 if every rank has the whole optimizer, 1 or 2 if it is sharded.
         tp_size: number of ranks that share one replica of the model.
         pp_size: number of stages of each replica.
-        dtype: what the model computes in.
-        clips: whether the plugin's optimizer clips gradients itself, which it alone has whole.
+        dtype: the dtype that the model computes in.
+        clips: whether the plugin's optimizer clips gradients itself, because only it can compute their whole norm.
 
     Raises:
-        ConfigError: the plugin is unknown, or is wrong in all that it does; or an option is.
+        ConfigError: the plugin or an option is unknown, or gives wrong results.
     """
 
     def __init__(self, plugin: str, options: Mapping[str, Any]) -> None:
@@ -84,14 +84,14 @@ class PluginChoice:
 
     @property
     def cutting(self) -> Cutting:
-        """Into how many micro-batches a batch is cut."""
+        """How a batch is cut into micro-batches."""
         number, size = self.options.get("num_microbatches"), self.options.get("microbatch_size")
         return Cutting(2 * self.pp_size if size is None and number is None else number, size)
 
     def with_run(self, max_norm: float | None) -> dict[str, Any]:
-        """Return the options, completed by what is known when training begins."""
+        """Return the options, completed with the values known when training begins."""
         options = dict(self.options)
-        if self.pp_size > 1:  # it wants one of the two, and does not get to use it
+        if self.pp_size > 1:  # the plugin requires one of the two, but never uses it
             options |= {"num_microbatches": 1, "microbatch_size": None}
         if self.clips:
             options["max_norm"] = max_norm or 0.0
@@ -100,7 +100,7 @@ class PluginChoice:
         return options
 
     def check_run(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Refuse what would go wrong, before anything is changed.
+        """Refuse models and optimizers that the plugin does not support, before anything is changed.
 
         Raises:
             ConfigError: the model, the optimizer or the number of ranks does not fit.
@@ -209,10 +209,10 @@ class PluginChoice:
 
 
 def name_and_options(plugin: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name of a plugin that is given as such, or as a dict with a `type`, and the options in it.
+    """Return the name and the options of a plugin that is given as a name, or as a dict with a `type`.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `plugin` is neither.
     """
     cfg = {"type": plugin} if isinstance(plugin, str) else plugin
     if not isinstance(cfg, Mapping) or not isinstance(cfg.get("type"), str):
@@ -223,7 +223,7 @@ def name_and_options(plugin: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _kind(name: str) -> str:
-    """Return the kind that is meant by MMEngine's, ColossalAI's or lockstep's name of a plugin."""
+    """Return the kind of a plugin from MMEngine's, ColossalAI's or lockstep's name for it."""
     plain = name.lower().replace("-", "").replace("_", "").removesuffix("plugin")
     known = {
         "ddp": "ddp", "torchddp": "ddp",

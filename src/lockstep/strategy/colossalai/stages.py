@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds what of a model, and the state of the whole model from all of them, and back."""
+"""The stages of a pipeline: which parts of a model each one holds, and the conversion of their states."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 class Inventory(NamedTuple):
-    """What a model and its optimizer consist of, noted before they are cut into stages.
+    """The tensors of a model and its optimizer, recorded before they are cut into stages.
 
     Attributes:
-        first: by the names in the model's state, in its order: the first name of the same tensor.
+        first: for each name in the model's state, in its order, the first name of the same tensor.
         parameters: the first names of the parameters.
         groups: the first names of the parameters in each group of the optimizer.
-        shapes: of the tensors in the model's state.
+        shapes: shapes of the tensors in the model's state, by name.
         numel: number of elements of all parameters.
     """
 
@@ -38,7 +38,7 @@ class Inventory(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: Optimizer) -> Inventory:
-        """Take the inventory of a model that is whole."""
+        """Return the inventory of a whole model."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         tensors = owned_state(model)
         first = {name: names.setdefault(id(tensor), name) for name, tensor in tensors.items()}
@@ -49,25 +49,25 @@ class Inventory(NamedTuple):
 
 
 class Stages:
-    """The stages of one pipeline, seen from one of them.
+    """The stages of one pipeline, as one of them sees it.
 
     Args:
-        inventory: of the whole model.
-        core: what is left of it here.
+        inventory: the inventory of the whole model.
+        core: this stage's part of the model.
         group: the ranks of the pipeline, one per stage.
         replicas: the ranks that are the same stage of all pipelines.
         shared: this rank's parameters that the policy keeps equal on several stages.
         zero: whether ZeRO shards the optimizer.
 
     Attributes:
-        stage: which of them this is.
-        last: the number of the last one.
-        here: by the first name of something that this stage has, the name that it has here.
+        stage: the number of this stage.
+        last: the number of the last stage.
+        here: for the first name of each tensor that this stage holds, its name on this stage.
 
     **Collective**: every rank.
 
     Raises:
-        ConfigError: on every rank, if the policy has cut the model in a way that would train something else.
+        ConfigError: on every rank, if the policy has cut the model in a way that would change the training.
     """
 
     def __init__(
@@ -91,23 +91,23 @@ class Stages:
         self._check(all_gather_object(holdings, group=group), zero)
 
     def spread(self, name: str, make: Callable[[], T]) -> T:
-        """Return what the first stage that holds something makes of it; of a buffer that of the first replica.
+        """Return on every rank what `make` returns on the first stage that holds `name` (for a buffer, of replica 0).
 
         **Collective**: every rank.
         """
         owner = self._owners[name]
         made = make() if owner == self.stage else None
         received: T = broadcast_object(made, src=owner, group=self.group)  # type: ignore[assignment]
-        # Parameters of replicas are equal, but their buffers are their own, and rows of several would make a mixture.
+        # Replicas have equal parameters but different buffers; rows from several replicas would be inconsistent.
         return received if name in self._parameters else broadcast_object(received, src=0, group=self._replicas)
 
     def agree(self, complaint: str | None) -> None:
-        """Raise a stage's complaint on all of them.
+        """Raise the complaint of any stage on all stages.
 
         **Collective**: every rank of the pipeline.
 
         Raises:
-            ConfigError: one of them has one.
+            ConfigError: a stage has a complaint.
         """
         for found in all_gather_object(complaint, group=self.group):
             if found is not None:
@@ -136,18 +136,18 @@ class Stages:
 
 
 class PipelineStateTranslator(StateTranslator):
-    """Translates the states of a model of which each stage of a pipeline holds some layers.
+    """Translates the states of a model whose layers are divided among the stages of a pipeline.
 
-    What is tied has one entry in the optimizer's state, under its first name, as in one process.
+    A tied parameter has one entry in the optimizer's state, under its first name, as in one process.
 
     Args:
-        core: what is left here of the user's own module.
+        core: this stage's part of the user's own module.
         engine: ColossalAI's optimizer.
         tp_group: the ranks that share a stage.
-        stages: of the pipeline.
+        stages: the stages of the pipeline.
 
-    **Cost**: of `model_state` and `optim_state`: one broadcast per parameter, of it and of its state, after what
-    `StateTranslator` gathers. Of each tensor every rank keeps its rows in CPU memory.
+    ***Cost**: for `model_state` and `optim_state`, one broadcast of each parameter or of its state, in addition to what
+        `StateTranslator` gathers. Every rank keeps its rows of each tensor in CPU memory.
     """
 
     def __init__(self, core: nn.Module, engine: Any, tp_group: Any, stages: Stages) -> None:
@@ -164,10 +164,10 @@ class PipelineStateTranslator(StateTranslator):
         return {name: kept[first] for name, first in self._stages.inventory.first.items()}
 
     def load_model(self, state: ModelState) -> None:
-        """Take over a model's state. **Collective**: every rank, if there are DTensors in it.
+        """Load a model's state. **Collective**: every rank, if there are DTensors in it.
 
         Raises:
-            ConfigError: it is that of another model.
+            ConfigError: the state belongs to another model.
         """
         for name, shape in self._stages.inventory.shapes.items():
             if name in state and state[name].shape != shape:
@@ -185,7 +185,7 @@ class PipelineStateTranslator(StateTranslator):
         named = self._trained()
         state = {}
         for name in self._names_to_load(named):
-            # ZeRO leaves frozen parameters out, which the optimizer had.
+            # ZeRO leaves out frozen parameters that the optimizer had.
             make: Callable[[], dict[str, Any]] = partial(self._entry, *named[name]) if name in named else dict
             entry = self._stages.spread(name, make)
             if entry:
@@ -193,7 +193,7 @@ class PipelineStateTranslator(StateTranslator):
         return {"state": state, "param_groups": self._groups()}
 
     def optim_template(self) -> ModelState:
-        """Return tensors by name sharded as the optimizer's state is to be read."""
+        """Return tensors by name, sharded as the optimizer's state is to be read."""
         return {name: template_of_rows(shape) for name, shape in self._stages.inventory.shapes.items()}
 
     def _own_state(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class PipelineStateTranslator(StateTranslator):
         return named_groups(self._optimizer.param_groups, self._stages.inventory.groups)
 
     def _find_strangers(self, state: OptimState) -> str | None:
-        # Of the parameters on other stages those will complain.
+        # Other stages check their own parameters.
         own = {self._stages.inventory.first[name]: param for name, param in self._core.named_parameters()}
         return find_strangers(own, self._stages.inventory.groups, state, self._stages.inventory.parameters)
 
@@ -228,7 +228,7 @@ class PipelineStateTranslator(StateTranslator):
 
 
 class _Holdings(NamedTuple):
-    """First names of what a stage holds, shares with others and trains."""
+    """First names of the tensors that a stage holds, shares with other stages and trains."""
 
     held: set[str]
     shared: set[str]
@@ -236,7 +236,7 @@ class _Holdings(NamedTuple):
 
 
 def _check_groups(groups: list[list[str]], stages: list[_Holdings]) -> None:
-    """Refuse a group that is not on every stage: ZeRO adds up its norm over all, and those without do not take part."""
+    """Refuse a group that is not on every stage: ZeRO sums its norm over all, and stages without it do not join."""
     for index, names in enumerate(groups):
         lacking = [stage for stage, holdings in enumerate(stages) if holdings.trained.isdisjoint(names)]
         if 0 < len(lacking) < len(stages):
@@ -247,7 +247,7 @@ def _check_groups(groups: list[list[str]], stages: list[_Holdings]) -> None:
 
 
 def _check_sharing(name: str, holders: list[int], stages: list[_Holdings]) -> None:
-    """Refuse a parameter of several stages whose gradients would not be added up."""
+    """Refuse a parameter on several stages if its gradients would not be summed correctly."""
     if len(holders) == 1:
         return
     if not all(name in stages[stage].shared for stage in holders):

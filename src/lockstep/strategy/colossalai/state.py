@@ -1,4 +1,4 @@
-"""From ColossalAI's shards to whole tensors by the names of parameters, and back."""
+"""Converts between ColossalAI's shards and whole tensors by parameter name."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lockstep.strategy.resharding import shard_rows, template_of_rows
 class StateTranslator:
     """Translates the states of one model and its optimizer.
 
-    What is trained may differ from what computes. Tensor parallelism splits a parameter along one dim; ZeRO makes of
-    this a flat tensor, padded, and gives each rank one shard of it to train; half precision trains copies in float32.
-    The optimizer's state has the form of what is trained.
+    The trained tensor of a parameter (its master) may differ from the one that the model computes with. Tensor
+    parallelism splits a parameter along one dim. ZeRO flattens and pads the result, and each rank trains one shard of
+    it. Half precision trains float32 copies. The optimizer's state has the form of the trained tensor.
 
     Args:
         core: the user's own module.
-        engine: ColossalAI's optimizer; None of a model that is only evaluated.
-        tp_group: the ranks that share a replica; None where each has one.
+        engine: ColossalAI's optimizer; None for a model that is only evaluated.
+        tp_group: the ranks that share a replica; None if each rank has its own.
 
-    **Cost**: of `model_state` and `optim_state`: one all-gather per parameter and entry of its state that is sharded.
-    On the device one whole tensor at a time; of each, every rank keeps its rows in CPU memory. What every rank holds in
-    full anyhow is neither sent nor copied.
+    ***Cost**: for `model_state` and `optim_state`, one all-gather per sharded parameter or entry of its state. One
+        tensor at a time is whole in device memory; every rank keeps its rows of it in CPU memory. Tensors that every
+        rank holds whole are neither sent nor copied.
 
     **Source**: `LowLevelZeroOptimizer` and `colossalai.shardformer.layer.ParallelModule` (0.5.0).
     """
@@ -41,15 +41,15 @@ class StateTranslator:
         self._core = core
         self._optimizer: Any = getattr(engine, "optim", None)
         self._tp_group = tp_group
-        # By id of what computes: what is trained in its place.
+        # Trained tensors, by id of the parameter that the model computes with.
         get_masters = getattr(engine, "get_working_to_master_map", dict)
         self._masters: dict[int, Tensor] = get_masters() or {}
-        # The ranks among which ZeRO has dealt out a parameter.
+        # The ranks over which ZeRO has sharded a parameter.
         self._zero_groups: Mapping[Tensor, Any] = getattr(engine, "param_to_pg", {})
 
     def model_state(self) -> ModelState:
         """Return the model's state, in the precision in which it is trained. **Collective**: every rank."""
-        kept: dict[int, Any] = {}  # what is tied is gathered once
+        kept: dict[int, Any] = {}  # tied weights are gathered once
         state: ModelState = {}
         for name, own in self._own_state().items():
             if id(own) not in kept:
@@ -59,10 +59,10 @@ class StateTranslator:
 
     @torch.no_grad()
     def load_model(self, state: ModelState) -> None:
-        """Take over a model's state. **Collective**: every rank, if there are DTensors in it.
+        """Load a model's state. **Collective**: every rank, if there are DTensors in it.
 
         Raises:
-            ConfigError: it is that of another model.
+            ConfigError: the state belongs to another model.
         """
         present = self._own_state()
         names = self._state_names(present)
@@ -91,7 +91,7 @@ class StateTranslator:
         return {"state": state, "param_groups": self._groups()}
 
     def optim_template(self) -> ModelState:
-        """Return tensors by name sharded as the optimizer's state is to be read. **Collective**: every rank."""
+        """Return tensors by name, sharded as the optimizer's state is to be read. **Collective**: every rank."""
         own = dict(self._core.named_parameters())
         gathered = {name for name, param in own.items() if param in self._zero_groups or is_split(param)}
         return {
@@ -100,13 +100,13 @@ class StateTranslator:
         }
 
     def load_optim(self, state: OptimState) -> None:
-        """Take over a state by parameter name. **Collective**: every rank, if there are DTensors in it.
+        """Load an optimizer's state by parameter name. **Collective**: every rank, if there are DTensors in it.
 
-        A parameter without an entry has no state afterwards, and begins as in a new optimizer; entries of frozen
-        parameters that the optimizer does not hold are passed over.
+        A parameter without an entry has no state afterwards, and starts as in a new optimizer; entries of frozen
+        parameters that the optimizer does not hold are ignored.
 
         Raises:
-            ConfigError: it is that of other parameters or another optimizer.
+            ConfigError: the state belongs to other parameters or another optimizer.
         """
         named = self._trained()
         names = {trained: name for name, (_, trained) in named.items()}
@@ -129,23 +129,23 @@ class StateTranslator:
         canonical.write_entries(self._optimizer, packed, options)
 
     def _trained(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return, by name, what computes and what is trained."""
+        """Return, by name, each parameter and its trained tensor."""
         held = {id(trained) for group in self._optimizer.param_groups for trained in group["params"]}
         pairs = {name: (param, self._masters.get(id(param), param)) for name, param in self._core.named_parameters()}
         return {name: pair for name, pair in pairs.items() if id(pair[1]) in held}
 
     def _own_state(self) -> dict[str, Any]:
-        """Return what the model's state consists of, as it is held here, by name."""
+        """Return the tensors of the model's state by name, as this rank holds them."""
         if any(is_split(param) for param in self._core.parameters()):
             return owned_state(self._core)
         return self._core.state_dict(keep_vars=True)
 
     def _state_names(self, present: Mapping[str, Any]) -> set[str]:
-        """Return the names in the model's state, of which those `present` are held here."""
+        """Return the names in the whole model's state; this rank holds those in `present`."""
         return set(present)
 
     def _names_to_load(self, own: Iterable[str]) -> Iterable[str]:
-        """Return the names of the parameters whose state is to be loaded, of which `own` are trained here."""
+        """Return the names of the parameters whose state is to be loaded; this rank trains those in `own`."""
         return own
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -155,13 +155,13 @@ class StateTranslator:
         return canonical.named_groups(groups, ([names[trained] for trained in group["params"]] for group in groups))
 
     def _find_strangers(self, state: OptimState) -> str | None:
-        """Return what is wrong with a state that has entries for parameters which the optimizer does not update."""
+        """Return what is wrong with a state that has entries for parameters that the optimizer does not update."""
         return canonical.find_strangers(
             dict(self._core.named_parameters()), [group["params"] for group in self._groups()], state
         )
 
     def _keys_of_numbers(self, options: Sequence[Mapping[str, Any]]) -> set[str] | None:
-        """Return the keys of what each number of a parameter has of its own in the state, where that is known."""
+        """Return the keys with one value per element of a parameter in the state; None if they are not known."""
         first = canonical.first_state(self._optimizer, options[0], 1)
         return None if first is None else {key for key, value in first.items() if _dims(value) == 1}
 
@@ -170,12 +170,12 @@ class StateTranslator:
         own: dict[str, Any] = {}
         for key, value in entry.items():
             has_form = _dims(value) == param.dim() and self._is_form(param, value)
-            if has_form and param.dim() == 0:  # as counters and the like have
+            if has_form and param.dim() == 0:  # counters also have no dims
                 has_form = key != "step" if of_numbers is None else key in of_numbers
             if has_form:
                 own[key] = self._own_shard(param, value).clone()
             elif key == "step" and type(self._optimizer).__module__.startswith("colossalai."):
-                own[key] = int(value)  # of which torch's optimizers make a tensor
+                own[key] = int(value)  # torch's optimizers would convert it to a tensor
             else:
                 own[key] = value.clone() if isinstance(value, Tensor) else value
         return own
@@ -186,7 +186,7 @@ class StateTranslator:
         return split_like(value.to("meta"), param, self._tp_group).shape == param.shape
 
     def _refuse(self, complaint: str | None) -> None:
-        """Raise a complaint about what is to be loaded, if there is one."""
+        """Raise an error with a complaint about the state to load, if there is one."""
         canonical.refuse(complaint)
 
     def _load_tensor(self, name: str, own: Tensor, value: Tensor) -> None:
@@ -206,7 +206,7 @@ class StateTranslator:
         return {key: self._kept(param, value) if _is_like(value, trained) else value for key, value in state.items()}
 
     def _portion(self, whole: Tensor) -> Tensor:
-        """Return what this rank keeps of a tensor that had to be made whole: its rows."""
+        """Return the part that this rank keeps of a gathered tensor: its rows."""
         return shard_rows(whole)
 
     def _canonical(self, own: Any) -> Any:
@@ -215,11 +215,11 @@ class StateTranslator:
         master = self._masters.get(id(own))
         if master is not None and master.dtype != own.dtype:
             return self._kept(own, master)
-        # ZeRO's shards are of no interest here: what computes is whole.
+        # ZeRO's shards are not needed here: the tensor that the model computes with is whole.
         return self._portion(gather_like(own.detach(), own, self._tp_group)) if is_split(own) else own.detach()
 
     def _kept(self, param: Tensor, tensor: Tensor) -> Tensor:
-        """Return a tensor of the form in which `param` is trained, whole; of what had to be gathered the own rows."""
+        """Return the whole tensor of one in the trained form of `param`; if it had to be gathered, this rank's rows."""
         group = self._zero_groups.get(param)
         if group is None and not is_split(param):
             return tensor.detach()
@@ -229,7 +229,7 @@ class StateTranslator:
         return self._portion(gather_like(tensor, param, self._tp_group))
 
     def _own_shard(self, param: Tensor, full: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, in the form in which `param` is trained."""
+        """Return this rank's part of a whole tensor, in the trained form of `param`."""
         part = split_like(full, param, self._tp_group) if is_split(param) else full
         group = self._zero_groups.get(param)
         if group is None:
@@ -240,8 +240,8 @@ class StateTranslator:
 
 
 def owned_state(core: nn.Module) -> dict[str, Any]:
-    """Return the parameters and persistent buffers of a model as they are held here, by name."""
-    # Not by `state_dict`, in which parallel layers would gather their parameters, all at once.
+    """Return the parameters and persistent buffers of a model by name, as this rank holds them."""
+    # Not by `state_dict`, where parallel layers would gather all their parameters at once.
     state: dict[str, Any] = {}
     for path, module in core.named_modules(remove_duplicate=False):
         buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}

@@ -1,4 +1,4 @@
-"""ColossalAI: replicas, ZeRO 1 and 2, and tensor parallelism, by its plugins."""
+"""`ColossalAIStrategy`: replicas, ZeRO 1 and 2, tensor parallelism and pipelines, by ColossalAI's plugins."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from lockstep.strategy.gradient_flow import GradientFlow
 from lockstep.strategy.own_steps import WholeParams, called_from, cast_inputs, cast_parts
 from lockstep.strategy.trainable import leave_out_frozen
 
-# ColossalAI's optimizer, what reads and writes its states, and what the model's wrapper is made of.
+# ColossalAI's optimizer, the translator of its states, and the arguments of the model's wrapper.
 _Laid: TypeAlias = tuple[Any, StateTranslator, dict[str, Any]]
 
 
 @STRATEGIES.register_module(name=["ColossalAIStrategy", "colossalai"])
 class ColossalAIStrategy(EngineStrategy):
-    """Train by one of ColossalAI's plugins.
+    """Train with one of ColossalAI's plugins.
 
-    All ranks begin with the parameters of rank 0. Gradients are clipped by their global norm. A model that is prepared
+    All ranks start with the parameters of rank 0. Gradients are clipped by their global norm. A model that is prepared
     without an optim wrapper is only moved to its device.
 
     Args:
         plugin: `"ddp"`, `"lowlevel_zero"` (shards the optimizer, with `stage=2` also the gradients) or `"hybrid"`
-            (`tp_size` times `pp_size` ranks share each replica: the first of these split each layer, the others have
-            some layers each); or a dict with one of these as `type` and its options. MMEngine's default is "gemini",
-            which is refused.
+            (`tp_size` times `pp_size` ranks share each replica: `tp_size` ranks split each layer, and `pp_size` stages
+            have some layers each); or a dict with one of these as `type` and its options. MMEngine's default is
+            "gemini", which is refused.
         mixed_precision: must be None; give `precision="bf16"` to the plugin.
         model_wrapper: config of the wrapper, `ColossalAIModelWrapper` by default.
-        tensor_parallel: as for `FSDPStrategy`, with plugin="hybrid": the number of ranks that share a replica, whose
-            model says in `_tp_plan` how it is split; or `dict(degree=2, plan={"*.up": "colwise", "*.down": "rowwise"})`
-            by patterns of the names of linear layers. With `tp_size` alone ColossalAI's own policy for the model says
-            that, or a `custom_policy`, or the model's `_tp_plan`.
+        tensor_parallel: as for `FSDPStrategy`, with plugin="hybrid": the number of ranks that share a replica, for a
+            model with a `_tp_plan` that says how to split it; or `dict(degree=2, plan={"*.up": "colwise", "*.down":
+            "rowwise"})`, with patterns of names of linear layers. With `tp_size` only, the split comes from a
+            `custom_policy`, from ColossalAI's own policy for the model, or from the model's `_tp_plan`.
         **kwargs: options of the plugin: `stage`, `precision`, `tp_size`, `pp_size` with `num_microbatches` or
             `microbatch_size`, and so on.
 
     Raises:
-        ConfigError: the plugin, or an option, is one that ColossalAI 0.5.0 gets wrong.
+        ConfigError: the plugin or an option is unknown, or gives wrong results in ColossalAI 0.5.0.
 
     **Source**: `colossalai.booster` (0.5.0).
     """
@@ -87,12 +87,12 @@ class ColossalAIStrategy(EngineStrategy):
         self._data_shard: tuple[int, int] | None = None
 
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
-        """Build the optimizer, then let the booster lay both over the ranks.
+        """Build the optimizer, then let the booster distribute model and optimizer over the ranks.
 
         **Collective**: every rank, once.
 
         Raises:
-            ConfigError: ColossalAI is not installed; or the plugin would go wrong with this model or optimizer.
+            ConfigError: ColossalAI is not installed, or the plugin does not support this model or optimizer.
         """
         engine.require_engine()
         if is_model_wrapper(model):
@@ -108,7 +108,7 @@ class ColossalAIStrategy(EngineStrategy):
         if not is_distributed():
             init_dist("none")
         wrapper = build_optim_wrapper(model, optim_wrapper)
-        if self._choice.clips or isinstance(wrapper, OptimWrapperDict):  # else it may be any, as under DDPStrategy
+        if self._choice.clips or isinstance(wrapper, OptimWrapperDict):  # else any may be used, as with DDP
             wrapper = ColossalAIOptimWrapper.of(wrapper)
         self._choice.check_run(model, wrapper.optimizer)
         if self._choice.zero_stage:
@@ -142,26 +142,26 @@ class ColossalAIStrategy(EngineStrategy):
         self._state, self._trains = translator, True
         cfg = {"type": "ColossalAIModelWrapper", **self._wrapper}
         wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, model=model, **parts)
-        self._model = wrapped  # its booster owns the groups over which states are gathered
+        self._model = wrapped  # keeps its booster alive, which owns the groups that gather states
         return wrapped, wrapper
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """The shard of the data of this rank's replica."""
+        """The data shard of this rank's replica and the number of shards."""
         return super().data_shard if self._data_shard is None else self._data_shard
 
     def compiled_parts(self, model: nn.Module) -> list[nn.Module]:
-        """Return the parts that are compiled each by itself: the whole, in one.
+        """Return the parts that are compiled separately: here the whole model.
 
         Raises:
-            ConfigError: the model will be in stages, whose layers get other code when they are put into stages.
+            ConfigError: the model will be in stages, and the code of its layers is replaced when they are built.
         """
         if self._choice.pp_size > 1:
             raise ConfigError("`compile` must be left out with `pp_size` above 1, but is given. Use strategy='fsdp'")
         return super().compiled_parts(model)
 
     def _whole(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Laid:
-        """Lay out a model of which each rank has all layers; see `_Laid`."""
+        """Boost a model that has all its layers on each rank; see `_Laid`."""
         booster, boosted, laid = engine.boost(plugin, model, optimizer)
         no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, laid)
         guard = WholeParams(model, _problem_of_parts) if self._choice.tp_size > 1 else None
@@ -170,7 +170,7 @@ class ColossalAIStrategy(EngineStrategy):
         return laid, StateTranslator(model, laid, getattr(plugin, "tp_group", None)), options
 
     def _in_stages(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Laid:
-        """Lay out a model in stages; see `_Laid`."""
+        """Boost a model in stages; see `_Laid`."""
         if outside_loss(model) is not None:
             raise ConfigError(
                 "`loss` must be None with `pp_size` above 1, because the last stage computes the loss. Let "
@@ -178,7 +178,7 @@ class ColossalAIStrategy(EngineStrategy):
             )
         inventory = Inventory.of(model, optimizer)
         engine.take_micro_batches(plugin)
-        with _put_aside(model, "data_preprocessor"):  # no stage has it, but each needs it
+        with _put_aside(model, "data_preprocessor"):  # no policy gives it to a stage, but each stage needs it
             booster, boosted, laid = engine.boost(plugin, model, optimizer)
         shared, zero = engine.shared_parameters(boosted), self._choice.zero_stage > 0
         stages = Stages(inventory, model, plugin.pp_group, plugin.dp_group, shared, zero)
@@ -190,11 +190,11 @@ class ColossalAIStrategy(EngineStrategy):
         return laid, PipelineStateTranslator(model, laid, plugin.tp_group, stages), options
 
     def _sync_replica(self, plugin: Any) -> None:
-        """Let the ranks of a replica see the same samples, and draw the same random numbers."""
+        """Let the ranks of a replica process the same samples and draw the same random numbers."""
         self._data_shard = (plugin.dp_group.rank(), plugin.dp_group.size())
         sync_random_state(plugin.pp_group)
         sync_random_state(plugin.tp_group)
-        # The short cut of nn.TransformerEncoderLayer for inference would take a part of the weights for the whole.
+        # The inference fast path of nn.TransformerEncoderLayer would use a part of the weights as the whole.
         torch.backends.mha.set_fastpath_enabled(False)
 
     def _policy(self, model: nn.Module) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class ColossalAIStrategy(EngineStrategy):
 
 @contextmanager
 def _put_aside(model: nn.Module, name: str) -> Iterator[None]:
-    """Take a child from a model for the while."""
+    """Remove a child module from a model inside the context."""
     child = model._modules.pop(name, None)
     try:
         yield
@@ -245,14 +245,14 @@ def _read_tensor_parallel(tensor_parallel: Any, options: Mapping[str, Any]) -> t
 
 
 def _begin_alike(model: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0, of which ZeRO would make a mixture."""
+    """Give every rank the parameters and buffers of rank 0; otherwise ZeRO would mix those of several ranks."""
     for tensor in model.state_dict().values():
         if isinstance(tensor, Tensor):
             broadcast(tensor)
 
 
 def _check_adapters(model: nn.Module) -> None:
-    """Refuse layers with adapters, for which ColossalAI's own policies would put in plain layers without them."""
+    """Refuse layers with adapters, which ColossalAI's own policies would replace by plain layers without them."""
     for path, module in model.named_modules():
         if isinstance(getattr(module, "base_layer", None), nn.Module):
             raise ConfigError(
@@ -262,7 +262,7 @@ def _check_adapters(model: nn.Module) -> None:
 
 
 def _problem_of_parts(param: Tensor, _: str) -> str | None:
-    """Return why a parameter can't be used outside of the model's forward pass."""
+    """Return why a parameter cannot be used outside the model's forward pass; None if it can."""
     if not engine.is_split(param) or called_from("torch.optim."):
         return None
     return (

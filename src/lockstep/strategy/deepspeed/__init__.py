@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed: its config (`config`), the engine (`engine`, `optim`), canonical states (`state`)."""
+"""The DeepSpeed strategy: its config (`config`), the engine (`engine`, `optim`), canonical states (`state`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the arguments of `DeepSpeedStrategy` and of an optim wrapper to one DeepSpeed config, without contradictions."""
+"""Merges the arguments of `DeepSpeedStrategy` and of an optim wrapper into one DeepSpeed config, and checks it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH = "train_batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
 CLIPPING = "gradient_clipping"
 
-# Enough of DeepSpeed's keys to notice a misspelt one, which DeepSpeed itself passes over in silence.
+# Enough of DeepSpeed's keys to detect a misspelt one, which DeepSpeed itself ignores silently.
 _KNOWN = (
     BATCH, MICRO_BATCH, ACCUMULATION, CLIPPING, "optimizer", "scheduler", "zero_optimization", "fp16", "bf16",
     "torch_autocast", "data_types", "activation_checkpointing", "aio", "steps_per_print", "communication_data_type",
@@ -33,15 +33,16 @@ _REFUSED = {
 
 
 def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one DeepSpeed config from a file or a dict, and from arguments by their DeepSpeed names.
+    """Return one DeepSpeed config, merged from a file or a dict and from arguments with DeepSpeed's names.
 
     Args:
-        config: path of a JSON file, or its content. `"auto"` means that a key is not given.
-        arguments: further keys, None where they are not given; also `stage` and `offload`, which stand for parts of
+        config: path of a JSON file, or its content. A value of `"auto"` means that the key is not given.
+        arguments: further keys, with None for those not given; also `stage` and `offload`, which set parts of
             `zero_optimization`. `fp16`, `bf16` and `torch_autocast` may be True.
 
     Raises:
-        ConfigError: two of them contradict each other, a key is misspelt, or DeepSpeed can't do it right.
+        ConfigError: two settings contradict each other, a key is misspelt, or DeepSpeed does not support a setting
+            correctly.
     """
     merged = _without_auto(_read(config))
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -74,7 +75,7 @@ def stage_of(config: Mapping[str, Any]) -> int:
 
 
 def is_on(config: Mapping[str, Any], section: str) -> bool:
-    """Say whether a section such as `bf16` is there and enabled."""
+    """Return whether a section such as `bf16` is present and enabled."""
     return bool((config.get(section) or {}).get("enabled", False))
 
 
@@ -86,7 +87,7 @@ def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
-    """Say whether the optimizer's state is kept in CPU memory or on disk."""
+    """Return whether the optimizer's state is kept in CPU memory or on disk."""
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     return offload.get("device", "none") in ("cpu", "nvme")
 
@@ -94,12 +95,12 @@ def offloads_optimizer(config: Mapping[str, Any]) -> bool:
 def complete_config(
     config: Mapping[str, Any], *, counts: int | None, clip_grad: Mapping[str, Any] | None, world_size: int
 ) -> dict[str, Any]:
-    """Return the config with accumulation, clipping and batch sizes stated, as the optim wrapper wants them.
+    """Return the config with accumulation, clipping and batch sizes filled in, in agreement with the optim wrapper.
 
     Args:
         config: from `read_config`.
-        counts: the optim wrapper's `accumulative_counts`, None where it does not say.
-        clip_grad: its `clip_grad`, None where it does not say.
+        counts: the optim wrapper's `accumulative_counts`; None if not given.
+        clip_grad: its `clip_grad`; None if not given.
         world_size: number of ranks.
 
     Raises:
@@ -111,7 +112,7 @@ def complete_config(
     ranks = full[ACCUMULATION] * world_size
     batch, micro = full.get(BATCH), full.get(MICRO_BATCH)
     if micro is None:
-        # DeepSpeed only counts samples with it; how large batches are is up to the data loader.
+        # DeepSpeed only counts samples with it; the data loader determines the batch size.
         micro = 1 if batch is None else batch // ranks
     if batch is not None and batch != micro * ranks:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Starting a DeepSpeed engine in lockstep's group, and the model wrapper around it."""
+"""Starts a DeepSpeed engine in lockstep's group; defines the model wrapper around it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def join_engine() -> None:
     if not is_distributed():
         init_dist("none")
     adopt_group("deepspeed", get_backend() or "gloo")
-    # DeepSpeed 0.19 calls two collectives by names that torch 2.13 calls old, in every step.
+    # In every step, DeepSpeed 0.19 calls two collectives by names that torch 2.13 has deprecated.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         warnings.filterwarnings("ignore", rf"`torch.distributed.{name}` is deprecated", FutureWarning)
 
 
 def start_engine(model: nn.Module, optimizer: Optimizer | None, config: Mapping[str, Any]) -> Any:
-    """Return a DeepSpeed engine for `model`, all ranks beginning with the parameters and buffers of rank 0.
+    """Return a DeepSpeed engine for `model`; all ranks start with the parameters and buffers of rank 0.
 
     **Collective**: every rank.
 
@@ -63,9 +63,10 @@ def start_engine(model: nn.Module, optimizer: Optimizer | None, config: Mapping[
 
 
 def _torch_schedule(section: Mapping[str, Any] | None) -> Callable[[Optimizer], LRScheduler] | None:
-    """Return what makes the schedule that a config's section names, where it is one of torch's.
+    """Return a function that builds the schedule named in a config's section, if it is one of torch's; else None.
 
-    **Source**: DeepSpeed 0.19 knows these, too, but gives them its own optimizer, which torch refuses.
+    *Raises a ConfigError for an unknown name. **Source**: DeepSpeed 0.19 also supports torch's schedules, but passes
+        them its own optimizer, which torch refuses.
     """
     name = (section or {}).get("type")
     if section is None or hasattr(load_engine("deepspeed.runtime.lr_schedules"), str(name)):
@@ -77,7 +78,7 @@ def _torch_schedule(section: Mapping[str, Any] | None) -> Callable[[Optimizer], 
 
 
 def release_engine(wrapper: MMDeepSpeedEngineWrapper) -> nn.Module:
-    """Return the module inside a wrapper whose engine only evaluates, free of that engine."""
+    """Return the module inside a wrapper whose engine only evaluates, and destroy that engine."""
     engine = wrapper.model
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
@@ -87,12 +88,12 @@ def release_engine(wrapper: MMDeepSpeedEngineWrapper) -> nn.Module:
 
 @MODEL_WRAPPERS.register_module()
 class MMDeepSpeedEngineWrapper(ModelWrapper):
-    """The steps of a model, around a DeepSpeed engine.
+    """A wrapper around a DeepSpeed engine that provides the steps of a model.
 
     Args:
         model: the engine.
-        inputs_to_half: with `bf16` or `fp16`, which inputs of the model's `forward` are brought to that precision, by
-            position or by name; by default all floating-point tensors.
+        inputs_to_half: with `bf16` or `fp16`, the inputs of the model's `forward` that are converted to that precision,
+            by position or by name; by default all floating-point tensors.
 
     Attributes:
         model: the engine.
@@ -103,7 +104,7 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
 
     def __init__(self, *, model: Any, inputs_to_half: Iterable[int | str] | None = None) -> None:
         super().__init__()
-        # The engine is a module, too, and would put every parameter under two names.
+        # The engine is also a module: as a submodule it would give every parameter two names.
         self.__dict__["model"] = model
         self.module = model.module
         if model.zero_optimization_stage() == 3:
@@ -120,7 +121,7 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         self._order = _watch_calls(self.module) if self.forward_is_collective else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model through the engine, whose backward pass belongs to it."""
+        """Call the model through the engine, which also runs the backward pass."""
         own_step = nullcontext() if self._own_step is None else self._own_step.forward()
         order = nullcontext() if self._order is None else self._order.compared()
         with self._local_rank_known(), own_step, order:
@@ -132,9 +133,9 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         **Collective**: every rank.
 
         Raises:
-            RuntimeError: the model's own `train_step` goes round the optim wrapper.
-            ConfigError: at stage 3, it computes with parameters, or changes some, outside the model's `forward`; or
-                parameters have been frozen or unfrozen since the model was prepared.
+            RuntimeError: the model's own `train_step` bypasses the optim wrapper.
+            ConfigError: at stage 3, it uses or changes parameters outside the model's `forward`, or the ranks call
+                different layers; or parameters have been frozen or unfrozen since the model was prepared.
         """
         self._trainable.check()
         try:
@@ -152,13 +153,13 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Compute as the engine does in training."""
+        """Compute in the same precision as the engine does in training."""
         with self._local_rank_known(), autocast_of(self.model):
             yield
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all parameters, whole or in pieces."""
+        """Number of elements of all parameters, counting sharded ones in full."""
         return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.module.parameters())
 
     def _local_rank_known(self) -> AbstractContextManager[None]:
@@ -167,9 +168,9 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
 
 @contextmanager
 def environ_with_local_rank() -> Iterator[None]:
-    """Have `LOCAL_RANK` in the environment, where DeepSpeed 0.19 looks for it in forward passes at stage 3.
+    """Set `LOCAL_RANK` in the environment, which DeepSpeed 0.19 reads in forward passes at stage 3.
 
-    Slurm and MPI call it something else, and one process alone has none.
+    Slurm and MPI use other names for it, and a single process has none.
     """
     is_there = "LOCAL_RANK" in os.environ
     os.environ.setdefault("LOCAL_RANK", str(get_local_rank()))
@@ -181,17 +182,17 @@ def environ_with_local_rank() -> Iterator[None]:
 
 
 def autocast_of(engine: Any) -> AbstractContextManager[Any]:
-    """Return the context in which an engine computes: autocast, where its config asks for that."""
+    """Return the context in which an engine computes: autocast, if its config enables it."""
     if not engine.torch_autocast_enabled():
         return nullcontext()
     return torch.autocast(get_device(), dtype=engine.torch_autocast_dtype())
 
 
 def _watch_calls(module: nn.Module) -> CallOrder:
-    """Return what compares over ranks which layers of a module at stage 3 are called.
+    """Return a `CallOrder` that compares over ranks which layers of a module at stage 3 are called.
 
     **Source**: `deepspeed.runtime.zero.partitioned_param_coordinator` (0.19), which compares the order afterwards, and
-    raises on some ranks alone.
+        raises an error on some ranks only.
     """
     layers = {
         name: layer
@@ -212,7 +213,7 @@ def _watch_calls(module: nn.Module) -> CallOrder:
 
 
 def _problem_of_partitions(parameter: Any, function: str) -> str | None:
-    """Return why a parameter at stage 3 can't be used in a function of torch's, called by the model's own step."""
+    """Return why a torch function called by the model's own step cannot use a parameter at stage 3; None if it can."""
     if not hasattr(parameter, "ds_numel") or called_from("deepspeed."):
         return None
     changes = function == "data" or (function.endswith("_") and not function.endswith("__"))

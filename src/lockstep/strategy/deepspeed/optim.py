@@ -1,4 +1,4 @@
-"""`DeepSpeedOptimWrapper`, and the optimizers that DeepSpeed brings."""
+"""`DeepSpeedOptimWrapper`, and the registration of DeepSpeed's optimizers."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ for _name, _home in _HOMES.items():
 
 @OPTIM_WRAPPERS.register_module()
 class DeepSpeedOptimWrapper(OptimWrapper):
-    """An optimizer whose backward passes and updates a DeepSpeed engine does.
+    """An optim wrapper whose backward passes and updates are run by a DeepSpeed engine.
 
-    The engine averages gradients over ranks and clips them; where a window of accumulation ends, and by how much a
-    loss is divided, it is told, so that the last window, which may be shorter, divides right. `optimizer` is the one
-    that the engine really uses: a scheduler that changes its learning rates changes the update.
+    The engine averages gradients over ranks and clips them. This wrapper determines where a window of accumulation ends
+        and by how much a loss is divided, so that the last window, which may be shorter, is divided correctly.
+        `optimizer` is the one that the engine uses: a scheduler that changes its learning rates changes the update.
 
     Args:
         optimizer: as for `OptimWrapper`.
@@ -67,17 +67,17 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     _state: EngineState | None = None
     _went_back = False
     _flow: GradientFlow | None = None
-    # By index in the flow: who has been reached in the first window; None when it is over.
+    # Indices in the flow of the parameters reached in the first window; None after that window.
     _reached: set[int] | None = None
 
     def attach(self, engine: Any, state: EngineState) -> None:
-        """Hand over the engine that this wrapper is to drive, and the view of its state."""
+        """Set the engine that this wrapper controls, and the view of its state."""
         self._engine = engine
         self._state = state
         self._flow, self._reached = GradientFlow(engine.module), set()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
-        """Say how many batches there have been and will be; a scheduler of DeepSpeed's own goes on from there."""
+        """Set how many batches there have been and will be; a scheduler of DeepSpeed's config continues from there."""
         super().initialize_count_status(model, init_counts, max_counts)
         schedule = self.engine.lr_scheduler
         updates = init_counts // self.accumulative_counts
@@ -86,24 +86,24 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         for group in self.param_groups:
             group["lr"] = group.get("initial_lr", group["lr"])
         with warnings.catch_warnings():
-            # torch's schedules miss the optimizer's steps of the run before.
+            # torch's schedules warn because they did not see the optimizer's steps of the previous run.
             warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)")
             for _ in range(updates):
                 schedule.step()
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the autocast of the engine's config; when ranks synchronise is told to the engine later."""
+        """Return the autocast of the engine's config; `backward` tells the engine when ranks synchronize."""
         return autocast_of(self.engine)
 
     def update_params(
         self, loss: Tensor, step_kwargs: Mapping[str, Any] | None = None, zero_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Run the backward pass; at the end of a window update the parameters and clear gradients.
+        """Run the backward pass; at the end of a window, update the parameters and clear the gradients.
 
         Args:
-            loss: the scalar to minimise, of one batch and not divided by anything.
+            loss: the scalar loss of one batch, not divided by anything.
             step_kwargs: passed on to the engine's `step`.
-            zero_kwargs: mean nothing here; the engine clears gradients.
+            zero_kwargs: have no effect; the engine clears gradients.
 
         **Collective**: every rank.
         """
@@ -115,10 +115,11 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch.
 
-        **Collective**: every rank where gradients are sent: at the end of a window, at stage 2 with every batch.
+        ***Collective**: every rank, whenever gradients are sent: at the end of a window; at stage 2, with every batch.
 
         Raises:
-            ConfigError: at stage 2, the ranks' losses reach different parameters, or in another order.
+            ConfigError: at stage 2, or at stage 1 with `overlap_comm`, the ranks' losses reach different parameters, or
+                the same ones in a different order.
         """
         ends = self.should_sync()
         self.engine.set_gradient_accumulation_boundary(ends)
@@ -131,7 +132,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """Let the engine update the parameters if a window ends here, and clear the gradients.
 
         Raises:
-            RuntimeError: there was no backward pass of this wrapper's since the last call.
+            RuntimeError: this wrapper has run no backward pass since the last call.
         """
         if not self._went_back:
             raise RuntimeError(
@@ -142,18 +143,18 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         ends = self.should_update()
         wants_norm = ends and self.clip_grad is not None
         by_engine = self.engine.zero_optimization_stage() > 0
-        if wants_norm and not by_engine:  # where the engine clips without telling
+        if wants_norm and not by_engine:  # at stage 0 the engine clips but does not report the norm
             self._grad_norm = gradient_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
         self.engine.step(**kwargs)
         if wants_norm and by_engine:
             self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Clear the gradients. The engine does it by itself after an update."""
+        """Clear the gradients. After an update, the engine does so automatically."""
         self.engine.optimizer.zero_grad(**kwargs)
 
     def left_out(self, model: nn.Module) -> list[str]:
-        """Return no names: the engine holds other tensors than the model's, and refuses what it does not train."""
+        """Return an empty list: the engine holds other tensors, and refuses parameters that it does not train."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,7 +162,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         return self._attached_state().optim_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state in canonical form. **Collective**: every rank."""
+        """Load a state in canonical form. **Collective**: every rank."""
         self._attached_state().load_optim(state_dict)
 
     @property
@@ -184,7 +185,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         return self._state
 
     def _reconciled(self, loss: Tensor, *, ends: bool) -> Tensor:
-        """Return the loss, such that gradients that ZeRO adds up by their position belong together."""
+        """Return the loss, changed or checked so that ZeRO, which sums gradients by position, sums matching ones."""
         flow, stage = self._flow, self.engine.zero_optimization_stage()
         assert flow is not None  # comes with the engine
         if self._reached is not None:
@@ -195,7 +196,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         if stage == 2 or (stage == 1 and self.engine.zero_overlap_comm()):
             flow.check_order(loss, "Use stage=1 with overlap_comm=False, or strategy 'ddp'")
         elif stage == 1 and ends:
-            # DeepSpeed counts a gradient that is missing on all ranks as 0, too.
+            # DeepSpeed also treats a gradient that is missing on all ranks as 0.
             return flow.reach(loss, sorted(set(range(len(flow.names))) - set(flow.arrivals(loss))))
         return loss
 
@@ -211,10 +212,10 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 def read_optim(
     model: nn.Module, optim_wrapper: Any, *, has_own: bool
 ) -> tuple[Optimizer | None, int | None, Mapping[str, Any] | None]:
-    """Return what an optim wrapper, an optimizer or a config asks for.
+    """Read the optimizer and its settings from an optim wrapper, an optimizer or a config.
 
-    That is the optimizer (None where DeepSpeed is to build the one in its config), the number of batches per update,
-    and `clip_grad`; None where nothing is said of them.
+    Return the optimizer (None if DeepSpeed is to build the one in its config), the number of batches per update, and
+    `clip_grad` (each None if not given).
 
     Args:
         model: the model, not wrapped yet.
@@ -222,7 +223,7 @@ def read_optim(
         has_own: whether DeepSpeed's config names an optimizer.
 
     Raises:
-        ConfigError: it is a wrapper that DeepSpeed can't stand in for, or there are two optimizers.
+        ConfigError: `optim_wrapper` is of a kind that DeepSpeed cannot replace, or there are two optimizers.
     """
     cfg = optim_wrapper if isinstance(optim_wrapper, Mapping) else {}
     if has_own:
@@ -239,7 +240,7 @@ def read_optim(
 
 
 def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Optimizer) -> None:
-    """Say once, on rank 0, which parameters got no gradient in the first update, and what becomes of them.
+    """Warn on rank 0 of parameters that got no gradient in the first update, and say how DeepSpeed treats them.
 
     **Collective**: every rank.
     """

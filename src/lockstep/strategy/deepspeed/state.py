@@ -1,4 +1,4 @@
-"""The canonical state of what a DeepSpeed engine holds in flat partitions, and back."""
+"""Converts between the flat partitions of a DeepSpeed engine and canonical states."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from lockstep.strategy.resharding import shard_rows, template_of_rows
 class EngineState:
     """A view of an engine's state by parameter names.
 
-    ZeRO cuts the parameters, laid end to end, into one piece per rank, which is no shard that a checkpoint knows. So
-    each parameter in turn is made whole on its device, and of that every rank keeps its rows, in CPU memory.
+    ZeRO concatenates the parameters and cuts the result into one piece per rank; checkpoints have no such sharding. So
+    the parameters are gathered on their device, one at a time, and every rank copies its rows to CPU memory.
 
     Args:
         engine: the engine.
-        groups: for each group of the optimizer the names of its parameters, as they were before ZeRO; none where there
-            is no optimizer.
+        groups: for each group of the optimizer, the names of its parameters before ZeRO; empty if there is no
+            optimizer.
 
-    **Cost**: of `model_state` and `optim_state`: one all-reduce (stages 1, 2) or all-gather (stage 3) per parameter
-    and entry of its state. In CPU memory each rank's rows of it all; on the device one whole tensor at a time. What
-    every rank holds in full anyhow (all at stage 0, float32 weights at stages 1 and 2) is neither sent nor copied.
+    ***Cost**: for `model_state` and `optim_state`, one all-reduce (stages 1, 2) or all-gather (stage 3) per parameter
+        and entry of its state; CPU memory for each rank's rows of all tensors, and device memory for one whole tensor
+        at a time. Tensors that every rank holds whole (all at stage 0, float32 weights at stages 1 and 2) are neither
+        sent nor copied.
 
-    **Source**: `deepspeed.utils.safe_get_full_fp32_param` and its neighbours, `deepspeed.zero.GatheredParameters`
+    **Source**: `deepspeed.utils.safe_get_full_fp32_param` and related functions, `deepspeed.zero.GatheredParameters`
     (0.19).
     """
 
@@ -45,8 +46,8 @@ class EngineState:
         self._doors = load_engine("deepspeed.utils")
 
     def model_state(self) -> dict[str, Any]:
-        """Return the model's state by canonical names; of half-precision weights the full ones in float32."""
-        whole: dict[int, Any] = {}  # what is tied is gathered once
+        """Return the model's state by canonical names; half-precision weights as their float32 masters."""
+        whole: dict[int, Any] = {}  # tied weights are gathered once
         state: dict[str, Any] = {}
         for name, value in self._core.state_dict(keep_vars=True).items():
             if id(value) not in whole:
@@ -57,9 +58,10 @@ class EngineState:
     def optim_state(self) -> OptimState:
         """Return the optimizer's state by canonical names; before the first update there are no entries.
 
-        After it every trainable parameter has one, also where it never had a gradient: at stage 0 because DeepSpeed
-        gives it one of zeros; from stage 1 on because a group has one state, of which it has a part, and one number of
-        steps. A strategy of torch's that resumes from it takes the parameter's next step for that which is counted.
+        After it, every trainable parameter has one, even if it never had a gradient: at stage 0 because DeepSpeed gives
+            it a gradient of zeros; from stage 1 on because a group has one state, shared by its parameters, and one
+            number of steps. A native strategy that resumes from it continues the count of steps for such a parameter,
+            too.
         """
         if self._stage == 0:
             return canonical.read_optim_state(self._core, [self._optimizer])
@@ -82,7 +84,7 @@ class EngineState:
 
     @torch.no_grad()
     def load_model(self, state: Mapping[str, Any]) -> None:
-        """Take over a model's state; every name must be there."""
+        """Load a model's state, which must be complete."""
         entries = self._core.state_dict(keep_vars=True)
         missing, surplus = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys())
         if missing or surplus:
@@ -102,14 +104,14 @@ class EngineState:
 
     @torch.no_grad()
     def load_optim(self, state: OptimState) -> None:
-        """Take over an optimizer's state.
+        """Load an optimizer's state.
 
-        From stage 1 on parameters without an entry get the state that a first gradient of zero would leave, and the
-        number of steps of the others in their group; a group without any begins as in a new optimizer.
+        From stage 1 on, parameters without an entry get the state after a first gradient of zero, with the number of
+        steps of the others in their group; a group without any entries starts as in a new optimizer.
 
         Raises:
-            ConfigError: on every rank, before anything is changed, if the state is that of other parameters or another
-                optimizer, or what all parameters of a group share differs between them.
+            ConfigError: on every rank, before anything is changed, if the state belongs to other parameters or another
+                optimizer, or if values that all parameters of a group share differ between them.
         """
         if self._stage == 0:
             canonical.write_optim_state(self._core, [self._optimizer], state)
@@ -133,11 +135,11 @@ class EngineState:
 
     @property
     def _optimizer(self) -> Any:
-        """The torch optimizer that updates."""
+        """The torch optimizer that runs the updates."""
         return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
 
     def _has_master(self, parameter: nn.Parameter) -> bool:
-        """Say whether the optimizer holds the parameter's true values."""
+        """Return whether the optimizer holds the parameter's master weights."""
         return self._stage > 0 and bool(self._groups) and parameter.requires_grad
 
     def _value(self, value: Any) -> Any:
@@ -170,7 +172,7 @@ class EngineState:
             self._doors.safe_set_full_optimizer_state(parameter, value, key)
 
     def _flats(self, index: int) -> list[Tensor]:
-        """Return the flat tensors, on this rank, that stand for a group's parameters in the optimizer."""
+        """Return this rank's flat tensors that replace a group's parameters in the optimizer."""
         if self._stage < 3:
             return list(self._optimizer.param_groups[index]["params"])
         zero = self._engine.optimizer
@@ -178,11 +180,11 @@ class EngineState:
         return [flat for number, flat in enumerate(zero.fp32_partitioned_groups_flat) if owners[number] == index]
 
     def _entries_of_group(self, index: int) -> tuple[list[str], dict[str, Any]]:
-        """Return the keys of what each parameter has of its own in the state, and what all of a group share."""
+        """Return the keys of the state's per-parameter tensors, and the values that all parameters of a group share."""
         flat = self._flats(index)[0]
         held: Mapping[str, Any] = self._optimizer.state.get(flat, {})
         tensors = [key for key, value in held.items() if isinstance(value, Tensor) and value.shape == flat.shape]
-        # torch's optimizers count steps in a tensor, some of DeepSpeed's in an int.
+        # torch's optimizers count steps in a tensor, some of DeepSpeed's count in an int.
         return tensors, {
             key: torch.as_tensor(value, dtype=torch.float32).cpu() if key == "step" else value
             for key, value in held.items()
@@ -192,10 +194,10 @@ class EngineState:
     def _group_state(
         self, options: dict[str, Any], parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]
     ) -> _GroupState:
-        """Return what is to become the state of a group, from the entries of the parameters that have one.
+        """Return the state to load into a group, from the entries of its parameters.
 
         Raises:
-            ConfigError: they are those of another optimizer, or what is shared differs.
+            ConfigError: the entries belong to another optimizer, or values that must be shared differ.
         """
         entries = {name: state[name] for name in parameters if state.get(name)}
         canonical.refuse(canonical.find_misfit(self._optimizer, options, parameters, entries))
@@ -206,14 +208,14 @@ class EngineState:
         own = [key for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape]
         agreed = {key: _agreed(key, {name: entries[name][key] for name in entries}) for key in entry if key not in own}
         if "step" in agreed:
-            # torch's optimizers count steps in a tensor, DeepSpeed's in an int.
+            # torch's optimizers count steps in a tensor, DeepSpeed's count in an int.
             is_deepspeeds = type(self._optimizer).__module__.startswith("deepspeed.")
             agreed["step"] = int(agreed["step"]) if is_deepspeeds else torch.as_tensor(float(agreed["step"]))
         first = canonical.first_state(self._optimizer, options, 1) or {}
         return _GroupState(options, {key: float(first.get(key, 0.0)) for key in own}, agreed)
 
     def _begin(self, index: int, group: _GroupState) -> None:
-        """Make the state of a group anew, its tensors still to be filled; or none where none was saved."""
+        """Create a new state for a group, with tensors to be filled later; no state if none was saved."""
         for flat in self._flats(index):
             self._optimizer.state.pop(flat, None)
             if group.fills or group.scalars:
@@ -224,13 +226,13 @@ class EngineState:
             self._link(index)
 
     def _link(self, index: int) -> None:
-        """Let DeepSpeed find each parameter's part of a state that it has not linked itself, or not lately."""
+        """Make DeepSpeed link each parameter to its part of the current state; links may be missing or outdated."""
         parameters = list(self._trained(self._groups[index]).values())
         (flat,) = self._flats(index)
         self._doors.lazy_init_hp_params_optimizer_state(parameters, flat, self._optimizer.state)
 
     def _trained(self, names: Sequence[str]) -> dict[str, nn.Parameter]:
-        """Return the parameters of these names which ZeRO trains, by name: those that are not frozen."""
+        """Return, by name, those of the named parameters that ZeRO trains: the ones that are not frozen."""
         parameters = dict(self._core.named_parameters())
         return {name: parameters[name] for name in names if parameters[name].requires_grad}
 
@@ -240,12 +242,12 @@ class EngineState:
 
 
 class _GroupState(NamedTuple):
-    """What is to become the state of a group, of whose parameters ZeRO makes flat tensors.
+    """The state to load into a group, whose parameters ZeRO concatenates into flat tensors.
 
     Attributes:
-        options: the group's.
-        fills: by the key of what each number of a parameter has of its own: what a parameter without an entry gets.
-        scalars: what all parameters share.
+        options: the group's options.
+        fills: for each key with one value per element of a parameter, the value for parameters without an entry.
+        scalars: the values that all parameters share.
     """
 
     options: dict[str, Any]
@@ -254,7 +256,7 @@ class _GroupState(NamedTuple):
 
 
 def _copied(scalars: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Return scalars for one parameter alone."""
+    """Return copies of scalars, for one parameter only."""
     return {key: value.to(device, copy=True) if isinstance(value, Tensor) else value for key, value in scalars.items()}
 
 
@@ -272,9 +274,10 @@ def _is_partitioned(parameter: nn.Parameter) -> bool:
 
 
 def _own_piece(value: Tensor, parameter: Any) -> Tensor:
-    """Return what this rank holds of a parameter at stage 3, where the last piece is filled up with zeros.
+    """Return the piece of a parameter that this rank holds at stage 3; the last piece is padded with zeros.
 
-    **Source**: `safe_set_full_fp32_param` (0.19) fails where the number of elements is no multiple of the ranks.
+    **Source**: `safe_set_full_fp32_param` (0.19) fails if the number of elements is not a multiple of the number of
+        ranks.
     """
     size = parameter.ds_tensor.numel()
     piece = torch.zeros(size, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""`DeepSpeedStrategy`: ZeRO, by the real DeepSpeed."""
+"""`DeepSpeedStrategy`: ZeRO by the `deepspeed` package."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep.strategy.trainable import check_kinds, leave_out_frozen, refuse_lb
 
 _UNTESTED = "zero_allow_untested_optimizer"
 
-# Whose update of one number looks at no other: it does the same to parameters laid end to end and cut into pieces.
+# Optimizers that update each number independently, so concatenated and cut parameters give the same result.
 _ELEMENTWISE = (
     torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD,
     torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
@@ -36,30 +36,31 @@ _ELEMENTWISE = (
 
 @STRATEGIES.register_module(name=["DeepSpeedStrategy", "deepspeed"])
 class DeepSpeedStrategy(EngineStrategy):
-    """Train by a DeepSpeed engine: a partition of the optimizer's state, gradients and parameters on every rank (ZeRO).
+    """Train with a DeepSpeed engine: each rank holds a part of the optimizer's state, gradients and parameters (ZeRO).
 
-    Accumulation and clipping may be stated in the optim wrapper or in DeepSpeed's config, and mean the same. The
-    optimizer is the optim wrapper's, whatever torch has; `DeepSpeedCPUAdam` and others of DeepSpeed's by name; or the
-    one in DeepSpeed's config, where "Adam" and "AdamW" mean torch's, for which nothing need be compiled, unless
-    `torch_adam` is false there. A `scheduler` there steps with every update.
+    Accumulation and clipping may be set in the optim wrapper or in DeepSpeed's config, with the same meaning. The
+    optimizer is the optim wrapper's: one of torch's, or `DeepSpeedCPUAdam` and others of DeepSpeed's by name. Or it is
+    the one in DeepSpeed's config, where "Adam" and "AdamW" mean torch's, which need no compilation, unless `torch_adam`
+    is false. A `scheduler` in DeepSpeed's config steps with every update.
 
     Args:
-        config: a DeepSpeed config, as a dict or as the path of a JSON file, taken as it is.
-        stage: ZeRO stage, from 0 (as DDP) to 3 (everything sharded); 1 where nothing is said at all.
+        config: a DeepSpeed config, as a dict or as the path of a JSON file.
+        stage: ZeRO stage, from 0 (as DDP) to 3 (everything sharded); by default 1 if neither `config` nor
+            `zero_optimization` is given.
         offload: keep the optimizer's state, and at stage 3 the parameters, in CPU memory.
-        inputs_to_half: with `fp16` or `bf16`, which inputs of the model, by position or name, are brought to that
-            precision; by default all tensors of floating-point numbers.
-        exclude_frozen_parameters: MMEngine's; means nothing here, where a checkpoint has every parameter.
+        inputs_to_half: with `fp16` or `bf16`, the inputs of the model that are converted to that precision, by position
+            or by name; by default all floating-point tensors.
+        exclude_frozen_parameters: from MMEngine; has no effect, because a checkpoint has every parameter.
         **kwargs: further keys of a DeepSpeed config, such as `zero_optimization`, `activation_checkpointing`, `aio` and
-            `torch_autocast`, which are sections; `gradient_clipping`, the largest norm of all gradients (by default
-            there is no limit); `gradient_accumulation_steps`, the number of batches per update;
-            `train_micro_batch_size_per_gpu`, with which DeepSpeed counts samples, while the data loader makes the
-            batches; `steps_per_print`; `fp16` to train in float16 with full weights in the optimizer, as True or
-            DeepSpeed's section, not on the CPU; `bf16`, the same in bfloat16. MMEngine's `amp` is refused, because
-            DeepSpeed no longer has it.
+            `torch_autocast`, which are sections; `gradient_clipping`, the maximum norm of all gradients (by default, no
+            limit); `gradient_accumulation_steps`, the number of batches per update; `train_micro_batch_size_per_gpu`,
+            which DeepSpeed only uses to count samples, because the data loader makes the batches; `steps_per_print`;
+            `fp16` to train in float16 with float32 master weights in the optimizer, as True or DeepSpeed's section, not
+            on the CPU; `bf16`, the same in bfloat16, also on the CPU. MMEngine's `amp` is refused, because DeepSpeed no
+            longer has it.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, or what is asked for contradicts itself or can't be done right.
+        ConfigError: DeepSpeed is not installed, or settings contradict each other or cannot be supported correctly.
 
     **Source**: DeepSpeed 0.19, through `deepspeed.initialize`.
     """
@@ -91,10 +92,10 @@ class DeepSpeedStrategy(EngineStrategy):
             self.own_schedule = f"the scheduler {self._config['scheduler'].get('type')!r} of the DeepSpeed config"
 
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
-        """Start an engine for the model and its optimizer; with no optimizer, lay the model out to be evaluated.
+        """Start an engine for the model and its optimizer; without an optimizer, prepare the model for evaluation.
 
         Raises:
-            ConfigError: what is asked for contradicts itself, or DeepSpeed can't do it here.
+            ConfigError: settings contradict each other, or DeepSpeed cannot support them here.
         """
         model = self._unwrapped(model)
         join_engine()
@@ -120,7 +121,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half), wrapper
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module, which this strategy may have prepared to evaluate before."""
+        """Return the user's own module, which this strategy may have prepared for evaluation before."""
         if isinstance(model, MMDeepSpeedEngineWrapper) and not self._trains and not self._changes_model():
             return release_engine(model)
         if is_model_wrapper(model):
@@ -143,7 +144,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return model
 
     def _prepare_evaluation(self, model: nn.Module) -> nn.Module:
-        """Lay the model out with no optimizer: whole on every rank, or sharded at stage 3."""
+        """Prepare the model without an optimizer: whole on every rank, or sharded at stage 3."""
         config = config_rules.complete_config(self._config, counts=None, clip_grad=None, world_size=get_world_size())
         config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
         if config_rules.stage_of(config) < 3:
@@ -158,17 +159,17 @@ class DeepSpeedStrategy(EngineStrategy):
         return MMDeepSpeedEngineWrapper(model=engine, inputs_to_half=self._inputs_to_half)
 
     def _changes_model(self) -> bool:
-        """Say whether laying out the model to evaluate leaves it other than it was."""
+        """Return whether preparing the model for evaluation changes it."""
         return config_rules.stage_of(self._config) == 3 or config_rules.model_dtype(self._config) != torch.float32
 
 
 def _names_by_group(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
-    """Return the names of the parameters in each group of the optimizer, before ZeRO replaces them by flat ones.
+    """Return the names of the parameters in each group of the optimizer, before ZeRO replaces them by flat tensors.
 
-    Frozen parameters are taken from the optimizer, and groups that have no others.
+    Frozen parameters, and groups with only such, are removed from the optimizer.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    if optimizer is None:  # DeepSpeed's own, over all
+    if optimizer is None:  # DeepSpeed builds its own over all parameters
         return [[name for parameter, name in names.items() if parameter.requires_grad]]
     leave_out_frozen(optimizer)
     groups = [group["params"] for group in optimizer.param_groups]
@@ -181,7 +182,7 @@ def _names_by_group(model: nn.Module, optimizer: Optimizer | None) -> list[list[
 
 
 def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return the config with what it takes to use the optimizer as it is."""
+    """Return the config with the keys that DeepSpeed needs to use the optimizer unchanged."""
     refuse_lbfgs(optimizer, "DeepSpeed")
     full = dict(config)
     is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.")
@@ -205,6 +206,6 @@ def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None
             f"{_UNTESTED}=True if it does"
         )
     if config_rules.offloads_optimizer(full):
-        # Otherwise DeepSpeed takes no optimizer but its own, which has to be compiled.
+        # Otherwise DeepSpeed accepts only its own optimizer, which has to be compiled.
         full.setdefault("zero_force_ds_cpu_optimizer", False)
     return full
