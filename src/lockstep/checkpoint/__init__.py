@@ -1,4 +1,4 @@
-"""States on disk: a directory per checkpoint, there whole or not at all."""
+"""States on disk: one directory per checkpoint, written atomically."""
 
 from __future__ import annotations
 

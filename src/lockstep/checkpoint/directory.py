@@ -4,17 +4,17 @@
 epoch_3/
 ├── .metadata          where each tensor is, by its canonical name
 ├── __0_0.distcp ...   tensors, as each rank wrote its shards
-└── meta.json          how far the training was
+└── meta.json          the progress of training
 ```
 
 Under `model` are the tensors of the model by their canonical names, under `optimizer` the optimizer's canonical state:
 `optimizer.state.<parameter>.<key>` for the parameters that had a state, and `optimizer.param_groups.<index>.<option>`.
 
-It is written under a temporary name beside its own and renamed when it is complete, so that a process killed at any
-moment leaves either a whole checkpoint or none, and never spoils an old one.
+A checkpoint is written under a temporary name next to its final one, and renamed when it is complete. So a process
+killed at any moment leaves either a complete checkpoint or none, and never damages an old one.
 
-`torch.distributed.checkpoint` is imported where it is used: that takes half as long as importing torch, in every rank,
-and a run may need it late or never.
+`torch.distributed.checkpoint` is imported only when used: the import takes half as long as that of torch, on every
+rank, and a run may need it late or never.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 META_FILE = "meta.json"
 OPTIMIZER = "optimizer"
-POINTER_FILE = "last_checkpoint"  # in the work_dir, says where the newest one is
+POINTER_FILE = "last_checkpoint"  # in the work_dir, holds the path of the newest checkpoint
 _INDEX_FILE = ".metadata"
 _DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
 _REMEDY = "Resume with the model that was saved, or load what fits of the weights, by `load_from` with resume=False"
 
 
 def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-    """Write a checkpoint; when this returns, on any rank, it is complete under its own name.
+    """Write a checkpoint; when this returns on any rank, the checkpoint is complete under its final name.
 
     Args:
-        directory: the checkpoint's path, on a disk that all ranks see. One that exists is replaced.
+        directory: the checkpoint's path, on a disk shared by all ranks. An existing checkpoint is replaced.
         state: nested dicts and lists whose leaves are tensors and plain values, the same keys on every rank. Each
-            tensor is written once, whoever holds it.
-        meta: metadata in values that JSON knows. Rank 0's are written.
+            tensor is written once, even if several ranks hold it.
+        meta: metadata as JSON values. Those of rank 0 are written.
 
     **Collective**: every rank.
 
@@ -72,20 +72,19 @@ def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any
 def load_state(
     directory: Path, state: Mapping[str, Any], optim_layout: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint into tensors that are there already; the optimizer's state into new ones.
+    """Read a checkpoint into existing tensors, and the optimizer's state into new ones.
 
-    What a checkpoint has of an optimizer depends on which parameters had been updated. So what is given under
-    `optimizer` only says that it is wanted: it is returned as it was saved, in CPU memory, whatever was given.
+    The optimizer's state in a checkpoint depends on which parameters had been updated. So any value under `optimizer`
+    only requests the state, which is returned as it was saved, in CPU memory.
 
     Args:
         directory: a checkpoint, written by any number of ranks.
-        state: what is to be read, with the keys, shapes and devices that it is to have. Its tensors are filled in
-            place.
-        optim_layout: tensors by parameter name that say how entries of the optimizer's state are to be sharded which
-            have the parameter's shape; those under `model` in `state` by default. All others are whole.
+        state: the state to read, with the required keys, shapes and devices. Its tensors are filled in place.
+        optim_layout: tensors by parameter name; entries of the optimizer's state with the shape of their parameter are
+            sharded like them. By default, those under `model` in `state`. All other entries are whole.
 
     Returns:
-        `state` with plain values replaced, too, and with the optimizer's state.
+        `state`, with plain values also replaced, and with the optimizer's state.
 
     **Collective**: every rank.
 
@@ -105,7 +104,7 @@ def load_state(
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """Return the metadata that were saved with a checkpoint.
+    """Return the metadata saved with a checkpoint.
 
     Raises:
         ConfigError: the directory is not a checkpoint.
@@ -120,7 +119,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
 
 
 def read_shapes(directory: Path, part: str) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes of the tensors that a checkpoint has under `part`, by name; None of what is no tensor.
+    """Return the shapes of the tensors that a checkpoint has under `part`, by name; None for other values.
 
     Raises:
         ConfigError: the directory is not a checkpoint.
@@ -137,12 +136,12 @@ def read_shapes(directory: Path, part: str) -> dict[str, tuple[int, ...] | None]
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Return whether there is a complete checkpoint of that name."""
+    """Return whether the directory is a complete checkpoint."""
     return all((directory / name).is_file() for name in (_INDEX_FILE, META_FILE))
 
 
 def point_to_checkpoint(work_dir: Path, directory: Path) -> None:
-    """Make `directory` the last checkpoint of `work_dir`. Rank 0 does this, after saving.
+    """Make `directory` the last checkpoint of `work_dir`. Rank 0 calls this after saving.
 
     The path is stored relative to the work_dir, which may therefore be moved.
     """
@@ -152,7 +151,7 @@ def point_to_checkpoint(work_dir: Path, directory: Path) -> None:
 
 
 def find_last_checkpoint(work_dir: Path) -> Path | None:
-    """Return the last checkpoint of `work_dir`, or None if no checkpoint is complete."""
+    """Return the last checkpoint of `work_dir`, or None if there is none or it is not complete."""
     pointer = work_dir / POINTER_FILE
     if not pointer.is_file():
         return None
@@ -174,12 +173,12 @@ def _read_index(directory: Path) -> Metadata:
     _require_checkpoint(directory)
     try:
         return dcp.FileSystemReader(directory).read_metadata()
-    except Exception as error:  # whatever unpickling raises
+    except Exception as error:  # unpickling can raise anything
         raise ConfigError(f"{directory / _INDEX_FILE} cannot be read: {error!r}. {_DAMAGED}") from error
 
 
 def _check_files(directory: Path, index: Metadata) -> None:
-    """Refuse a checkpoint with missing or truncated files; torch would not name them."""
+    """Raise an error for a checkpoint with missing or truncated files, and name them, which torch would not do."""
     sizes: dict[str, int] = {}
     for stored in (index.storage_data or {}).values():
         end = stored.offset + stored.length
@@ -193,7 +192,7 @@ def _check_files(directory: Path, index: Metadata) -> None:
 
 
 def _empty_optim_state(index: Metadata, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with the entries that a checkpoint has, to be filled."""
+    """Return an optimizer's state with the entries of a checkpoint, to be filled."""
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -238,7 +237,7 @@ def _failures_as(kind: type[Exception], what: str, remedy: str = "") -> Iterator
 
     try:
         with warnings.catch_warnings():
-            # torch warns that it saves on one process, which is just what was asked for.
+            # torch warns that it saves in one process, which is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
