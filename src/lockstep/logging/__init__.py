@@ -1,4 +1,4 @@
-"""What a run says and records. Nothing here knows of ranks: who may speak is decided above."""
+"""Messages and records of a run. Nothing here depends on ranks: the caller decides which rank prints."""
 
 from __future__ import annotations
 

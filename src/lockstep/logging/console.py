@@ -1,4 +1,4 @@
-"""One console for everything a run says, and the handlers that bring log messages there."""
+"""One console for all messages of a run, and the handlers that send log messages to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICA
 
 
 def open_console(*, speaks: bool) -> Console:
-    """Return a console on standard output; one that does not speak swallows everything."""
+    """Return a console on standard output; without `speaks`, it prints nothing."""
     return Console(quiet=not speaks, highlight=False, soft_wrap=True)
 
 
@@ -22,11 +22,11 @@ def open_console(*, speaks: bool) -> Console:
 def run_logging(
     console: Console, file: Path, *, level: int | str = "INFO", file_level: int | str = "INFO"
 ) -> Iterator[logging.Logger]:
-    """Send what lockstep logs to a console and to a file, until the context ends.
+    """Send lockstep's log messages to a console and to a file until the context ends.
 
     Args:
-        console: where messages from `level` on are shown.
-        file: where messages from `file_level` on are written; made at the first one.
+        console: shows messages of `level` and above.
+        file: receives messages of `file_level` and above; created at the first one.
         level: name or number of a logging level.
         file_level: the same for the file.
     """
@@ -37,7 +37,7 @@ def run_logging(
         logger.addHandler(handler)
     before = logger.level, logger.propagate
     logger.setLevel(min(handler.level for handler in handlers))
-    logger.propagate = False  # a handler on the root logger would say everything twice
+    logger.propagate = False  # a handler on the root logger would print every message twice
     try:
         yield logger
     finally:
@@ -49,7 +49,7 @@ def run_logging(
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints through a rich console, above a live progress bar where there is one."""
+    """Prints through a rich console, above a live progress bar if there is one."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 def file_handler(file: Path) -> logging.Handler:
-    """Return a handler that writes to a file, which is made at the first message."""
+    """Return a handler that writes to a file, which is created at the first message."""
     handler = logging.FileHandler(file, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     return handler

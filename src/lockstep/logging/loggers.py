@@ -1,4 +1,4 @@
-"""A logger for whoever has no Runner at hand: what a model or a metric says goes where the run's own messages go."""
+"""Loggers for code without a Runner: messages of a model or a metric go where the run's own messages go."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _USERS = f"{_ROOT}.user"
 
 
 class MMLogger:
-    """Loggers of the run that goes on, from anywhere.
+    """Access to the loggers of the current run from anywhere.
 
-    Their messages appear on the run's console and in its log file, from the levels on that these have. While no
-    run goes on, it appears on standard error, from INFO on.
+    Their messages appear on the run's console and in its log file, at the levels that these show. Without a run in
+    progress, messages of INFO and above appear on standard error.
 
     Example:
         >>> MMLogger.get_current_instance().name
@@ -41,13 +41,13 @@ class MMLogger:
     def get_instance(
         cls, name: str, log_file: str | Path | None = None, log_level: int | str | None = None, **others: Any
     ) -> logging.Logger:
-        """Return a logger below that of the run.
+        """Return a child of the run's logger.
 
         Args:
-            name: what it is called.
-            log_file: a file that its messages are written to as well.
-            log_level: from which level on; None leaves it.
-            **others: MMEngine's further arguments, which do nothing.
+            name: the logger's name.
+            log_file: a file that also receives its messages.
+            log_level: the lowest level that it logs; None leaves it unchanged.
+            ***others: MMEngine's further arguments, which have no effect.
         """
         logger = cls.get_current_instance().getChild(name)
         if log_level is not None:
@@ -58,7 +58,7 @@ class MMLogger:
 
     @staticmethod
     def check_instance_created(name: str) -> bool:
-        """Return whether there is a logger of that name."""
+        """Return whether there is a logger with this name."""
         return f"{_USERS}.{name}" in logging.Logger.manager.loggerDict
 
 
@@ -67,12 +67,12 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
 
     Args:
         msg: the message.
-        logger: None to print it; `"current"` for the logger of the run, `"silent"` for nobody, another name for that of
-            `MMLogger.get_instance`, or a logger.
-        level: of the message, where it is logged.
+        logger: None to print it, `"current"` for the run's logger, `"silent"` to discard it, another name for a logger
+            that `MMLogger.get_instance` has created, or a logger.
+        level: the level of the message, if it is logged.
 
     Raises:
-        ValueError: there is no logger of that name.
+        ValueError: there is no logger with this name.
     """
     if logger is None:
         print(msg)
@@ -89,9 +89,9 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
 
 
 class _OutsideOfRuns(logging.Handler):
-    """Shows messages while nobody else does."""
+    """Shows messages while no run shows them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print to standard error as it is now, unless a run goes on, whose handlers are there."""
+        """Print to the current standard error, unless a run in progress has its own handlers."""
         if not logging.getLogger(_ROOT).handlers:
             print(self.format(record), file=sys.stderr)

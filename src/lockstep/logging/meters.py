@@ -1,4 +1,4 @@
-"""Values collected while a run goes on, and read only when somebody wants to see them."""
+"""Values that are collected during a run, and read from their device only when needed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Scalar: TypeAlias = float | Tensor
 
 
 def read_scalars(values: Iterable[Scalar]) -> list[float]:
-    """Return numbers and tensors of one element as numbers, with one read from each accelerator."""
+    """Convert numbers and one-element tensors to numbers, with one read from each accelerator."""
     values = list(values)
     by_device: dict[torch.device, list[Tensor]] = {}
     for value in values:
-        # On the CPU ten reads take a quarter of the time of a stack.
+        # On the CPU, ten reads take a quarter of the time of a stack.
         if isinstance(value, Tensor) and value.device.type != "cpu":
             by_device.setdefault(value.device, []).append(value.detach().reshape(()))
     read = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
@@ -33,10 +33,10 @@ def read_scalars(values: Iterable[Scalar]) -> list[float]:
 class HistoryBuffer:
     """The last values of one quantity.
 
-    Tensors are kept as they are, on their device, so that adding a value never waits for an accelerator; reading does.
+    Tensors stay on their device, so adding a value never waits for an accelerator; reading does.
 
     Args:
-        max_length: number of values to remember.
+        max_length: the maximum number of values to keep.
     """
 
     def __init__(self, max_length: int = 1000) -> None:
@@ -46,7 +46,7 @@ class HistoryBuffer:
         return len(self._values)
 
     def update(self, value: Scalar) -> None:
-        """Add a number or a tensor of one element, detached."""
+        """Add a number or a detached one-element tensor."""
         self._values.append(value)
 
     def current(self) -> float:
@@ -56,34 +56,34 @@ class HistoryBuffer:
 
     @property
     def data(self) -> tuple[list[float], list[int]]:
-        """The values that are remembered, the latest last, and how much each counts, which is 1."""
+        """The stored values, the latest last, and their counts, which are all 1."""
         values = read_scalars(self._values)
         return values, [1] * len(values)
 
     def min(self, window_size: int | None = None) -> float:
-        """Return the least of the last `window_size` values, or of all that are remembered."""
+        """Return the minimum of the last `window_size` values, or of all stored values."""
         return min(read_scalars(self._last(window_size)))
 
     def max(self, window_size: int | None = None) -> float:
-        """Return the greatest of the last `window_size` values, or of all that are remembered."""
+        """Return the maximum of the last `window_size` values, or of all stored values."""
         return max(read_scalars(self._last(window_size)))
 
     def statistics(self, method_name: str, *args: Any, **kwargs: Any) -> float:
-        """Return `current`, `mean`, `min` or `max`, with its arguments."""
+        """Call `current`, `mean`, `min` or `max` by name, with its arguments, and return the result."""
         if method_name not in ("current", "mean", "min", "max"):
             raise KeyError(f"`method_name` must be current, mean, min or max, but is {method_name!r}")
         value: float = getattr(self, method_name)(*args, **kwargs)
         return value
 
     def mean(self, window_size: int | None = None) -> float:
-        """Return the mean of the last `window_size` values, or of all that are remembered."""
+        """Return the mean of the last `window_size` values, or of all stored values."""
         values = read_scalars(self._last(window_size))
         return sum(values) / len(values)
 
     def weighted_mean(self, weights: Sequence[float]) -> float:
-        """Return the mean of as many last values as there are weights, the last of which is that of the last value.
+        """Return the weighted mean of the last `len(weights)` values; the last weight belongs to the last value.
 
-        Where the buffer holds fewer values, it is the mean of these.
+        If the buffer holds fewer values, it is the mean of those, with the last weights.
         """
         numbers = read_scalars(self._last(len(weights)))
         weights = weights[-len(numbers) :]
@@ -102,12 +102,12 @@ class HistoryBuffer:
 
 
 class MessageHub:
-    """Where the parts of one run leave values for each other, by name.
+    """A store in which the parts of one run share values by name.
 
-    Scalars have a history; infos are the latest of anything.
+    Scalars have a history; infos keep only the latest value, of any type.
 
     Args:
-        name: what it is called.
+        name: the hub's name.
     """
 
     _current: ClassVar[MessageHub | None] = None
@@ -121,14 +121,14 @@ class MessageHub:
 
     @classmethod
     def get_current_instance(cls) -> MessageHub:
-        """Return the hub of the run that goes on, or of the last one; where there was none, a new one."""
+        """Return the hub of the current run, or of the last one, or a new one if there was no run."""
         if cls._current is None:
             cls._current = cls()
         return cls._current
 
     @classmethod
     def get_instance(cls, name: str) -> MessageHub:
-        """Return the hub of that name that this method has made, or a new one."""
+        """Return the hub with this name that this method has created, or a new one."""
         return cls._named.setdefault(name, cls(name))
 
     def make_current(self) -> None:
@@ -142,17 +142,17 @@ class MessageHub:
 
     @property
     def runtime_info(self) -> dict[str, Any]:
-        """All infos by name, as they are now."""
+        """All infos by name, with their current values."""
         return {**{key: source() for key, source in self._sources.items()}, **self._infos}
 
     def update_scalar(self, key: str, value: Scalar, count: int = 1, resumed: bool = True) -> None:
         """Add a value to the history of `key`.
 
         Args:
-            key: its name.
+            key: the name of the history.
             value: a number or a tensor of one element.
-            count: MMEngine's; does nothing, because each value counts once.
-            resumed: MMEngine's; does nothing, because a run that goes on begins its histories anew.
+            count: from MMEngine; has no effect, because each value counts once.
+            resumed: from MMEngine; has no effect, because a resumed run starts new histories.
         """
         buffer = self._scalars.get(key)
         if buffer is None:
@@ -160,7 +160,7 @@ class MessageHub:
         buffer.update(value)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
-        """Add one value to each of several histories; a value may be a dict that has it under `value`."""
+        """Add one value to each of several histories; a value may be a dict with the key `value`."""
         for key, value in log_dict.items():
             self.update_scalar(key, value["value"] if isinstance(value, Mapping) else value)
 
@@ -175,7 +175,7 @@ class MessageHub:
         return self._scalars[key]
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
-        """Set the info `key`; `resumed` is MMEngine's and does nothing."""
+        """Set the info `key`; `resumed` is from MMEngine and has no effect."""
         self._infos[key] = value
 
     def update_info_dict(self, info_dict: Mapping[str, Any], resumed: bool = True) -> None:
@@ -183,7 +183,7 @@ class MessageHub:
         self._infos.update(info_dict)
 
     def provide_info(self, key: str, source: Callable[[], Any]) -> None:
-        """Let `get_info` ask `source` for the info `key`, where nobody has set it."""
+        """Let `get_info` call `source` for the info `key` if it has not been set."""
         self._sources[key] = source
 
     def get_info(self, key: str, default: Any = None) -> Any:
@@ -193,5 +193,5 @@ class MessageHub:
         return self._infos.get(key, default)
 
     def pop_info(self, key: str, default: Any = None) -> Any:
-        """Return the info `key`, or `default`, and forget it."""
+        """Remove the info `key` and return it, or `default`."""
         return self._infos.pop(key, default)

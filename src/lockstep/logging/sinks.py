@@ -1,4 +1,4 @@
-"""Where records of a run go in any case: to files of JSON lines."""
+"""The sink for all records of a run: files in JSON Lines format."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, TextIO
 class JsonLinesSink:
     """A file with one JSON object per line, each readable as soon as it is written.
 
-    Numbers that JSON does not know become the strings "nan", "inf" and "-inf".
+    Numbers that JSON does not support become the strings "nan", "inf" and "-inf".
 
     Args:
-        path: the file; created at the first record, with its folder there already.
+        path: the file; created at the first record. Its folder must exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -23,19 +23,19 @@ class JsonLinesSink:
         self._file: TextIO | None = None
 
     def write(self, record: Mapping[str, Any], *, flush: bool = True) -> None:
-        """Append a record; without `flush` it is readable after the next that has it."""
+        """Append a record; without `flush`, it is readable only after the next record with `flush`."""
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
         try:
             line = json.dumps(record, allow_nan=False)
-        except (TypeError, ValueError):  # not plain yet, which is rare
+        except (TypeError, ValueError):  # not plain values, which is rare
             line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
         self._file.write(f"{line}\n")
         if flush:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; the next record would open it again."""
+        """Close the file; another record opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
