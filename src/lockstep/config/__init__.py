@@ -1,7 +1,7 @@
-"""Configs: files in Python, YAML or JSON that say what a run is made of.
+"""Configs: files in Python, YAML or JSON that describe a run.
 
 `Config.fromfile` reads one with its bases, `Config.merge_from_dict` changes it by dotted keys, and `parse_options`
-makes those from ``a.b=1 c=[1,2]`` on a command line. Importing this package does not import torch.
+reads these from ``a.b=1 c=[1,2]`` on a command line. Importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Config`: what a run is made of, read from a file; and a form of it that travels to other processes."""
+"""`Config`: the description of a run, read from a file; and a form of it for other processes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _RESERVED = ("filename", "text", "pretty_text")
 
 
 class Config(ConfigDict):
-    """A `ConfigDict` that knows the file it came from.
+    """A `ConfigDict` that knows the file from which it was read.
 
     Args:
         cfg_dict: the values.
-        filename: the file that they came from.
-        text: the text of that file, after those of its bases.
+        filename: the file from which they were read.
+        text: the text of that file, preceded by the texts of its bases.
 
     Raises:
         ConfigError: a key is one of ``filename``, ``text``, ``pretty_text``.
@@ -71,25 +71,26 @@ class Config(ConfigDict):
         lazy_import: bool | None = None,
         format_python_code: bool = True,
     ) -> Self:
-        """Read a config from a Python, YAML or JSON file, with the files it names in `_base_`.
+        """Read a config from a Python, YAML or JSON file, with the files that it names in `_base_`.
 
-        A Python file may import the modules beside it. What it imports or defines (modules, functions, classes) does
-        not become a key, but may be a value: ``dict(type=MyNet)``. Its bases are at hand as `_base_`: ``lr = _base_.lr
-        * 2``; or it imports them, see `read_base`. The modules that ``custom_imports=dict(imports=[...])`` names are
-        imported. In texts, ``{{ fileBasenameNoExtension }}``, ``{{ fileBasename }}``, ``{{ fileDirname }}`` and ``{{
-        fileExtname }}`` are facts about the file, and ``{{ _base_.model.depth }}`` is a value of its bases.
+        A Python file may import modules from its own folder. What it imports or defines (modules, functions, classes)
+        does not become a key, but may be a value: ``dict(type=MyNet)``. It can read the values of its bases from
+        `_base_`, as in ``lr = _base_.lr * 2``, or import its bases, see `read_base`. The modules that
+        ``custom_imports=dict(imports=[...])`` names are imported. In strings, ``{{ fileBasenameNoExtension }}``, ``{{
+        fileBasename }}``, ``{{ fileDirname }}`` and ``{{ fileExtname }}`` stand for parts of the file's path, and ``{{
+        _base_.model.depth }}`` for a value of its bases.
 
         Args:
             filename: the file.
-            use_predefined_variables: MMEngine's; placeholders are always filled in.
-            import_custom_modules: import what `custom_imports` names.
-            use_environment_variables: MMEngine's; placeholders for environment variables are refused.
-            lazy_import: MMEngine's; the contents of the file decide.
-            format_python_code: MMEngine's; what is written is always formatted.
+            use_predefined_variables: for compatibility with MMEngine; placeholders are always filled in.
+            import_custom_modules: import the modules that `custom_imports` names.
+            use_environment_variables: for compatibility with MMEngine; placeholders for these raise an error.
+            lazy_import: for compatibility with MMEngine; ignored, the contents of the file decide.
+            format_python_code: for compatibility with MMEngine; ignored, output is always formatted.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ConfigError: something in it, or in a base, is wrong; names file, line and key.
+            ConfigError: the file or a base has an error; the message names file, line and key.
         """
         path = Path(filename).expanduser().resolve()
         source = Source.read(path)
@@ -105,7 +106,7 @@ class Config(ConfigDict):
 
         Args:
             cfg_str: the text.
-            file_format: the suffix that such a file has, such as `".py"`.
+            file_format: the suffix of such a file, such as `".py"`.
 
         Example:
             >>> Config.fromstring("lr = 0.1", ".py").lr
@@ -119,12 +120,12 @@ class Config(ConfigDict):
 
     @property
     def filename(self) -> str | None:
-        """The file that the config came from."""
+        """The file from which the config was read, or None."""
         return self._filename
 
     @property
     def text(self) -> str:
-        """The text of that file, after those of its bases."""
+        """The text of that file, preceded by the texts of its bases."""
         return self._text
 
     @property
@@ -134,14 +135,14 @@ class Config(ConfigDict):
 
     @property
     def helpers(self) -> set[str]:
-        """The keys that need no other purpose, as the files' own code has read them."""
+        """The keys that the files' own code has read, and that need no other use."""
         source = self._source()
         return set() if source is None else source.helpers()
 
     def where(self, key: str) -> str:
-        """Return where a dotted key, or the nearest above it, got its value, in words for a message.
+        """Return where a dotted key, or its nearest parent key, was set, in words for a message.
 
-        That is ``"path:line"``, ``"an option"`` for what `merge_from_dict` has set, or "" where it is not known.
+        That is ``"path:line"``; ``"an option"`` if `merge_from_dict` has set it; or "" if it is not known.
         """
         if any(f"{key}.".startswith(f"{changed}.") for changed in self._changed):
             return "an option"
@@ -151,9 +152,8 @@ class Config(ConfigDict):
     def dump(self, file: str | PathLike[str] | None = None) -> str:
         """Return the config as text, and write it to `file`, whose suffix chooses the format.
 
-        Python source gives an equal config when it is read again. YAML and JSON know no classes and tuples: they hold
-        import paths and lists. A comment at the top of a file says that it was written so, where the format knows
-        comments.
+        Python source gives an equal config when it is read again. YAML and JSON have no classes and tuples: they hold
+        import paths and lists instead. Python and YAML files begin with a comment that lockstep wrote them.
 
         Raises:
             ConfigError: the suffix is unknown.
@@ -175,12 +175,13 @@ class Config(ConfigDict):
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
         """Set values by dotted keys.
 
-        Numbers index lists: ``{"hooks.0.interval": 5}``. Dicts that are missing on the way are made. A value that is a
-        dict is merged, unless it says ``_delete_=True``. `allow_list_keys` is MMEngine's and does nothing.
+        Numbers index lists: ``{"hooks.0.interval": 5}``. Missing dicts on the path of a key are created. A value that
+        is a dict is merged, unless it has ``_delete_=True``. `allow_list_keys` is for compatibility with MMEngine and
+        is ignored.
 
         Raises:
-            ConfigError: a key leads through something that is neither a dict nor a list, or past the end of a list; the
-                config is unchanged then.
+            ConfigError: the path of a key has a part that is neither a dict nor a list, or an index that is out of
+                range; the config is then unchanged.
         """
         changed = Config(self.to_dict())
         for key, value in options.items():
@@ -191,7 +192,7 @@ class Config(ConfigDict):
     def _source(self) -> Source | None:
         try:
             return None if self._filename is None else Source.read(Path(self._filename))
-        except (OSError, ConfigError):  # moved or removed since, or one of its bases
+        except (OSError, ConfigError):  # the file or one of its bases was moved or removed
             return None
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -234,10 +235,10 @@ class ResolvedConfig:
 
     Attributes:
         source: assignments that give the values.
-        imports: what the config's files import, because a module may register something when it is imported.
-        folders: where those files are; modules beside them can be imported.
-        filename: the file that the config came from.
-        text: the text of that file, after those of its bases.
+        imports: the import statements of the config's files, because an imported module may register something.
+        folders: the folders of those files; modules in them can be imported.
+        filename: the file from which the config was read.
+        text: the text of that file, preceded by the texts of its bases.
     """
 
     source: str
@@ -248,10 +249,10 @@ class ResolvedConfig:
 
     @classmethod
     def of(cls, cfg: Config) -> Self | None:
-        """Return the values that a config has now; None where another process has to read its files itself.
+        """Return the values that a config has now; None if another process has to read its files itself.
 
-        That is where a value has no source form (a lambda, an object, a class that the file defines), or where a file
-        does more than import and give values: whatever it does, it does in each process then.
+        It has to if a value has no source form (a lambda, an object, a class that the file defines), or if a file does
+        more than import and give values: that must then happen in each process.
         """
         source, lost = source_form(cfg)
         if lost or cfg.filename is None:
@@ -266,7 +267,7 @@ class ResolvedConfig:
         return cls(source=source, imports=list(imports), folders=folders, filename=cfg.filename, text=cfg.text)
 
     def config(self) -> Config:
-        """Return the config; what its files have imported is imported."""
+        """Run the imports of the config's files, and return the config."""
         path = Path(self.filename)
         with importable(*self.folders):
             exec("\n".join(self.imports), {})

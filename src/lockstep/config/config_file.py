@@ -1,4 +1,4 @@
-"""What every kind of config file offers, and the kind in YAML or JSON."""
+"""The base class of config files, and config files in YAML or JSON."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lockstep.config.dictionary import ConfigDict
 from lockstep.config.placeholders import BASE, filled
 from lockstep.errors import ConfigError
 
-# The first line of a file that `Config.dump` writes. It has lost the code that read its helping names.
+# The first line of a file that `Config.dump` writes. Such a file has lost the code that read its helper variables.
 DUMPED = "# Every key of the config, written by lockstep.\n"
 
 
 class Location(NamedTuple):
-    """Where a file writes a key, or the nearest one above it.
+    """The place where a file sets a key, or its nearest parent key.
 
     Attributes:
-        depth: how many parts of the dotted key the file spells out there; 0 for nowhere.
-        line: counted from 1.
+        depth: how many parts of the dotted key the file sets there; 0 if it does not set the key.
+        line: the line number, from 1.
     """
 
     depth: int
@@ -32,12 +32,12 @@ class Location(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One place where a file writes a key.
+    """One place where a file sets a key.
 
     Attributes:
         path: the parts of the dotted key.
-        line: counted from 1.
-        variable: the name of the variable that is its value, if it is one.
+        line: the line number, from 1.
+        variable: the name of the variable, if the key's value is given as a variable.
     """
 
     path: list[str]
@@ -47,13 +47,13 @@ class Write(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BaseFile:
-    """A file that another one builds upon.
+    """A base: a file that another config file builds upon.
 
     Attributes:
-        path: of the base.
-        named_by: what in the other file names it.
-        line: the line that does, where that is not the one of the key `named_by`.
-        names: the keys that are taken from it, by the names that they get; None for all.
+        path: the path of the base.
+        named_by: what in the other file names the base: the key `_base_` or `read_base()`.
+        line: the line where it is named; None for the line of the key `named_by`.
+        names: the keys that are taken from the base, by their new names; None for all keys.
     """
 
     path: Path
@@ -66,9 +66,9 @@ class ConfigFile(ABC):
     """The text of one config file.
 
     Attributes:
-        path: absolute.
-        text: as it stands in the file.
-        imports_bases: whether it takes what it wants of its bases by itself; else it is laid over them.
+        path: the absolute path.
+        text: the text of the file.
+        imports_bases: whether the file imports keys from its bases; otherwise it is merged into them.
     """
 
     imports_bases: bool = False
@@ -80,45 +80,45 @@ class ConfigFile(ABC):
     @property
     @abstractmethod
     def base(self) -> Any:
-        """What the file gives for `_base_`, or None."""
+        """The value of `_base_` in the file, or None."""
 
     @abstractmethod
     def values(self, base: ConfigDict, imported: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
         """Return the file's own values.
 
         Args:
-            base: what it may refer to as `_base_`.
-            imported: what each import of a base gives it, in order, where it imports them.
+            base: the values of the bases, which the file can read as `_base_`.
+            imported: the keys that each import of a base provides, in order, if the file imports its bases.
         """
 
     @abstractmethod
     def writes(self) -> Iterator[Write]:
-        """Yield every place where the file writes a key, in order."""
+        """Yield every place where the file sets a key, in order."""
 
     def names_read(self) -> set[str]:
         """Return the variables that the file's own code reads."""
         return set()
 
     def imports(self) -> list[str] | None:
-        """Return the import statements of the file; None where it does more than import and give values.
+        """Return the import statements of the file; None if it does more than import and give values.
 
-        Whoever has the values, and has run these statements, need not run the file again.
+        A process that has the values, and has run these statements, need not run the file again.
         """
         return []
 
     def helpers(self) -> set[str]:
-        """Return the names that have done their work when the file has been read.
+        """Return the names that need no further use after the file has been read.
 
-        These are the variables that the file's own code reads; of a file that `Config.dump` has written, whose code is
-        gone, all names.
+        These are the variables that the file's own code reads. In a file that `Config.dump` has written, which has lost
+        that code, these are all names.
         """
         return {write.path[0] for write in self.writes()} if self.text.startswith(DUMPED) else self.names_read()
 
     def locate(self, key: str, follow: int = 5) -> Location:
-        """Return where the file writes a dotted key, or the nearest key above it.
+        """Return where the file sets a dotted key, or its nearest parent key.
 
-        Of several places the one that spells out most of the key counts, and of these the last one. Names of variables
-        are followed, at most `follow` of them.
+        Among several places, the one that sets most parts of the key counts, and among these the last one. Variables
+        are followed to their own assignments, at most `follow` of them.
         """
         parts = key.split(".")
         found = Location(0, 0)
@@ -136,7 +136,7 @@ class ConfigFile(ABC):
         return found
 
     def bases(self) -> list[BaseFile]:
-        """Return the files that this one builds upon; their paths are relative to its own folder."""
+        """Return the bases of this file; paths in `_base_` are relative to the file's folder."""
         named = self.base
         if named is None:
             return []
@@ -170,23 +170,23 @@ class DataFile(ConfigFile):
 
     @property
     def base(self) -> Any:
-        """What the file gives for `_base_`."""
+        """The value of `_base_` in the file, or None."""
         return self._values.get(BASE)
 
     def values(self, base: ConfigDict, imported: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Return what the file says; it has no way to refer to its base."""
+        """Return the file's own values; `base` is not used."""
         return {key: value for key, value in self._values.items() if key != BASE}
 
     def writes(self) -> Iterator[Write]:
-        """Yield where the file writes keys, as the YAML parser, which reads JSON as well, counts lines."""
+        """Yield where the file sets keys. Lines come from the YAML parser, which also reads JSON."""
         try:
             yield from _writes_below([], yaml.compose(self.text, Loader=yaml.SafeLoader))
-        except yaml.YAMLError:  # JSON may be indented by tabs, YAML may not
+        except yaml.YAMLError:  # JSON may be indented with tabs, YAML may not
             return
 
 
 def _writes_below(path: list[str], node: yaml.Node | None) -> Iterator[Write]:
-    """Yield where the keys below a mapping or a sequence are written."""
+    """Yield where the keys inside a mapping or a sequence are set."""
     items: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         items = [(name.value, name, value) for name, value in node.value]

@@ -1,4 +1,4 @@
-"""`ConfigDict`: a dict whose keys are attributes too, and how one is laid over another."""
+"""`ConfigDict`: a dict whose keys are also attributes, and merging of one into another."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MakeError: TypeAlias = Callable[[str, str], ConfigError]
 class ConfigDict(dict[Any, Any]):
     """A dict whose keys can be read, set and deleted as attributes.
 
-    Dicts put into it, also inside lists and tuples, become `ConfigDict`; the originals are left alone. A key that is
-    also the name of a dict method (``items``) is reached by index only.
+    Dicts that are put into it, also inside lists and tuples, become `ConfigDict`; the originals do not change. A key
+    that is also the name of a dict method (``items``) can only be read by index.
 
     Example:
         >>> cfg = ConfigDict(model=dict(width=3))
@@ -39,7 +39,7 @@ class ConfigDict(dict[Any, Any]):
         raise KeyError(self._no_key(key))
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask for special methods that are not there; they are never keys.
+        # Copying and pickling look for special methods that do not exist; these are never keys.
         if not name.startswith("__") and name in self:
             return self[name]
         raise AttributeError(self._no_key(name), name=name, obj=self)
@@ -58,7 +58,7 @@ class ConfigDict(dict[Any, Any]):
             self[key] = value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return the value of `key`, after setting it to `default` where it is missing."""
+        """Return the value of `key`; if it is missing, set it to `default` first."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -68,12 +68,12 @@ class ConfigDict(dict[Any, Any]):
         return copy(self)
 
     def merge(self, changes: Mapping[Any, Any]) -> None:
-        """Lay `changes` over this dict, dicts within dicts key by key.
+        """Merge `changes` into this dict; nested dicts are merged key by key.
 
-        A dict with ``_delete_=True`` replaces instead.
+        A dict with ``_delete_=True`` replaces the old dict instead.
 
         Raises:
-            ConfigError: a dict would be laid over something that is none.
+            ConfigError: a dict would be merged into a value that is not a dict.
 
         Example:
             >>> model = ConfigDict(type="Net", head=dict(width=3, bias=True))
@@ -97,7 +97,7 @@ class ConfigDict(dict[Any, Any]):
         return self
 
     def to_dict(self) -> dict[Any, Any]:
-        """Return plain dicts, lists and tuples all the way down."""
+        """Return a plain dict, in which nested `ConfigDict` are also plain dicts."""
         return {key: _plain(value) for key, value in self.items()}
 
     def _no_key(self, key: Any) -> str:
@@ -106,15 +106,15 @@ class ConfigDict(dict[Any, Any]):
 
 
 def merged(base: Mapping[Any, Any], changes: Mapping[Any, Any], error: MakeError, prefix: str = "") -> ConfigDict:
-    """Return `base` with `changes` laid over it.
+    """Return `base` with `changes` merged into it.
 
-    Dicts are merged key by key; anything else replaces what was there. A dict of `changes` with
-    ``_delete_=True`` replaces too.
+    Dicts are merged key by key; any other value replaces the old one. A dict of `changes` with ``_delete_=True`` also
+    replaces the old value.
 
     Args:
-        base: left as it is.
-        changes: left as it is.
-        error: makes the errors.
+        base: the dict to change; not modified.
+        changes: the changes; not modified.
+        error: creates the errors.
         prefix: the dotted key of the two dicts, for errors, with a dot at its end.
     """
     result = ConfigDict() if _deletes(changes, error, prefix) else ConfigDict(base)
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 def mapped(function: Any, value: Any) -> Any:
-    """Apply `function` to the items of a list or tuple; return anything else as it is."""
+    """Apply `function` to the items of a list or tuple; return any other value unchanged."""
     if not isinstance(value, list | tuple):
         return value
     items = [function(item) for item in value]
@@ -155,7 +155,7 @@ def mapped(function: Any, value: Any) -> Any:
 
 
 def items_below(value: object) -> dict[str, Any]:
-    """Return what stands below a value by key or index: nothing also for an empty dict or list."""
+    """Return the items of a dict, list or tuple by key or index (as strings); empty for any other value."""
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}

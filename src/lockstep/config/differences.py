@@ -1,4 +1,4 @@
-"""What differs between two configs, by dotted keys."""
+"""The differences between two configs, by dotted keys."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lockstep.config.source_form import python_value
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One key that is not the same in two configs.
+    """One key that differs between two configs.
 
     Attributes:
-        kind: what happened to it from the first config to the second.
-        key: dotted; numbers index lists.
-        old: its value in the first config as Python source, "" where it was added.
-        new: its value in the second config, "" where it was removed.
+        kind: how it changed from the first config to the second.
+        key: the dotted key; numbers index lists.
+        old: its value in the first config as Python source; "" if it was added.
+        new: its value in the second config as Python source; "" if it was removed.
     """
 
     kind: Literal["added", "removed", "changed"]
@@ -28,7 +28,7 @@ class Difference:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield what differs, in the order of the first config, with what was added at the end of each dict and list.
+    """Yield the differences, in the order of the first config; additions come at the end of each dict and list.
 
     Example:
         >>> [d.key for d in differences({"a": 1, "b": {"c": [1, 2]}}, {"b": {"c": [1, 3]}, "d": 0})]
@@ -53,7 +53,7 @@ def _between(old: object, new: object, prefix: str) -> Iterator[Difference]:
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys below a value, or its own, with their values as source."""
+    """Yield the dotted keys of all leaves of a value (its own key if it has no items), with their values as source."""
     items = items_below(value)
     for name, item in items.items():
         yield from _leaves(f"{key}.{name}", item)

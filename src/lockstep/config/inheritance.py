@@ -1,4 +1,4 @@
-"""`_base_` and `read_base()`: how one config file builds upon others, and which of them wrote a key."""
+"""`_base_` and `read_base()`: how one config file builds upon others, and which file set a key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_file(path: Path) -> ConfigFile:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: its suffix or its syntax is unknown; names the line.
+        ConfigError: its suffix is unknown, or it has a syntax error; the message names the line.
     """
     kind = _KINDS.get(path.suffix)
     if kind is None:
@@ -40,11 +40,11 @@ def read_file(path: Path) -> ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A config file and those that it builds upon.
+    """A config file and its bases.
 
     Attributes:
-        file: the youngest of them.
-        bases: its bases, in its order, each with what the file takes of it.
+        file: the file itself.
+        bases: its bases, in the file's order, each with the keys that the file takes from it.
     """
 
     file: ConfigFile
@@ -52,15 +52,16 @@ class Source:
 
     @classmethod
     def read(cls, path: Path, children: tuple[ConfigFile, ...] = ()) -> Source:
-        """Read the file at `path` and its bases; none of them is run.
+        """Read the file at `path` and its bases, without running them.
 
         Args:
-            path: absolute.
-            children: the files that led here, the youngest first.
+            path: the absolute path.
+            children: the files that led to this base, the outermost first.
 
         Raises:
             FileNotFoundError: `path` does not exist.
-            ConfigError: a base does not exist or leads back to itself; a file has an error. Names file, line and key.
+            ConfigError: a base does not exist, bases form a circle, or a file has an error. The message names file,
+                line and key.
         """
         file = read_file(path)
         return cls(file, [(base, cls._read_base(base, (*children, file))) for base in file.bases()])
@@ -78,7 +79,7 @@ class Source:
             raise children[-1].error(base.named_by, f"names a file that is missing: {error}", base.line) from error
 
     def files(self) -> list[ConfigFile]:
-        """Return all of the files, bases first."""
+        """Return all files, bases first."""
         return [*(file for _, source in self.bases for file in source.files()), self.file]
 
     def text(self) -> str:
@@ -86,10 +87,10 @@ class Source:
         return "\n".join(f"# {file.path}\n{file.text}" for file in self.files())
 
     def values(self) -> ConfigDict:
-        """Run the files, and return what they say.
+        """Run the files, and return the merged values.
 
         Raises:
-            ConfigError: a base contradicts another; a file has an error. Names file, line and key.
+            ConfigError: two bases have the same key, or a file has an error. The message names file, line and key.
         """
         file, path = self.file, self.file.path
         parts = [(base, source.values()) for base, source in self.bases]
@@ -101,15 +102,15 @@ class Source:
         return merged(joined, ConfigDict(own), file.error)
 
     def where(self, key: str) -> str:
-        """Return file and line of a dotted key, or of the nearest key above it; "" for nowhere."""
+        """Return file and line of a dotted key, or of its nearest parent key; "" if no file sets it."""
         return self._find(key)[1]
 
     def helpers(self) -> set[str]:
-        """Return the keys that have done their work when the files have been read."""
+        """Return the keys that need no further use after the files have been read."""
         return set().union(*(file.helpers() for file in self.files()))
 
     def _find(self, key: str) -> tuple[int, str]:
-        """Return how many parts of a dotted key the nearest place spells out, and that place."""
+        """Return how many parts of a dotted key the best place sets, and that place."""
         depth, line = self.file.locate(key)
         found = (depth, f"{self.file.path}:{line}" if depth else "")
         name, dot, rest = key.partition(".")
@@ -121,7 +122,7 @@ class Source:
 
 
 def _taken(base: BaseFile, values: ConfigDict, file: ConfigFile) -> dict[str, object]:
-    """Return the keys that `file` imports from a base, by the names that it gives them."""
+    """Return the values that `file` imports from a base, by their new names."""
     if base.names is None:
         return dict(values)
     for name in base.names.values():
@@ -133,11 +134,11 @@ def _taken(base: BaseFile, values: ConfigDict, file: ConfigFile) -> dict[str, ob
                 "function, a class, a module) is imported outside of read_base()",
                 base.line,
             )
-    return {own: deepcopy(values[name]) for own, name in base.names.items()}  # one name may be taken twice
+    return {own: deepcopy(values[name]) for own, name in base.names.items()}  # one key may be imported under two names
 
 
 def _joined(parts: list[tuple[BaseFile, ConfigDict]], file: ConfigFile) -> ConfigDict:
-    """Return the keys of all bases, of which no two may have the same."""
+    """Return the values of all bases; two bases with the same key are an error."""
     joined = ConfigDict()
     origin: dict[str, Path] = {}
     for base, part in parts:

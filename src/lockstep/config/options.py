@@ -10,16 +10,16 @@ from typing import Any
 from lockstep.config.dictionary import ConfigDict, merged
 from lockstep.errors import ConfigError
 
-# YAML's own scalars are other ones: to YAML 1.1 `1e-3` is a string, `off` is False and `12:30` is 750.
+# Not YAML's rules for scalars: in YAML 1.1 `1e-3` is a string, `off` is False and `12:30` is 750.
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
 def parse_options(options: Iterable[str]) -> dict[str, Any]:
-    """Read ``key=value`` texts, as they come from a command line.
+    """Parse ``key=value`` strings from a command line.
 
-    A value is a Python literal where it reads as one; ``true``, ``false``, ``none`` and ``null`` count in any case;
-    words in lists need no quotes; what has commas is a list; all else is text.
+    A value is a Python literal if it can be read as one. ``true``, ``false``, ``none`` and ``null`` are recognised in
+    upper and lower case. Words in lists need no quotes; a value with commas is a list; any other value is a string.
 
     Raises:
         ConfigError: an option has no ``=`` or no key.
@@ -38,7 +38,7 @@ def parse_options(options: Iterable[str]) -> dict[str, Any]:
 
 
 class DictAction(Action):
-    """Collects ``key=value`` texts, read by `parse_options`, to a dict for `Config.merge_from_dict`.
+    """An argparse action that collects ``key=value`` strings in a dict for `Config.merge_from_dict`.
 
     Example:
         >>> import argparse
@@ -49,7 +49,7 @@ class DictAction(Action):
     """
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: Any = None) -> None:
-        """Add what one mention of the option gives to what others gave."""
+        """Add the values of one occurrence of the option to those of earlier ones."""
         try:
             given = parse_options([values] if isinstance(values, str) else values or ())
         except ConfigError as error:
@@ -75,7 +75,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas that stand outside of brackets and quotes."""
+    """Split at the commas outside brackets and quotes; do not split if these are not balanced."""
     parts = [""]
     expected: list[str] = []  # closing brackets, or one quote, innermost last
     for character in text:
@@ -94,12 +94,12 @@ def _split(text: str) -> list[str]:
 
 
 def set_dotted(target: ConfigDict, dotted: str, value: Any) -> None:
-    """Set the value at a dotted key; numbers index lists, dicts that are missing are made.
+    """Set the value at a dotted key; numbers index lists, and missing dicts are created.
 
-    A dict is merged into a dict that is there, unless it says ``_delete_=True``.
+    A dict is merged into an existing dict, unless it has ``_delete_=True``.
 
     Raises:
-        ConfigError: the key leads through something that is neither a dict nor a list, or past the end of a list.
+        ConfigError: the path of the key has a part that is neither a dict nor a list, or an index out of range.
     """
     *path, last = dotted.split(".")
     holder: Any = target
@@ -114,7 +114,7 @@ def set_dotted(target: ConfigDict, dotted: str, value: Any) -> None:
 
 
 def _key_or_index(holder: Any, part: str, path: list[str], dotted: str) -> Any:
-    """Return `part` as the key or index that `holder` takes."""
+    """Return `part` as a key or an index of `holder`."""
     if isinstance(holder, ConfigDict):
         return part
     where = ".".join(path)

@@ -1,4 +1,4 @@
-"""`{{ ... }}` in a config: facts about its file, and values of its bases."""
+"""Placeholders `{{ ... }}` in a config: parts of its file's path, and values of its bases."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _FACTS: Mapping[str, Callable[[Path], str]] = {
 
 
 def filled(value: Any, path: Path, base: Mapping[str, Any] | None = None) -> Any:
-    """Return a value with the placeholders in all of its texts filled in; the value itself is left alone.
+    """Return a copy of `value` in which the placeholders in all strings are filled in.
 
-    They are `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}` and `{{ fileExtname }}`, and
-    `{{ _base_.a.b }}`, which gives the very value where it is the whole text. Other texts in braces stay.
+    Placeholders are `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}` and
+    `{{ _base_.a.b }}`. The last one keeps its type if it is the whole string. Other text in braces does not change.
 
     Args:
-        value: of a key.
-        path: of the file that it stands in.
-        base: what the file's bases say; None where they are not known yet.
+        value: the value of a key.
+        path: the path of the config file.
+        base: the values of the file's bases; None if they are not known yet.
 
     Raises:
-        ConfigError: the bases have no such key, or an environment variable is asked for.
+        ConfigError: the bases have no such key, or the placeholder is for an environment variable.
 
     Example:
         >>> filled({"dir": "runs/{{ fileBasenameNoExtension }}", "lr": "{{_base_.lr}}"}, Path("a/net.py"), {"lr": 0.1})
@@ -48,10 +48,10 @@ def filled(value: Any, path: Path, base: Mapping[str, Any] | None = None) -> Any
 
 
 class BaseValues(ast.NodeTransformer):
-    """Reads `{{_base_.a.b}}` in the code of a config, where to Python it is a set of a set, as `_base_.a.b`."""
+    """Replaces `{{_base_.a.b}}` in the code of a config, which Python reads as a set of a set, by `_base_.a.b`."""
 
     def visit_Set(self, node: ast.Set) -> ast.expr:
-        """Return what the braces hold, if they are such a placeholder."""
+        """Return the expression in the braces if they are such a placeholder; otherwise the node."""
         match node:
             case ast.Set([ast.Set([ast.Attribute() as inner])]) if ast.unparse(inner).startswith(f"{BASE}."):
                 return inner

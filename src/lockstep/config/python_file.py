@@ -1,4 +1,4 @@
-"""A config in Python: assignments, with whatever code makes the values."""
+"""Config files in Python: assignments, and code that computes values."""
 
 from __future__ import annotations
 import __future__
@@ -23,7 +23,7 @@ _CHANGERS = ("update", "merge")
 
 
 class PythonFile(ConfigFile):
-    """A config in Python. Its bases stand in `_base_`, or in ``with read_base():``."""
+    """A config file in Python. It names its bases in `_base_`, or imports them in ``with read_base():``."""
 
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(path, text)
@@ -39,7 +39,7 @@ class PythonFile(ConfigFile):
 
     @property
     def base(self) -> Any:
-        """What the file gives for `_base_`, read without running it."""
+        """The value of `_base_` in the file, read without running it; or None."""
         if self._base is None:
             return None
         try:
@@ -48,13 +48,13 @@ class PythonFile(ConfigFile):
             raise self.error(BASE, "must be a plain string or list of strings") from error
 
     def bases(self) -> list[BaseFile]:
-        """Return the files that this one builds upon."""
+        """Return the bases of this file."""
         return self._imported or super().bases()
 
     def values(self, base: ConfigDict, imported: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Run the file; imports, functions and classes are its tools, not its values."""
-        # A real module, so that dataclasses and pickle find the classes that the file defines; a
-        # dot in its name would be taken for a package.
+        """Run the file and return its values: its names except for imports, functions and classes that it defines."""
+        # A real module, so that dataclasses and pickle find the classes that the file defines. Its name must have no
+        # dot, which would separate a package from a module.
         module = ModuleType(f"lockstep_config:{self.path}".replace(".", "_"))
         module.__file__ = str(self.path)
         setattr(module, BASE, base)
@@ -78,7 +78,7 @@ class PythonFile(ConfigFile):
         }
 
     def writes(self) -> Iterator[Write]:
-        """Yield where the file writes keys; what it changes in place counts, code in functions does not."""
+        """Yield where the file sets keys; in-place changes count, code in functions does not."""
         for statement in self._tree.body:
             for path, value in _assignments(statement):
                 yield from _writes_of(path, value, statement.lineno)
@@ -93,10 +93,10 @@ class PythonFile(ConfigFile):
         }
 
     def imports(self) -> list[str] | None:
-        """Return the imports at the top level; None where something else may have done more than give a value.
+        """Return the imports at the top level; None if another statement may do more than give a value.
 
-        That is a definition with a decorator, which may register what it defines, a class, whose bases may, a call that
-        stands by itself, and an import that depends on something.
+        Such statements are: a function with a decorator or a class, which may register something; a bare call other
+        than of `update`, `merge` or `append`; an import below the top level; and `while`, `try` or `with` blocks.
         """
         outer = [statement for statement in self._tree.body if isinstance(statement, ast.Import | ast.ImportFrom)]
         if not all(_only_gives_values(statement) for statement in self._tree.body if statement not in outer):
@@ -109,15 +109,15 @@ class PythonFile(ConfigFile):
                 for _ in statement.body:  # type: ignore[attr-defined]
                     vars(module).update(imported.pop(0))
             elif BASE not in _names_assigned(statement):
-                # The bases are loaded by now: `_base_` stands for what they say.
+                # The bases are loaded already: `_base_` holds their values.
                 code = BaseValues().visit(statement)
                 exec(compile(ast.Module([code], type_ignores=[]), str(self.path), "exec"), vars(module))
 
     def _is_tool(self, name: str, value: object, module: ModuleType) -> bool:
-        """Say whether a name is there to make values, rather than a value itself.
+        """Return whether a name is a tool for computing values, not a value itself.
 
-        Modules, and what an import, a def, a class statement or a lambda has bound, are tools. A class or function from
-        elsewhere that is assigned by name is a value.
+        Tools are modules, and what an import, a `def`, a `class` statement or a lambda has bound. A class or function
+        from another module that is assigned to a name is a value.
         """
         home = getattr(value, "__module__", None)
         if isinstance(value, ModuleType | __future__._Feature) or home == "typing":
@@ -129,14 +129,14 @@ class PythonFile(ConfigFile):
 
 @contextmanager
 def importable(*folders: str | Path) -> Iterator[None]:
-    """Let modules in these folders be imported, as Python lets a script import those beside it."""
+    """Make modules in these folders importable inside the context, as a script can import modules in its folder."""
     added = [str(folder) for folder in folders]
     sys.path[:0] = reversed(added)
     try:
         yield
     finally:
         for folder in added:
-            with suppress(ValueError):  # somebody else has removed it
+            with suppress(ValueError):  # other code has removed it
                 sys.path.remove(folder)
 
 
@@ -154,7 +154,7 @@ def _only_gives_values(statement: ast.stmt) -> bool:
 
 
 def _names_assigned(statement: ast.stmt) -> list[str]:
-    """Return the plain names that a statement gives a value."""
+    """Return the plain names to which a statement assigns a value."""
     match statement:
         case ast.Assign(targets=targets):
             return [target.id for target in targets if isinstance(target, ast.Name)]
@@ -181,14 +181,14 @@ def _assignments(statement: ast.stmt) -> Iterator[tuple[list[str], ast.expr]]:
 
 
 def _writes_of(path: list[str], value: ast.expr, line: int) -> Iterator[Write]:
-    """Yield where a key and all keys below its value are written."""
+    """Yield where a key and all keys inside its value are set."""
     yield Write(path, line, value.id if isinstance(value, ast.Name) else None)
     for key, line_below, below in _items(value):
         yield from _writes_of([*path, key], below, line_below)
 
 
 def _items(value: ast.expr) -> Iterator[tuple[str, int, ast.expr]]:
-    """Yield the keys that a literal dict or list, or a call of `dict`, spells out."""
+    """Yield the keys, lines and values in a literal dict, list or tuple, or in a call of `dict` or `ConfigDict`."""
     match value:
         case ast.Call(func=ast.Name(name), args=args, keywords=keywords) if name in _MAKERS:
             yield from ((keyword.arg, keyword.lineno, keyword.value) for keyword in keywords if keyword.arg)
@@ -203,7 +203,7 @@ def _items(value: ast.expr) -> Iterator[tuple[str, int, ast.expr]]:
 
 
 def _path(target: ast.expr) -> list[str]:
-    """Return the parts of a target such as ``a.b["c"]``; none where it is not that plain."""
+    """Return the parts of a target such as ``a.b["c"]``; an empty list for a more complex target."""
     match target:
         case ast.Name(name):
             return [name]

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 
 @contextmanager
 def read_base() -> Iterator[None]:
-    """Mark, in a config in Python, the imports that read other configs.
+    """Mark the imports in a Python config that read other configs.
 
     ```python
     from torch.optim import AdamW
@@ -28,19 +28,19 @@ def read_base() -> Iterator[None]:
     optim_wrapper = dict(optimizer=dict(type=AdamW, lr=1e-3))
     ```
 
-    The names are keys of the config from then on, and can be changed in place, also by ``model.merge(dict(...))``; an
-    assignment replaces what was there. The dots count folders, as in a package; ``from zoo.configs.base import *``
-    finds a config in the installed package `zoo`. Nothing but keys can be imported so. All other imports stand outside,
-    and are real ones: what a config names must be installed.
+    The imported names become keys of the config and can be changed in place, also by ``model.merge(dict(...))``; an
+    assignment replaces the old value. Leading dots count folders, as in a package; ``from zoo.configs.base import *``
+    reads a config in the installed package `zoo`. Only keys can be imported in this way. All other imports belong
+    outside the context and are real imports: what a config names must be installed.
 
-    `Config.fromfile` reads the marked imports itself. For Python the context does nothing, so that editors find their
-    way through it.
+    `Config.fromfile` reads the marked imports itself. For Python the context does nothing, so that editors can follow
+    the imports.
     """
     yield
 
 
 def is_read_base(statement: ast.AST) -> bool:
-    """Say whether a statement is ``with read_base():``."""
+    """Return whether a statement is ``with read_base():``."""
     match statement:
         case ast.With([ast.withitem(ast.Call(ast.Name("read_base") | ast.Attribute(attr="read_base")))]):
             return True
@@ -51,7 +51,7 @@ def imported_bases(tree: ast.Module, path: Path) -> list[BaseFile]:
     """Return the configs that the file at `path` imports, in order.
 
     Raises:
-        ConfigError: there is something else than such an import in the context, or the context is not at the top level.
+        ConfigError: the context holds something other than such imports, or is not at the top level.
     """
     outer = [statement for statement in tree.body if is_read_base(statement)]
     for node in ast.walk(tree):

@@ -17,8 +17,8 @@ WIDTH = 100
 def python_source(values: Mapping[str, Any]) -> str:
     """Return assignments that give these values when they are run.
 
-    Classes and functions are written by the name under which they are imported. Where a value has no source form (an
-    open file, a lambda), its description is written as a string, and a comment at the top says which keys these are.
+    Classes and functions are written as their import paths. If a value has no source form (an open file, a lambda), a
+    description is written as a string, and a comment at the top lists these keys.
     """
     source, lost = source_form(values)
     described = f"# without a source form, so described only: {', '.join(lost)}\n" if lost else ""
@@ -38,12 +38,12 @@ def source_form(values: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def python_value(value: Any) -> str:
-    """Return one value as Python source on one line, with the full names of what it names."""
+    """Return one value as Python source on one line; classes and functions have their full import paths."""
     return _Writer().write(value, "")
 
 
 def plain_data(value: Any) -> Any:
-    """Return what YAML and JSON can hold: dicts, lists, strings, numbers, booleans and None."""
+    """Convert a value to what YAML and JSON can hold: dicts, lists, strings, numbers, booleans and None."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):
@@ -60,7 +60,7 @@ def plain_data(value: Any) -> Any:
 
 
 class _Writer:
-    """Writes values, and remembers what has to be imported and what could not be written."""
+    """Writes values as source; collects the modules to import and the keys that could not be written."""
 
     def __init__(self) -> None:
         self.imports: set[str] = set()
@@ -70,10 +70,10 @@ class _Writer:
         """Return the source of `value`.
 
         Args:
-            value: what to write.
+            value: the value to write.
             key: its dotted key.
-            indent: columns before the closing bracket, if it comes on a line of its own.
-            used: columns of the first line that are taken already; None for all on one line.
+            indent: columns before the closing bracket, if that is on its own line.
+            used: columns of the first line that are already used; None to write everything on one line.
         """
         form = _brackets(value, key)
         if form is None:
@@ -110,7 +110,7 @@ class _Writer:
 
 
 def _brackets(value: Any, key: str) -> tuple[str, str, list[tuple[str, Any, str]]] | None:
-    """Return opening, closing and items (what stands left, value, dotted key), or None."""
+    """Return the brackets and the items (text before it, value, dotted key); None if not a container."""
     if isinstance(value, Mapping):
         if all(_is_name(k) for k in value):
             return "dict(", ")", [(f"{k}=", v, f"{key}.{k}") for k, v in value.items()]
@@ -134,12 +134,12 @@ def _literal(value: Any) -> str | None:
         return f"float({str(float(value))!r})"
     for kind in (bool, int, float, complex, str, bytes):
         if isinstance(value, kind):
-            return kind.__repr__(value)  # also of a subclass, such as NumPy's float64
+            return kind.__repr__(value)  # also for a subclass, such as NumPy's float64
     return None
 
 
 def _import_path(value: Any) -> tuple[str, str] | None:
-    """Return module and name under which a class, function or enum member can be imported."""
+    """Return module and name under which a class, function or enum member can be imported, or None."""
     if isinstance(value, Enum):
         owner = _import_path(type(value))
         return None if owner is None else (owner[0], f"{owner[1]}.{value.name}")
@@ -148,7 +148,7 @@ def _import_path(value: Any) -> tuple[str, str] | None:
     module, name = getattr(value, "__module__", None) or "", value.__qualname__
     if module == "__main__" or not all(part.isidentifier() for part in module.split(".")):
         return None  # another script in another process, or local to the config file
-    # A package may hide its modules, as torch.optim does: it has AdamW, but not torch.optim.adamw.
+    # A package may hide its modules: torch.optim has AdamW, but no attribute `adamw`.
     while module:
         top, *path = module.split(".")
         if _attribute(sys.modules.get(top), [*path, *name.split(".")]) is value:
@@ -169,5 +169,5 @@ def _description(value: Any) -> str:
 
 
 def _is_name(key: Any) -> bool:
-    # ASCII, since Python changes some other letters in the names that it reads.
+    # Only ASCII, because Python normalizes some other letters in identifiers.
     return isinstance(key, str) and key.isascii() and key.isidentifier() and not keyword.iskeyword(key)
