@@ -1,1 +1,1 @@
-"""The command line, `lockstep`: the only package that reads argv. Its help does not import torch."""
+"""The command line `lockstep`: the only package that reads argv. Printing its help does not import torch."""

@@ -16,14 +16,14 @@ from lockstep.cli.options import CfgOptions, ConfigPath
 from lockstep.config import Config, Difference, differences, parse_options
 from lockstep.errors import INPUT_ERRORS, ConfigError, did_you_mean
 
-_SAME, _DIFFERENT, _TROUBLE = 0, 1, 2  # as diff exits
+_SAME, _DIFFERENT, _TROUBLE = 0, 1, 2  # the exit codes of diff
 _STYLES = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
 
 
 def read_config(path: Path) -> Config:
     """Return the config at `path`.
 
-    Modules beside it and in the current folder can be imported from now on, as they could from a script there.
+    From then on, modules in its folder and in the current folder can be imported, as from a script there.
     """
     import_from_beside(path)
     try:
@@ -33,17 +33,17 @@ def read_config(path: Path) -> Config:
 
 
 def import_from_beside(path: Path) -> None:
-    """Let this process import modules beside the config at `path` and in the current folder."""
+    """Let this process import modules in the folder of the config at `path` and in the current folder."""
     for folder in (os.getcwd(), str(path.resolve().parent)):
         if folder not in sys.path:
             sys.path.insert(0, folder)
 
 
 def apply_options(cfg: Config, options: Sequence[str]) -> None:
-    """Change a config by its ``--cfg-options``, strings ``key=value``.
+    """Apply ``--cfg-options``, strings ``key=value``, to a config.
 
     Raises:
-        ConfigError: a top-level key is neither in the config nor an argument of Runner: nobody would look at it.
+        ConfigError: a top-level key is neither in the config nor an argument of Runner, so nothing would read it.
     """
     changes = parse_options(options)
     for dotted in changes:
@@ -59,7 +59,7 @@ def apply_options(cfg: Config, options: Sequence[str]) -> None:
 
 
 def print_config(config: ConfigPath, cfg_options: CfgOptions = None) -> None:
-    """Print a config with its bases and options, as Python."""
+    """Print a config, merged with its bases and options, as Python."""
     cfg = read_config(config)
     cfg.merge_from_dict(parse_options(cfg_options or []))
     text = cfg.pretty_text
@@ -73,9 +73,9 @@ def print_config(config: ConfigPath, cfg_options: CfgOptions = None) -> None:
 
 
 def check(config: ConfigPath, cfg_options: CfgOptions = None) -> None:
-    """Say everything that is wrong with a config, without building anything from it.
+    """List everything that is wrong with a config, without building anything from it.
 
-    Unknown keys, types and arguments, missing ones, values that cannot be meant, and contradictions.
+    It finds unknown keys, types and arguments, missing ones, impossible values, and contradictions.
     """
     cfg = read_config(config)
     apply_options(cfg, cfg_options or [])
@@ -89,7 +89,7 @@ def diff(
     old: Annotated[Path, typer.Argument(metavar="A", help="A config.")],
     new: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
 ) -> None:
-    """Print which keys differ between two configs, with their bases; end with exit code 1 if there are any."""
+    """Print which keys differ between two configs, merged with their bases; exit with code 1 if any differ."""
     try:
         found = list(differences(read_config(old), read_config(new)))
     except INPUT_ERRORS as error:

@@ -1,4 +1,4 @@
-"""`lockstep doctor` and `lockstep strategies`: what this machine has, whether ranks can meet on it, and what works."""
+"""`lockstep doctor` and `lockstep strategies`: what this machine has, whether its ranks can connect, what works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPTIONAL = ("scikit-learn", "deepspeed", "colossalai", "tensorboard", "mlflow",
 
 
 def doctor() -> None:
-    """Show versions, launcher, accelerators and backends, and try the loopback interface."""
+    """Show versions, launcher, accelerators and backends, and test the loopback interface."""
     _print_table(
         "lockstep doctor",
         {
@@ -46,7 +46,7 @@ def doctor() -> None:
 
 
 def strategies() -> None:
-    """Show the strategies: what a config may say, whose work they are, what works on this machine and why not."""
+    """Show the strategies: their names, the packages they need, what works here, and what does not and why."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -113,7 +113,7 @@ def _launcher() -> str:
 
 
 def _loopback() -> tuple[str, bool]:
-    """Meet ourselves in a store, as the ranks of a job on this machine would."""
+    """Connect to a store on this machine as the ranks of a job do; return the result in words, and whether it works."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousError
 

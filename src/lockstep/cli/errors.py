@@ -1,4 +1,4 @@
-"""How an error that the user has to put right is printed: one message, no traceback, once for each node."""
+"""Printing errors that the user can fix: one message, no traceback, once per node."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SECONDS_FOR_RANK_0 = 3.0
 
 
 def print_error(error: Exception) -> None:
-    """Print an input error once for each node: usually every rank of a job meets the same one."""
+    """Print an input error once per node: usually every rank of a job raises the same one."""
     from rich.console import Console
     from rich.text import Text
 
     if _local_rank() > 0:
-        # Local rank 0 prints the error and ends, and then most launchers end the others. A rank that is still running
-        # after that has an error of its own.
+        # Local rank 0 prints the error and exits, and then most launchers stop the others. A rank that is still running
+        # after that has a different error.
         time.sleep(_SECONDS_FOR_RANK_0)
     notes = getattr(error, "__notes__", ())
     text = Text.assemble(("error: ", "bold red"), "\n".join([str(error), *notes]))

@@ -1,4 +1,4 @@
-"""`lockstep train` and `lockstep test`: a config, run by the ranks that are here, found or started."""
+"""`lockstep train` and `lockstep test`: run a config in this process, in ranks found, or in ranks started here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Mode: TypeAlias = Literal["train", "val", "test"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job(RankOptions, ABC):
-    """A command that runs a config: which, what is changed in it, and the ranks that run it."""
+    """Base class of commands that run a config: the config, the changes to it, and the ranks that run it."""
 
     config: ConfigPath
     strategy: Annotated[
@@ -56,17 +56,17 @@ class _Job(RankOptions, ABC):
 
     @abstractmethod
     def complete(self, cfg: Config) -> None:
-        """Set in the config what this command alone decides."""
+        """Set the config keys that are specific to this command."""
 
     @abstractmethod
     def mode(self, cfg: Config) -> Mode:
-        """Return which data are gone through."""
+        """Return the mode of the run: "train", "val" or "test"."""
 
     def read(self) -> Config:
         """Return the config with all changes.
 
         Raises:
-            ConfigError: it cannot be read, or a change does not fit.
+            ConfigError: the config cannot be read, or a change is not valid.
         """
         cfg = read_config(self.config)
         if self.strategy is not None:
@@ -77,7 +77,7 @@ class _Job(RankOptions, ABC):
         return cfg
 
     def execute(self, cfg: Config) -> None:
-        """Run the config in this process, which is one of the ranks or the only one."""
+        """Run the config in this process, which is one of several ranks or the only one."""
         from lockstep.runner import Runner  # imports torch
 
         runner = Runner.from_cfg(cfg)
@@ -90,7 +90,7 @@ class _Job(RankOptions, ABC):
             _print_table(mode, metrics, runner)
 
     def start(self, max_restarts: int) -> None:
-        """Run the config in this process, or in ranks that are started."""
+        """Run the config in this process, or in ranks that are started here."""
         spec = self.job_spec()
         cfg = self.read()
         cfg.launcher = self.launcher or infer_launcher(os.environ)
@@ -110,7 +110,7 @@ class _Job(RankOptions, ABC):
 class Train(_Job):
     """Train what CONFIG describes.
 
-    In this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in the ranks found.
+    It runs in this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in their ranks.
     """
 
     max_restarts: MaxRestarts = 0
@@ -131,9 +131,9 @@ class Train(_Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test(_Job):
-    """Test the model of a checkpoint on the test data of CONFIG, or on its validation data where it has no other.
+    """Test the model of a checkpoint on the test data of CONFIG, or on its validation data if it has no test data.
 
-    In this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in the ranks found.
+    It runs in this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in their ranks.
     """
 
     checkpoint: Annotated[
@@ -141,7 +141,7 @@ class Test(_Job):
     ]
 
     def complete(self, cfg: Config) -> None:
-        """Set which weights are loaded."""
+        """Set the weights to load."""
         from lockstep.checkpoint import is_checkpoint
 
         path = self.checkpoint
@@ -150,7 +150,7 @@ class Test(_Job):
         cfg.update(load_from=str(path.resolve()), resume=False)
 
     def mode(self, cfg: Config) -> Mode:
-        """Return "val" where there are validation data alone."""
+        """Return "val" if the config has validation data but no test data, otherwise "test"."""
         return "val" if cfg.get("test_dataloader") is None and cfg.get("val_dataloader") is not None else "test"
 
     def run(self) -> None:
@@ -159,7 +159,7 @@ class Test(_Job):
 
 
 def run_as_rank() -> None:
-    """Do what `lockstep train` or `lockstep test` has started this rank for."""
+    """Run the job for which `lockstep train` or `lockstep test` has started this rank."""
     asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
     sys.argv = asked["argv"]  # the run records what the user typed
     options = asked["options"]
@@ -172,12 +172,12 @@ def run_as_rank() -> None:
 
 
 def _start_ranks(job: _Job, cfg: Config, spec: JobSpec, max_restarts: int) -> None:
-    """Run a config on ranks that are started here, until they have ended."""
+    """Start ranks that run a config, and return when they have ended."""
     from lockstep.launch import launch  # imports torch
     from lockstep.runner import Runner
     from lockstep.runner.start import make_folder
 
-    Runner.from_cfg(cfg)  # builds nothing, but refuses what cannot be meant
+    Runner.from_cfg(cfg)  # builds nothing, but raises on invalid arguments
     log_dir = Path(cfg.work_dir) / "ranks"
     make_folder(log_dir)
     resolved = ResolvedConfig.of(cfg)
@@ -187,18 +187,18 @@ def _start_ranks(job: _Job, cfg: Config, spec: JobSpec, max_restarts: int) -> No
         "options": asdict(job),
         "resolved": None if resolved is None else asdict(resolved),
     }
-    payload = json.dumps(asked, default=str)  # paths become texts
+    payload = json.dumps(asked, default=str)  # paths become strings
     launch(["-m", "lockstep.cli.rank"], spec, max_restarts=max_restarts, log_dir=log_dir, payload=payload)
 
 
 def default_work_dir(config: Path) -> Path:
-    """Return ``work_dirs/`` and the name of the config, or of its folder where it is just called config."""
+    """Return ``work_dirs/NAME``: the name of the config file, or of its folder if the file is called `config`."""
     path = config.resolve()
     return Path("work_dirs") / (path.parent.name if path.stem == "config" else path.stem)
 
 
 def _check_ranks_found(launcher: str, options: RankOptions) -> None:
-    """Compare the options with the ranks that are found.
+    """Check that the options agree with the ranks found in the environment.
 
     Raises:
         TopologyError: they contradict each other.

@@ -1,4 +1,4 @@
-"""`lockstep`: the table of its commands, the short ones among them, and their exit codes."""
+"""`lockstep`: the table of its commands, the short commands themselves, and exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INTERRUPTED = 130  # what a shell reports for SIGINT
 
 
 class _Commands(TyperGroup):
-    """Turns input errors into one message and an exit code."""
+    """The group of all commands; turns input errors into one message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -40,7 +40,7 @@ class _Commands(TyperGroup):
 class Launch(RankOptions):
     """Run any script on several ranks.
 
-    The options may stand before or after SCRIPT; what comes after -- is the script's in any case.
+    The options may come before or after SCRIPT; everything after -- belongs to the script.
     """
 
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A script and its arguments.")]
@@ -69,9 +69,9 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="The page. Default: report.html in the run's folder.")
     ] = None,
 ) -> None:
-    """Write what a run has recorded to one page of HTML.
+    """Write the records of a run to one HTML page.
 
-    Curves, times by rank, evaluations, config and environment; the page opens without a network.
+    The page shows curves, times by rank, evaluations, config and environment, and needs no network.
     """
     run = read_run(find_run(run_dir))
     page = out or run.folder / "report.html"

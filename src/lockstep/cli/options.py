@@ -1,4 +1,4 @@
-"""Options that several commands have, as dataclasses. A command that has many is one itself, see `command`."""
+"""Options that several commands share, as dataclasses. A command with many options is a dataclass, see `command`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MaxRestarts = Annotated[int, rank_option(min=0, help="How often all ranks start 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
-    """How many ranks are started, and on how many machines."""
+    """Options for the number of ranks and machines."""
 
     nproc: Nproc = None
     nnodes: Annotated[int, rank_option(min=1, help="Machines of the job; call this on each.")] = 1
@@ -43,7 +43,7 @@ class RankOptions:
     ] = None
 
     def job_spec(self) -> JobSpec:
-        """Return what the options describe, or end with a usage error."""
+        """Return the job that the options describe, or exit with a usage error."""
         try:
             return JobSpec(self.nproc or 1, self.nnodes, self.node_rank, self.rdzv)
         except ValueError as error:
@@ -54,11 +54,11 @@ class Command(Protocol):
     """A dataclass of options that can be run."""
 
     def run(self) -> None:
-        """Do what the command is for."""
+        """Run the command."""
 
 
 def command(options: type[Command]) -> Callable[..., None]:
-    """Return the function that Typer takes for a command: it has a parameter for each field of a dataclass."""
+    """Return a function that Typer can use as a command: it has one parameter for each field of a dataclass."""
 
     def run(**values: Any) -> None:
         options(**values).run()

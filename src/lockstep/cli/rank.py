@@ -1,4 +1,4 @@
-"""One rank of `lockstep train` or `lockstep test`, which start it as ``python -m lockstep.cli.rank``."""
+"""The entry point of a rank of `lockstep train` or `lockstep test`: ``python -m lockstep.cli.rank``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command lines that Typer does not parse by itself: ``key=value`` anywhere, and a script with its own options."""
+"""Command lines that Typer alone can't parse: ``key=value`` anywhere, and a script with its own options."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][\w.\-]*=")
 
 
 class CfgOptionsCommand(TyperCommand):
-    """A command that takes changes to a config: ``--cfg-options a.b=1 c=[1,2]``, or ``a.b=1`` anywhere by itself."""
+    """A command that takes changes to a config: ``--cfg-options a.b=1 c=[1,2]``, or just ``a.b=1`` anywhere."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the option before each ``key=value`` that is not the value of another one."""
+        """Insert ``--cfg-options`` before each ``key=value`` that is not the value of another option."""
         takes_value = _options(self)
         repeated: list[str] = []
         rest = iter(args)
@@ -31,9 +31,9 @@ class CfgOptionsCommand(TyperCommand):
 
 
 class ScriptCommand(TyperCommand):
-    """A command that runs a script: its own options may stand before and after the script's name.
+    """A command that runs a script: its own options may come before and after the script's name.
 
-    All other arguments after the name are the script's, and everything after ``--`` is.
+    All other arguments after the name belong to the script, and so does everything after ``--``.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -51,10 +51,10 @@ class ScriptCommand(TyperCommand):
                 if takes_value[name] and not equals:
                     value = next(rest, None)
                     if value is None:
-                        return super().parse_args(ctx, own)  # which says that it is missing
+                        return super().parse_args(ctx, own)  # reports the missing value
                     own.append(value)
             elif not script and arg.startswith("-"):
-                own.append(arg)  # help, or unknown: let the parser say so
+                own.append(arg)  # help, or unknown: the parser reports it
             else:
                 script.append(arg)
         return super().parse_args(ctx, [*own, "--", *script])
