@@ -1,4 +1,4 @@
-"""Names for classes and functions, so that a config can say what to build.
+"""Names for classes and functions, so that a config can name what to build.
 
 ```python
 from lockstep.registry import MODELS
@@ -9,15 +9,14 @@ class ToyNet(torch.nn.Module): ...
 model = MODELS.build(dict(type="ToyNet", width=32))
 ```
 
-A library built on lockstep makes children: ``Registry("model", scope="mylib", parent=MODELS)``.
+A library built on lockstep creates children: ``Registry("model", scope="mylib", parent=MODELS)``.
 
-Locations are names, not imports: the packages that fill these registries stand in layers above and import this one to
-register themselves. Naming them lets ``HOOKS.get("CheckpointHook")`` work in a process that has not imported
-``lockstep.hooks`` yet, without an import cycle, and keeps torch out of ``lockstep --help``. Where a location stands
-beside its names, asking for one imports that module alone: what stands on FSDP or on an engine takes longer to import
-than all else, and a run needs at most one of them.
+Locations are module names, not imports: the packages that fill these registries are in higher layers and import this
+package. So ``HOOKS.get("CheckpointHook")`` works in a process that has not imported ``lockstep.hooks`` yet, without an
+import cycle, and ``lockstep --help`` does not import torch. If a location lists its names, looking up one of them
+imports only that module: modules that need FSDP or an engine are the slowest to import, and a run needs at most one.
 
-Importing this package does not import torch, nor anything else of lockstep but its errors.
+Importing this package imports neither torch nor any other part of lockstep except its errors.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ __all__ = [
 
 
 def _build_runner(cfg: Mapping[str, Any], registry: Registry) -> Any:
-    """Return the runner that a whole config describes, whose `runner_type` may name another class."""
+    """Return the runner that a whole config describes; its `runner_type` may name another class."""
     return registry[cfg.get("runner_type", "Runner")].from_cfg(cfg)  # type: ignore[attr-defined]
 
 
@@ -108,10 +107,10 @@ STRATEGIES = Registry(
     },
 )
 VISUALIZERS = Registry("visualizer", locations=["lockstep.visualization"])
-# MMEngine's name for the registry of visualizers' backends, which are visualizers here.
+# MMEngine's name for the registry of visualizer backends, which in lockstep are visualizers.
 VISBACKENDS = VISUALIZERS
 RUNNERS = Registry("runner", locations=["lockstep.runner"], build_func=_build_runner)
-# For functions and classes of a user's own: what collates samples, what transforms them, and whatever else.
+# For a user's own functions and classes: collate functions, transforms, and others.
 FUNCTIONS = Registry("function", locations=["lockstep.dataset"])
 TRANSFORMS = Registry("transform", locations=["lockstep.dataset"])
 TASK_UTILS = Registry("task utility")

@@ -23,10 +23,10 @@ _default_scope: str | None = None
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A module whose classes count as entries of a registry although nobody registered them.
+    """A module whose classes count as entries of a registry without being registered.
 
     Attributes:
-        module: dotted name; imported at the first name that is not registered.
+        module: dotted name; the module is imported at the first lookup of a name that is not registered.
         base: a class in that module; only its subclasses count.
     """
 
@@ -43,31 +43,31 @@ class Library:
 class Registry:
     """A table of classes and functions by name, from which configs are built.
 
-    A name is looked for in the registry itself, then in its parent, and so on up; before that in the relative whose
-    scope is the default one, if there is one (see `init_default_scope`). ``"scope.Name"`` addresses one registry of the
-    family, ``"package.module.Name"`` anything that can be imported.
+    A family is a registry with all its children. A name is looked up in the registry itself, then in its parent, and so
+    on up. If a default scope is set (see `init_default_scope`), the registry of the family with that scope comes first.
+    ``"scope.Name"`` addresses one registry of the family, ``"package.module.Name"`` anything that can be imported.
 
     Args:
-        name: what the entries are, in the singular (``"model"``); errors use it.
-        scope: address within the family; by default the package that creates the registry.
-        parent: the registry to go on looking in.
-        locations: modules that register entries when they are imported. Those of a list are imported at the first name
-            that is not found; of a mapping, each has the names that it registers, and is imported when one of them is
-            asked for.
-        libraries: foreign modules whose classes count as entries, after everything registered.
+        name: what the entries are, in the singular (``"model"``); used in errors.
+        scope: name of this registry within its family; by default the package that creates the registry.
+        parent: the registry in which a name is looked up next.
+        locations: modules that register entries when they are imported. The modules of a list are imported at the first
+            lookup of a name that is not registered. In a mapping, each module has the names that it registers, and is
+            imported when one of these names is looked up.
+        libraries: foreign modules whose classes count as entries; registered entries come first.
         build_func: what `build` calls instead of the constructor, with the config, this registry as `registry`, and the
-            default arguments; by default that of the parent.
+            default arguments; by default the parent's.
 
     Attributes:
         name: what the entries are, in the singular.
-        scope: address of this registry within its family.
-        parent: the registry in which a name is looked for next.
-        root: the oldest of the family.
+        scope: name of this registry within its family.
+        parent: the registry in which a name is looked up next.
+        root: the registry of the family that has no parent.
         children: the registries that have this one as their parent, by scope. Read only.
-        module_dict: what has been registered here so far, by name. Read only.
+        module_dict: the entries registered here so far, by name. Read only.
 
     Raises:
-        RegistryError: the parent already has a child of that scope.
+        RegistryError: the parent already has a child with that scope.
 
     Example:
         >>> MODELS = Registry("model", scope="zoo")
@@ -98,7 +98,7 @@ class Registry:
         self.root: Final[Registry] = self if parent is None else parent.root
         self._ancestry: tuple[Registry, ...] = (self,) if parent is None else (self, *parent._ancestry)
         named = locations if isinstance(locations, Mapping) else dict.fromkeys(locations, ())
-        self._locations = {module: tuple(names) for module, names in named.items()}  # without names: may have any
+        self._locations = {module: tuple(names) for module, names in named.items()}  # no names: may have any
         self._libraries = tuple(libraries)
         self._build_func: Entry | None = build_func or (None if parent is None else parent._build_func)
         self._entries: dict[str, Entry] = {}
@@ -137,8 +137,8 @@ class Registry:
         """Register a class or function, as a decorator or by a call.
 
         Args:
-            name: one name or several; by default the object's own.
-            force: replace what is registered under that name.
+            name: one name or several; by default the object's own name.
+            force: replace the entry that is registered under that name.
             module: the class or function; without it a decorator is returned.
 
         Returns:
@@ -200,7 +200,7 @@ class Registry:
             return self._ascend(key) if there is None else there
         if (found := self._in_scope(scope, name)) is not None:
             return found
-        imported = _import_entry(key)  # may import the package that makes the scope
+        imported = _import_entry(key)  # may import the package that creates the scope
         found = self._in_scope(scope, name)
         return imported if found is None else found
 
@@ -211,7 +211,7 @@ class Registry:
         return found
 
     def suggest(self, key: str) -> str:
-        """Return where a `key` that `get` does not find was looked for, and what is near it there."""
+        """Return, in words, where a `key` that `get` did not find was looked up, and the nearest name there."""
         module, _, name = key.rpartition(".")
         if module in sys.modules:
             there = [own for own, value in vars(sys.modules[module]).items() if own[0] != "_" and callable(value)]
@@ -224,15 +224,15 @@ class Registry:
         return here + did_you_mean(name, self._known_names())
 
     def build(self, cfg: Mapping[str, Any], **default_args: Any) -> Any:
-        """Build an object from a config; `cfg` itself is left as it is.
+        """Build an object from a config; `cfg` is not modified.
 
         Args:
             cfg: a dict whose `type` is a name, a class or a function; the other keys are its arguments.
-            default_args: arguments (or a `type`) for the keys that `cfg` does not have.
+            default_args: arguments (or a `type`) for keys that `cfg` does not have.
 
         Raises:
-            TypeError: `cfg` is no dict.
-            RegistryError: `type` is missing or names nothing; the nearest name is suggested.
+            TypeError: `cfg` is not a dict, or `type` is neither a name nor callable.
+            RegistryError: `type` is missing or not a known name; the nearest name is suggested.
             BuildError: an argument is unknown or missing; the nearest name is suggested.
 
         Example:
@@ -259,7 +259,7 @@ class Registry:
         return construct(kind, arguments, self.name)
 
     def _ascend(self, name: str) -> Entry | None:
-        """Look for `name` here, then in the parents."""
+        """Look up `name` here, then in the parents."""
         found = (registry._own(name) for registry in self._ancestry)
         return next((entry for entry in found if entry is not None), None)
 
@@ -278,13 +278,13 @@ class Registry:
         return None if registry is None else registry._ascend(name)
 
     def _family(self) -> Iterator[Registry]:
-        """Yield this registry and everything below it."""
+        """Yield this registry and all its descendants."""
         yield self
         for child in self._children.values():
             yield from child._family()
 
     def _known_names(self) -> set[str]:
-        """Return its own names and its ancestors', and with their scope those of the others."""
+        """Return the names of this registry and its ancestors, and those of the rest of the family with their scope."""
         others = (other for other in self.root._family() if other not in self._ancestry)
         names = {f"{other.scope}.{name}" for other in others for name in other}
         for registry in self._ancestry:
@@ -294,9 +294,9 @@ class Registry:
 
 
 def init_default_scope(scope: str | None) -> None:
-    """Let every registry look for names in its relative of that scope first, from now on.
+    """Make every registry look up names first in the registry of its family with this scope; None for no such scope.
 
-    A Runner that is given a `default_scope` does so while it runs.
+    A Runner with a `default_scope` sets it while it runs.
 
     Example:
         >>> from lockstep.registry import Registry
@@ -314,7 +314,7 @@ def init_default_scope(scope: str | None) -> None:
 
 @contextmanager
 def in_default_scope(scope: str | None) -> Iterator[None]:
-    """Set the default scope inside; None leaves it as it is."""
+    """Set the default scope inside the context; None keeps the current one."""
     before = _default_scope
     init_default_scope(scope or before)
     try:
@@ -324,9 +324,9 @@ def in_default_scope(scope: str | None) -> Iterator[None]:
 
 
 def _import_entry(path: str) -> Entry | None:
-    """Return the class or function at an import path, or None where the path leads nowhere.
+    """Return the class or function at an import path, or None if there is none.
 
-    An ImportError inside a module that exists goes through: it is the module's fault, not the path's.
+    An ImportError inside a module that exists is not caught: the module is at fault, not the path.
     """
     parts = path.split(".")
     if not all(parts):

@@ -1,4 +1,4 @@
-"""Which arguments a class or function takes, and a call with those that a config gives."""
+"""The arguments that a class or function takes, and calling it with the arguments of a config."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Arguments:
     """The arguments that a class or function takes by name.
 
     Attributes:
-        named: those that its signature spells out.
-        takes_others: whether it may take more: it has a `**kwargs`, or no signature to read.
+        named: the arguments that its signature names.
+        takes_others: whether it may take more: it has `**kwargs`, or no signature that can be read.
     """
 
     named: Mapping[str, inspect.Parameter]
@@ -28,7 +28,7 @@ class Arguments:
 
     @classmethod
     def of(cls, constructor: Callable[..., Any]) -> Arguments:
-        """Return the arguments of `constructor`, with those annotations evaluated that can be."""
+        """Return the arguments of `constructor`; string annotations are evaluated if possible."""
         try:
             parameters = inspect.signature(constructor).parameters.values()
         except (TypeError, ValueError):  # some built-in types have none
@@ -41,11 +41,11 @@ class Arguments:
         )
 
     def unknown(self, given: Iterable[str]) -> list[str]:
-        """Return those of the `given` names that cannot be taken."""
+        """Return the `given` names that are not accepted."""
         return [] if self.takes_others else [name for name in given if name not in self.named]
 
     def missing(self, given: Collection[str]) -> list[str]:
-        """Return the names that must be given, but are not among the `given` ones."""
+        """Return the required names that are not in `given`."""
         return [
             name
             for name, parameter in self.named.items()
@@ -58,19 +58,19 @@ def _evaluated(parameter: inspect.Parameter, names: dict[str, Any]) -> inspect.P
         return parameter
     try:
         return parameter.replace(annotation=eval(parameter.annotation, names))
-    except Exception:  # it means something to type checkers only
+    except Exception:  # only type checkers can read it
         return parameter
 
 
 class BuildError(ConfigError, TypeError):
-    """The arguments in a config do not fit what they are given to."""
+    """An error in the arguments of a config: one is unknown or missing."""
 
 
 def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kind: str) -> Any:
-    """Call `constructor` with `arguments`; `kind` says in errors what was being built.
+    """Call `constructor` with `arguments`; errors use `kind` to name what was being built.
 
-    Arguments are checked against the signature first, so that a misspelt key is not taken for an error in the
-    constructor's own code. The latter goes through unchanged, with a note on what was being built.
+    Arguments are first checked against the signature, so that a misspelt key is not reported as an error in the
+    constructor's own code. Errors in that code are raised unchanged, with a note on what was being built.
 
     Raises:
         BuildError: an argument is unknown or missing.
@@ -80,7 +80,7 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kin
     try:
         return constructor(**arguments)
     except Exception as error:
-        # Behind a **kwargs the signature does not say; the class that refuses the key does.
+        # With **kwargs the signature does not name the key; the error of the class that rejects the key does.
         refused = _UNEXPECTED.search(str(error))
         if refused and refused[1] in arguments and isinstance(error, TypeError) and not isinstance(error, BuildError):
             key = refused[1]
@@ -100,6 +100,6 @@ def _check_names(constructor: Callable[..., Any], arguments: Mapping[str, Any], 
 
 
 def _accepted(constructor: Callable[..., Any]) -> set[str]:
-    """Return every argument name that the class or one of its bases spells out."""
+    """Return every argument name in the signatures of a function, or of a class and its bases."""
     owners = inspect.getmro(constructor) if inspect.isclass(constructor) else (constructor,)
     return set().union(*(Arguments.of(owner).named for owner in owners))
