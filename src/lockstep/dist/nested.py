@@ -144,8 +144,8 @@ def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
 def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
     """Return rank `src`'s tree on every rank.
 
-    **Collective**: every rank of the group; what the others pass is ignored. **Cost**: 4 KiB to each rank, and what of
-    the pickled tree does not fit into it.
+    **Collective**: every rank of the group; what the others pass is ignored. **Cost**: 4 KiB to each rank, and the
+    pickled tree if it does not fit into it.
 
     **Example (2 ranks)**::
 

@@ -1,6 +1,6 @@
-"""Models: what a training step is made of, and the wrappers that lay a model over ranks.
+"""Models: the training step of a model, and the wrappers that distribute a model over ranks.
 
-What stands on torch's FSDP is imported on first use, because that import takes longer than all the others together.
+Everything that needs torch's FSDP is imported on first use, because that import takes longer than all others together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a backward pass will go through, and when it begins."""
+"""The autograd graph of a loss: which nodes and leaves a backward pass will reach, and when it begins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def leaves_of(loss: Tensor) -> set[Tensor]:
 
 
 def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
-    """Have `hook` called with the gradient of each output of `module`, when a backward pass comes to it."""
+    """Call `hook` with the gradient of each output of `module` when a backward pass reaches that output."""
 
     def watch(_: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -42,6 +42,6 @@ def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
 
 
 def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that compiled code leaves out."""
+    """Return a hook that is excluded from compilation."""
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled

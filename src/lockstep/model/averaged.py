@@ -1,4 +1,4 @@
-"""Averages of a model's weights over its training, which often predict better than the weights of any one moment."""
+"""Averages of a model's weights over training, which often predict better than the weights of any single step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ _logger = logging.getLogger(__name__)
 
 
 class BaseAveragedModel(nn.Module, ABC):
-    """A copy of a model whose weights are an average of those that the model has had.
+    """A copy of a model whose weights are an average over the model's training; base class.
 
-    A subclass says in `avg_func` how one more set of weights enters the average. Replicas that are equal on all ranks
-    have averages that are equal on all ranks; nothing is sent.
+    A subclass defines in `avg_func` how one more set of weights enters the average. If the replicas of a model are
+    equal on all ranks, so are their averages; nothing is sent.
 
     Args:
-        model: the model whose weights are averaged. The copy is `.module`; nothing in it is trained. Of a model that is
-            sharded by FSDP each rank averages its shards; such a copy can't be called.
-        interval: number of calls of `update_parameters` from one that counts to the next.
-        device: where the average lies; by default where the model does.
-        update_buffers: average floating-point buffers, too, such as the running statistics of BatchNorm; else they
-            are those that the model had at the last update.
+        model: the model whose weights are averaged. The copy is `.module`; nothing in it is trained. If FSDP shards the
+            model, each rank averages its shards; such a copy can't be called.
+        interval: the average is updated in every `interval`-th call of `update_parameters`, beginning with the first.
+        device: the device of the average; by default that of the model.
+        update_buffers: also average floating-point buffers, such as the running statistics of BatchNorm; otherwise they
+            are copied from the model at each update.
 
     Attributes:
-        steps: number of calls of `update_parameters`; a buffer that stays on the CPU, where reading it costs nothing.
+        steps: number of calls of `update_parameters`; a buffer that stays on the CPU, where it can be read without
+            waiting.
     """
 
     steps: Tensor
@@ -58,11 +59,11 @@ class BaseAveragedModel(nn.Module, ABC):
 
     @abstractmethod
     def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: Tensor) -> None:
-        """Let one tensor of the model enter its average, in place.
+        """Update the average of one tensor, in place.
 
         Args:
             averaged_param: the average so far.
-            source_param: what the model has now, on the device and in the dtype of the average.
+            source_param: the model's present value, on the device and in the dtype of the average.
             steps: number of calls of `update_parameters` before this one.
         """
 
@@ -72,16 +73,16 @@ class BaseAveragedModel(nn.Module, ABC):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Let the present weights of `model` enter the average. The first ones are the average.
+        """Update the average with the present weights of `model`. The first call copies them.
 
         Args:
             model: the model that is averaged, wrapped or not.
 
-        **Cost**: one pass over the weights, in a few kernels for all of them together; an accelerator is not waited
-        for.
+        **Cost**: one pass over the weights, in a few kernels for all of them together; it does not wait for an
+        accelerator.
 
         Raises:
-            ValueError: `model` has other weights than the copy.
+            ValueError: `model` has weights of other shapes than the copy.
         """
         steps = int(self.steps)
         if steps % self.interval == 0:
@@ -124,18 +125,18 @@ class BaseAveragedModel(nn.Module, ABC):
 
 
 class _InterpolatedModel(BaseAveragedModel):
-    """An average that moves towards the model by a part of their distance, the same for all weights."""
+    """An average that moves towards the model by a fraction of their distance, the same for all weights."""
 
     @abstractmethod
     def lerp_weight(self, steps: int) -> float:
-        """Return that part after so many calls of `update_parameters`."""
+        """Return that fraction, given the number of earlier calls of `update_parameters`."""
 
     def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: Tensor) -> None:
         """Move one tensor of the average towards the model."""
         averaged_param.lerp_(source_param, self.lerp_weight(int(steps)))
 
     def _average(self, averaged: list[Tensor], source: list[Tensor], steps: int) -> None:
-        if type(self).avg_func is not _InterpolatedModel.avg_func:  # a subclass has a rule of its own
+        if type(self).avg_func is not _InterpolatedModel.avg_func:  # a subclass has its own rule
             super()._average(averaged, source, steps)
         else:
             torch._foreach_lerp_(averaged, source, self.lerp_weight(steps))
@@ -143,7 +144,7 @@ class _InterpolatedModel(BaseAveragedModel):
 
 @MODELS.register_module()
 class StochasticWeightAverage(_InterpolatedModel):
-    """The plain mean of all weights that counted.
+    """The plain mean of the weights at all updates.
 
     Args: those of `BaseAveragedModel`.
 
@@ -151,22 +152,22 @@ class StochasticWeightAverage(_InterpolatedModel):
     """
 
     def lerp_weight(self, steps: int) -> float:
-        """Return one part of as many as have counted, this one included."""
+        """Return 1 divided by the number of updates, including this one."""
         return 1 / (steps // self.interval + 1)
 
 
 @MODELS.register_module()
 class ExponentialMovingAverage(_InterpolatedModel):
-    """An average that forgets: `average = (1 - momentum) * average + momentum * weights`.
+    """An exponential moving average: `average = (1 - momentum) * average + momentum * weights`.
 
-    In bfloat16 and float16 a small momentum is lost in rounding; keep the average in float32 then (`ema.float()`).
+    In bfloat16 and float16 a small momentum is lost to rounding; then keep the average in float32 (`ema.float()`).
 
     Args:
         model: the model whose weights are averaged.
-        momentum: how much the present weights count, above 0 and below 1. Note that this is what others call 1 - decay.
-        interval: number of calls of `update_parameters` from one that counts to the next.
-        device: where the average lies; by default where the model does.
-        update_buffers: average floating-point buffers, too.
+        momentum: the weight of the present values, above 0 and below 1. Other libraries call this 1 - decay.
+        interval: the average is updated in every `interval`-th call of `update_parameters`, beginning with the first.
+        device: the device of the average; by default that of the model.
+        update_buffers: also average floating-point buffers.
 
     Example:
         >>> net = nn.Linear(1, 1, bias=False)
@@ -206,15 +207,15 @@ class ExponentialMovingAverage(_InterpolatedModel):
 class MomentumAnnealingEMA(ExponentialMovingAverage):
     """An `ExponentialMovingAverage` whose momentum falls from 1 to its value, as `gamma / (gamma + steps)` does.
 
-    The weights of the beginning, which are far from any good, are forgotten soon.
+    The poor weights of early training are thus forgotten soon.
 
     Args:
         model: the model whose weights are averaged.
-        momentum: where the fall ends.
-        gamma: how slow it is: after `gamma` steps it has come to one half.
-        interval: number of calls of `update_parameters` from one that counts to the next.
-        device: where the average lies; by default where the model does.
-        update_buffers: average floating-point buffers, too.
+        momentum: the final momentum.
+        gamma: how slowly the momentum falls: after `gamma` steps it is one half.
+        interval: the average is updated in every `interval`-th call of `update_parameters`, beginning with the first.
+        device: the device of the average; by default that of the model.
+        update_buffers: also average floating-point buffers.
     """
 
     def __init__(
@@ -237,17 +238,17 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
 
 
 class ShardedCopy(nn.Module):
-    """The parameters and buffers of a sharded model, copied, under the same names, but without its code.
+    """A copy of a sharded model's parameters and buffers, under the same names, but without its code.
 
-    FSDP ties a module's code to its communication, so that it refuses to copy it; the tensors can be copied.
+    FSDP refuses to copy a module, because it ties the module's code to its communication; the tensors can be copied.
 
     Args:
-        model: whose parameters are sharded now, as they are between a backward and the next forward pass.
+        model: the model; its parameters must be sharded, as they are between a backward and the next forward pass.
     """
 
     def __init__(self, model: nn.Module, _copies: dict[int, Any] | None = None) -> None:
         super().__init__()
-        copies = {} if _copies is None else _copies  # what is shared in the model is shared in the copy
+        copies = {} if _copies is None else _copies  # what the model shares, the copy shares
         for name, parameter in model.named_parameters(recurse=False, remove_duplicate=False):
             copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             self.register_parameter(name, copies.setdefault(id(parameter), copy))
@@ -259,7 +260,7 @@ class ShardedCopy(nn.Module):
                 self.add_module(name, copies.setdefault(id(child), ShardedCopy(child, copies)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: there is no code to call.
+        """Raise, because there is no code to call.
 
         Raises:
             TypeError: always.
@@ -283,9 +284,9 @@ class _Pairs(NamedTuple):
 
 
 def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters and buffers of a model, each once; of sharded ones this rank's part.
+    """Return the parameters and buffers of a model, each once; of a sharded parameter, this rank's shard.
 
-    In one walk over the modules: `parameters()` and `buffers()` take several times as long, which counts at every step.
+    It walks the modules once. `parameters()` and `buffers()` take several times as long, which matters in every step.
     """
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
@@ -308,8 +309,8 @@ def _copy(pairs: _Pairs) -> None:
 
 
 def _own_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in the same memory; of one that is not sharded the tensor itself."""
-    # Asked without importing DTensor, which takes longer than all of lockstep.
+    """Return this rank's shard of a tensor, in the same memory, or the tensor itself if it is not sharded."""
+    # Without importing DTensor, which takes longer than importing all of lockstep.
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor

@@ -1,4 +1,4 @@
-"""The base classes of models: one that initialises its weights, and one that knows what to return when."""
+"""Base classes of models: `BaseModule` initialises its weights; `BaseModel` has steps for training and validation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lockstep.registry import MODELS
 
 
 class BaseModule(nn.Module):
-    """A module whose `init_weights` is called before training: by a Runner where it is the model, else by that.
+    """A module whose `init_weights` is called before training: by the Runner if it is the model, else by its parent.
 
     Args:
-        init_cfg: MMEngine's; must be None, because weights are initialised by `init_weights`.
+        init_cfg: exists for compatibility with MMEngine; must be None, because `init_weights` initialises the weights.
 
     Example:
         >>> class Head(BaseModule):
@@ -45,10 +45,10 @@ class BaseModule(nn.Module):
             )
 
     def init_weights(self) -> None:
-        """Let every `BaseModule` inside initialise its weights; all others stay as their constructors have left them.
+        """Let every `BaseModule` inside initialise its weights; other modules keep the weights from their constructors.
 
-        A subclass initialises its own here, and calls this for the others. A Runner that is to train calls it on every
-        rank, with the same random numbers, before anything is loaded.
+        A subclass initialises its own weights here, and calls this method for the others. Before training, a Runner
+        calls it on every rank, with the same random numbers, before any weights are loaded.
         """
         for module in _outermost(self):
             module.init_weights()
@@ -57,17 +57,17 @@ class BaseModule(nn.Module):
 class BaseModel(BaseModule):
     """A module whose one `forward` serves training, validation and plain use.
 
-    A subclass writes `forward`, whose arguments before `mode` are what the data loader yields,
-    unpacked: `forward(self, inputs, data_samples=None, mode="tensor")` for batches that are dicts with these keys or
-    pairs, `forward(self, imgs, labels, mode)` for pairs.
+    A subclass defines `forward`. Its arguments before `mode` are the unpacked batch that the data loader yields:
+    `forward(self, inputs, data_samples=None, mode="tensor")` for batches that are pairs, or dicts with these keys;
+    `forward(self, imgs, labels, mode)` for pairs.
 
     * `mode="loss"`: return the loss, or a dict of losses (see `parse_losses`).
-    * `mode="predict"`: return what the metrics are to see.
+    * `mode="predict"`: return what the metrics receive.
     * `mode="tensor"`: return whatever plain use needs.
 
     Args:
-        data_preprocessor: module, or config of one, through which each batch goes on its way to `forward`; by default
-            one that moves it to the model's device.
+        data_preprocessor: the module, or its config, that prepares each batch for `forward`; by default one that moves
+            the batch to the model's device.
         init_cfg: as for `BaseModule`.
 
     Example:
@@ -98,8 +98,8 @@ class BaseModel(BaseModule):
     def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
         """Train on one batch, and return the values to log.
 
-        Override it to train in another way, for instance with several optimizers. Every strategy calls it; call the
-        model as `self(...)` in it, and let `optim_wrapper` run the backward passes and updates.
+        Override it to train differently, for instance with several optimizers. Every strategy calls it. In it, call the
+        model as `self(...)`, and let `optim_wrapper` run the backward passes and updates.
         """
         return wrapper.train_step(self, data, optim_wrapper)
 
@@ -114,7 +114,7 @@ class BaseModel(BaseModule):
         return wrapper.predict_step(self, data)
 
     def _run_forward(self, data: Any, mode: steps.Mode) -> Any:
-        """Call the model on a preprocessed batch, unpacked as `forward` expects it."""
+        """Call the model on a preprocessed batch, which is unpacked for `forward`."""
         return steps.call_forward(self, self, data, mode)
 
     def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -123,7 +123,7 @@ class BaseModel(BaseModule):
 
 
 def _outermost(module: nn.Module) -> Iterator[BaseModule]:
-    """Yield the modules inside that know how to begin, but not those within them, which are theirs to call."""
+    """Yield the outermost `BaseModule`s inside `module`; each of them initialises those within it."""
     for child in module.children():
         if isinstance(child, BaseModule):
             yield child

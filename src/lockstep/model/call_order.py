@@ -1,4 +1,4 @@
-"""Whether all ranks call the same parts of a model in the same order, where each call is a collective."""
+"""Checking that all ranks call the same parts of a model in the same order, if each call is a collective."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from lockstep.dist import all_gather, get_world_size
 from lockstep.dist.consistency import check_mode
 from lockstep.errors import PeerError
 
-# Of the passes of each kind, those that are compared after the first ones.
+# After the first passes of each kind, every fiftieth is compared.
 _EVERY = 50
 _END, _FAILED = -1, -2
 
 
 class CallOrder:
-    """Compares over ranks which units of a model a forward pass calls.
+    """Compares, across ranks, which units of a model a forward pass calls.
 
-    FSDP, and ZeRO at stage 3, gather the parameters of a unit by collectives that carry no names: ranks that call
-    different units get a mixture of both, or wait for each other forever. In a forward pass that is compared, each call
-    of a unit and the end are preceded by one and the same small collective, so that ranks which part ways meet there.
+    FSDP and stage 3 of ZeRO gather the parameters of a unit by collectives that carry no names: ranks that call
+    different units get a mixture of both, or wait for each other forever. In a compared forward pass, the same small
+    collective precedes each call of a unit and the end of the pass, so that ranks that diverge meet there.
 
     The first passes of each kind are compared, and every fiftieth; all of them after `check_collectives("always")`.
 
     Args:
-        names: of the units, the same on all ranks; empty for the whole model.
-        rule: what all ranks must do, the beginning of an error.
-        remedy: returns what to do, the end of an error, from the names of the units in question.
-        error: the class of an error.
+        names: names of the units, the same on all ranks; the whole model's name is empty.
+        rule: what all ranks must do; the beginning of an error message.
+        remedy: returns what to do, the end of an error message, given the names of the units in question.
+        error: the class of the error.
         first: how many passes of each kind are compared before only every fiftieth is.
         mesh: the ranks, along one axis or several; by default all.
 
     Attributes:
-        groups: those over which something goes from every rank to every rank, one after the other.
+        groups: the groups of the mesh's axes; collectives over one after the other reach all ranks.
         has_peers: whether there are several ranks.
-        is_compared: whether the present pass is.
+        is_compared: whether the present pass is compared.
 
-    **Cost**: of a pass that is compared, four bytes from every rank to every rank for each call.
+    **Cost**: in a compared pass, four bytes from every rank to every rank for each call.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CallOrder:
         first: int,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        # From the axis whose neighbours come first, so that what is gathered is in the order of the mesh.
+        # From the last axis to the first, so that gathered values are in the order of the mesh.
         axes = [] if mesh is None else [axis for axis in reversed(range(mesh.ndim)) if mesh.size(axis) > 1]
         self.groups = [None] if mesh is None else [mesh.get_group(axis) for axis in axes]
         self._ranks: Sequence[int] = range(get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
@@ -66,7 +66,7 @@ class CallOrder:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Run a forward pass inside, compared if it is time to.
+        """Run a forward pass inside, and compare it if it is due.
 
         **Collective**: every rank.
         """
@@ -90,7 +90,7 @@ class CallOrder:
         """Meet the other ranks before a unit is called.
 
         Raises:
-            Exception: on every rank, if other ranks call other units or end.
+            Exception: of class `error`, on every rank, if ranks call different units or some end the pass.
             PeerError: if another rank has failed in the pass.
         """
         self._meet(index)
@@ -101,7 +101,7 @@ class CallOrder:
         self._meet(_FAILED if failed else _END)
 
     def is_due(self, kind: str) -> bool:
-        """Count a pass of a kind, and return whether it is to be compared."""
+        """Count a pass of a kind, and return whether it must be compared."""
         number = self._counts[kind]
         self._counts[kind] += 1
         return self.has_peers and (number < self._first or number % _EVERY == 0 or check_mode() == "always")
@@ -114,7 +114,7 @@ class CallOrder:
         return table
 
     def ranks_with(self, value: object, values: Sequence[object]) -> str:
-        """Return which ranks have a value, in words."""
+        """Return which ranks have a value, as text."""
         ranks = [str(rank) for rank, other in zip(self._ranks, values, strict=True) if other == value]
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 
@@ -125,7 +125,7 @@ class CallOrder:
         if all(other == event for other in events) and event != _FAILED:
             return
         self.is_compared = False
-        if event == _FAILED:  # with an error of its own, which is on its way already
+        if event == _FAILED:  # this rank already raises its own error
             return
         if _FAILED in events:
             rank = self._ranks[events.index(_FAILED)]

@@ -1,7 +1,7 @@
-"""How the gradients of DDP travel: in half precision, or as matrices of low rank.
+"""Communication hooks of DDP, which send gradients in half precision or as matrices of low rank.
 
-Each entry of `COMM_HOOKS` takes the process group and its own options, and returns the state and the function that
-`DistributedDataParallel.register_comm_hook` wants.
+Each entry of `COMM_HOOKS` takes the process group and its own options, and returns the state and the function to pass
+to `DistributedDataParallel.register_comm_hook`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ def fp16_compress(process_group: ProcessGroup) -> tuple[Any, Hook]:
 def bf16_compress(process_group: ProcessGroup) -> tuple[Any, Hook]:
     """Send gradients in bfloat16: half the bytes, the range of float32, 8 bits of precision.
 
-    By its own name DDP refuses torch's hook over every backend but NCCL and XCCL (2.13); this one also works over gloo.
+    DDP recognises torch's own hook, and refuses it on all backends but NCCL and XCCL (2.13); this one also works on
+    gloo.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     def send(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
         return default_hooks.bf16_compress_hook(group, bucket)
 
-    # DDP compares a hook's annotations as objects with those it wants; here they are strings.
+    # DDP compares a hook's annotations with type objects; in this module annotations are strings.
     send.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
     return process_group, send
 
@@ -50,8 +51,8 @@ def bf16_compress(process_group: ProcessGroup) -> tuple[Any, Hook]:
 def low_rank(process_group: ProcessGroup, **options: Any) -> tuple[Any, Hook]:
     """Send each gradient as two matrices of low rank; `options` are those of torch's `PowerSGDState`.
 
-    What the compression leaves out is fed back into the next step's gradients. That memory belongs to each rank and
-    is not part of checkpoints.
+    The compression error is added to the next step's gradients. Each rank keeps its own error, which is not part of
+    checkpoints.
 
     **Source**: Vogels et al., PowerSGD, NeurIPS 2019; `torch.distributed.algorithms.ddp_comm_hooks` (2.13).
     """
@@ -61,10 +62,10 @@ def low_rank(process_group: ProcessGroup, **options: Any) -> tuple[Any, Hook]:
 
 
 def register_comm_hook(wrapper: DistributedDataParallel, comm_hook: HookConfig) -> None:
-    """Let `wrapper` exchange its gradients by `comm_hook`.
+    """Make `wrapper` exchange its gradients by `comm_hook`.
 
     Args:
-        wrapper: before its first backward pass.
+        wrapper: the DDP module, before its first backward pass.
         comm_hook: a name in `COMM_HOOKS`; a dict with such a `type` and its options; or a function for
             `register_comm_hook`, which gets the process group as its state.
     """

@@ -1,4 +1,4 @@
-"""`torch.compile`, in place: names of parameters and classes stay as they are."""
+"""`torch.compile` in place, which keeps the names of parameters and classes."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from lockstep.errors import ConfigError
 
 
 def compile_in_place(model: nn.Module, parts: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
-    """Compile parts of a model, each when it is first called.
+    """Compile parts of a model; each is compiled when it is first called.
 
     Args:
         model: the model, not wrapped yet.
-        parts: modules in it, none within another; or the model itself.
+        parts: modules of the model, none inside another; or the model itself.
         options: arguments of `torch.compile`.
 
     Raises:
-        ConfigError: the backend needs what is not installed.
+        ConfigError: the backend needs a compiler or header files that are not installed.
 
-    **Cost**: seconds, up to minutes, at the first call and at the first with other shapes; equal parts share it.
+    **Cost**: seconds to minutes at the first call, and at the first call with other shapes; equal parts share it.
     """
     require_toolchain(options.get("backend", "inductor"))
     for part in parts:
         if part is model:
             model.compile(**options)
         else:
-            # Without the hooks, in which parameters are gathered, and within what computes activations again.
+            # Only `forward`: not the hooks that gather parameters, and inside activation checkpointing.
             part.forward = torch.compile(part.forward, **options)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return what `torch.compile(model)` has wrapped, to be compiled in place the same way; or `model` itself.
+    """Return the module inside `torch.compile(model)`, compiled in place instead; or `model` itself.
 
-    The wrapper hides the arguments of `forward`, and puts a prefix before every name.
+    torch's wrapper hides the arguments of `forward`, and adds a prefix to every name.
     """
     dynamo = sys.modules.get("torch._dynamo")  # where it is not imported, nothing is compiled
     if dynamo is None or not isinstance(model, dynamo.OptimizedModule):
@@ -52,10 +52,10 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def require_toolchain(backend: Any) -> None:
-    """Refuse torch's own backend where it can't translate C++ for the CPU.
+    """Refuse the backend 'inductor' on the CPU if it can't compile C++.
 
     Raises:
-        ConfigError: there is no compiler, or it would not find Python's header files.
+        ConfigError: there is no C++ compiler, or Python's header files are missing.
     """
     if backend != "inductor" or get_device() != "cpu":
         return

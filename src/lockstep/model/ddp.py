@@ -23,49 +23,48 @@ from lockstep.registry import MODEL_WRAPPERS
 
 _logger = logging.getLogger(__name__)
 
-# torch 2.13 warns of the old name, which torch 2.11 knows alone.
+# torch 2.13 warns about the old name; torch 2.11 knows only that one.
 _BUFFERS_ARGUMENT = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-# The synchronised backward passes, from the first on, before which ranks compare what the loss depends on; and how many
-# steps apart ranks compare their parameters after that, where the module trains itself.
+# In the first synchronised backward passes, ranks compare what the loss depends on. If the module defines its own
+# `train_step`, ranks also compare their parameters in the first steps, and then at this interval.
 _FIRST_CHECKED, _CHECK_INTERVAL = 3, 500
-# After so many changes of what is trained, the search for parameters without gradients is cheaper than following.
+# After this many changes of the trainable parameters, searching for unused parameters is cheaper than rebuilding DDP.
 _MOST_CHANGES = 4
 
 
 @MODEL_WRAPPERS.register_module()
 class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
-    """Train replicas of a module on all ranks, with their gradients averaged.
+    """Train replicas of a module on all ranks, and average their gradients.
 
-    A `train_step` that the module defines itself is called. Whatever it calls, the module or parts of it, gradients are
-    averaged in the backward passes that the optim wrapper runs; `find_unused_parameters` is then on by default, so that
-    each of several losses may depend on some of the parameters.
+    If the module defines its own `train_step`, that is called. It may call the module or parts of it: gradients are
+    averaged in the backward passes that the optim wrapper runs. `find_unused_parameters` is then on by default, so that
+    each of several losses may depend on only some of the parameters.
 
-    Parameters may be frozen and unfrozen between steps by `requires_grad_`, on all ranks alike.
+    Parameters may be frozen and unfrozen between steps by `requires_grad_`, in the same way on all ranks.
 
     Args:
-        module: the module, which lies on the device it is to be trained on. It need not be a `BaseModel`.
+        module: the module, on the device on which it will be trained. It need not be a `BaseModel`.
         detect_anomalous_params: before each backward pass, look for trainable parameters that the loss does not depend
-            on, and warn of those that were not named before. Each rank speaks for itself: where the ranks' losses
-            depend on different parameters, so do their warnings. Costs one walk over the autograd graph per step. What
-            is no bool in this place is taken for `device_ids`, as in torch's class.
+            on, and warn about those not yet named. Each rank warns about its own loss. Costs one walk over the autograd
+            graph per step. A value that is not a bool is taken as `device_ids`, which is second in torch's class.
         comm_hook: how gradients travel: `"fp16_compress"`, `"bf16_compress"`, `"powerSGD"` or another name in
             `COMM_HOOKS`; a dict with such a `type` and its options; or a function for torch's `register_comm_hook`.
-        **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left out, and on the CPU
-            is ignored. `broadcast_buffers` says whether each forward pass sends rank 0's buffers to the others; they
-            begin equal in any case. `gradient_as_bucket_view` is True by default, other than torch's: gradients lie
-            in the buffers that they travel in, so that they are held once, not twice, and are not copied back. Whoever
-            keeps a gradient from one step to the next keeps a copy, or passes False.
+        **kwargs: those of `torch.nn.parallel.DistributedDataParallel`. `device_ids` can be left out, and is ignored on
+            the CPU. `broadcast_buffers` says whether each forward pass sends rank 0's buffers to the others; initially
+            they are equal in any case. `gradient_as_bucket_view` is True by default, unlike in torch: gradients are
+            views of the buckets in which they are sent, so they are held once, not twice, and are not copied back. To
+            keep a gradient from one step to the next, copy it or pass False.
 
     **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
 
-    **Raises**: `ConfigError`, on every rank before the backward pass, where trainable parameters get no gradient on
-    some rank and `find_unused_parameters` is off.
+    **Raises**: `ConfigError`, on every rank before the backward pass, if trainable parameters get no gradient on some
+    rank and `find_unused_parameters` is off.
 
-    **Cost**: beside the gradients, 8 bytes in each of the first three backward passes.
+    **Cost**: besides the gradients, 8 bytes in each of the first three backward passes.
     """
 
     prepares_backward = True
@@ -107,7 +106,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self._exchanged = [parameter.requires_grad for parameter in self._parameters_seen]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, and prepare the exchange of gradients in the backward pass to come."""
+        """Call the module, and prepare the exchange of gradients in the next backward pass."""
         if torch.is_grad_enabled():
             self._follow_trainability()
             self._expects_gradients = self.require_backward_grad_sync
@@ -122,7 +121,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         **Collective**: every rank of the group, unless inside `no_sync`.
 
         Raises:
-            RuntimeError: the module's own `train_step` has updated parameters with gradients that were not averaged.
+            RuntimeError: the module's own `train_step` updated parameters with gradients that were not averaged.
         """
         self._follow_trainability()
         logged = train_step(self, data, optim_wrapper)
@@ -134,16 +133,16 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 
     @contextmanager
     def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:
-        """Prepare the backward pass of a loss, whatever was called to get it.
+        """Prepare the backward pass of a loss, whichever modules were called to compute it.
 
         Args:
-            loss: from which the backward pass begins.
-            syncs: whether gradients are averaged in it.
+            loss: the loss on which the backward pass runs.
+            syncs: whether the pass averages gradients.
         """
         if self.detect_anomalous_params:
             self._report_anomalous(loss)
         if self._trains_itself:
-            # Forward passes of this step, if any, have prepared for backward passes from their own outputs.
+            # Forward passes of this step, if any, have prepared backward passes from their own outputs only.
             syncs, self._expects_gradients = syncs or self._expects_gradients, False
         if syncs and self._synced_backwards < _FIRST_CHECKED:
             self._synced_backwards += 1
@@ -156,7 +155,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             self._explain(error)
 
     def _follow_trainability(self) -> None:
-        """Begin to exchange the gradients of parameters that have been unfrozen, and cease to for frozen ones."""
+        """Start exchanging the gradients of unfrozen parameters, and stop exchanging those of frozen ones."""
         trainable = [parameter.requires_grad for parameter in self._parameters_seen]
         if trainable == self._exchanged or not any(trainable):
             return
@@ -165,7 +164,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         unfrozen = [parameter for parameter in changed if parameter.requires_grad]
         frozen = [parameter for parameter in changed if not parameter.requires_grad]
         if self.find_unused_parameters and not unfrozen:
-            return  # the search finds out that they get no gradient
+            return  # the search will find that they get no gradient
         self._changes += 1
         if self._changes > _MOST_CHANGES:  # as in a step that freezes parts in turn
             self._options = {**self._options, "find_unused_parameters": True}
@@ -174,13 +173,13 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             for what, some in (("unfrozen", unfrozen), ("frozen", frozen)):
                 if some:
                     _logger.info("%d parameters are %s: %s", len(some), what, ", ".join(map(names.__getitem__, some)))
-        # What users have set on this wrapper; its communication hook is registered anew.
+        # The user's settings on this wrapper are kept; its communication hook is registered again.
         kept = {
             name: value
             for name, value in vars(self).items()
             if name == "training" or ("_hooks" in name and name != "_comm_hooks")
         }
-        # With that search, what is frozen for a while may stay in the exchange.
+        # With that search, temporarily frozen parameters may stay in the exchange.
         staying = frozen if self._options.get("find_unused_parameters") else []
         for parameter in staying:
             parameter.requires_grad_(True)
@@ -193,7 +192,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self._synced_backwards = 0
 
     def _check_all_reached(self, loss: Tensor) -> None:
-        """Refuse a loss without which some gradients would be waited for in vain."""
+        """Refuse a loss that does not depend on all parameters: DDP would wait for their gradients forever."""
         if self.find_unused_parameters or self.static_graph or get_world_size(self.process_group) == 1:
             return
         unreached = self._unreached(loss)
@@ -212,7 +211,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         return [(name, parameter) for name, parameter in named if parameter.requires_grad and name not in ignored]
 
     def _explain(self, error: RuntimeError) -> NoReturn:
-        """Say which parameters torch means by their indices."""
+        """Raise an error that names the parameters for which torch's error gives only indices; else raise `error`."""
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if found is None or "finished reduction" not in str(error):
             raise error
@@ -222,7 +221,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         raise ConfigError(_unused(unused, rank, size)) from error
 
     def _check_alike(self) -> None:
-        """Compare the trained parameters of all ranks, which only averaged gradients keep alike."""
+        """Compare the trained parameters of all ranks, which stay equal only if gradients are averaged."""
         named = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         sums = torch.stack([_checksum(parameter) for _, parameter in named])
         first, *others = all_gather(sums, group=self.process_group)

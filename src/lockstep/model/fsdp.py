@@ -1,4 +1,4 @@
-"""`MMFullyShardedDataParallel`: each rank keeps a shard of the parameters, gathered while they are needed."""
+"""`MMFullyShardedDataParallel`: each rank keeps a shard of the parameters, which are gathered while needed."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from lockstep.registry import MODEL_WRAPPERS
 
 @MODEL_WRAPPERS.register_module()
 class MMFullyShardedDataParallel(ModelWrapper):
-    """Train a module of which every rank keeps only a shard.
+    """Train a module whose parameters are sharded over the ranks.
 
-    The arguments are those of torch's `FullyShardedDataParallel`; the work is done by its successor, `fully_shard`.
-    What has no meaning to that any more is accepted, with a warning. Parameters become `DTensor`s in place: build the
-    optimizer afterwards.
+    The arguments are those of torch's `FullyShardedDataParallel`; its successor `fully_shard` does the work. Arguments
+    that have no meaning for `fully_shard` are accepted, with a warning. Parameters become `DTensor`s in place: build
+    the optimizer afterwards.
 
-    A `train_step` that the module defines itself is called. Each child of such a module is a unit, so that the step may
-    call it directly. Outside of forward passes parameters are `DTensor`s there: they can be changed in place, and used
-    in a loss as `weight.full_tensor()`.
+    If the module defines its own `train_step`, that is called. Each child of such a module is a unit, so that the step
+    may call it directly. Outside of forward passes, its parameters are `DTensor`s: they can be changed in place, and
+    used in a loss as `weight.full_tensor()`.
 
-    A unit has parameters of one dtype: parts with another become units of their own. Parameters of dimension 0 have
-    nothing to shard; every rank keeps them whole, begins with those of the first, and averages their gradients. The
-    first passes, and every fiftieth, check that all ranks call the same units and get gradients for the same
-    parameters, see `lockstep.model.fsdp_consistency`.
+    The parameters of a unit have one dtype: parts with another dtype become separate units. Parameters of dimension 0
+    can't be sharded: every rank keeps them whole, starts with those of the first rank, and averages their gradients. In
+    the first passes, and in every fiftieth, the ranks check that they call the same units and get gradients for the
+    same parameters; see `lockstep.model.fsdp_consistency`.
 
     Args:
         module: the module. It is changed in place and can't be copied or pickled any more; its state dict can.
@@ -54,40 +54,41 @@ class MMFullyShardedDataParallel(ModelWrapper):
         sharding_strategy: a `ShardingStrategy` or its name. `FULL_SHARD` frees gathered parameters after the forward
             pass, `SHARD_GRAD_OP` after the backward pass, `HYBRID_SHARD` and `_HYBRID_SHARD_ZERO2` do the same within
             each node, and `NO_SHARD` keeps them on every rank. By default `FULL_SHARD`, hybrid over a mesh of two axes.
-        cpu_offload: keep shards, their gradients and the optimizer's work in CPU memory.
-        auto_wrap_policy: which parts are gathered by themselves; see `lockstep.model.fsdp_policies`. Without one
-            the module is gathered as a whole, which saves memory only between steps.
-        backward_prefetch: 'pre', 'post' or a `BackwardPrefetch`; torch now always does what 'pre' says.
+        cpu_offload: keep shards and their gradients in CPU memory, and run the optimizer there.
+        auto_wrap_policy: which parts are units, gathered one at a time; see `lockstep.model.fsdp_policies`. Without a
+            policy the module is gathered as a whole, which saves memory only between steps.
+        backward_prefetch: 'pre', 'post' or a `BackwardPrefetch`; torch now always does 'pre'.
         mixed_precision: a `MixedPrecisionPolicy`, the older `MixedPrecision`, a dict of their arguments, or one dtype
             such as `"bf16"`. BatchNorm layers keep their precision.
-        ignored_modules: modules inside `module` whose parameters stay as they are, their gradients not averaged.
-        param_init_fn: called with each module that owns parameters on the meta device, to make and fill them; by
-            default their `reset_parameters` does. One unit after the other is made and sharded.
-        device_id: where to train; by default where the parameters are.
-        sync_module_states: begin with the parameters and buffers of the first rank.
-        forward_prefetch: gather the next part while the present one computes.
-        limit_all_gathers: has no meaning any more.
-        use_orig_params: has no meaning any more; parameters keep their names and shapes.
-        fsdp_auto_wrap_policy: another name of `auto_wrap_policy`.
+        ignored_modules: modules inside `module` whose parameters are not sharded, and whose gradients are not averaged.
+        param_init_fn: called with each module that owns parameters on the meta device, to materialize them; by default
+            its `reset_parameters` is called. Units are materialized and sharded one after the other.
+        device_id: the device to train on; by default that of the parameters.
+        sync_module_states: start with the parameters and buffers of the first rank.
+        forward_prefetch: gather the next unit while the present one computes.
+        limit_all_gathers: no longer has a meaning.
+        use_orig_params: no longer has a meaning; parameters keep their names and shapes.
+        fsdp_auto_wrap_policy: an alias for `auto_wrap_policy`.
         device_mesh: the mesh to shard over, one-axis or (replicas, shards); or its shape.
         reshard_after_forward: as for `fully_shard`, in place of `sharding_strategy`.
-        find_unused_parameters: let ranks differ in which parameters of a unit their losses depend on, as the experts
-            of a mixture do: where another rank has a gradient, zeros are contributed. See
+        find_unused_parameters: allow the losses of different ranks to depend on different parameters of a unit, as with
+            a mixture of experts: a rank contributes zeros for gradients that only other ranks have. See
             `lockstep.model.fsdp_consistency`.
-        tensor_parallel: the number of ranks that compute each of some modules together, each with a part of their
-            weights, as the model's `_tp_plan` says; or `dict(degree=2, plan={"*.attn.q": "colwise", ...})`, see
-            `lockstep.model.tensor_parallel_plan.read_plan`. Only groups of that many ranks are sharded over.
+        tensor_parallel: the number of ranks that together compute the modules named in the model's `_tp_plan`, each
+            with a part of their weights; or `dict(degree=2, plan={"*.attn.q": "colwise", ...})`, see
+            `lockstep.model.tensor_parallel_plan.read_plan`. FSDP then shards parameters across these groups of ranks.
 
     Attributes:
-        mesh: the ranks that are sharded over.
-        tensor_mesh: the ranks that compute together, which must be given the same batches; None for each its own.
+        mesh: the ranks over which parameters are sharded.
+        tensor_mesh: the ranks that compute together and need the same batches; None without tensor parallelism.
 
-    **Collective**: every rank of the mesh, for making it and for each forward and backward pass, also in validation.
+    **Collective**: every rank of the mesh, in the constructor and in each forward and backward pass, also in
+    validation.
 
     Raises:
-        TypeError: an argument is of no known kind; the message says what it is.
-        ValueError: arguments contradict each other or the ranks there are.
-        ConfigError: `tensor_parallel` does not fit the model or the ranks there are; an embedding has sparse gradients;
+        TypeError: an argument has an unknown type, which the message names.
+        ValueError: arguments contradict each other, or do not fit the number of ranks.
+        ConfigError: `tensor_parallel` does not fit the model or the number of ranks; an embedding has sparse gradients;
             or a module owns parameters of two dtypes.
 
     **Source**: `torch.distributed.fsdp.fully_shard` (2.13). Zhao et al., PyTorch FSDP, VLDB 2023.
@@ -145,7 +146,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
             parallel = TensorParallel(module, request.plan, self.tensor_mesh, ignored)
             ranks = self.mesh.mesh.flatten().tolist()
             self.data_shard = (ranks.index(get_rank()), len(ranks))
-        # What the ranks of one row compute together must begin the same on all of them.
+        # Ranks that compute together must start with the same values.
         materializer = Materializer(device, param_init_fn, whole if sync_module_states else self.tensor_mesh)
         shard = partial(
             fully_shard, mesh=self.mesh, reshard_after_forward=sharding.reshard_after_forward, offload_policy=offload
@@ -163,7 +164,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
                 unit.set_modules_to_forward_prefetch([following])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, gathering each unit while it computes.
+        """Call the module; each unit is gathered while it computes.
 
         **Collective**: every rank of the mesh.
         """
@@ -181,26 +182,27 @@ class MMFullyShardedDataParallel(ModelWrapper):
         """
         if self._trains_itself:
             assert isinstance(self.module, FSDPModule)
-            # The step may call a part first, which then takes itself for the outermost unit (2.13).
+            # The step may call a part first, which FSDP would then take for the outermost unit (2.13).
             self.module._get_fsdp_state()._lazy_init()
-            # It may also change parameters, as that of a teacher: of those that are whole, the change would be lost.
+            # The step may also change parameters, such as a teacher's; changes of gathered parameters would be lost.
             self.module.set_reshard_after_forward(True, recurse=False)
         with self._consistency.naming_sharded_weights():
             return train_step(self, data, optim_wrapper)
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Have units gathered as in training, also in inference mode."""
+        """Return the context in which units are gathered as in training, also in inference mode."""
         with _without_inference_mode(), self._consistency.naming_sharded_weights():
             yield
 
     @contextmanager
     def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:
-        """Run a backward pass inside, at whose beginning the ranks agree on what it will reach.
+        """Run a backward pass inside; before it, the ranks compare what it will reach.
 
         Args:
-            loss: what the pass begins with, scaled.
-            syncs: whether the pass ends a window of accumulation; else nothing is reduced, as in `no_sync`.
+            loss: the scaled loss on which the pass runs.
+            syncs: whether the pass ends a window of gradient accumulation; otherwise nothing is reduced, as in
+                `no_sync`.
 
         **Collective**: every rank of the mesh.
 
@@ -213,9 +215,9 @@ class MMFullyShardedDataParallel(ModelWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside add up whole gradients on each rank, and reduce nothing.
+        """Accumulate unsharded gradients on each rank in the backward passes inside, and reduce nothing.
 
-        **Cost**: the memory of all gradients in full, until the next backward pass outside.
+        **Cost**: the memory of all unsharded gradients, until the next backward pass outside.
         """
         before = self._syncs_gradients
         self._set_gradient_sync(False)
@@ -233,7 +235,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Hold every parameter in full, to be read and changed in place; see `full_parameters`.
+        """Gather every parameter in full, to read it or change it in place; see `full_parameters`.
 
         No forward or backward pass may begin inside. **Collective**: every rank of the mesh.
 
@@ -255,8 +257,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
                 self._is_summoned = False
 
     def train(self, mode: bool = True) -> MMFullyShardedDataParallel:
-        """Switch between training and evaluation, with every parameter back in its shards."""
-        # After validation the outermost unit would still hold its parameters in full.
+        """Switch between training and evaluation, and free gathered parameters."""
+        # Otherwise the outermost unit would still hold its parameters in full after validation.
         reshard(self.module)
         super().train(mode)
         return self
@@ -264,19 +266,20 @@ class MMFullyShardedDataParallel(ModelWrapper):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters as `nn.Module` does, every parameter in its shards.
+        """Yield names and parameters as `nn.Module` does; every parameter is sharded.
 
-        After a forward pass the outermost unit holds whole parameters, which an optimizer would train in vain.
+        After a forward pass the outermost unit holds gathered parameters; if an optimizer updated those, its updates
+        would be lost.
         """
         reshard(self.module)
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state dict: its own names, sharded tensors."""
+        """Return the module's state dict, with the module's own names and sharded tensors."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of the module: its own names, tensors that are sharded alike."""
+        """Load a state dict with the module's own names and tensors that are sharded in the same way."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _set_gradient_sync(self, syncs: bool) -> None:
@@ -317,12 +320,12 @@ def _shard(
     parallel: TensorParallel | None,
     shard: partial[Any],
 ) -> list[nn.Parameter]:
-    """Shard the units and then the rest, each whole for only as long as it takes to fill and shard it.
+    """Shard the units and then the rest; each is whole only while it is materialized and sharded.
 
     Returns:
-        The parameters of dimension 0, which have nothing that could be sharded, and stay whole.
+        The parameters of dimension 0, which can't be sharded, and stay whole.
     """
-    # Sharding moves parameters and buffers, of which a preprocessor may have none to learn the device from.
+    # Sharding moves parameters and buffers. A preprocessor may have none, and would not learn the device.
     if isinstance(preprocessor := getattr(module, "data_preprocessor", None), nn.Module):
         preprocessor.to(materializer.device)
     ignored_params = {parameter for each in ignored for parameter in each.parameters()}
@@ -353,9 +356,9 @@ def _check_scalar(name: str, parameter: nn.Parameter) -> None:
 def _precisions_of_norms(
     module: nn.Module, precision: MixedPrecisionPolicy, ignored: Collection[nn.Module]
 ) -> dict[nn.Module, MixedPrecisionPolicy]:
-    """Return the layers that need a precision of their own, with it.
+    """Return the layers that need their own precision, with that precision.
 
-    BatchNorm refuses parameters in half precision beside running statistics in full precision.
+    BatchNorm does not accept half-precision parameters with running statistics in full precision.
     """
     norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     own = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -365,9 +368,10 @@ def _precisions_of_norms(
 
 @contextmanager
 def _without_inference_mode() -> Iterator[None]:
-    """Turn inference mode into no_grad.
+    """Replace inference mode by no_grad.
 
-    The buffers into which units are gathered are kept; made in inference mode, they could not be used to train.
+    The buffers into which units are gathered are reused; if they were made in inference mode, training could not use
+    them.
     """
     if not torch.is_inference_mode_enabled():
         yield

@@ -1,4 +1,4 @@
-"""What the arguments of the older FSDP class mean to `fully_shard`."""
+"""Translating the arguments of torch's older FSDP class for `fully_shard`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Sharding(NamedTuple):
     """What a sharding strategy means.
 
     Attributes:
-        hybrid: shard over one axis of a mesh and replicate over the other; None where the mesh may decide.
-        replicated: keep everything on every rank.
+        hybrid: shard over one axis of a mesh and replicate over the other; None if the mesh decides.
+        replicated: keep all parameters on every rank.
         reshard_after_forward: as for `fully_shard`; None frees all units but the outermost.
     """
 
@@ -81,9 +81,9 @@ def read_sharding(strategy: Any, reshard_after_forward: bool | int | None) -> Sh
 
 
 def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
-    """Return the policy that is meant by one, by the older `MixedPrecision`, by its arguments, or by one dtype.
+    """Return the policy for a policy, an older `MixedPrecision`, a dict of their arguments, or one dtype.
 
-    One dtype is that of parameters and activations; gradients are then reduced in float32.
+    One dtype is used for parameters and activations; gradients are then reduced in float32.
     """
     if precision is None:
         return MixedPrecisionPolicy()
@@ -109,7 +109,7 @@ def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
 
 
 def read_offload(offload: Offload | None, device_type: str) -> OffloadPolicy:
-    """Return the policy that is meant by one, by the older `CPUOffload`, or by a bool."""
+    """Return the policy for a policy, an older `CPUOffload`, or a bool."""
     if isinstance(offload, CPUOffload):
         offload = offload.offload_params
     if isinstance(offload, bool) or offload is None:
@@ -117,17 +117,17 @@ def read_offload(offload: Offload | None, device_type: str) -> OffloadPolicy:
     if not isinstance(offload, OffloadPolicy):
         raise TypeError(_wrong("cpu_offload", "a bool, a CPUOffload, an OffloadPolicy or None", offload))
     if isinstance(offload, CPUOffloadPolicy) and device_type == "cpu":
-        # There is no accelerator that memory could be pinned for; torch would raise.
+        # Without an accelerator memory can't be pinned; torch would raise.
         return CPUOffloadPolicy(pin_memory=False)
     return offload
 
 
 def check_meaningless(backward_prefetch: Any, limit_all_gathers: bool, use_orig_params: bool) -> None:
-    """Check the arguments that `fully_shard` leaves no choice about, and say where another choice was made.
+    """Check the arguments that have no effect on `fully_shard`, and warn about values that it can't follow.
 
     Raises:
-        TypeError: `backward_prefetch` is of no known kind.
-        ValueError: `backward_prefetch` is a name that means nothing.
+        TypeError: `backward_prefetch` has an unknown type.
+        ValueError: `backward_prefetch` is an unknown name.
     """
     if isinstance(backward_prefetch, str):
         name = f"BACKWARD_{backward_prefetch.upper().removeprefix('BACKWARD_')}"
@@ -147,7 +147,7 @@ def check_meaningless(backward_prefetch: Any, limit_all_gathers: bool, use_orig_
 
 
 def one_of(**values: Any) -> Any:
-    """Return the value of whichever of two names for one argument was used."""
+    """Return the value of an argument that may be given under one of two names."""
     given = {name: value for name, value in values.items() if value is not None}
     if len(given) > 1:
         names = " and ".join(f"`{name}`" for name in given)
@@ -156,7 +156,7 @@ def one_of(**values: Any) -> Any:
 
 
 def read_device(device_id: Any, module: nn.Module) -> torch.device:
-    """Return the device to train on: the one that is named, else that of the module's parameters."""
+    """Return the device to train on: `device_id` if given, else that of the module's parameters."""
     if device_id is None:
         first = next(module.parameters(), None)
         return torch.device(get_device()) if first is None or first.is_meta else torch.device(first.device.type)
@@ -182,7 +182,7 @@ def read_device(device_id: Any, module: nn.Module) -> torch.device:
 
 
 def read_ignored(modules: Any, model: nn.Module) -> set[nn.Module]:
-    """Return the modules of `model` that FSDP is to leave alone, with all that is in them."""
+    """Return the modules that FSDP must ignore, with all modules inside them."""
     if modules is None:
         return set()
     if isinstance(modules, str | nn.Module) or not isinstance(modules, Iterable):
@@ -202,7 +202,7 @@ def read_ignored(modules: Any, model: nn.Module) -> set[nn.Module]:
 
 
 def _warn_of_no_meaning(name: str, value: object, instead: str) -> None:
-    """Say, on rank 0, that an argument changes nothing any more."""
+    """Warn, on rank 0, that an argument no longer has an effect."""
     if is_main_process():
         _logger.warning("`%s` is %r, which has no meaning any more: %s", name, value, instead)
 

@@ -1,4 +1,4 @@
-"""Whether all ranks gather the same units of a sharded model, and get gradients for the same parameters."""
+"""Checking that all ranks gather the same units of a sharded model, and get gradients for the same parameters."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _FIRST = 6  # passes of each kind that are compared
 _MIXED = "mixed torch.Tensor and DTensor"
 
 
-# Where a parameter is found while its unit is gathered.
+# Where to find a parameter while its unit is gathered.
 _Site: TypeAlias = tuple[nn.Module, str]
 
 
 class Consistency:
-    """Compares over ranks what FSDP takes for granted.
+    """Compares, across ranks, what FSDP takes for granted.
 
     Units are gathered, and their gradients reduced, by collectives that carry no names: see `CallOrder` for forward
-    passes. Ranks whose losses depend on different parameters of a unit would wait for each other forever or, where the
-    parameters have one shape, exchange each other's gradients. Before a backward pass that is compared, the ranks agree
-    on which units and parameters it reaches.
+    passes. Ranks whose losses depend on different parameters of a unit would wait for each other forever or, if the
+    parameters have the same shape, mix up their gradients. Before a compared backward pass, the ranks check that it
+    reaches the same units and parameters on all of them.
 
     The first six passes are compared, and every fiftieth after; all of them after `check_collectives("always")`.
     Forward passes with gradients, those without, and backward passes are counted separately.
 
     Args:
         module: the module, sharded.
-        mesh: all ranks that must do alike, along one axis or several.
-        replicated: parameters that are not sharded, yet whose gradients are averaged.
-        find_unused: let ranks differ in which parameters of a unit get gradients. Where another rank has one, a rank
-            that has none contributes zeros. Every backward pass is then compared.
+        mesh: all ranks that must behave in the same way, along one axis or several.
+        replicated: parameters that are not sharded, but whose gradients are averaged.
+        find_unused: allow different parameters of a unit to get gradients on different ranks. A rank without a gradient
+            contributes zeros if another rank has one. Every backward pass is then compared.
 
-    **Cost**: of a forward pass that is compared, one integer from every rank to every rank for each unit; of a backward
-    pass, a walk over its graph, and one integer again, with `find_unused` also an all_reduce of a byte for each
-    parameter.
+    **Cost**: in a compared forward pass, one integer from every rank to every rank for each unit. In a compared
+    backward pass, a walk over its graph, and one integer from every rank to every rank; with `find_unused` also an
+    all_reduce of one byte for each parameter.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, replicated: Collection[Tensor], find_unused: bool) -> None:
@@ -79,7 +79,7 @@ class Consistency:
         self._window: set[str] = set()
         self._is_prepared = False
         for unit in self._units:
-            # Before and after FSDP's own hooks; compiled code must leave them out, as it does those.
+            # Before and after FSDP's own hooks; like those, they must be excluded from compilation.
             unit.register_forward_pre_hook(uncompiled(self._before_unit), prepend=True)
             unit.register_forward_pre_hook(uncompiled(self._find_gathered))
             unit.register_forward_hook(uncompiled(self._after_unit), always_call=True)
@@ -88,11 +88,10 @@ class Consistency:
 
     @contextmanager
     def naming_sharded_weights(self) -> Iterator[None]:
-        """Name the units whose weights are used inside, by torch's functions, while they are sharded.
+        """Raise an error that names the units whose sharded weights are used inside by torch's functions.
 
         Raises:
-            RuntimeError: on every rank that uses them, from torch's error, which says `got mixed torch.Tensor and
-                DTensor`.
+            RuntimeError: on every rank that uses them, chained to torch's error, `got mixed torch.Tensor and DTensor`.
         """
         try:
             yield
@@ -109,10 +108,10 @@ class Consistency:
             ) from error
 
     def _sharded_units(self, user: nn.Module) -> list[str]:
-        """Return the names of the units whose weights `user`, which is running, can only have used while sharded.
+        """Return the names of the units whose sharded weights the running module `user` may have used.
 
-        That is its own unit, if that has not been called; else the units inside that have not been called in the
-        present forward pass; or else all inside that are sharded now.
+        This is the unit of `user`, if that has not been called; else the units inside `user` that have not been called
+        in the present forward pass; else all units inside `user` that are sharded now.
         """
         gathered = self._gathered
         sharded = {
@@ -129,13 +128,13 @@ class Consistency:
 
     @contextmanager
     def backward_pass(self, loss: Tensor, *, reduces: bool) -> Iterator[None]:
-        """Run a backward pass inside, once all ranks agree on what it will reach.
+        """Run a backward pass inside, after all ranks have checked that they will reach the same.
 
-        With `find_unused`, zeros are contributed first where only other ranks get gradients.
+        With `find_unused`, this rank first contributes zeros for gradients that only other ranks get.
 
         Args:
-            loss: where the pass begins.
-            reduces: whether it ends with gradients that are reduced over ranks.
+            loss: the loss on which the pass runs.
+            reduces: whether the pass reduces gradients over ranks at its end.
 
         **Collective**: every rank of the mesh.
 
@@ -178,7 +177,7 @@ class Consistency:
             self._contribute_zeros()
 
     def _contribute_zeros(self) -> None:
-        """Let FSDP reduce a gradient on this rank, too, where another rank has one."""
+        """Give this rank zero gradients to reduce for parameters that get a gradient only on other ranks."""
         anywhere = torch.tensor([name in self._window for name in self._param_names], dtype=torch.uint8)
         for group in self._order.groups:
             all_reduce(anywhere, op="max", group=group)
@@ -198,15 +197,16 @@ class Consistency:
                 if name is not None:
                     params.add(name)
             elif (group := getattr(node, "param_group", None)) is not None:
-                # A unit whose inputs have gradients reduces its own when those are through (FSDP's own node, 2.13).
+                # If a unit's inputs require grad, FSDP's own node reduces the unit's gradients after theirs (2.13).
                 units.update(self._units[unit] for unit in group.modules if unit in self._units)
-        # Where the inputs have none, a unit is gathered if some of its parameters get one. The outermost stays whole.
+        # If they don't, the unit is gathered if some of its parameters get a gradient. The outermost unit stays
+        # gathered.
         inner = [unit for unit in self._units if unit is not self._module]
         units.update(self._units[unit] for unit in inner if not params.isdisjoint(self._sites[unit].values()))
         return units, params
 
     def _before_unit(self, module: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # what is computed again in a backward pass
+        if torch._C._current_graph_task_id() != -1:  # recomputation in a backward pass
             return
         if module is self._module or not self._open:
             self._open.clear()
@@ -224,7 +224,7 @@ class Consistency:
         self._found.add(module)
         for (owner, name), full_name in self._sites[module].items():
             parameter = owner._parameters[name]
-            assert parameter is not None  # which no user has taken away
+            assert parameter is not None  # the parameter still exists
             self._gathered[parameter] = full_name
 
     def _after_unit(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -235,7 +235,7 @@ class Consistency:
             self._order.end(failed=sys.exception() is not self._handled)
 
     def _refuse_graphs(self, of_units: list[bool], of_params: list[bool]) -> NoReturn:
-        """Say which ranks reach what; all ranks know by now that there is a difference."""
+        """Raise an error that says which ranks reach what; all ranks know by now that there is a difference."""
         columns = self._order.from_all(torch.tensor(of_units + of_params)).T.tolist()
         units = self._differing(self._unit_names, columns[: len(of_units)])
         params = {} if units else self._differing(self._param_names, columns[len(of_units) :])
@@ -247,7 +247,7 @@ class Consistency:
         )
 
     def _differing(self, names: Sequence[str], columns: Sequence[list[bool]]) -> dict[str, str]:
-        """Return the ranks that reach something, by the names of what only some of them do."""
+        """For each name that only some ranks reach, return those ranks as text."""
         return {
             name: self._order.ranks_with(True, column)
             for name, column in zip(names, columns, strict=False)
@@ -275,7 +275,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[_Site, str]]:
-    """Return, for each unit, where its sharded parameters are found, and their names as seen from `module`."""
+    """Return, for each unit, where to find its sharded parameters, and their names as seen from `module`."""
     sites: dict[nn.Module, dict[_Site, str]] = {}
     unit_of: dict[str, nn.Module] = {}
     names: dict[Tensor, str] = {}
@@ -291,7 +291,7 @@ def _sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[_Site, str]]:
 
 
 def _around(module: nn.Module, units: Sequence[str]) -> nn.Module | None:
-    """Return the innermost part that is called and holds all of these units; None if that is the whole."""
+    """Return the innermost callable part that contains all of these units; None if that is the whole module."""
     levels = zip(*(unit.split(".")[:-1] for unit in units), strict=False)
     common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels)]
     while common:

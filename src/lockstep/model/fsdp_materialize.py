@@ -1,4 +1,4 @@
-"""The values that parameters have when they are sharded: materialized on this rank, or broadcast from one."""
+"""Materializing the parameters that FSDP shards, on each rank or from the first rank's values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Materializer:
     """Gives the parts of a model their values, just before each is sharded.
 
     Args:
-        device: where parameters on the meta device are made.
-        init: called with each module that owns something on the meta device; must put that on `device`. By default
-            memory is taken and `reset_parameters` called.
-        mesh: the ranks that are to begin with the values of the first of them; None leaves each its own.
+        device: the device on which parameters from the meta device are materialized.
+        init: called with each module that owns tensors on the meta device; must put those on `device`. By default they
+            are allocated, and `reset_parameters` is called.
+        mesh: the ranks that start with the values of its first rank; with None, each rank keeps its own values.
     """
 
     def __init__(self, device: torch.device, init: InitFunction | None, mesh: DeviceMesh | None) -> None:
@@ -34,7 +34,7 @@ class Materializer:
         self._done: set[Tensor] = set()
 
     def materialize(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
-        """Give values to a part of the model, apart from the parameters in it that are sharded already.
+        """Give values to a part of the model, except to parameters that are sharded already.
 
         Args:
             unit: the part.
@@ -43,7 +43,7 @@ class Materializer:
         **Collective**: every rank of the mesh, where there is one.
 
         Raises:
-            ValueError: a module has no `reset_parameters`, or something stays on the meta device.
+            ValueError: a module has no `reset_parameters`, or a tensor is still on the meta device.
         """
         self._make(unit)
         if self._mesh is not None:
@@ -82,7 +82,7 @@ def broadcast_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:
 
     **Collective**: every rank of the mesh.
     """
-    # Along the axis of replicas first, so that the whole first row has it; from there through each row.
+    # First along the first axis, then along the next, which starts from ranks that already have the values.
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         under_way = [broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""The mesh over which FSDP shards, from the ways in which one may be asked for."""
+"""The mesh over which FSDP shards, from any of the arguments that may specify it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DATA_AXES, TENSOR_AXIS = ("dp_replicate", "dp_shard"), "tp"
 
 
 class Meshes(NamedTuple):
-    """The ranks by what they share.
+    """The meshes of a sharded model.
 
     Attributes:
-        data: those among which the samples are dealt out, and parameters sharded; with one axis or two.
-        tensor: those that compute on the same samples together; None where there are none.
-        whole: all of them, in one mesh.
+        data: the ranks over which samples and parameters are sharded; one axis or two.
+        tensor: the ranks that compute on the same samples together; None without tensor parallelism.
+        whole: all ranks in one mesh.
     """
 
     data: DeviceMesh
@@ -43,24 +43,24 @@ def make_meshes(
     process_group: GroupsLike | None,
     device_mesh: MeshLike | None,
 ) -> Meshes:
-    """Return a mesh with the axis `shard`, or the axes `replicate` and `shard`; with `tp` after them where asked for.
+    """Return the meshes: with the axis `shard`, or the axes `replicate` and `shard`; and with `tp` last if requested.
 
     Args:
         device_type: where parameters live during a step.
-        sharding: whether there are to be two axes, or no shards.
+        sharding: whether the mesh has two axes, or no shards.
         request: what `tensor_parallel` asks for. The axes are then `dp_shard` and `tp`, or `dp_replicate`, `dp_shard`
-            and `tp`: neighbouring ranks compute together, because they talk most.
+            and `tp`: neighbouring ranks compute together, because they communicate most.
         process_group: the ranks to shard over; a pair (to shard over, to replicate over); or a one-axis mesh.
         device_mesh: the mesh itself, or its shape (replicas, shards).
 
-    Without a mesh or groups, all ranks are sharded over; a hybrid mesh shards within each node. Without a default
+    Without a mesh or groups, parameters are sharded over all ranks, or within each node if hybrid. Without a default
     group, this process becomes a group of one.
 
     **Collective**: every rank.
 
     Raises:
-        ValueError: what is asked for contradicts itself, or does not fit the ranks there are.
-        ConfigError: the same of `tensor_parallel`, on every rank.
+        ValueError: the arguments contradict each other, or do not fit the number of ranks.
+        ConfigError: the same for `tensor_parallel`, on every rank.
     """
     if not dist.is_distributed():
         dist.init_dist("none")
@@ -110,7 +110,7 @@ def _data_mesh(
 
 
 def _data_shape(degree: int, shape: Any, sharding: Sharding) -> tuple[int, ...]:
-    """Return the lengths of the axes before that of tensor parallelism: one, or replicas and shards."""
+    """Return the lengths of the axes before `tp`: one axis, or replicas and shards."""
     world_size = dist.get_world_size()
     if world_size % degree:
         raise ConfigError(
@@ -153,7 +153,7 @@ def _checked(device_type: str, mesh: DeviceMesh, degree: int | None) -> DeviceMe
 
 
 def _whole(device_type: str, *, hybrid: bool) -> DeviceMesh:
-    """Return all ranks, in one row, or in a row for each node."""
+    """Return a mesh of all ranks, in one row, or with a row for each node."""
     group = dist.get_default_group()
     assert group is not None
     if not hybrid:

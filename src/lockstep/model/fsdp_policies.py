@@ -1,10 +1,10 @@
-"""Which parts of a model FSDP gathers and frees together: the units.
+"""Choosing the units of a model: the parts that FSDP gathers and frees together.
 
-A policy is one of: a class of modules or its name, or several; a function of a module that says whether it is a unit;
-torch's policies (`ModuleWrapPolicy`, `CustomPolicy`, and functions of `module, recurse, nonwrapped_numel`, whose last
-argument may have its name of torch 1, `unwrapped_params`); an object with `choose(model)`; a name in
+A policy is one of: a class of modules or its name, or several of them; a function of a module that says whether it is a
+unit; one of torch's policies (`ModuleWrapPolicy`, `CustomPolicy`, and functions of `module, recurse, nonwrapped_numel`,
+whose last argument may have its torch 1 name, `unwrapped_params`); an object with `choose(model)`; a name in
 `FSDP_WRAP_POLICIES`, or a dict with such a `type` and its options. FSDP needs units whose parameters have one dtype:
-what has another is cut out, see `cut_by_dtype`.
+parts with another dtype become separate units, see `cut_by_dtype`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ for _name in (
     "CustomPolicy", "ModuleWrapPolicy",
 ):  # fmt: skip
     FSDP_WRAP_POLICIES.register_module(module=getattr(wrap, _name))
-# torch 1.11's name of the second of these, which MMEngine's registry still has.
+# torch 1.11's name for size_based_auto_wrap_policy, which MMEngine's registry still uses.
 FSDP_WRAP_POLICIES.register_module(name="default_auto_wrap_policy", module=wrap.size_based_auto_wrap_policy)
 
 
@@ -38,7 +38,7 @@ class WrapPolicy(Protocol):
     """A policy that looks at the model as a whole."""
 
     def choose(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules of `model` that are to be units."""
+        """Return the modules of `model` that become units."""
         ...
 
 
@@ -46,9 +46,10 @@ class WrapPolicy(Protocol):
 class RepeatedBlocks:
     """Make a unit of each block that a model repeats, such as the layers of a transformer.
 
-    The blocks are what the model names in `_no_split_modules`, as HuggingFace's models do; else the items of each
-    `ModuleList`, `ModuleDict` or `Sequential` that has at least two of one class, with children of their own. A block
-    that is itself mostly made of repeated blocks, such as a stage of a vision transformer, is passed over for those.
+    The blocks are the modules whose classes the model names in `_no_split_modules`, as HuggingFace's models do; else
+    the items of each `ModuleList`, `ModuleDict` or `Sequential` with at least two items of one class that have children
+    with parameters. If a block consists mostly of repeated blocks, such as a stage of a vision transformer, those
+    become units instead.
     """
 
     def choose(self, model: nn.Module) -> list[nn.Module]:
@@ -68,15 +69,15 @@ class RepeatedBlocks:
 
 
 def choose_units(model: nn.Module, policy: Any, ignored: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """Return the parts of `model` that are to be units, each after the parts inside it, without `model` itself.
+    """Return the parts of `model` that become units, each after the parts inside it, without `model` itself.
 
-    Left out are modules without a parameter or a `forward` of their own, what lies in `ignored`, and modules that
-    share a parameter with one outside them: FSDP wants such a parameter in a single unit, so that it goes to the next
-    one around both.
+    Modules without parameters or without a `forward` are left out, as are those in `ignored` and modules that share a
+    parameter with a module outside them: FSDP needs such a parameter in a single unit, so it belongs to the next unit
+    around both.
 
     Raises:
-        TypeError: `policy` is no policy.
-        ValueError: `policy` is a name that means nothing here.
+        TypeError: `policy` is not a policy.
+        ValueError: `policy` is an unknown name.
     """
     if policy is None:
         return []
@@ -94,7 +95,7 @@ def choose_units(model: nn.Module, policy: Any, ignored: Collection[nn.Module] =
 
 
 def directly_callable_parts(model: nn.Module, ignored: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """Return the children of `model` that its own steps may call, those in containers without a `forward` included."""
+    """Return the children of `model` that its own steps may call, including those in containers without a `forward`."""
     parts = {part for _, _, part in callable_children(model)}
     return choose_units(model, lambda module: module in parts, ignored)
 
@@ -102,14 +103,14 @@ def directly_callable_parts(model: nn.Module, ignored: Collection[nn.Module] = (
 def _ask_by_recursion(
     policy: Callable[..., bool], model: nn.Module, left_out: Collection[nn.Module]
 ) -> list[nn.Module]:
-    """Ask one of torch's older policies: on the way down whether to go on, on the way up whether to make a unit."""
+    """Apply one of torch's older policies: on the way down it says whether to recurse, on the way up what is a unit."""
     known = inspect.signature(policy).parameters
     numel = "unwrapped_params" if "unwrapped_params" in known else "nonwrapped_numel"
     units: list[nn.Module] = []
     seen = {model, *left_out}
 
     def visit(module: nn.Module) -> int:
-        """Return how many numbers of `module` belong to units within it, or to itself."""
+        """Return how many elements of `module` belong to units: those inside it, or `module` itself."""
         total = _numel([module])
         if not policy(module=module, recurse=True, **{numel: total}):
             return 0
@@ -128,7 +129,7 @@ def _ask_by_recursion(
 
 
 def _run_custom_policy(policy: wrap.CustomPolicy, model: nn.Module) -> list[nn.Module]:
-    # torch offers no public way to ask this policy (2.13).
+    # torch has no public method to apply this policy (2.13).
     chosen = policy._run_policy(model, set(), {})
     if options := next((options for options in chosen.values() if options), None):
         raise ValueError(
@@ -139,7 +140,7 @@ def _run_custom_policy(policy: wrap.CustomPolicy, model: nn.Module) -> list[nn.M
 
 
 def _ask_policy(model: nn.Module, policy: Any, left_out: Collection[nn.Module]) -> Collection[nn.Module]:
-    """Return the modules of a model that a policy of any kind chooses."""
+    """Return the modules of `model` that `policy`, of any kind, chooses."""
     if isinstance(policy, str | Mapping):
         policy = _from_registry(model, policy)
     if isinstance(policy, WrapPolicy):
@@ -177,7 +178,7 @@ def _from_registry(model: nn.Module, policy: str | Mapping[str, Any]) -> Any:
 
 
 def _with_classes(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Let a config name classes where torch's policies want the classes themselves."""
+    """Replace names of classes in a config by the classes, which torch's policies need."""
     known = {"transformer_layer_cls", "module_classes"}
     return {key: set(classes_in(model, value, what=key)) if key in known else value for key, value in options.items()}
 
@@ -201,10 +202,10 @@ def _keeps_to_itself(module: nn.Module, owners: Mapping[nn.Parameter, list[tuple
 
 
 def cut_by_dtype(model: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the parts of `model` that must be units beside `units`, so that each has parameters of one dtype.
+    """Return the parts of `model` that must become units, in addition to `units`, so that each unit has one dtype.
 
-    A unit keeps the dtype of the parameters that its module owns itself, else the one with most numbers; the largest
-    parts with another become units of their own. Parameters without gradients may have any dtype.
+    The dtype of a unit is that of the parameters that its module owns directly, else that of most elements. The largest
+    parts with another dtype become separate units. Parameters that don't require grad may have any dtype.
 
     Args:
         model: the model, which is a unit itself.
@@ -212,7 +213,7 @@ def cut_by_dtype(model: nn.Module, units: Collection[nn.Module], ignored: Collec
         ignored: all modules that are not sharded.
 
     Raises:
-        ConfigError: a module itself owns parameters of two dtypes, or what would be cut out can't be a unit.
+        ConfigError: a module directly owns parameters of two dtypes, or a part with another dtype can't be a unit.
     """
     return _Cut(model, units, ignored).parts
 
@@ -255,7 +256,7 @@ class _Cut:
         self._cut_unit(module)
 
     def _sizes(self, module: nn.Module) -> Counter[torch.dtype]:
-        """Return how many numbers of each dtype belong to `module`, without what is apart from it."""
+        """Return how many elements of each dtype belong to `module`, without units and ignored modules inside it."""
         sizes = Counter[torch.dtype]()
         for parameter in self._own(module).values():
             sizes[parameter.dtype] += parameter.numel()
@@ -269,7 +270,7 @@ class _Cut:
         return {name: parameter for name, parameter in own if parameter.requires_grad and parameter.dim()}
 
     def _own_dtype(self, module: nn.Module) -> torch.dtype | None:
-        """Return the dtype of the parameters that a module owns itself; None where it owns none."""
+        """Return the dtype of the parameters that a module owns directly; None if it owns none."""
         by_dtype = {parameter.dtype: name for name, parameter in self._own(module).items()}
         if len(by_dtype) > 1:
             path = self._names[module]

@@ -1,4 +1,4 @@
-"""Parameters that FSDP can't shard, those of dimension 0: whole on every rank, their gradients averaged."""
+"""Parameters of dimension 0, which FSDP can't shard: they are whole on every rank, and their gradients are averaged."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ReplicatedParameters:
     A gradient that only some ranks have counts as zero on the others; one that no rank has stays None.
 
     Args:
-        module: the model that they are in.
+        module: the model that contains the parameters.
         parameters: the parameters, the same on every rank.
         mesh: the ranks over which gradients are averaged.
-        is_due: says whether the present backward pass ends with gradients that are averaged.
+        is_due: returns whether the present backward pass averages gradients at its end.
 
-    **Collective**: every rank of the mesh in each backward pass that is due. **Cost**: an all_reduce of two numbers for
-    each parameter.
+    **Collective**: every rank of the mesh, in each backward pass that is due. **Cost**: an all_reduce of two numbers
+    for each parameter.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class ReplicatedParameters:
         self._queued_in = -1
         if not parameters or not self._groups:
             return
-        # Of a rank whose loss depends on none of them, only the output tells that a backward pass has begun; of a part
-        # that is called without the whole, only they do.
+        # If the loss depends on none of the parameters, only the model's output shows that a backward pass has begun.
+        # If a part is called without the whole model, only the parameters do.
         on_backward(module, self._queue)
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._queue)  # type: ignore[no-untyped-call]
 
     def _queue(self, _: Tensor) -> None:
-        # As FSDP itself does: autograd calls it when all gradients are there.
+        # As in FSDP itself: autograd calls it when all gradients are available.
         backward_pass = torch._C._current_graph_task_id()
         if self._queued_in != backward_pass:
             self._queued_in = backward_pass
@@ -70,7 +70,7 @@ class ReplicatedParameters:
             for group in self._groups:
                 all_reduce(sums, group=group)
             means = (sums[0] / self._ranks).to(dtype)
-            anywhere = own if all(own) else (sums[1] != 0).tolist()  # which waits for the device
+            anywhere = own if all(own) else (sums[1] != 0).tolist()  # waits for the device
             for parameter, mean, has_one in zip(alike, means, anywhere, strict=True):
                 if has_one:
                     parameter.grad = mean.clone()

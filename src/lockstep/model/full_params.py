@@ -1,4 +1,4 @@
-"""Sharded parameters, whole for some time."""
+"""Gathering sharded parameters in full for a time."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def full_parameters(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Hold every parameter of a sharded model in full, as a plain parameter in its own dtype.
+    """Gather every parameter of a sharded model in full, as a plain parameter in its own dtype.
 
     Args:
         model: a model that `fully_shard` has been applied to.
         recurse: also the parameters of the modules inside, not only `model`'s own.
-        writeback: keep the changes that are made inside; each rank keeps its own shard of what it holds.
-        rank0_only: only rank 0 gets them in full; needs `writeback=False`.
-        offload_to_cpu: hold them in CPU memory.
-        with_grads: with their gradients, also in full; these are only to be read.
+        writeback: keep the changes made inside; each rank keeps its own shard of its full parameters.
+        rank0_only: only rank 0 gets the parameters in full; needs `writeback=False`.
+        offload_to_cpu: keep the full parameters in CPU memory.
+        with_grads: also gather their gradients in full; changes of these are not written back.
 
     **Collective**: every rank of the model's mesh. **Cost**: the memory of all parameters, and one all-gather each.
 
@@ -66,10 +66,10 @@ def full_parameters(
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what units hold in full, so that the parameters of `model` are the shards. Nothing is sent.
+    """Free the full parameters of all units, so that the parameters of `model` are the shards. Nothing is sent.
 
-    The outermost unit keeps its parameters in full after a forward pass. Whoever then lists the parameters, such as
-    an optimizer that is being built, would get hold of tensors that are thrown away.
+    The outermost unit keeps its parameters in full after a forward pass. An optimizer that is then built would hold
+    tensors that are about to be freed.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -77,22 +77,22 @@ def reshard(model: nn.Module) -> None:
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return `value`, which every rank has in full, sharded as `like` is. Nothing is sent."""
+    """Return `value`, which every rank has in full, sharded like `like`. Nothing is sent."""
     if not isinstance(like, DTensor):
         return value
     whole = value.to(like.device_mesh.device_type)
     sharded = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return sharded.to(like.device)  # which is another one where parameters are offloaded
+    return sharded.to(like.device)  # a different device if parameters are offloaded
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """Return a tensor in full; it may be the one that is given, if that is not sharded.
+    """Return a tensor in full: `tensor` itself if it is not sharded.
 
     **Collective**: every rank of its mesh.
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    # Axis by axis, from the one that was split last on: of several at once, torch warns where one dim is split twice.
+    # One axis at a time: torch warns about gathering several at once, if one dim is split twice.
     placements = list(tensor.placements)
     for axis in range(len(placements)):
         placements[axis] = Replicate()
@@ -105,5 +105,5 @@ def _full(tensor: Tensor, offload_to_cpu: bool) -> Tensor:
     assert isinstance(tensor, DTensor)
     full = gather_full(tensor)
     if full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr():
-        full = full.clone()  # this rank holds it all; changes that are not to be written back must not be seen
+        full = full.clone()  # this rank holds all of it; changes without writeback must not be seen
     return full.cpu() if offload_to_cpu else full

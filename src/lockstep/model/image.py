@@ -1,4 +1,4 @@
-"""`ImgDataPreprocessor`: from images as they are stored to one normalised batch."""
+"""`ImgDataPreprocessor`: combines images as they are stored into one normalised batch."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lockstep.registry import MODELS
 
 @MODELS.register_module()
 class ImgDataPreprocessor(BaseDataPreprocessor):
-    """Move images to the model's device, order their channels, normalise them, and stack them to one batch.
+    """Move images to the model's device, order their channels, normalise them, and stack them into one batch.
 
-    The images are the entry `inputs` of a batch that is a dict, or the first one of a list or tuple; the others are
-    only moved. They are a tensor, or a list of tensors whose sizes may differ.
+    The images are the entry `inputs` of a dict, or the first entry of a list or tuple; other entries are only moved.
+    They are a tensor, or a list of tensors whose sizes may differ.
 
     Args:
-        mean: of each channel, or one for all; in the units of the images, and in the order that they get.
-        std: the same; given together with `mean`.
-        pad_size_divisor: height and width of the batch become multiples of it.
-        pad_value: what is right of and below the images, after they are normalised.
-        bgr_to_rgb: turn the order of the three channels around.
-        rgb_to_bgr: the same, for images that are RGB.
+        mean: mean of each channel, or one for all; in the units of the images, and in the final order of channels.
+        std: standard deviation, likewise; must be given together with `mean`.
+        pad_size_divisor: height and width of the batch are rounded up to multiples of it.
+        pad_value: value of the padding to the right of and below the images, which is not normalised.
+        bgr_to_rgb: reverse the order of the three channels.
+        rgb_to_bgr: the same, for RGB images.
         non_blocking: copy from pinned memory without waiting for the copy.
 
     **Shapes**: [images, channels, height, width], or a list of [channels, height, width], of any dtype -> [images,
     channels, greatest height, greatest width] in float32.
 
     Raises:
-        ValueError: arguments contradict each other, or images have another number of dims or channels.
+        ValueError: arguments contradict each other, or images have a wrong number of dims or channels.
 
     Example:
         >>> preprocessor = ImgDataPreprocessor(mean=[127.5], std=[127.5], pad_size_divisor=4)
@@ -59,7 +59,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise ValueError(f"`mean` and `std` must be given together, but are {mean!r} and {std!r}")
         if not isinstance(pad_size_divisor, int) or pad_size_divisor < 1:
             raise ValueError(f"`pad_size_divisor` must be an int of at least 1, but is {pad_size_divisor!r}")
-        # Plain tensors: buffers would be broadcast and averaged over ranks like what a model has learnt.
+        # Plain tensors: buffers would be broadcast and averaged over ranks like learned values.
         self.mean = None if mean is None else _per_channel("mean", mean)
         self.std = None if std is None else _per_channel("std", std)
         self.pad_size_divisor = pad_size_divisor
@@ -109,7 +109,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         return batch
 
     def _write(self, images: Tensor, region: Tensor) -> None:
-        """Write normalised images to their region of the batch."""
+        """Write images, normalised, into their region of the batch."""
         region.copy_(images.flip(-3) if self.channel_conversion else images)
         if self.mean is not None and self.std is not None:
             region.sub_(self.mean).div_(self.std)
@@ -126,7 +126,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImgDataPreprocessor:
         super()._apply(fn, recurse)
-        # To the device alone: in half precision 255 levels would not be told apart.
+        # Move only the device, not the dtype: half precision could not distinguish 255 levels.
         self.mean = None if self.mean is None else self.mean.to(self.device)
         self.std = None if self.std is None else self.std.to(self.device)
         return self

@@ -1,4 +1,4 @@
-"""BatchNorm over the samples of all ranks, and back."""
+"""BatchNorm over the samples of all ranks, and the conversion to and from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.dist import all_reduce, get_world_size
 
 
 class BatchNormXd(_BatchNorm):
-    """BatchNorm over inputs of any number of dims: what a `SyncBatchNorm` becomes, which does not tell what it was.
+    """BatchNorm for any number of dims, which replaces a `SyncBatchNorm` whose original class is not known.
 
     **Shapes**: [samples, features, ...] -> the same.
     """
@@ -47,7 +47,7 @@ class CpuSyncBatchNorm(BatchNormXd):
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centered = values - mean.view(shape)
-        # In two passes, which rounds less than a mean of squares does.
+        # In two passes, which has a smaller rounding error than a mean of squares.
         variance = all_reduce(centered.square().sum(dims), sync_grads=True) / count
         self._follow(mean.detach(), variance.detach(), count)
         normalised = centered * (variance + self.eps).rsqrt().view(shape)
@@ -57,7 +57,7 @@ class CpuSyncBatchNorm(BatchNormXd):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Let the running statistics follow those of a batch."""
+        """Update the running statistics with those of a batch."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         momentum = self.momentum
@@ -73,17 +73,17 @@ def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> 
     """Return `module` with every BatchNorm replaced by one that normalises over the samples of all ranks.
 
     The module is changed in place, unless it is a BatchNorm itself; parameters and buffers stay the same tensors.
-    In evaluation they do what BatchNorm does.
+    In evaluation the new layers behave like BatchNorm.
 
     Args:
-        module: not wrapped yet.
+        module: the model, not wrapped yet.
         implementation: `"torch"`, the only one.
 
     **Cost**: in training, one small all_gather per layer in each forward pass, and one all_reduce in the backward
     pass; on the CPU see `CpuSyncBatchNorm`.
 
-    **Source**: `torch.nn.SyncBatchNorm.convert_sync_batchnorm` (2.13), whose layers do not train on the CPU;
-    there they are `CpuSyncBatchNorm`s.
+    **Source**: `torch.nn.SyncBatchNorm.convert_sync_batchnorm` (2.13), whose layers can't be trained on the CPU; there
+    `CpuSyncBatchNorm` is used.
     """
     if implementation != "torch":
         raise ValueError(f"`implementation` must be 'torch', but is {implementation!r}")
@@ -91,19 +91,19 @@ def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> 
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Return `module` with every synchronised BatchNorm replaced by one that looks at this rank's samples alone.
+    """Return `module` with every synchronised BatchNorm replaced by one that uses only this rank's samples.
 
-    The module is changed in place, unless it is one itself; parameters and buffers stay the same
-    tensors, and layers that are shared stay shared.
+    The module is changed in place, unless it is such a BatchNorm itself; parameters and buffers stay the same tensors,
+    and shared layers stay shared.
 
     Args:
-        module: not wrapped yet.
+        module: the model, not wrapped yet.
     """
     return _replaced(module, (nn.SyncBatchNorm, CpuSyncBatchNorm), BatchNormXd)
 
 
 def sync_on_this_device(module: nn.Module) -> nn.Module:
-    """Return `module` with torch's `SyncBatchNorm`s replaced, where there is no accelerator, by some that run."""
+    """Return `module`; without an accelerator, torch's `SyncBatchNorm`s are replaced by `CpuSyncBatchNorm`s."""
     return _replaced(module, nn.SyncBatchNorm, CpuSyncBatchNorm) if get_device() == "cpu" else module
 
 
@@ -115,7 +115,7 @@ def is_synced(module: nn.Module) -> bool:
 def _replaced(
     module: nn.Module, kinds: type[_BatchNorm] | tuple[type[_BatchNorm], ...], by: type[_BatchNorm]
 ) -> nn.Module:
-    """Return `module` with its layers of some kinds replaced, those that are shared by one."""
+    """Return `module` with its layers of some kinds replaced; a shared layer gets one replacement."""
     done: dict[nn.Module, nn.Module] = {}
 
     def replaced(part: nn.Module) -> nn.Module:

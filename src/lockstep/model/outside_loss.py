@@ -1,4 +1,4 @@
-"""A loss outside of the model: which part of a batch the model gets, and what the loss compares its outputs with."""
+"""A loss outside of the model: which part of a batch the model gets, and which part the loss gets."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from lockstep.errors import ConfigError
 from lockstep.model import steps
 
 TARGETS = ("labels", "label", "targets", "target", "gt_label", "y")
-"""The keys of a batch under which targets are looked for, the first that is there."""
+"""The keys of a batch that may hold the targets; the first key present is used."""
 _BATCHES = ("batch", "data_batch", "data")
 _KEY = "_lockstep_outside_loss"
 
 
 class OutsideLoss:
-    """A loss of a module's outputs, for a module that returns no loss itself.
+    """A loss function of a module's outputs, for a module that does not return a loss itself.
 
-    A batch `(x, y)` gives the module `x` and the loss `(outputs, y)`. Of more entries the last one is the target; of a
-    dict, the entry under the first of `TARGETS` that it has. A batch that is one tensor is its own target. A function
-    whose second parameter is called `batch` gets the whole batch in its place. Of outputs with `logits`, as models of
-    HuggingFace return, a loss of targets gets these.
+    For a batch `(x, y)` the module gets `x`, and the loss gets `(outputs, y)`. In a longer batch the last entry is the
+    target; in a dict, the entry under the first key of `TARGETS` that is present. A batch that is one tensor is its own
+    target. A function whose second parameter is called `batch`, `data_batch` or `data` gets the whole batch instead of
+    the target. If the outputs have `logits`, as in HuggingFace's models, a loss that gets targets gets these logits.
 
     Args:
         function: takes the outputs and the targets, or the outputs and the batch; returns a scalar, or a dict as for
             `parse_losses`. A module is moved to the device of this process.
 
     Attributes:
-        predicted: the loss of the last batch that was predicted, detached.
+        predicted: the loss of the last predicted batch, detached.
 
     Raises:
         TypeError: `function` can't be called with two arguments.
-        ConfigError: it has parameters, which no optimizer would be given.
+        ConfigError: it has parameters, which no optimizer would train.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
@@ -54,10 +54,10 @@ class OutsideLoss:
         self.predicted: Tensor | None = None
 
     def attach(self, core: nn.Module) -> None:
-        """Let the training steps and predictions of `core` use this loss.
+        """Make the training steps and predictions of `core` use this loss.
 
         Raises:
-            ConfigError: `core` has steps of its own.
+            ConfigError: `core` defines its own steps.
         """
         own = [name for name in ("train_step", "val_step", "test_step") if steps.defines_step(core, name)]
         if own:
@@ -68,12 +68,12 @@ class OutsideLoss:
         vars(core)[_KEY] = self
 
     def losses(self, model: nn.Module, core: nn.Module, batch: Any) -> Any:
-        """Return what `function` says of the outputs for a batch."""
+        """Return the losses that `function` computes for a batch."""
         inputs, target = self._split(core, batch)
         return self.function(self._outputs(model, core, inputs), target)
 
     def predictions(self, core: nn.Module, batch: Any) -> Any:
-        """Return the outputs for a batch, with the targets unless the loss gets the batch."""
+        """Return the outputs for a batch, paired with the targets unless the loss gets the whole batch."""
         inputs, target = self._split(core, batch)
         outputs = self._outputs(core, core, inputs)
         self.predicted = steps.parse_losses(self.function(outputs, target))[0].detach()
@@ -84,7 +84,7 @@ class OutsideLoss:
         return outputs if self.gets_batch else getattr(outputs, "logits", outputs)
 
     def _split(self, core: nn.Module, batch: Any) -> tuple[Any, Any]:
-        """Return what the module gets, and what the loss gets beside the outputs."""
+        """Return what the module gets, and what the loss gets in addition to the outputs."""
         inputs, target = batch, batch
         if isinstance(batch, Mapping):
             inputs, target = self._split_mapping(core, batch)
@@ -113,7 +113,7 @@ def outside_loss(core: nn.Module) -> OutsideLoss | None:
 
 
 def losses_of(model: nn.Module, core: nn.Module, batch: Any) -> Any:
-    """Return the losses of a preprocessed batch, by the attached loss or by the module itself."""
+    """Return the losses of a preprocessed batch, from the attached loss or from the module itself."""
     outside = outside_loss(core)
     return steps.call_forward(model, core, batch, "loss") if outside is None else outside.losses(model, core, batch)
 
@@ -125,7 +125,7 @@ def predictions_of(core: nn.Module, batch: Any) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the positional parameters; none where they are not known."""
+    """Return the names of the positional parameters; an empty list if they are not known."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()

@@ -1,4 +1,4 @@
-"""What a model consists of: classes by their names, the owners of parameters, the parts that can be called."""
+"""The parts of a model: classes by name, the owners of parameters, and the modules that can be called."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ClassNames: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 
 
 def classes_in(model: nn.Module, names: ClassNames, *, what: str) -> tuple[type[nn.Module], ...]:
-    """Return the classes that are meant by classes and names of classes.
+    """Return the module classes given by `names`, which holds classes and names of classes.
 
     Args:
-        model: where classes are looked for by name.
+        model: the model in which classes are looked up by name.
         names: one or several.
-        what: the argument in which they were given, for errors.
+        what: the name of the argument that gave them, for errors.
 
     Raises:
         TypeError: something in `names` is neither a name nor a class of modules.
@@ -44,7 +44,7 @@ def classes_in(model: nn.Module, names: ClassNames, *, what: str) -> tuple[type[
 
 
 def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Return, for each parameter, the modules that own it, and what they call it."""
+    """Return, for each parameter, the modules that own it, and its name in each of them."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -53,12 +53,12 @@ def owners_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.M
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Return whether a module has a `forward`, which containers such as `ModuleList` have not."""
+    """Return whether a module has a `forward`; containers such as `ModuleList` do not."""
     return type(module).forward is not nn.Module.forward
 
 
 def callable_children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield the children that can be called, containers entered, with what holds them and their name there."""
+    """Yield the callable children, including those in containers: each one's parent, its name there, and the child."""
     for name, child in list(module.named_children()):
         if is_callable(child):
             yield module, name, child

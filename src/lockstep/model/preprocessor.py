@@ -1,4 +1,4 @@
-"""The way of a batch from the data loader to the model's device."""
+"""Preprocessing a batch: from the data loader to the model's device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.registry import MODELS
 class BaseDataPreprocessor(nn.Module):
     """Move whatever the data loader yields to the device of the model that owns this module.
 
-    Subclasses stack, normalise or augment in `forward`, after `cast_data`.
+    Subclasses stack, normalise or augment the batch in `forward`, after `cast_data`.
 
     Args:
         non_blocking: copy from pinned memory without waiting for the copy.
@@ -36,17 +36,17 @@ class BaseDataPreprocessor(nn.Module):
         return move_to_device(data, self._device, self._non_blocking)
 
     def forward(self, data: Any, training: bool = False) -> Any:
-        """Return the batch that the model's `forward` is called with.
+        """Return the batch to pass to the model's `forward`.
 
         Args:
             data: what the data loader yielded.
-            training: whether the batch is trained on; a subclass may augment then.
+            training: whether the batch is for training; a subclass may then augment it.
         """
         return self.cast_data(data)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BaseDataPreprocessor:
-        # Every way of moving a module (to, cuda, cpu, to_empty) ends here. Sending a tensor along
-        # tells the device without a buffer, which DDP would broadcast on every step.
+        # Every way of moving a module (to, cuda, cpu, to_empty) ends here. Passing a tensor to `fn` shows the device; a
+        # buffer would also show it, but DDP would broadcast that in every step.
         self._device = fn(torch.empty(0, device=self._device)).device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -55,12 +55,12 @@ class BaseDataPreprocessor(nn.Module):
 def move_to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """Return `data` with its tensors, and whatever else has a `.to` method, on `device`.
 
-    Dicts, lists, tuples and named tuples are rebuilt with their own type; other leaves, such as file names, go through
-    as they are.
+    Dicts, lists, tuples and named tuples are rebuilt with their own type; other leaves, such as file names, are
+    returned unchanged.
     """
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device, non_blocking=non_blocking)
-    if type(data) is tuple or type(data) is list:  # most batches are; the rest of the questions take longer
+    if type(data) is tuple or type(data) is list:  # most batches are; the tests below take longer
         return type(data)([move_to_device(value, device, non_blocking) for value in data])
     if isinstance(data, str | bytes | int | float | None):
         return data

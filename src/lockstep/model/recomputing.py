@@ -1,4 +1,4 @@
-"""Activation checkpointing: activations are computed again in the backward pass rather than kept."""
+"""Activation checkpointing: activations are recomputed in the backward pass instead of being stored."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ Check: TypeAlias = Callable[[nn.Module], bool] | Iterable[str | type[nn.Module]]
 
 
 def checkpoint_activations(model: nn.Module, check: Check) -> list[str]:
-    """Let parts of a model keep only their inputs for the backward pass, and compute the rest again.
+    """Make parts of a model store only their inputs for the backward pass, and recompute their activations.
 
-    Each part's `forward` is replaced in place; names of parameters and classes stay as they are.
+    Each part's `forward` is replaced in place; names of parameters and classes do not change.
 
     Args:
         model: the model, before it is sharded.
-        check: a function that says of a module whether it is such a part, or the classes of the parts or their names.
-            A part inside another one is left to that one.
+        check: a function that says whether a module is such a part; or the classes of the parts, or their names. A part
+            inside another one is recomputed with that one.
 
     Returns:
         The names of the parts.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: no module is such a part.
 
     **Cost**: one more forward pass of the parts in each step.
 
-    **Source**: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; `torch.utils.checkpoint` (2.13),
-    the variant without reentrance.
+    **Source**: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; `torch.utils.checkpoint` (2.13), the
+    non-reentrant variant.
     """
     names = list(_outermost(model, "", _accepting(model, check)))
     for name in names:

@@ -18,19 +18,19 @@ from lockstep.registry import MODEL_WRAPPERS
 
 @MODEL_WRAPPERS.register_module()
 class MMSeparateDistributedDataParallel(ModelWrapper):
-    """Put every child of a module that has something to train into a DDP of its own.
+    """Wrap each child of a module that has trainable parameters in its own DDP.
 
-    A DDP around the whole of a GAN waits in the generator's step for gradients of the discriminator, unless it
-    searches the graph for them in every step (`find_unused_parameters`). A DDP around each of the two waits for its
-    own gradients alone. The module's `train_step` runs as it is written; it calls its children, which are DDPs now
-    (their own attributes are behind `.module`).
+    With one DDP around a whole GAN, the generator's step waits for gradients of the discriminator, unless DDP searches
+    the graph in every step (`find_unused_parameters`). With a DDP around each of the two, each waits only for its own
+    gradients. The module's `train_step` runs unchanged; its children are now DDPs (their own attributes are in
+    `.module`).
 
-    Containers without a `forward`, such as `ModuleList`, are not wrapped but entered.
+    Containers without a `forward`, such as `ModuleList`, are not wrapped; their children are.
 
     Args:
-        module: the model. Its parameters belong to its children: none is its own, none is shared by two of them.
-        device_ids: as for DDP; on the CPU ignored.
-        output_device: as for DDP; on the CPU ignored.
+        module: the model. Each trainable parameter must belong to exactly one child.
+        device_ids: as for DDP; ignored on the CPU.
+        output_device: as for DDP; ignored on the CPU.
         broadcast_buffers: send rank 0's buffers to the others in each forward pass of training.
         find_unused_parameters: search the graph of each child's outputs for parameters that get no gradient.
         **kwargs: further arguments of `MMDistributedDataParallel`, for every child.
@@ -65,11 +65,11 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
         self.module = module
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        """Let the module train on this rank's part of the batch.
+        """Train the module on this rank's part of the batch.
 
         Args:
             data: the batch.
-            optim_wrapper: handed to the module's own `train_step`; mostly an `OptimWrapperDict`.
+            optim_wrapper: passed to the module's own `train_step`; usually an `OptimWrapperDict`.
 
         **Collective**: every rank.
         """
@@ -78,7 +78,7 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let no child exchange the gradients of forward and backward passes inside."""
+        """Let no child exchange gradients in the forward and backward passes inside."""
         with ExitStack() as stack:
             for wrapped in self._parallel:
                 stack.enter_context(wrapped.no_sync())

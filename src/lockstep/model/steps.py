@@ -1,7 +1,7 @@
-"""What training steps and predictions consist of, for any module: preprocessing, the call, and the losses.
+"""The parts of training steps and predictions, for any module: preprocessing, the call, and the losses.
 
-`BaseModel`, the wrappers and the loops all come here, so that a plain `torch.nn.Module` which returns its loss trains
-in exactly the way of a model that inherits from `BaseModel`.
+`BaseModel`, the wrappers and the loops all use these functions, so that a plain `torch.nn.Module` that returns its loss
+is trained in exactly the same way as a model that inherits from `BaseModel`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class UpdatesParams(Protocol):
-    """What a training step needs of an optim wrapper."""
+    """The methods of an optim wrapper that a training step needs."""
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass runs (autocast, no_sync)."""
         ...
 
     def update_params(self, loss: Tensor) -> None:
-        """Run the backward pass, and update the parameters where the time has come."""
+        """Run the backward pass, and update the parameters if an update is due."""
         ...
 
 
 def default_step(method: _Method) -> _Method:
-    """Mark a step of a class that does what lockstep does for any module, and so need not be called."""
+    """Mark a method as lockstep's default step, which is not a step that the model's author wrote."""
     method.is_default_step = True  # type: ignore[attr-defined]
     return method
 
@@ -46,7 +46,7 @@ def defines_step(module: nn.Module, name: str) -> bool:
 
 
 def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:
-    """Send a batch through the model's `data_preprocessor`, or just to its device."""
+    """Apply the model's `data_preprocessor` to a batch, or only move the batch to the model's device."""
     preprocessor = attribute_of(core, "data_preprocessor")
     if preprocessor is not None:
         return preprocessor(data, training)
@@ -55,7 +55,7 @@ def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:
 
 
 def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> Any:
-    """Call `model` on an unpacked batch, with `mode` where the `forward` of `core` knows it."""
+    """Call `model` on an unpacked batch, with `mode` if the `forward` of `core` has that parameter."""
     kwargs = {"mode": mode} if _takes_mode(type(core).forward) else {}
     try:
         if isinstance(batch, Mapping):
@@ -78,7 +78,7 @@ def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
             of a list are then added.
 
     Returns:
-        The scalar to minimise, and everything that is to be logged, detached, with the total under `"loss"`.
+        The scalar to minimise, and the values to log, detached, with the total under `"loss"`.
 
     Raises:
         TypeError: there is no loss in `losses`, or an entry is not a tensor.
@@ -94,8 +94,7 @@ def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
             "`forward` must return a loss in training (a scalar tensor, a dict of tensors or an "
             f"object with a tensor `.loss`), but returned {_describe(losses)}"
         )
-    # A dict is allowed to hold more than tensors where it says `loss` itself, as the outputs of
-    # many libraries do; then the rest is not ours to read.
+    # A dict with an attribute `loss`, as many libraries return, may hold more than tensors; then only `loss` is read.
     if isinstance(losses.get("loss"), Tensor) and hasattr(losses, "loss"):
         return _scalar(losses["loss"]), {"loss": losses["loss"].detach()}
     values = {name: _mean(name, value) for name, value in losses.items()}
@@ -134,7 +133,7 @@ def _describe(value: Any) -> str:
 
 
 def attribute_of(module: nn.Module, name: str) -> Any:
-    """Return what `getattr(module, name, None)` does, much faster where there is none: every step asks."""
+    """Return what `getattr(module, name, None)` does, but much faster if there is none, because every step calls it."""
     own, kind = vars(module), type(module)
     is_plain = kind.__getattr__ is nn.Module.__getattr__
     if is_plain and name not in own and name not in own["_modules"] and not hasattr(kind, name):
@@ -143,7 +142,7 @@ def attribute_of(module: nn.Module, name: str) -> Any:
 
 
 def _first_parameter(module: nn.Module) -> nn.Parameter | None:
-    """Return what `next(module.parameters())` returns, in a tenth of the time: every step asks."""
+    """Return what `next(module.parameters(), None)` does, in a tenth of the time, because every step calls it."""
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter
@@ -154,7 +153,7 @@ def _first_parameter(module: nn.Module) -> nn.Parameter | None:
 
 
 def _misfit(core: nn.Module, batch: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """Return what to say of a batch that the `forward` of `core` does not take, or None of one that it does."""
+    """Return the error message for a batch that the `forward` of `core` does not accept; None if it does."""
     named = batch if isinstance(batch, Mapping) else {}
     args = [] if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
     signature = inspect.signature(type(core).forward)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: modules that several ranks compute together, each with a part of their weights."""
+"""Tensor parallelism: several ranks compute a module together, each with a part of its weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lockstep.model.tensor_parallel_plan import Split, owner_of_layer, read_plan
 class TensorParallel:
     """The modules of one model that the ranks of a mesh compute together.
 
-    Activations between the modules of a plan are whole and the same on all of these ranks, apart from those which the
-    styles leave split, as between a `colwise` and a `rowwise` module. So must be what is drawn at random: see
+    Activations between the modules of a plan are whole and equal on all of these ranks, except where the styles leave
+    them split, as between a `colwise` and a `rowwise` module. Random numbers must be equal, too: see
     `lockstep.dataset.random_state`.
 
     Args:
@@ -50,9 +50,9 @@ class TensorParallel:
         self._ties = [sites for sites in owners_of_parameters(model).values() if len(sites) > 1]
 
     def apply(self, unit: nn.Module) -> None:
-        """Split the modules in a part of the model of which every rank of the mesh holds the same values.
+        """Split the modules in a part of the model; every rank of the mesh must hold the same values of it.
 
-        What has been split already is passed over. Nothing is sent.
+        Modules that are split already are skipped. Nothing is sent.
 
         Raises:
             ConfigError: a parameter that several modules share would be split in different ways.
@@ -69,11 +69,11 @@ class TensorParallel:
                 self._tie(sites)
         for module in modules:
             if isinstance(module, nn.TransformerEncoderLayer):
-                # Its short cut for inference hands the weights to a kernel that knows no DTensor (2.13).
+                # Its fast path for inference passes the weights to a kernel that does not support DTensor (2.13).
                 module.activation_relu_or_gelu = 0
 
     def _tie(self, sites: list[tuple[nn.Module, str]]) -> None:
-        """Let modules share a parameter again, which each of them has split for itself."""
+        """Let modules share a parameter again, after each of them has split it separately."""
         parameters = [getattr(owner, name) for owner, name in sites]
         placements = {parameter.placements if isinstance(parameter, DTensor) else None for parameter in parameters}
         if len(placements) > 1:
@@ -87,7 +87,7 @@ class TensorParallel:
 
 
 class _Waited(torch.autograd.Function):
-    """A tensor that is still under way, when it has come."""
+    """Waits for a tensor whose collective is still in flight, as a differentiable function."""
 
     @staticmethod
     def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
@@ -99,13 +99,13 @@ class _Waited(torch.autograd.Function):
 
 
 def _wait(module: nn.Module, args: Any, output: Any) -> Any:
-    """Wait for what a module has sent: compiled code loses the gradient of a tensor that is under way (2.13)."""
+    """Wait for a module's output, because compiled code loses the gradient of a tensor that is in flight (2.13)."""
     if not isinstance(output, AsyncCollectiveTensor):
         return output
     return _Waited.apply(output)  # type: ignore[no-untyped-call]
 
 
-# What models and their configs call the number of heads among which the outputs of a module are divided.
+# Names of the number of heads, in models and their configs, by which the outputs of a module are divided.
 _HEADS = (
     "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads",
     "num_key_value_heads", "num_kv_heads", "n_kv_heads",
@@ -113,7 +113,7 @@ _HEADS = (
 
 
 def _check_module(model: nn.Module, name: str, split: Split | None, degree: int) -> None:
-    """Refuse a module that can't be split in `degree` equal parts."""
+    """Refuse a module that can't be split into `degree` equal parts."""
     module = model.get_submodule(name)
     parent = owner_of_layer(model, name)
     if isinstance(parent, nn.MultiheadAttention):
@@ -136,7 +136,7 @@ def _check_module(model: nn.Module, name: str, split: Split | None, degree: int)
         )
     if split is Split.COLUMNS and isinstance(module, nn.Linear):
         _check_heads(name, parent, degree)
-        if hasattr(parent, "head_dim"):  # an attention as HuggingFace's models have it
+        if hasattr(parent, "head_dim"):  # an attention module of HuggingFace's models
             _check_heads(name, getattr(model, "config", None), degree)
 
 

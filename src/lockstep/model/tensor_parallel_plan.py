@@ -1,4 +1,4 @@
-"""What a tensor-parallel plan says: which modules are split, and how."""
+"""Reading a tensor-parallel plan: which modules are split, and how."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Request(NamedTuple):
     """What `tensor_parallel` asks for.
 
     Attributes:
-        degree: number of ranks that compute together; None leaves it to the mesh.
-        plan: styles by patterns of names; None leaves it to the model.
+        degree: number of ranks that compute together; None takes it from the mesh.
+        plan: styles by patterns of names; None takes it from the model.
     """
 
     degree: int | None = None
@@ -35,7 +35,7 @@ class Request(NamedTuple):
 
 
 class Split(Enum):
-    """Along what the weight of a layer is split."""
+    """The direction in which the weight of a layer is split."""
 
     COLUMNS = "colwise"
     ROWS = "rowwise"
@@ -47,13 +47,13 @@ class Split(Enum):
         return "out_features" if self is Split.COLUMNS else "in_features"
 
     def remedy(self, module: nn.Module) -> str:
-        """Return what else can be done with a layer whose size does not divide."""
+        """Return what to do with a layer whose size is not divisible."""
         other = Split.ROWS if self is Split.COLUMNS else Split.COLUMNS
         return f"Split it '{other.value}_rep', leave it out, or choose another degree or {self.attribute(module)}"
 
 
 def read_request(tensor_parallel: Any) -> Request | None:
-    """Return what is meant by a degree, or by a dict of `degree` and `plan`; None where nothing is asked for.
+    """Return the request for a degree, or for a dict of `degree` and `plan`; None for None.
 
     Raises:
         ConfigError: it is something else, or not a number of ranks.
@@ -82,12 +82,12 @@ def read_request(tensor_parallel: Any) -> Request | None:
 
 
 def read_plan(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, ParallelStyle]:
-    """Return the style of each module that is to be split, by its name.
+    """Return the style of each module to split, by the module's name.
 
     Args:
-        model: whose modules are meant.
-        plan: by patterns of names (`*` stands for anything, dots too), the name of a style or a style of torch's.
-            None means what the model itself says in `_tp_plan`, as HuggingFace's models do, or the parts of it.
+        model: the model.
+        plan: by patterns of names (`*` matches anything, dots too), the name of a style or one of torch's styles. None
+            takes the `_tp_plan` of the model itself, as in HuggingFace's models, or of its parts.
 
     Raises:
         ConfigError: there is no plan; a pattern matches nothing; a style is unknown; or two patterns contradict.
@@ -120,7 +120,7 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Par
 
 
 def owner_of_layer(model: nn.Module, name: str) -> nn.Module:
-    """Return the module around a layer, passing over what an adapter has put in between."""
+    """Return the module around a layer, skipping modules that an adapter has inserted between them."""
     owner = name.rpartition(".")[0]
     while owner and isinstance(getattr(model.get_submodule(owner), "base_layer", None), nn.Module):
         owner = owner.rpartition(".")[0]
@@ -135,7 +135,7 @@ def split_of(style: ParallelStyle) -> Split | None:
 
 
 def _rowwise(module: nn.Module) -> ParallelStyle:
-    # The rows of an embedding are its words, so that all ranks look at the same ones.
+    # The rows of an embedding are its words: every rank gets all indices.
     return RowwiseParallel(input_layouts=Replicate()) if isinstance(module, nn.Embedding) else RowwiseParallel()
 
 
@@ -148,11 +148,11 @@ _STYLES: Mapping[str, Callable[[nn.Module], ParallelStyle | None]] = {
     "local_rowwise": lambda _: RowwiseParallel(output_layouts=Partial()),
     "gather": lambda _: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
     "sequence_parallel": lambda _: SequenceParallel(),
-    # Every rank's part of the activations counts as samples of their own, whose gradients are added up.
+    # Every rank's part of the activations counts as separate samples, whose gradients are summed.
     "replicated_with_grad_allreduce": lambda _: SequenceParallel(sequence_dim=0, use_local_output=True),
     "replicate": lambda _: None,
 }  # fmt: skip
-# Other names of the same things, which HuggingFace's models use.
+# Other names for the same styles, used by HuggingFace's models.
 _ALIASES = {
     "colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep", "embedding_rowwise": "rowwise",
     "all_reduce": "gather",
@@ -171,15 +171,15 @@ def _read_style(pattern: str, style: Any, module: nn.Module) -> ParallelStyle | 
 
 
 def _own_plan(model: nn.Module) -> dict[str, Any]:
-    """Return what the outermost modules with a `_tp_plan` say, with names as seen from the model.
+    """Return the plans of the outermost modules that have a `_tp_plan`, with names as seen from the model.
 
-    A plan may serve several models, of which one has a dense layer where another has experts. So entries of one module
-    are left out where it has none of the layers that they split.
+    A plan may serve several models: one may have a dense layer where another has experts. So entries for a module are
+    left out if it has none of the layers that they split.
     """
     plan: dict[str, Any] = {}
     inside = ""
     for name, module in model.named_modules():
-        # Not what a wrapper such as peft's hands on from the module inside, whose names lack a prefix.
+        # Not the plan that a wrapper such as peft's forwards from its inner module, whose names lack a prefix.
         own = getattr_static(module, "_tp_plan", None)
         if isinstance(own, Mapping) and own and not (inside and name.startswith(inside)):
             prefix = inside = f"{name}." if name else ""
@@ -208,7 +208,7 @@ def _parameters(model: nn.Module, pattern: Any) -> list[str]:
 
 
 def _refuse_parameters(model: nn.Module, pattern: str, given: Mapping[str, Any]) -> None:
-    """Refuse a pattern that names parameters: those of experts, of which a module reads a slice for each."""
+    """Refuse a pattern that names parameters, as of experts: their module reads one slice per expert."""
     parameters = _parameters(model, pattern)
     if not parameters:
         return
@@ -226,9 +226,9 @@ def _refuse_parameters(model: nn.Module, pattern: str, given: Mapping[str, Any])
 
 
 def _layers(model: nn.Module, name: str, choice: tuple[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Yield the layer of that name or, where an adapter of low rank is around it, all that must be split with it.
+    """Yield the layer of that name; if a low-rank adapter is around it, also the factors that must be split with it.
 
-    Along columns, the second factor is split as the layer itself, and the first is whole; along rows, the other way
+    Along columns, the second factor is split like the layer itself, and the first is whole; along rows, the other way
     round.
     """
     module = model.get_submodule(name)
@@ -252,7 +252,7 @@ def _layers(model: nn.Module, name: str, choice: tuple[str, Any]) -> Iterator[tu
 
 
 def _patterns_for(model: nn.Module) -> list[str]:
-    """Return names for the modules with parameters of their own, one for all that differ in a number."""
+    """Return patterns for the modules that own parameters, one for all names that differ only in a number."""
     return [
         re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Wrappers, which lay a model over ranks: their base class, telling them, and stepping through them."""
+"""Wrappers, which distribute a model over ranks: their base class, and functions that recognise and unwrap them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from lockstep.registry import MODEL_WRAPPERS
 
 
 class ModelWrapper(nn.Module):
-    r"""A module that lays another one over ranks; the base class of lockstep's wrappers.
+    r"""A module that distributes another one over ranks; the base class of lockstep's wrappers.
 
-    A subclass sets `module`, and overrides what is otherwise than here. A wrapper that is registered in
-    `MODEL_WRAPPERS` need not inherit from this class; lockstep then takes these defaults for it.
+    A subclass sets `module`, and overrides what differs. A wrapper that is registered in `MODEL_WRAPPERS` need not
+    inherit from this class; lockstep then assumes these defaults.
 
     Attributes:
         module: the user's own module.
-        forward_is_collective: whether ranks must call `forward` equally often, also in validation, which a loop over
-            uneven data has to see to.
-        prepares_backward: whether `backward_context` has to be entered for each backward pass.
+        forward_is_collective: whether ranks must call `forward` equally often, also in validation; a loop over uneven
+            data must ensure this.
+        prepares_backward: whether `backward_context` must be entered for each backward pass.
         is_stage: whether this rank has only some of the layers, and other ranks have others.
-        partitioned: what holds the parameters in pieces that only an engine can put together, and what to use instead,
-            in words; None where each rank has them whole or in DTensors.
-        data_shard: which of how many shards of the data this rank must be given, as `(index, count)`; None for each
-            rank its own.
+        partitioned: text that says what holds the parameters in pieces that only an engine can join, and what to use
+            instead; None if each rank has them whole or as DTensors.
+        data_shard: the data shard that this rank needs, as `(index, count)`; None if each rank has its own.
     """
 
     module: nn.Module
@@ -60,19 +59,19 @@ class ModelWrapper(nn.Module):
             return step_of(self.module, "test_step", predict_step)(data)
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
-        """Return what `val_step` and `test_step` run in."""
+        """Return the context in which `val_step` and `test_step` run."""
         return nullcontext()
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Return the context in which gradients add up on each rank, and are not averaged."""
+        """Return the context in which each rank accumulates its gradients, and they are not averaged."""
         return nullcontext()
 
     def backward_context(self, loss: Tensor, *, syncs: bool) -> AbstractContextManager[Any]:
-        """Return the context of the backward pass of a loss, whatever was called to get it.
+        """Return the context of the backward pass of a loss, whichever modules were called to compute it.
 
         Args:
-            loss: from which the backward pass begins.
-            syncs: whether gradients are averaged in it.
+            loss: the loss on which the backward pass runs.
+            syncs: whether the pass averages gradients.
         """
         return nullcontext()
 
@@ -83,14 +82,14 @@ class ModelWrapper(nn.Module):
 
 
 def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:
-    """Train `model` on one batch, by the `train_step` of the module inside a wrapper where that defines one.
+    """Train `model` on one batch, by the `train_step` of the wrapped module if it defines one.
 
     In a module's own `train_step`, `self(...)` and `self.forward(...)` go through the wrapper. Backward passes go
     through the optim wrapper: `update_params(loss)`, or `backward(loss)` and `step()`.
 
     Args:
         model: the module, wrapped or not.
-        data: the batch. A dict is unpacked to keyword arguments of `forward`, a list or tuple to positional ones.
+        data: the batch. A dict is unpacked into keyword arguments of `forward`, a list or tuple into positional ones.
         optim_wrapper: runs the backward pass and the update.
 
     Returns:
@@ -111,7 +110,7 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
 
 @contextmanager
 def forwarded(core: nn.Module, wrapper: nn.Module) -> Iterator[None]:
-    """Let calls of `core`, and of its `forward`, go through the wrapper around it, from outside of the wrapper.
+    """Redirect calls of `core`, and of its `forward`, to the wrapper around it; calls by the wrapper reach `core`.
 
     **Source**: `nn.Module.__call__` (2.13), which looks at `_compiled_call_impl` before it runs any hook, so that each
     hook of `core` runs once.
@@ -155,7 +154,7 @@ def _default_train_step(
 def _step_by_closure(
     model: nn.Module, core: nn.Module, parse: ParseLosses, data: Any, optim_wrapper: Any
 ) -> dict[str, Tensor]:
-    """Train with an optimizer that evaluates the loss as often as it likes; the first evaluation is logged."""
+    """Train with an optimizer that may evaluate the loss several times; the first evaluation is logged."""
     batch = steps.preprocess(core, data, training=True)
     logged: list[dict[str, Tensor]] = []
 
@@ -170,23 +169,23 @@ def _step_by_closure(
 
 
 def predict_step(model: nn.Module, data: Any) -> Any:
-    """Return what `model` predicts for one batch, in the form that the model itself chose.
+    """Return what `model` predicts for one batch, in whatever form the model returns it.
 
-    Wrappers are stepped around: a wrapper's own forward talks between ranks, which may hold different numbers of
-    validation batches.
+    Wrappers are bypassed: a wrapper's own `forward` communicates, and ranks may hold different numbers of validation
+    batches.
     """
     core = unwrap_model(model)
     return predictions_of(core, steps.preprocess(core, data, training=False))
 
 
 def step_of(model: nn.Module, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the model's own step of that name, or `otherwise`, the one for any module."""
+    """Return the model's own step of that name, or `otherwise`, the default for any module."""
     own: Callable[..., Any] | None = getattr(model, name, None)
     return partial(otherwise, model) if own is None else own
 
 
 def is_model_wrapper(model: nn.Module) -> bool:
-    """Return whether `model` lays another module over ranks, which is then its `.module`.
+    """Return whether `model` distributes another module over ranks, which is then its `.module`.
 
     True of every `ModelWrapper`, of torch's `DistributedDataParallel` and `DataParallel`, and of every class in
     `MODEL_WRAPPERS`.
@@ -204,7 +203,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     return model
 
 
-@cache  # every step asks; the number of wrappers tells whether another has been registered since
+@cache  # every step calls it; the number of wrappers shows whether another one has been registered
 def _wraps(kind: type, _registered: int) -> bool:
     known = tuple(entry for entry in MODEL_WRAPPERS.module_dict.values() if isinstance(entry, type))
     return issubclass(kind, (ModelWrapper, DistributedDataParallel, nn.DataParallel, *known))
