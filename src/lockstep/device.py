@@ -1,4 +1,4 @@
-"""Accelerators of this process, and trees of tensors on their way between devices."""
+"""Accelerators of this process, their memory, and moving trees of tensors between devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.tree import tree_items, tree_map
 
 
 def get_device() -> str:
-    """Return the type of device that new models belong on, such as ``"cuda"``, ``"npu"``, ``"mps"`` or ``"cpu"``."""
+    """Return the device type on which to put new models, such as ``"cuda"``, ``"npu"``, ``"mps"`` or ``"cpu"``."""
     accelerator = _accelerator()
     return "cpu" if accelerator is None else accelerator.type
 
@@ -44,9 +44,9 @@ def is_musa_available() -> bool:
 
 
 def get_max_cuda_memory(device: torch.device | int | None = None) -> int:
-    """Return the peak memory that this process's tensors held on a CUDA device since the last call, in MiB.
+    """Return the peak memory of this process's tensors on a CUDA device since the last call, in MiB.
 
-    The peak is reset, so that the next call speaks of what came after this one. Without CUDA the answer is 0.
+    The peak is reset, so that the next call covers only the time after this one. Returns 0 without CUDA.
 
     Units: MiB (2**20 bytes), rounded down.
     """
@@ -59,7 +59,7 @@ def get_max_cuda_memory(device: torch.device | int | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Memory of one device at one moment, in bytes; on the CPU, that of this process."""
+    """Memory of one device at one time, in bytes; on the CPU, that of this process."""
 
     device: str
     allocated_bytes: int
@@ -68,10 +68,10 @@ class MemoryStats:
 
 
 def memory_stats(device: torch.device | str | int | None = None) -> MemoryStats:
-    """Return what this process holds now, what it held at most, and what there is.
+    """Return this process's present memory, its peak memory, and the total memory.
 
-    On an accelerator these are the caching allocator's figures and the device's size; on the CPU the resident set of
-    the process, its high-water mark and the machine's physical memory.
+    On an accelerator these are the caching allocator's figures and the size of the device's memory; on the CPU, the
+    resident set of the process, its high-water mark and the machine's physical memory.
 
     Source: `torch.accelerator.memory_allocated`, `max_memory_allocated`, `get_memory_info` (torch 2.9); getrusage(2).
     """
@@ -92,9 +92,9 @@ def memory_stats(device: torch.device | str | int | None = None) -> MemoryStats:
 
 
 def peak_memory() -> int:
-    """Return the most that this process held, in bytes: `memory_stats().peak_bytes` at a tenth of its price.
+    """Return the peak memory of this process in bytes: `memory_stats().peak_bytes` at a tenth of the cost.
 
-    Where the kernel has not looked for a while, it may lag behind the present size.
+    On the CPU it may lag behind the present size, because the kernel updates the high-water mark lazily.
     """
     if _accelerator() is not None:
         return torch.accelerator.max_memory_allocated()
@@ -105,9 +105,9 @@ def get_data_device(data: Any) -> torch.device:
     """Return the device on which all tensors in `data` live.
 
     Args:
-        data: a tensor, or any tree of tensors and other leaves; the others are passed over.
+        data: a tensor, or any tree of tensors and other leaves; other leaves are ignored.
 
-    **Raises**: ValueError where tensors live on different devices, naming one of each; TypeError where there is no
+    **Raises**: ValueError if tensors are on different devices, naming a tensor on each of two; TypeError if there is no
     tensor.
 
     **Example**::
@@ -129,15 +129,15 @@ def get_data_device(data: Any) -> torch.device:
 
 
 def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> Any:
-    """Return `data` with its tensors on `device`, all types of containers kept.
+    """Return `data` with its tensors on `device`; containers keep their types.
 
     Args:
-        data: a tensor, or any tree of tensors and other leaves; the others are passed on as they are.
-        device: where to.
-        out: a tree shaped as `data`, into whose tensors the values are copied; it is then what is returned.
+        data: a tensor, or any tree of tensors and other leaves; other leaves are returned unchanged.
+        device: the device to move to.
+        out: a tree of the same structure as `data`, into whose tensors the values are copied; it is then returned.
 
-    **Raises**: ValueError where `out` differs from `data` in its leaves or the shape of a tensor, or its tensors do not
-    live on `device`; nothing is copied then.
+    **Raises**: ValueError if `out` differs from `data` in its leaves or in the shape of a tensor, or if its tensors are
+    not on `device`; nothing is copied then.
     """
     target = torch.device(device)
     if out is None:
@@ -155,7 +155,7 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
 
 
 def copy_into(data: Tensor, result: Tensor) -> None:
-    """Copy a result, of any shape with as many elements, into a tensor, outside the graph of gradients."""
+    """Copy `result`, of any shape with as many elements, into `data`, without recording it in the autograd graph."""
     with torch.no_grad():
         data.copy_(result.reshape(data.shape))
 
@@ -194,7 +194,7 @@ def _peak_resident_bytes() -> int:
     import resource  # which Windows does not have
     import sys
 
-    # It counts KiB on Linux and bytes on macOS.
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -15,25 +15,25 @@ import torch.distributed as torch_dist
 
 from lockstep.errors import DistError
 
-# Set by torch's compiler when it is first imported, which an engine, DDP or FSDP may be the first to do.
+# Set by torch's compiler when it is first imported, possibly by an engine, DDP or FSDP.
 SET_BY_TORCH = ("TORCHINDUCTOR_", "TRITON_")
 _INSTALL = {
     "deepspeed": "pip install 'lockstep-engine[deepspeed]'",
     "colossalai": "the recipe in docs/strategies.md, because its own requirements exclude this torch",
 }
-# The default group that DeepSpeed was given last; only compared with the present one.
+# The last default group that was passed to DeepSpeed; only compared with the present one.
 _adopted: weakref.ref[torch_dist.ProcessGroup] | None = None
 
 
 def load_engine(name: str) -> Any:
     """Import an optional engine, ``"deepspeed"`` or ``"colossalai"``, or one of its modules.
 
-    **Raises**: DistError where it is not installed or can't be imported, with the way to get it.
+    **Raises**: DistError if it is not installed or can't be imported; the message says how to install it.
     """
     package = name.partition(".")[0]
     no_device = package == "deepspeed" and not torch.accelerator.is_available()
     try:
-        # DeepSpeed looks for a device when it is imported, and complains where it has to guess.
+        # DeepSpeed looks for a device when it is imported, and warns if it has to guess.
         with undisturbed({"DS_ACCELERATOR": "cpu"} if no_device else {}):
             return import_module(name)
     except ImportError as error:
@@ -44,19 +44,20 @@ def load_engine(name: str) -> Any:
 
 
 def adopt_group(name: str, backend: str) -> None:
-    """Hand the default group, which exists already, to the engine.
+    """Pass the existing default group to the engine.
 
     **Collective**: every rank.
 
-    **Source**: `deepspeed.init_distributed` (0.19) wraps an existing default group; `colossalai.launch` (0.5) would
-    make one of its own, and what it does besides is to set the device and the seed, which `init_dist` and the Runner
-    do.
+    **Source**: `deepspeed.init_distributed` (0.19) wraps an existing default group; `colossalai.launch` (0.5) is not
+    called: it would make its own group, and otherwise only sets the device and the seed, which `init_dist` and the
+    Runner do.
     """
     engine = load_engine(name)
     if name == "deepspeed":
         _forget_former_group()
-        # Its shared-memory collectives for the CPU are compiled at this moment, for 30 s and more, and replace gloo.
-        # The table is put in place first: DeepSpeed makes it by running a compiler, and leaves a file open then.
+        # Here DeepSpeed would compile its shared-memory collectives for the CPU, for 30 s or more, and use them instead
+        # of gloo. This entry prevents that. The table is set up first: DeepSpeed makes it by running a compiler, and
+        # leaves a file open.
         known = vars(load_engine("deepspeed.ops")).setdefault("__compatible_ops__", {})
         known["deepspeed_shm_comm"] = False
         engine.init_distributed(dist_backend=backend, dist_init_required=False)
@@ -64,17 +65,17 @@ def adopt_group(name: str, backend: str) -> None:
 
 @contextmanager
 def undisturbed(variables: Mapping[str, str]) -> Iterator[None]:
-    """Run code of an engine so that it leaves no traces: the environment is as before, torch's imports don't warn.
+    """Run an engine's code without side effects: restore the environment afterwards, ignore deprecation warnings.
 
     Args:
-        variables: set meanwhile, where they are not set.
+        variables: environment variables to set inside, if they are not set already.
     """
     before = dict(os.environ)
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     try:
         with warnings.catch_warnings():
-            # Torch's compiler, which engines are often the first to import, warns of torch's own code (2.13).
+            # Engines are often the first to import torch's compiler, which warns about torch's own code (2.13).
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
@@ -82,7 +83,7 @@ def undisturbed(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Make the environment exactly `variables`, apart from what torch's compiler has set."""
+    """Make the environment equal to `variables`, except for variables set by torch's compiler."""
     for name in os.environ.keys() - variables.keys():
         if not name.startswith(SET_BY_TORCH):
             del os.environ[name]
@@ -92,9 +93,9 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 
 def _forget_former_group() -> None:
-    """Let DeepSpeed forget a default group that has ended, and the groups made from it, which it keeps for good.
+    """Make DeepSpeed drop a default group that has ended, and the groups made from it, which it would keep forever.
 
-    **Source**: `deepspeed.comm.destroy_process_group` (0.19) does this, but also ends the group by itself.
+    **Source**: `deepspeed.comm.destroy_process_group` (0.19) does this, but also destroys the group.
     """
     global _adopted
     group = torch_dist.group.WORLD

@@ -14,8 +14,8 @@ LockstepError
 ```
 
 Wrong arguments to a function raise Python's own `TypeError` and `ValueError`. Messages read "`x` must be P, but is V
-(rank r of n)", then what to do: `did_you_mean` is the hint for a name that is not known. An error that has travelled
-between ranks names the rank where it began.
+(rank r of n)", then what to do; `did_you_mean` gives the hint for an unknown name. An error that was sent between ranks
+names the rank on which it occurred.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from difflib import get_close_matches
 
 
 class LockstepError(Exception):
-    """Base of everything below; catch it to catch all."""
+    """Base class of all errors below; catch it to catch all of them."""
 
 
 class TopologyError(LockstepError, ValueError):
-    """The environment's statements about ranks, hosts or ports do not fit together."""
+    """Environment variables about ranks, hosts or ports contradict each other, or some are missing."""
 
 
 class LaunchError(LockstepError, RuntimeError):
@@ -41,10 +41,10 @@ class ConfigError(LockstepError, ValueError):
 
 
 class RegistryError(LockstepError, KeyError):
-    """A registry has no entry of that name, or has one already."""
+    """A registry has no entry of a name, or has one already."""
 
     def __str__(self) -> str:
-        # KeyError prints the repr of its argument; a sentence should be read as one.
+        # KeyError prints the repr of its argument; the message should be readable text.
         return str(self.args[0]) if self.args else ""
 
 
@@ -60,8 +60,8 @@ class PeerError(DistError):
     """Another rank failed, so this one cannot go on.
 
     Attributes:
-        rank: the rank, within the group in hand, that failed first; None where only its absence is known.
-        cause: what that rank said, as ``"TypeName: message"``, or what the backend says of it.
+        rank: the rank, within the group of the collective, that failed first; None if the backend does not tell which.
+        cause: that rank's error, as ``"TypeName: message"``, or the backend's message.
     """
 
     def __init__(self, message: str, *, rank: int | None, cause: str) -> None:
@@ -81,7 +81,7 @@ class CollectiveTimeoutError(DistError, TimeoutError):
     """A rank did not take part in a collective within the group's timeout."""
 
 
-# What the user has to put right: a traceback through lockstep would only hide the message.
+# Errors that the user must fix: a traceback through lockstep would only hide the message.
 INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, ReportError, TopologyError)
 
 
@@ -90,9 +90,9 @@ def _rebuild_peer_error(message: str, rank: int | None, cause: str) -> PeerError
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name closest to `word`, or None where nothing is close.
+    """Return the name closest to `word`, or None if nothing is close.
 
-    Letter case does not count; an abbreviation by initials does, also of a misspelt word.
+    Letter case is ignored. Initials also match (`lr` for `learning_rate`), even if `word` is misspelled.
 
     Example:
         >>> nearest("resnet", ["ResNet", "VGG"])
@@ -113,7 +113,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return ``": did you mean `name`?"``, or the sorted names where none is close."""
+    """Return ``": did you mean `name`?"``, or the sorted names if none is close."""
     known = sorted(set(names))
     if (name := nearest(word, known)) is not None:
         return f": did you mean `{name}`?"

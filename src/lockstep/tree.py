@@ -1,6 +1,6 @@
-"""Nested data: dicts, lists, tuples, namedtuples and dataclasses of leaves, walked without losing a type.
+"""Nested data: trees of dicts, lists, tuples, namedtuples and dataclasses, traversed and rebuilt with their types.
 
-A class of one's own becomes a node by two methods: ``tree_children() -> dict[str, Any]`` and
+A user's class becomes a node by two methods: ``tree_children() -> dict[str, Any]`` and
 ``tree_rebuild(children) -> Self``.
 """
 
@@ -14,19 +14,19 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 @runtime_checkable
 class TreeNode(Protocol):
-    """A class that can be walked: it names its children, and makes itself anew from changed ones."""
+    """A class that can be traversed: it names its children, and can be rebuilt from changed ones."""
 
     def tree_children(self) -> dict[str, Any]:
         """Return the children by name."""
 
     def tree_rebuild(self, children: dict[str, Any]) -> Self:
-        """Return a new object that holds `children` and is equal otherwise."""
+        """Return a new object that holds `children` and is otherwise equal."""
 
 
 def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of the same shape and types, with `func` applied to every leaf.
 
-    A leaf is whatever is no dict, list, tuple, dataclass instance or `TreeNode`; strings and None are leaves.
+    A leaf is anything but a dict, list, tuple, dataclass instance or `TreeNode`; strings and None are leaves.
 
     Example:
         >>> tree_map(lambda x: x + 1, {"a": [1, (2, 3)]})
@@ -39,7 +39,7 @@ def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves, in the order in which `tree_map` meets them."""
+    """Return the leaves, in the order in which `tree_map` visits them."""
     return [leaf for _, leaf in tree_items(tree)]
 
 
@@ -63,7 +63,7 @@ def tree_items(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tree_unflatten(like: Any, leaves: list[Any]) -> Any:
-    """Return a tree shaped as `like`, with `leaves` in place of its own, in the order of `tree_leaves`.
+    """Return a tree with the structure of `like` and the given leaves, in the order of `tree_leaves`.
 
     Raises:
         ValueError: the numbers of leaves differ.
@@ -82,7 +82,7 @@ def _children(tree: Any) -> dict[Any, Any] | None:
         names = getattr(tree, "_fields", range(len(tree)))
         return dict(zip(names, tree, strict=True))
     if isinstance(tree, type):
-        return None  # a class has the methods of its nodes, but is none
+        return None  # a class has the methods of its instances, but is not a node
     if isinstance(tree, TreeNode):
         return tree.tree_children()
     if is_dataclass(tree):
