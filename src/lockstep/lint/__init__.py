@@ -1,4 +1,4 @@
-"""What is wrong with a config, all at once, before anything is built from it."""
+"""Finding everything that is wrong with a config before anything is built from it."""
 
 from __future__ import annotations
 

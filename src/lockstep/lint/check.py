@@ -1,4 +1,4 @@
-"""A whole config against what a Runner takes, and against the signatures of all the types that it names."""
+"""Checking a whole config against the arguments of a Runner and the signatures of all types that it names."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _KNOWN = {**ARGUMENTS, **CONFIG_KEYS}
 
 
 def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
-    """Make sure that a Runner can be made of a config, as far as that can be told without building anything.
+    """Check that a Runner can be built from a config, as far as that is possible without building anything.
 
-    Types that are named are imported, and what their signatures and annotations rule out is told.
+    It imports the types that the config names, and reports what their signatures and annotations rule out.
 
     Args:
         cfg: the config.
-        needed: keys that it must have.
+        needed: keys that the config must have.
 
     Raises:
-        ConfigError: something is wrong; it lists everything, with file, line, key and value, and the name that was
-            probably meant.
+        ConfigError: something is wrong; the message lists every fault with file, line, key and value, and the name that
+            was probably meant.
 
     Example:
         >>> check_config(Config({"optim_wrapper": {"optimizer": {"type": "SGD", "lerning_rate": 1}}}))
@@ -44,14 +44,14 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
 
 
 def find_faults(cfg: Config, needed: Collection[str] = ("model",)) -> list[Fault]:
-    """Return everything that is wrong with a config, in its order; see `check_config`."""
+    """Return everything that is wrong with a config, in the order of its keys; see `check_config`."""
     scope = cfg.get("default_scope")
     with in_default_scope(scope if isinstance(scope, str) else None):
         return list(dict.fromkeys(_faults(cfg, needed)))
 
 
 def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
-    # Where no folder or model is given, somebody else may give it.
+    # A missing folder or model may be provided later.
     unfit = {key: says for key, says in misfits(cfg) if key not in ("model", "work_dir") or cfg[key] is not None}
     for key, value in cfg.items():
         if key in unfit:
@@ -80,5 +80,5 @@ def _where(cfg: Config, key: str) -> str:
 
 
 def _shown(path: str) -> str:
-    """Return a path as a user would write it here."""
+    """Return a path, relative to the current folder if it is inside it."""
     return path.removeprefix(os.getcwd() + os.sep)

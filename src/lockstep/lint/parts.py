@@ -1,4 +1,4 @@
-"""`Fault`, what is wrong in a config; and one part of it, ``dict(type=...)``, against the signature of its type."""
+"""`Fault`: one error in a config; and checks of one part, ``dict(type=...)``, against the signature of its type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fault:
     """One thing that is wrong with a config.
 
     Attributes:
-        key: dotted; numbers index lists.
+        key: the dotted key; numbers index lists.
         says: what is wrong with its value, as the rest of a sentence.
     """
 
@@ -28,7 +28,7 @@ class Fault:
     says: str
 
     def sentence(self, cfg: Mapping[str, Any]) -> str:
-        """Return the fault as a sentence, with the value that the key has in `cfg` where that is short."""
+        """Return the fault as a sentence, with the value that the key has in `cfg` if that is short."""
         value: Any = cfg
         for part in self.key.split("."):
             if part not in (below := items_below(value)):
@@ -42,13 +42,13 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is built from a part, and what lockstep adds to it.
+    """A kind of config part: what is built from it, and what lockstep adds to it.
 
     Attributes:
-        registry: which builds it.
-        default: the type of a part that names none.
-        supplied: arguments that lockstep gives where the part does not.
-        own: keys that lockstep takes for itself.
+        registry: the registry that builds it.
+        default: the type of a part without `type`; None if `type` is required.
+        supplied: arguments that lockstep adds if the part does not have them.
+        own: keys that lockstep uses itself and does not pass on.
     """
 
     registry: Registry
@@ -57,7 +57,7 @@ class Kind:
     own: frozenset[str] = frozenset()
 
     def faults(self, key: str, part: object) -> Iterator[Fault]:
-        """Yield what is wrong with a part; an object that exists already is right."""
+        """Yield what is wrong with a part; an object that is already built has no faults."""
         if isinstance(part, str | int | float | list | tuple):
             yield Fault(key, f"must be a config dict or a {self.registry.name}, but is of {type(part).__name__}")
         if not isinstance(part, Mapping):
@@ -82,7 +82,7 @@ class Kind:
             yield from _nested_faults(f"{key}.{name}", value, self.registry)
 
     def each(self, key: str, parts: object) -> Iterator[Fault]:
-        """Yield what is wrong with one part, or with those of a list."""
+        """Yield what is wrong with one part, or with each part of a list."""
         if isinstance(parts, list | tuple):
             for index, part in enumerate(parts):
                 yield from self.faults(f"{key}.{index}", part)
@@ -91,7 +91,7 @@ class Kind:
 
 
 def resolve(kind: object, registry: Registry) -> tuple[Callable[..., Any] | None, str | None]:
-    """Return what a `type` means, or what is wrong with it as the rest of a sentence."""
+    """Return the class or function that a `type` names, and what is wrong with it; one of them is None."""
     if callable(kind):
         return kind, None
     if not isinstance(kind, str):
@@ -100,15 +100,16 @@ def resolve(kind: object, registry: Registry) -> tuple[Callable[..., Any] | None
         return registry[kind], None
     except RegistryError:
         return None, f"is no {registry.name} {registry.suggest(kind)}"
-    except Exception as error:  # of a module that is imported on the way
+    except Exception as error:  # raised by a module that the lookup imports
         return None, f"cannot be imported: {type(error).__name__}: {error}"
 
 
 def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Fault]:
-    """Yield what is surely wrong further down.
+    """Yield what is certainly wrong in nested values.
 
-    Who gets a dict there may add arguments to it, or take some out, before anything is built. So what is missing does
-    not count, nor a type that is not known, nor a key unless it comes close to one that is free.
+    The object that receives a nested dict may add or remove arguments before it builds something from the dict. So
+    missing arguments and unknown types are not faults here, and an unknown key is one only if it is similar to an
+    argument that is not given.
     """
     if isinstance(value, Mapping) and (constructor := resolve(value.get("type"), registry)[0]) is not None:
         takes = Arguments.of(constructor)
@@ -123,7 +124,7 @@ def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Faul
 
 
 def value_faults(key: str, given: Mapping[str, object], takes: Arguments) -> Iterator[Fault]:
-    """Yield which of the `given` arguments cannot have their values."""
+    """Yield a fault for each of the `given` arguments whose value its annotation rules out."""
     for name, value in given.items():
         if name in takes.named and (says := misfit(value, takes.named[name])) is not None:
             yield Fault(f"{key}.{name}", says)

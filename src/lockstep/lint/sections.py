@@ -1,4 +1,4 @@
-"""What the arguments of a Runner may hold, one kind of content after the other."""
+"""Checks of the arguments of a Runner, one for each kind of content."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OPTIM_WRAPPER = Kind(
     own=frozenset({"constructor", "paramwise_cfg"}),
 )
 _CONSTRUCTOR = "DefaultOptimWrapperConstructor"
-# Where a schedule's length is missing, it is that of its window.
+# The length of a schedule may be missing: it defaults to the length of its window.
 _LENGTHS = frozenset({"T_max", "total_iters", "total_steps"})
 _SCHEDULER = Kind(registry.PARAM_SCHEDULERS, supplied=_LENGTHS | {"optimizer"}, own=_OWN_SCHEDULER_KEYS)
 _METRIC = Kind(registry.METRICS)
@@ -88,7 +88,7 @@ def _optim_wrapper(key: str, cfg: object) -> Iterator[Fault]:
         return
     if isinstance(cfg.get("optimizer"), Mapping):
         yield from _OPTIMIZER.faults(f"{key}.optimizer", cfg["optimizer"])
-    if (cfg.get("constructor") or _CONSTRUCTOR) != _CONSTRUCTOR:  # which knows its keys alone
+    if (cfg.get("constructor") or _CONSTRUCTOR) != _CONSTRUCTOR:  # only that class knows its keys
         _, says = resolve(cfg["constructor"], registry.OPTIM_WRAPPER_CONSTRUCTORS)
         if says is not None:
             yield Fault(f"{key}.constructor", says)
@@ -129,7 +129,7 @@ def _param_scheduler(key: str, cfg: object) -> Iterator[Fault]:
 
 
 def _is_by_name(cfg: Mapping[str, object], usual: str) -> bool:
-    """Say whether a config describes several things by the names of parts of the model, not one with a `usual` key."""
+    """Return whether a config describes several things by names of parts of the model, not one with the key `usual`."""
     return bool(cfg) and usual not in cfg and all(isinstance(part, Mapping | list | tuple) for part in cfg.values())
 
 
@@ -159,7 +159,7 @@ def _strategy(key: str, strategy: object) -> Iterator[Fault]:
 
 
 def _fsdp(key: str, cfg: Mapping[str, object], strategy: Callable[..., Any]) -> Iterator[Fault]:
-    """Yield what is wrong with the arguments that FSDPStrategy hands on to its wrapper."""
+    """Yield what is wrong with the arguments that FSDPStrategy passes on to its wrapper."""
     from lockstep.model.tensor_parallel_plan import read_request  # imports DTensor
 
     wrapper = cfg.get("model_wrapper") or {}
@@ -223,7 +223,7 @@ _SECTIONS: Mapping[Content, Callable[[str, Any], Iterator[Fault]]] = {
 
 
 def faults_of(key: str, value: object, argument: Argument) -> Iterator[Fault]:
-    """Yield what is wrong with the value of a key, which holds what `argument` says."""
+    """Yield what is wrong with the value of a key; `argument` says what the value may hold."""
     if value is None:
         return
     if argument.holds == "keys":

@@ -1,4 +1,4 @@
-"""Whether a value that stands in a config can be what an argument is annotated to take."""
+"""Checking whether a value in a config fits the annotation of an argument."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _TAKES: Mapping[type, tuple[type, ...]] = {
 def misfit(value: object, parameter: inspect.Parameter) -> str | None:
     """Return what is wrong with a value as the rest of a sentence, or None.
 
-    Only plain numbers, texts, lists and dicts are looked at, and only what the annotation rules out for certain counts:
-    a dict may be the config of an object, a text the name of one.
+    Only numbers, strings, lists, tuples and dicts are checked, and only values that the annotation rules out for
+    certain are faults: a dict may be the config of an object, and a string its name.
     """
     hint = parameter.annotation
     if hint is inspect.Parameter.empty or isinstance(hint, str) or fits(value, hint):
@@ -35,7 +35,7 @@ def misfit(value: object, parameter: inspect.Parameter) -> str | None:
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Return False where `hint` rules out the value for certain."""
+    """Return False if `hint` rules out the value for certain, otherwise True."""
     if value is None or not isinstance(value, int | float | str | list | tuple | Mapping):
         return True
     origin, members = get_origin(hint), get_args(hint)
