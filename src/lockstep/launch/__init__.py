@@ -1,7 +1,7 @@
-"""Starting ranks: torch's elastic agent, made quiet, local and plain-spoken.
+"""Starting ranks with torch's elastic agent: with little output, on one address, and with readable errors.
 
-`launch` starts a script or module on several ranks of this machine, as one of several machines if asked. Importing this
-package does not import torch: each rank begins in `lockstep.launch.worker`, before the user's script has run.
+`launch` runs a script or module on several ranks of this machine, which may be one of several machines. Importing this
+package does not import torch, because each rank begins in `lockstep.launch.worker`, before the user's script.
 """
 
 from __future__ import annotations

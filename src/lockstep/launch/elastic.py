@@ -1,7 +1,7 @@
-"""`launch`: ranks of this machine, under torch's elastic agent.
+"""`launch`: starts the ranks of this machine with torch's elastic agent.
 
-The agent is the one that torchrun runs. What is lockstep's own is where the ranks meet (`rendezvous`), what
-each of them does at its beginning and end (`worker`), and what the user reads about failures (`failures`).
+It is the agent of torchrun. lockstep adds its own rendezvous (`rendezvous`), what each rank does when it starts and
+ends (`worker`), and the messages about failures (`failures`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.launch.network import interface_towards
 from lockstep.launch.rendezvous import NodesRendezvous
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# How long a rank that failed first may take to say so, when others have already reported that it failed.
+# How long to wait for the report of the rank that failed first, after other ranks have reported its failure.
 _SECONDS_FOR_CAUSE = 3.0
 
 
@@ -44,23 +44,24 @@ def launch(
     payload: str | None = None,
     rdzv_timeout_seconds: float = 900.0,
 ) -> None:
-    """Run a script or module on several ranks, and return when all of them have ended well.
+    """Run a script or module on several ranks, and return when all of them have succeeded.
 
-    On one node, everything that is opened listens on the loopback interface only. The first local rank keeps the
-    terminal. Ctrl-C and SIGTERM reach every rank, and no rank outlives this process.
+    On one node, all sockets listen only on the loopback interface. Local rank 0 prints to the terminal. Ctrl-C and
+    SIGTERM reach every rank, and no rank outlives this process.
 
     Args:
         command: what comes after ``python``: a script, or ``-m`` and a module, and its arguments.
-        job: the ranks on this node, and the nodes; `launch` is called on each.
-        max_restarts: how often all ranks are started again after one has failed.
-        log_dir: folder to whose ``rank_N.log`` the local ranks after the first write what they print; without it
-            they print to the terminal too.
-        payload: a string for the ranks, which they find in the file that the variable LOCKSTEP_PAYLOAD names.
+        job: the number of ranks on this node, and the nodes; `launch` must be called on each node.
+        max_restarts: how often all ranks are restarted after one has failed.
+        log_dir: folder in which the local ranks other than 0 write their output to ``rank_N.log``; without it they also
+            print to the terminal.
+        payload: a string for the ranks; they read it from the file that the variable LOCKSTEP_PAYLOAD names.
         rdzv_timeout_seconds: how long to wait for all nodes.
 
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
-        LaunchError: a rank failed (names it, and shows its traceback), or the nodes did not meet.
+        LaunchError: a rank failed (the message names it and shows its traceback), not all nodes joined in time, or a
+            signal stopped the ranks and this process ignores it.
     """
     if max_restarts < 0:
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
@@ -87,11 +88,11 @@ def launch(
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except SignalException as error:
-        # The ranks are gone; now the signal does to this process what it would have done without them.
+        # The ranks have ended; now raise the signal again for its usual effect on this process.
         _say(f"{error.sigval.name}: all ranks were stopped")
         sys.stdout.flush()
         signal.raise_signal(error.sigval)
-        raise LaunchError(f"all ranks were stopped by {error.sigval.name}") from None  # where the signal is ignored
+        raise LaunchError(f"all ranks were stopped by {error.sigval.name}") from None  # if the signal is ignored
     else:
         if result.is_failed():
             first = rendezvous.give_up()
@@ -104,12 +105,12 @@ def launch(
 def _worker_arguments(command: Sequence[str], log_dir: str | None) -> tuple[str, ...]:
     logs = () if log_dir is None else ("--log-dir", log_dir)
     arguments = ("-m", "lockstep.launch.worker", "--agent", str(os.getpid()), *logs, "--", *command)
-    # The agent replaces $-macros in arguments; the user's are not meant for it.
+    # The agent replaces $-macros in arguments; a $ in the user's arguments must stay.
     return tuple(argument.replace("$", "$$") for argument in arguments)
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which also prints what it does."""
+    """torch's agent with messages for the user, a complete list of failed ranks, and lockstep's exit barrier."""
 
     _cause_awaited_since: float | None = None
 
@@ -124,7 +125,7 @@ class _Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._cause_awaited_since = None
-            # torch names the ranks that had ended when it looked; one that raised first may take longer to end.
+            # torch reports the ranks that had ended when it checked; the rank that raised first may end later.
             for failure in self._recorded(worker_group):
                 result.failures.setdefault(worker_group.workers[failure.local_rank].global_rank, failure)
             if self._remaining_restarts > 0:
@@ -134,7 +135,7 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _awaits_cause(self, worker_group: WorkerGroup) -> bool:
-        """Return whether ranks report only that another one failed, and that other one has yet to report why."""
+        """Return whether all reports so far blame another rank, and that rank has not reported its cause yet."""
         recorded = self._recorded(worker_group)
         if not recorded or not all(is_follow_up(failure) for failure in recorded):
             return False
@@ -146,7 +147,7 @@ class _Agent(LocalElasticAgent):
         return time.monotonic() - self._cause_awaited_since < _SECONDS_FOR_CAUSE
 
     def _recorded(self, worker_group: WorkerGroup) -> list[ProcessFailure]:
-        """Return what ranks of this node have written of the errors that end them."""
+        """Return the failures for which ranks of this node have written an error file."""
         files = {} if self._pcontext is None else self._pcontext.error_files
         return [
             ProcessFailure(worker.local_rank, worker.id, 1, files[worker.local_rank])
@@ -160,20 +161,20 @@ class _Agent(LocalElasticAgent):
         super()._shutdown(death_sig, *args, **kwargs)
 
     def _exit_barrier(self) -> None:
-        # torch's own waits in one piece, deaf to Ctrl-C, and no longer than five minutes.
+        # torch's own barrier waits at most five minutes, and Ctrl-C does not interrupt it.
         self._nodes.await_others()
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a child process has ended, and leave it to its owner to collect it."""
+    """Return whether a child process has ended, without reaping it."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # collected already
+    except ChildProcessError:  # reaped already
         return True
 
 
 class _RankSetup(DefaultLogsSpecs):
-    """Where torch's agent lets us add to what each rank finds in its environment."""
+    """Adds variables to the environment of each rank; torch's agent has a hook for that here."""
 
     def __init__(self, folder: str, additions: Mapping[str, str], rendezvous: NodesRendezvous) -> None:
         super().__init__(log_dir=folder)
@@ -183,7 +184,7 @@ class _RankSetup(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)
         for env in envs.values():
-            # The agent counts its own failures only; attempts are what all nodes have in common.
+            # The agent counts only its own node's failures; the attempt number is the same on all nodes.
             env.update(self._additions, TORCHELASTIC_RESTART_COUNT=str(self._rendezvous.attempt))
         return destinations
 
@@ -208,19 +209,19 @@ def _environment_additions(job: JobSpec) -> dict[str, str]:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    """Put back the signal handlers that torch's agent replaces for good."""
+    """Restore at the end the signal handlers that torch's agent replaces."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
     finally:
-        with suppress(ValueError):  # not in the main thread, where the agent has replaced nothing either
+        with suppress(ValueError):  # not the main thread: the agent has replaced nothing
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 @contextmanager
 def _torch_quiet() -> Iterator[None]:
-    """Keep what the agent logs about its work from the terminal; `_say` prints what matters."""
+    """Keep the agent's log messages off the terminal; `_say` prints what matters."""
     logger = logging.getLogger("torch.distributed.elastic")
     silence = logging.NullHandler()
     propagate, logger.propagate = logger.propagate, False

@@ -1,4 +1,4 @@
-"""Which rank failed first, and the message about it."""
+"""Finding the rank that failed first, and the message about it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.launch.worker import rank_log
 
-# Signals that end a rank from outside, or by its own fault. An abort is often only the answer to another rank's end.
+# Signals that kill a rank from outside or after a crash. SIGABRT is not among them: it often follows another failure.
 _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 def describe(failures: Mapping[int, ProcessFailure], log_dir: str | Path | None = None) -> str:
-    """Say which rank failed first and how, with its traceback, and what became of the others.
+    """Return a message: which rank failed first and how, with its traceback, and which other ranks failed.
 
     Args:
-        failures: by rank; not empty.
-        log_dir: where ranks write their output, if they do.
+        failures: the failures by rank; not empty.
+        log_dir: the folder where ranks write their output, or None.
     """
     first, *others = sorted(failures, key=lambda rank: (_suspicion(failures[rank]), rank))
     failure = failures[first]
     parts = [f"rank {first} {_ending(failure)} (pid {failure.pid})."]
-    if _kind(failure) != "SystemExit":  # that has said what it had to say itself
+    if _kind(failure) != "SystemExit":  # such a rank has printed its own message
         parts.append(_extra(failure)["py_callstack"].rstrip())
     failed = [f"rank {rank} {_ending(failures[rank])}" for rank in others if not _stopped(failures[rank])]
     if failed:
@@ -37,14 +37,14 @@ def describe(failures: Mapping[int, ProcessFailure], log_dir: str | Path | None 
 
 
 def is_follow_up(failure: ProcessFailure) -> bool:
-    """Return whether a rank reports no more than that another one failed."""
+    """Return whether a rank only reports that another rank failed."""
     return _kind(failure) == "PeerError"
 
 
 def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
-    """Order failures, the probable cause first: died, then raised (the earliest first), then was stopped."""
+    """Return a sort key that puts the probable cause first: killed, then raised (earliest first), then stopped."""
     extra = _extra(failure)
-    if "time" in extra:  # also where the agent had to stop it in the end
+    if "time" in extra:  # also if the agent had to stop it afterwards
         return (2 if is_follow_up(failure) else 1), float(extra["time"])
     if failure.exitcode < 0:
         return (0 if -failure.exitcode in _DEADLY else 4 if _stopped(failure) else 3), 0.0
@@ -61,12 +61,12 @@ def _ending(failure: ProcessFailure) -> str:
 
 
 def _kind(failure: ProcessFailure) -> str:
-    """Return the type of the error that ended a rank; SystemExit also where no error is known."""
+    """Return the type name of the error that ended a rank; "SystemExit" also if no error is known."""
     return str(_extra(failure).get("type", "SystemExit"))
 
 
 def _stopped(failure: ProcessFailure) -> bool:
-    """Say whether the agent itself ended this rank, because another one had failed."""
+    """Return whether the agent stopped this rank because another one had failed."""
     return failure.exitcode == -signal.SIGTERM and "type" not in _extra(failure)
 
 

@@ -1,4 +1,4 @@
-"""How many ranks on how many machines, and where those meet."""
+"""`JobSpec`: the number of ranks and nodes, and the address where nodes connect."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from lockstep.launch.network import LOOPBACK
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """How many ranks run on how many nodes, and where those meet.
+    """The number of ranks and nodes of a job, and the address where the nodes connect.
 
     Attributes:
-        nproc: ranks on this node.
-        nnodes: nodes of the job.
-        node_rank: which of them this one is.
-        rdzv: ``"HOST:PORT"`` where the nodes meet; HOST is an address of node 0. None with one node.
+        nproc: number of ranks on this node.
+        nnodes: number of nodes of the job.
+        node_rank: the number of this node.
+        rdzv: ``"HOST:PORT"`` where the nodes connect; HOST is an address of node 0. None with one node.
 
     Raises:
-        ValueError: a number is out of range, or `rdzv` does not fit `nnodes`.
+        ValueError: a number is out of range, or `rdzv` is missing, not valid, or given with one node.
     """
 
     nproc: int = 1
@@ -42,7 +42,7 @@ class JobSpec:
         self.endpoint()
 
     def endpoint(self) -> tuple[str, int]:
-        """Return host and port of `rdzv`; with one node those of any free port of the loopback interface."""
+        """Return host and port of `rdzv`; with one node, the loopback address and port 0 (any free port)."""
         if self.nnodes == 1:
             return LOOPBACK, 0
         host, _, port = (self.rdzv or "").rpartition(":")

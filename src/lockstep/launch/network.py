@@ -12,10 +12,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address of this machine, on that address alone.
+    """Return a socket that listens only on one address of this machine.
 
-    Where `host` is known to the others but is no address of this machine itself (behind a translating router), it
-    listens on all of them.
+    If other machines reach this one as `host`, but no interface here has that address (behind NAT), the socket listens
+    on all addresses.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
@@ -27,22 +27,22 @@ def listener(host: str, port: int) -> socket.socket:
 
 
 def answers(host: str, port: int, timeout_seconds: float) -> bool:
-    """Return whether somebody listens at an address."""
+    """Return whether a process listens at an address."""
     with suppress(OSError), socket.create_connection((host, port), timeout=timeout_seconds):
         return True
     return False
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the network interface that leads to `host`, or None where that is not known.
+    """Return the name of the network interface with the route to `host`, or None if it is not known.
 
-    Knows IPv4 on Linux. gloo, left to itself, takes the one that the machine's own name resolves to, which on many
-    systems is the loopback interface.
+    Works for IPv4 on Linux. By default gloo uses the interface to which the machine's own host name resolves, on many
+    systems the loopback interface.
     """
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         import fcntl
 
-        probe.connect((host, 9))  # sends nothing; the kernel chooses the way
+        probe.connect((host, 9))  # sends nothing; the kernel chooses the route
         own = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())

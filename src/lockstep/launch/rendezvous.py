@@ -1,4 +1,4 @@
-"""Where the agents and ranks of a job meet: at an address of node 0, on one machine that of the loopback interface."""
+"""The rendezvous of a job's agents and ranks: at an address of node 0, or, on one node, at the loopback address."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from lockstep.launch.job_spec import JobSpec
 from lockstep.launch.network import answers, listener
 
 _POLL_SECONDS = 0.1
-_PATIENCE_SECONDS = 5.0  # then say what is being waited for
+_PATIENCE_SECONDS = 5.0  # then print what is missing
 
 
 class NodesRendezvous(rendezvous.RendezvousHandler):
     """A rendezvous of a known number of nodes, each of which knows its rank.
 
-    Node 0 owns the stores; the nodes may start in any order. torch's own rendezvous (static, c10d) make stores that
-    listen on all addresses, whatever address they are given (2.13); these listen on one. Each attempt gets a store of
-    its own for the ranks, so that those which are started again do not meet what their predecessors left; bare torch
-    scripts recover as well. Against torch's static rendezvous it waits in small steps, so that Ctrl-C ends it; it names
-    the nodes that are missing; a node whose ranks fail makes all nodes start theirs again, so that attempts count alike
-    everywhere; and a node that gives up ends the job on all of them.
+    Node 0 owns the stores; the nodes may start in any order. The stores listen on one address; those of torch's own
+    rendezvous (static, c10d) listen on all addresses, whatever address they are given (torch 2.13). Each attempt gets a
+    new store for the ranks, so that restarted ranks do not read old entries; plain torch scripts recover, too.
+
+    Unlike torch's static rendezvous, it waits in small steps, so that Ctrl-C interrupts it, and it names the missing
+    nodes. If ranks fail on one node, all nodes restart their ranks, so that all count the same attempts. If a node
+    gives up, the job ends on all nodes.
 
     Args:
-        job: its nodes.
+        job: the nodes of the job.
         timeout_seconds: how long to wait for all nodes.
-        say: prints what is being waited for.
+        say: a function that prints messages, such as which nodes are missing.
     """
 
     def __init__(self, job: JobSpec, timeout_seconds: float, say: Callable[[str], None]) -> None:
@@ -44,7 +45,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self.attempt = -1
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
-        """Wait until all nodes have begun the next attempt."""
+        """Wait until all nodes have begun the next attempt, and return where its ranks connect."""
         self.attempt += 1
         deadline = time.monotonic() + self._timeout_seconds
         try:
@@ -61,7 +62,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         )
 
     def num_nodes_waiting(self) -> int:
-        """Return whether another node wants all ranks started again; the agent then does so here."""
+        """Return 1 if another node wants all ranks restarted or the job is over, else 0; 1 makes the agent restart."""
         if self._store is None:
             return 0
         try:
@@ -69,13 +70,13 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 return 1
             if not PrefixStore(f"attempt_{self.attempt + 1}", self._store).check(["begun"]):
                 return 0
-        except DistError:  # node 0 is gone: the next rendezvous says so
+        except DistError:  # node 0 is gone: the next rendezvous reports it
             return 1
         self._say("a rank failed on another node: starting all ranks again")
         return 1
 
     def await_others(self) -> None:
-        """Return when the other nodes are done too; only node 0, which owns the store, has to wait for that."""
+        """Mark this node as done; on node 0, which owns the store, wait until all are done or one gives up."""
         if self._store is None:
             return
         with suppress(DistError):
@@ -86,7 +87,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                     time.sleep(_POLL_SECONDS)
 
     def give_up(self) -> int | None:
-        """Tell all nodes that this one has failed for good; return the node that had done so before, if any."""
+        """Tell all nodes that this one has failed for good; return the node that did so earlier, or None."""
         if self._store is None:
             return None
         own = str(self._job.node_rank)
@@ -97,7 +98,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         return None if first == own else int(first)
 
     def _open(self, deadline: float) -> TCPStore:
-        """Open the store in which the agents meet."""
+        """Open the agents' store: node 0 serves it, and the other nodes connect to it."""
         if self._job.node_rank == 0:
             try:
                 return self._serve(self._port)
@@ -111,7 +112,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
 
     def _open_for_ranks(self, attempt: PrefixStore, deadline: float) -> int:
-        """Open, on node 0, a new store for the ranks, who must not meet what their predecessors left."""
+        """Open a new store for the ranks on node 0, and return its port; ranks must not read old entries."""
         if self._job.node_rank == 0:
             self._ranks_store = self._serve(0)
             attempt.set("port", str(self._ranks_store.port))
@@ -156,7 +157,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._wait(missing, deadline)
 
     def _wait(self, missing: Callable[[], str], deadline: float) -> None:
-        """Wait in small steps until nothing is missing, and say once what for."""
+        """Wait in small steps until nothing is missing; print once what is."""
         begun, said = time.monotonic(), False
         while what := missing():
             now = time.monotonic()
@@ -172,7 +173,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks join the agents' store as clients."""
+        """True: ranks connect as clients to a store that the agent serves."""
         return True
 
     def get_backend(self) -> str:
@@ -184,7 +185,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Return whether the job is over."""
+        """Return whether this node is not connected to the agents' store."""
         return self._store is None
 
     def set_closed(self) -> None:

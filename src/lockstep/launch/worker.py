@@ -1,4 +1,4 @@
-"""One rank: runs a script or a module as `python` would, on behalf of the agent that started it.
+"""The process of one rank: runs a script or a module as `python` does, for the agent that started it.
 
 ```
 python -m lockstep.launch.worker --agent PID [--log-dir DIR] -- (SCRIPT | -m MODULE) [ARGS...]
@@ -6,13 +6,13 @@ python -m lockstep.launch.worker --agent PID [--log-dir DIR] -- (SCRIPT | -m MOD
 
 What it adds to `python SCRIPT`:
 
-- It dies with its agent, even where that is killed by SIGKILL.
-- With ``--log-dir``, all local ranks but the first write to files there.
-- What it prints appears line by line, and never mixes within a line with what other ranks print.
+- It ends with its agent, even if the agent is killed by SIGKILL (on Linux).
+- With ``--log-dir``, all local ranks except 0 write their output to files there.
+- Output appears line by line, and lines of several ranks do not mix.
 - An error that ends the script is written to the file that the agent reads (``TORCHELASTIC_ERROR_FILE``, in torch's
   format), instead of to a terminal where the tracebacks of all ranks would mix.
 
-It does not import torch, so that the script can still set variables which torch reads when it is imported.
+It does not import torch, so that the script can still set variables that torch reads when it is imported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
-    """Run what `argv` names, and leave the process with its exit code."""
+    """Run the script or module in `argv`, and exit with its exit code."""
     options, target = _parse(argv)
     _die_with(options.agent)
     if options.log_dir is not None and os.environ["LOCAL_RANK"] != "0":
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
             raise
         if options.log_dir is not None and os.environ["LOCAL_RANK"] != "0":
             traceback.print_exception(error)
-        # The agent acts when this process has ended. Do not let it wait for a clean-up that waits for other ranks.
+        # The agent acts only after this process has ended, so limit the time of a clean-up that waits for other ranks.
         timer = threading.Timer(_SECONDS_TO_CLEAN_UP, os._exit, [1])
         timer.daemon = True
         timer.start()
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
 
 
 def rank_log(log_dir: str | Path, rank: int | str) -> Path:
-    """Return the file to which a rank writes."""
+    """Return the file to which a rank writes its output."""
     return Path(log_dir) / f"rank_{rank}.log"
 
 
@@ -81,7 +81,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _die_with(agent: int) -> None:
-    """Have the kernel kill this process when the agent is no more."""
+    """Make the kernel kill this process when the agent ends (Linux); exit if the agent has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != agent:  # it died before the kernel was asked
@@ -89,7 +89,7 @@ def _die_with(agent: int) -> None:
 
 
 def _write_output_to(path: Path) -> None:
-    """Append standard output and error, of C libraries too, to one file."""
+    """Append standard output and error, also of C libraries, to one file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
@@ -98,7 +98,7 @@ def _write_output_to(path: Path) -> None:
 
 
 def _write_by_lines() -> None:
-    """Let a line leave at once and in one piece: unbuffered, `print` writes every word by itself."""
+    """Write each line immediately and in one piece; without buffering, `print` writes every word separately."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -116,7 +116,7 @@ def _run(target: list[str]) -> None:
 
 
 def _record(error: BaseException) -> bool:
-    """Write an error to the agent's file; say whether there is one."""
+    """Write an error to the agent's file; return whether the agent has given one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -126,14 +126,14 @@ def _record(error: BaseException) -> bool:
     kind = type(error).__name__
     extra = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now, "type": kind}
     report = {"message": f"{kind}: {error}", "extraInfo": extra}
-    draft = Path(f"{path}.{os.getpid()}")  # the agent may be looking
+    draft = Path(f"{path}.{os.getpid()}")  # the agent may be reading the file
     draft.write_text(json.dumps({"message": report}))
     draft.replace(path)
     return True
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frames that come before the user's script, or before the work of a lockstep command."""
+    """Drop the frames before the user's script, or before the actual work of a lockstep command."""
     while trace is not None and trace.tb_next is not None:
         module = trace.tb_frame.f_globals
         if module.get("__package__") not in _OUTER_PACKAGES and module.get("__name__") != "runpy":
