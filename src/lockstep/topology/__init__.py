@@ -1,6 +1,6 @@
-"""Where this process stands among the ranks and nodes of its job, by the variables that its launcher set.
+"""The position of this process among the ranks and nodes of its job, from the variables that its launcher set.
 
-Importing this package does not import torch, nor anything else of lockstep but its errors.
+Importing this package imports neither torch nor any other part of lockstep except its errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which rank of which job this process is: a pure function from environment variables to a frozen `Topology`.
+"""The rank and job of this process: a pure function from environment variables to a frozen `Topology`.
 
-Each launcher is a row of names in one table. What a launcher leaves out is derived where there is only one answer;
-variables that contradict each other, or are missing, raise `TopologyError` before anything waits for other ranks.
+Each launcher is a row of variable names in one table. A number that a launcher does not set is derived if there is only
+one answer. Missing or contradictory variables raise `TopologyError` before anything waits for other ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ class Topology:
     """The position of one process among the ranks and nodes of its job.
 
     Attributes:
-        launcher: who started the ranks.
-        rank: this process, below `world_size`.
+        launcher: the launcher that started the ranks.
+        rank: the number of this process in the job, below `world_size`.
         world_size: number of processes in the job.
-        local_rank: this process among those of its node.
+        local_rank: the number of this process among those of its node.
         local_size: number of the job's processes on this node.
-        node_rank: this node, below `num_nodes`.
-        num_nodes: number of nodes that hold ranks.
-        master_addr: host of rank 0, where the environment says it.
-        master_port: port of the store on that host, where the environment says it.
-        restart_count: how often the launcher has started this job anew.
-        agent_store: the launcher already serves a store at `master_addr`, so that rank 0 must not.
-        job_key: the same on all ranks of this job and on those of no other; empty where nothing identifies the job.
+        node_rank: the number of this node, below `num_nodes`.
+        num_nodes: number of nodes that have ranks.
+        master_addr: host of rank 0; None if the environment does not have it.
+        master_port: port of the store on that host; None if the environment does not have it.
+        restart_count: how often the launcher has restarted this job.
+        agent_store: the launcher already serves a store at `master_addr`, so rank 0 must not serve one.
+        job_key: a string that is the same on all ranks of this job and differs from other jobs; empty if nothing
+            identifies the job.
     """
 
     launcher: LauncherName
@@ -54,7 +55,7 @@ class Topology:
 
 
 class _Names(NamedTuple):
-    """In which variables a launcher says a thing; the first that is set counts."""
+    """The variables in which a launcher sets each number; the first that is set counts."""
 
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -93,7 +94,7 @@ _PMI = _Names(
     local_size=("MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE"),
     job=("PMI_JOBID",),
 )
-# PMIx gives the size through its library only, so that WORLD_SIZE has to be exported by hand.
+# PMIx provides the size only through its library, so the user must export WORLD_SIZE.
 _PMIX = _Names(("PMIX_RANK",), ("WORLD_SIZE",), job=("PMIX_NAMESPACE",))
 
 # Within a launcher, the first dialect whose rank is set counts: Open MPI sets PMIX_RANK, too.
@@ -112,11 +113,11 @@ _REMEDIES: Mapping[LauncherName, str] = {
 
 
 def infer_launcher(env: Environment) -> LauncherName:
-    """Return who started this process.
+    """Return the launcher that started this process.
 
-    Launchers nest, and variables are inherited: torchrun under srun is ``"pytorch"``, mpirun inside an allocation of
-    Slurm is ``"mpi"``. A process that was not started as a rank is ``"none"``, also in the shell of an salloc or of an
-    ``srun --pty`` and in the body of an sbatch script: the other tasks that it would wait for never come.
+    Launchers nest, and variables are inherited: torchrun under srun is ``"pytorch"``, mpirun inside a Slurm allocation
+    is ``"mpi"``. A process that was not started as a rank is ``"none"``, also in the shell of `salloc` or ``srun
+    --pty`` and in the body of an sbatch script, where other tasks would never join.
     """
     if "RANK" in env and "LOCAL_RANK" in env:
         return "pytorch"
@@ -124,22 +125,22 @@ def infer_launcher(env: Environment) -> LauncherName:
         return "mpi"
     if _is_slurm_task(env) and "SLURM_PTY_PORT" not in env:
         return "slurm"
-    # Set by hand. One without the other is a slip, which read_topology names.
+    # Set by the user. If only one of them is set, read_topology raises an error that names the other.
     return "pytorch" if "RANK" in env or "WORLD_SIZE" in env else "none"
 
 
 def read_topology(env: Environment, launcher: str) -> Topology:
     """Return the position of this process among the ranks and nodes of its job.
 
-    Where nothing numbers the nodes (MPI, ranks set by hand), ranks are taken to fill one node after the other, all
-    nodes alike, as mpirun numbers them by default. Where nothing counts the ranks of a node, all are taken to run on
-    this one if the address of rank 0 is missing or a loopback address.
+    If no variable numbers the nodes (MPI, variables set by the user), ranks are assumed to fill one node after the
+    other, with equally many on each, as mpirun numbers them by default. If no variable counts the ranks of a node, all
+    are assumed to run on this node if the address of rank 0 is missing or a loopback address.
 
     Args:
         env: the variables, normally ``os.environ``.
         launcher: ``"pytorch"``, ``"slurm"``, ``"mpi"`` or ``"none"``.
 
-    **Raises**: TopologyError where a variable is missing, is no number, or contradicts another.
+    **Raises**: TopologyError if a variable is missing, is not a number, or contradicts another.
 
     **Example**::
 
@@ -180,8 +181,8 @@ def read_topology(env: Environment, launcher: str) -> Topology:
 def _is_mpi_rank(env: Environment) -> bool:
     if "OMPI_COMM_WORLD_RANK" in env:
         return True
-    # srun speaks PMI and PMIx to its tasks, too. Under mpiexec in an allocation srun starts the proxies, so that its
-    # numbers are those of the proxies: other ones, or the same where each proxy starts one rank.
+    # srun also sets PMI and PMIx variables for its tasks. Under mpiexec in an allocation, srun starts its proxies,
+    # and Slurm's numbers are those of the proxies: different from the ranks', unless each proxy starts one rank.
     if "PMI_RANK" in env:
         numbers = (env["PMI_RANK"], env.get("PMI_SIZE"))
         return not (_is_slurm_task(env) and numbers == (env["SLURM_PROCID"], env.get("SLURM_STEP_NUM_TASKS")))
@@ -189,9 +190,9 @@ def _is_mpi_rank(env: Environment) -> bool:
 
 
 def _is_slurm_task(env: Environment) -> bool:
-    # The body of an sbatch script has SLURM_PROCID=0 and SLURM_NTASKS, too, but belongs to no step. It may inherit
-    # the variables of a step that called sbatch, and the shell of an salloc may be a step of one task: there the two
-    # lists of tasks differ, which srun sets alike (Slurm 22.05).
+    # The body of an sbatch script also has SLURM_PROCID=0 and SLURM_NTASKS, but belongs to no step. It may inherit
+    # the variables of a step that called sbatch, and the shell of salloc may be a step of one task. In both cases the
+    # two lists of tasks differ; srun sets them to the same value (Slurm 22.05).
     return (
         "SLURM_PROCID" in env
         and "SLURM_STEP_ID" in env
@@ -210,7 +211,7 @@ def _dialect(env: Environment, launcher: LauncherName) -> _Names:
 
 def _read_statement(env: Environment, launcher: LauncherName, names: _Names, *, one_host: bool) -> Statement:
     rank, world_size = _number(env, names.rank), _number(env, names.world_size)
-    assert rank is not None  # it chose the dialect
+    assert rank is not None  # `names` was chosen by the variable of the rank
     if world_size is None:
         raise TopologyError(
             f"{names.world_size[0]} must be set where {rank.name} is, {rank.value}, but is missing. "
@@ -228,8 +229,8 @@ def _read_statement(env: Environment, launcher: LauncherName, names: _Names, *, 
 def _slurm_counts(
     env: Environment, world_size: Stated, node_rank: Stated | None, num_nodes: Stated | None
 ) -> tuple[Stated | None, Stated | None]:
-    """Return the number of tasks on this node, and of nodes, from the list of tasks per node."""
-    # Variables of a step and variables of its job are not mixed.
+    """Return the number of tasks on this node and the number of nodes, from the list of tasks per node."""
+    # Do not mix variables of a step with variables of its job.
     name = "SLURM_STEP_TASKS_PER_NODE" if world_size.name == "SLURM_STEP_NUM_TASKS" else "SLURM_TASKS_PER_NODE"
     if name not in env:
         return None, num_nodes
@@ -263,7 +264,7 @@ def _refuse_several_tasks(statement: Statement) -> None:
 
 
 def _refuse_other_torch_numbers(env: Environment, launcher: LauncherName, statement: Statement) -> None:
-    """Refuse numbers of torchrun, or set by hand, that say something else than this launcher does."""
+    """Raise a `TopologyError` if torchrun's variables (or the user's) contradict this launcher's."""
     said = (statement.rank, statement.world_size, statement.local_rank, statement.local_size)
     theirs = (_TORCH.rank, _TORCH.world_size, _TORCH.local_rank, _TORCH.local_size)
     for stated, variables in zip(said, theirs, strict=True):

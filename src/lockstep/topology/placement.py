@@ -1,4 +1,4 @@
-"""The position of a process among ranks and nodes: do the numbers that a launcher states fit, and what follows?"""
+"""The position of a process among ranks and nodes: checks a launcher's numbers, and derives missing ones."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Stated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What a launcher says of one process, as far as it says it, not yet checked.
+    """The numbers that a launcher states about one process, not yet checked; None for a number that it does not state.
 
     Attributes:
-        rank: this process among all.
+        rank: the number of this process among all.
         world_size: number of processes.
-        local_rank: this process among those of its node.
+        local_rank: the number of this process among those of its node.
         local_size: number of processes on this node.
-        node_rank: this node among all.
+        node_rank: the number of this node among all.
         num_nodes: number of nodes.
-        one_host: all processes run on this machine, by other evidence than the numbers.
+        one_host: whether all processes run on this machine, judged by the address of rank 0.
         remedy: how to start processes so that the numbers are right.
     """
 
@@ -40,7 +40,7 @@ class Statement:
     remedy: str
 
     def contradiction(self, must: str) -> TopologyError:
-        """Return the error that says what must be, with the rank and the remedy."""
+        """Return an error with the text `must`, the rank and the remedy."""
         return TopologyError(f"{must} (rank {self.rank.value} of {self.world_size.value}). {self.remedy}")
 
 
@@ -49,9 +49,9 @@ def derive_placement(statement: Statement) -> tuple[int, int, int, int]:
 
     Returns local rank, number of ranks on this node, node rank and number of nodes.
 
-    Ranks are taken to fill one node after the other, all nodes alike, where nothing numbers the nodes.
+    If no node rank is stated, ranks are assumed to fill one node after the other, with equally many on each.
 
-    **Raises**: TopologyError where numbers contradict each other, or leave more than one answer.
+    **Raises**: TopologyError if numbers contradict each other, or allow more than one answer.
     """
     _check_bounds(statement)
     local_size, num_nodes = _derive_sizes(statement)
@@ -92,7 +92,7 @@ def _check_bounds(statement: Statement) -> None:
 
 
 def _derive_sizes(statement: Statement) -> tuple[int, int]:
-    """Return the number of ranks on this node, and of nodes."""
+    """Return the number of ranks on this node and the number of nodes."""
     world, nodes = statement.world_size, statement.num_nodes
     local = statement.local_size or _derived_local_size(statement)
     # Every other node holds at least one rank.

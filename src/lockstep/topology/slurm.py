@@ -15,7 +15,7 @@ def expand_hostlist(text: str) -> list[str]:
 
     A number keeps the width of the first number of its range.
 
-    **Raises**: ValueError where the text is no node list.
+    **Raises**: ValueError if the text is not a node list.
 
     **Example**::
 
@@ -32,7 +32,7 @@ def expand_hostlist(text: str) -> list[str]:
 def expand_task_counts(text: str) -> list[int]:
     """Return the number of tasks on each node, from Slurm's run-length form.
 
-    **Raises**: ValueError where the text is something else.
+    **Raises**: ValueError if the text is not such a list.
 
     **Example**::
 
@@ -51,7 +51,7 @@ def expand_task_counts(text: str) -> list[int]:
 
 
 def _split_outside_brackets(text: str) -> list[str]:
-    # The commas inside brackets are hidden from the split by looking past each bracketed part as a whole.
+    # The pattern matches each bracketed part as a whole, so that commas inside brackets do not split.
     groups = re.findall(r"(?:\[[^\[\]]*\]|[^,\[\]])+", text)
     if not groups or ",".join(groups) != text:
         raise ValueError(f"{text!r} is not a node list such as n[01-03,7],login")
@@ -59,7 +59,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def _expand_group(group: str) -> list[str]:
-    # Splitting at the brackets gives text and ranges in turn: "a[1-2]b" -> "a", "1-2", "b".
+    # Splitting at the brackets gives text and ranges alternately: "a[1-2]b" -> "a", "1-2", "b".
     pieces = _BRACKETS.split(group)
     choices = [_expand_ranges(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     return ["".join(choice) for choice in product(*choices)]
