@@ -1,4 +1,4 @@
-"""`ShardedSampler`: splits over the ranks what a sampler without ranks draws."""
+"""`ShardedSampler`: splits over the ranks what a sampler draws that does not know of ranks."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class StreamLoader(DataLoader[Any]):
         """Begin the next pass at a position that `state_dict` returned.
 
         Raises:
-            ValueError: it was saved with another rank or another number of ranks or workers or batch size.
+            ValueError: it was saved with another rank, number of ranks, number of workers or batch size.
         """
         if state_dict["layout"] != self._layout():
             raise ValueError(

@@ -29,7 +29,8 @@ def build_param_schedulers(
             `begin`, `end`, and the arguments of that class; or `ParamScheduler` objects; or None. A length (`T_max`,
             `total_iters`, `total_steps`) that is not given defaults to the length of the window. With
             `convert_to_iter_based=True` all numbers are in epochs, but the value changes with every batch.
-        max_epochs: length of the training, the default `end` of a window; None if the training counts iterations.
+        max_epochs: length of the training; the `end` of schedules that need a length but have neither a length nor an
+            `end`. None if the training counts iterations.
         max_iters: the same in batches.
 
     Raises:

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.optim.scheduler import ParamScheduler, length_argument, window_length
 from lockstep.registry import PARAM_SCHEDULERS
 
-# Torch's schedules that lockstep has none of the same name for.
+# Torch's schedules whose names lockstep does not use.
 for _name in ("CosineAnnealingWarmRestarts", "CyclicLR", "PolynomialLR"):
     PARAM_SCHEDULERS.register_module(module=getattr(lr_scheduler, _name))
 

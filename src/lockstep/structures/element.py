@@ -109,7 +109,7 @@ class BaseDataElement:
         self.set_data(dict(instance.items()))
 
     def new(self, *, metainfo: Mapping[str, Any] | None = None, **data: Any) -> Self:
-        """Return a new element with other metainfo, other data, or both; values of what is not given are shared."""
+        """Return a new element with other metainfo, other data, or both; a kind that is not given is shared."""
         twin = self._twin({} if data else self._data)
         if metainfo is not None:
             twin._metainfo.clear()
@@ -219,7 +219,7 @@ class BaseDataElement:
         return self._twin(children)
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for names that are not ordinary attributes; during unpickling, before the stores exist.
+        # Called only for names that are not ordinary attributes; during unpickling also before the stores exist.
         for store in _STORES:
             fields = vars(self).get(store, {})
             if name in fields:
