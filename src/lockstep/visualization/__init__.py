@@ -1,7 +1,7 @@
-"""Where a run shows what it records: TensorBoard, MLflow, Weights & Biases, CSV files, a folder.
+"""Visualizers, which show a run's records: TensorBoard, MLflow, Weights & Biases, CSV files, a folder.
 
-Each is a thin adapter over a library that it imports when it is opened; `Visualizers` makes one of several. Like
-`lockstep.logging`, nothing here knows of ranks: the Runner opens them on rank 0 alone.
+Each is a thin adapter to a library that it imports when it is opened; `Visualizers` combines several into one. As in
+`lockstep.logging`, nothing here depends on ranks: the Runner opens visualizers on rank 0 only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scalars in files that a spreadsheet opens."""
+"""Scalars in CSV files."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from lockstep.registry import VISUALIZERS
 
 @VISUALIZERS.register_module()
 class CsvVisualizer:
-    """Writes a table of the steps: `train/loss` becomes the column `loss` of `train.csv`, `val/...` goes to `val.csv`.
+    """Writes one row per step: `train/loss` becomes the column `loss` of `train.csv`, `val/...` goes to `val.csv`.
 
-    A name without a slash goes to `scalars.csv`. A name that appears late adds a column, for which the file is
-    written again.
+    A name without a slash goes to `scalars.csv`. A name that appears later adds a column; the file is then rewritten.
 
     Args:
-        save_dir: where to, by default the run's folder.
+        save_dir: the folder of the files, by default the run's folder.
     """
 
     def __init__(self, save_dir: str | Path | None = None) -> None:
         self._save_dir = None if save_dir is None else Path(save_dir)
 
     def open(self, run_dir: Path) -> None:
-        """Remember the folder; files begin with their first row."""
+        """Set and create the folder; files are created with their first row."""
         if self._save_dir is None:
             self._save_dir = run_dir
         self._save_dir.mkdir(parents=True, exist_ok=True)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
-        """Write a row into each table that these values belong to."""
+        """Append a row to each table that these values belong to."""
         if self._save_dir is None:
             raise RuntimeError("CsvVisualizer must be opened before it is used, or be given a `save_dir`")
         rows: dict[str, dict[str, float]] = {}
@@ -44,7 +43,7 @@ class CsvVisualizer:
 
 
 def _append(path: Path, row: dict[str, float]) -> None:
-    """Add a row to a table, which is written again where it lacks columns."""
+    """Add a row to a table, and rewrite the table if it lacks columns."""
     path.touch()
     with path.open(encoding="utf-8", newline="") as file:
         columns = next(csv.reader(file), [])
@@ -56,7 +55,7 @@ def _append(path: Path, row: dict[str, float]) -> None:
 
 
 def _rewrite(path: Path, columns: list[str]) -> None:
-    """Write a table again with more columns; the new ones are empty in its old rows."""
+    """Rewrite a table with more columns; the new ones are empty in its old rows."""
     fresh = path.with_suffix(".csv.new")
     with path.open(encoding="utf-8", newline="") as old, fresh.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)

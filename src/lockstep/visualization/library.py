@@ -1,4 +1,4 @@
-"""Libraries that a visualizer needs and lockstep does not."""
+"""Checks for optional libraries that only visualizers need."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package is there, without importing it."""
+    """Return whether a package is installed, without importing it."""
     return find_spec(package) is not None
 
 
 def require(package: str, extra: str, who: str) -> None:
-    """Make sure that a package is there.
+    """Make sure that a package is installed.
 
     Raises:
-        ConfigError: it is not; says what to install.
+        ConfigError: it is not; the message says what to install.
     """
     if not is_installed(package):
         raise ConfigError(
@@ -28,7 +28,7 @@ def require(package: str, extra: str, who: str) -> None:
 
 
 def opened(held: T | None, visualizer: object) -> T:
-    """Return what a visualizer holds from `open` on.
+    """Return what a visualizer holds while it is open.
 
     Raises:
         RuntimeError: it is not open.

@@ -1,4 +1,4 @@
-"""Scalars and pictures in plain files."""
+"""Scalars and images in plain files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lockstep.visualization.png import as_picture, png_bytes
 
 @VISUALIZERS.register_module(name=["LocalVisualizer", "LocalVisBackend"])
 class LocalVisualizer:
-    """Writes scalars to `scalars.jsonl`, with their step, and pictures to `images/NAME_STEP.png`.
+    """Writes scalars to `scalars.jsonl`, with their step, and images to `images/NAME_STEP.png`.
 
-    What a Runner records is in its `metrics.jsonl` in any case, and its config in `config.py`; here is also what hooks
-    show by themselves.
+    A Runner always writes its records to `metrics.jsonl` and its config to `config.py`; this visualizer also writes
+    what hooks show themselves.
 
     Args:
-        save_dir: where to, by default the run's folder.
-        img_save_dir: folder of the pictures in it.
+        save_dir: the folder of the files, by default the run's folder.
+        img_save_dir: folder of the images in it.
         scalar_save_file: name of the file of scalars in it.
-        config_save_file: MMEngine's; does nothing, because a run writes its config.
+        config_save_file: from MMEngine; has no effect, because a run writes its config.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class LocalVisualizer:
         self._scalars: JsonLinesSink | None = None
 
     def open(self, run_dir: Path) -> None:
-        """Remember the folder; files begin with what is written to them."""
+        """Set and create the folder; files are created when first written."""
         if self._save_dir is None:
             self._save_dir = run_dir
         self._save_dir.mkdir(parents=True, exist_ok=True)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
-        """Write a line."""
+        """Append a line."""
         if self._scalars is None:
             self._scalars = JsonLinesSink(self._folder() / self._scalar_save_file)
         self._scalars.write({"step": step, **scalar_dict})
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
-        """Write a PNG file; a slash in the name makes a folder."""
+        """Write a PNG file; a slash in the name creates a folder."""
         path = self._folder() / self._img_save_dir / f"{name}_{step}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png_bytes(as_picture(image)))

@@ -1,4 +1,4 @@
-"""Scalars, pictures and the config in MLflow."""
+"""Scalars, images and the config in MLflow."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _LONGEST_PARAM = 500
 @VISUALIZERS.register_module(name=["MLflowVisualizer", "MLflowVisBackend"])
 @dataclass(eq=False, repr=False)
 class MLflowVisualizer:
-    """Logs to an MLflow experiment, through a client of its own: MLflow's active run is left alone.
+    """Logs to an MLflow experiment through its own client: MLflow's active run is not affected.
 
     Args:
-        tracking_uri: MLflow's store or server, by default the file `mlflow.db` in `save_dir`, which `mlflow ui
-            --backend-store-uri sqlite:///.../mlflow.db` shows.
-        exp_name: the experiment, by default the name of the work_dir. It is made where it is missing.
-        run_name: by default the name of the run's folder.
+        tracking_uri: MLflow's store or server, by default the file `mlflow.db` in `save_dir`; show it with `mlflow ui
+            --backend-store-uri sqlite:///.../mlflow.db`.
+        exp_name: the experiment, by default the name of the work_dir. It is created if it does not exist.
+        run_name: the name of the MLflow run, by default that of the run's folder.
         tags: tags of the run.
-        save_dir: where that file is, and `mlartifacts/`; by default the work_dir, for all of its runs.
+        save_dir: the folder of `mlflow.db` and `mlartifacts/`; by default the work_dir, shared by all its runs.
     """
 
     tracking_uri: str | None = None
@@ -46,7 +46,7 @@ class MLflowVisualizer:
         self._run_id = ""
 
     def open(self, run_dir: Path) -> None:
-        """Begin a run."""
+        """Start an MLflow run."""
         from mlflow import MlflowClient
 
         work_dir = run_dir.resolve().parent
@@ -56,7 +56,7 @@ class MLflowVisualizer:
         name = self.exp_name or work_dir.name
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
-            # A server knows where its artifacts go; those of a file are kept beside it.
+            # A server knows where its artifacts go; those of a file are stored next to it.
             artifacts = (folder / "mlartifacts").as_uri() if self.tracking_uri is None else None
             experiment_id = self._client.create_experiment(name, artifact_location=artifacts)
         else:
@@ -73,7 +73,7 @@ class MLflowVisualizer:
         opened(self._client, self).log_batch(self._run_id, metrics=metrics)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
-        """Log a picture as an artifact, `images/NAME_STEP.png`."""
+        """Log an image as an artifact, `images/NAME_STEP.png`."""
         client = opened(self._client, self)
         directory, _, stem = f"images/{name}".rpartition("/")
         with TemporaryDirectory() as folder:
@@ -92,14 +92,14 @@ class MLflowVisualizer:
             client.log_batch(self._run_id, params=params[begin : begin + _PARAMS_PER_CALL])
 
     def close(self) -> None:
-        """End the run, as failed if there is an exception on its way."""
+        """End the run, as failed if an exception is being handled."""
         if self._client is not None:
             self._client.set_terminated(self._run_id, "FINISHED" if sys.exc_info()[0] is None else "FAILED")
             self._client = None
 
 
 def flat_options(config: Config) -> dict[str, Any]:
-    """Return the values of a config by dotted keys; classes by the names they are imported under.
+    """Return the values of a config by dotted keys; classes by their import names.
 
     Example:
         >>> flat_options(Config(dict(model=dict(depths=[2, 4]), seed=None)))

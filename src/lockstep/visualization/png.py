@@ -1,6 +1,6 @@
-"""Pictures: what may be given as one, and as a PNG file.
+"""Conversion of images to tensors and PNG files.
 
-A PNG needs nothing but zlib and struct; with Pillow, pictures in plain files would need a further package.
+Writing a PNG file needs only zlib and struct; Pillow would be a further dependency.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 def as_picture(image: Any) -> Tensor:
-    """Return a picture as a tensor of bytes on the CPU.
+    """Return an image as a uint8 tensor on the CPU.
 
     Args:
-        image: a tensor, or anything that `torch.as_tensor` takes, of dtype uint8.
+        image: a tensor, or anything that `torch.as_tensor` accepts, of dtype uint8.
 
     **Shapes**: `image` is [height, width], [height, width, 1] or [height, width, 3]; the result [height, width, 3].
     """
@@ -36,7 +36,7 @@ def as_picture(image: Any) -> Tensor:
 
 
 def png_bytes(picture: Tensor) -> bytes:
-    """Return the PNG file of a picture.
+    """Return an image as the bytes of a PNG file.
 
     **Shapes**: [height, width, 3].
 

@@ -1,4 +1,4 @@
-"""What a visualizer must be able to do, and what it may."""
+"""The protocols of visualizers: the required one and the optional ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.config import Config
 
 @runtime_checkable
 class ShowsScalars(Protocol):
-    """What every visualizer can do. The other protocols here are abilities that it may have as well."""
+    """The protocol that every visualizer must implement. The others in this module are optional."""
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Show values that belong to one step."""
@@ -18,18 +18,18 @@ class ShowsScalars(Protocol):
 
 @runtime_checkable
 class Opens(Protocol):
-    """Wants to know where the run is kept before it shows anything.
+    """Must be opened with the run's folder before it shows anything.
 
-    What exists unopened (on every rank but 0) holds no file, thread or connection.
+    A visualizer that is not open (on every rank but 0) holds no file, thread or connection.
     """
 
     def open(self, run_dir: Path) -> None:
-        """Begin to show the run of this folder, which exists."""
+        """Start to show the run in this folder, which must exist."""
 
 
 @runtime_checkable
 class ShowsConfig(Protocol):
-    """Shows what a run is made of."""
+    """Shows the config of a run."""
 
     def add_config(self, config: Config) -> None:
         """Show the config of the run."""
@@ -37,18 +37,18 @@ class ShowsConfig(Protocol):
 
 @runtime_checkable
 class ShowsImages(Protocol):
-    """Shows pictures."""
+    """Shows images."""
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
-        """Show a picture that belongs to one step.
+        """Show an image that belongs to one step.
 
-        **Shapes**: `image` is [height, width] or [height, width, 3], a tensor or array of bytes (0 to 255).
+        **Shapes**: `image` is [height, width] or [height, width, 3], a tensor or array of dtype uint8 (0 to 255).
         """
 
 
 @runtime_checkable
 class Closes(Protocol):
-    """Holds something that has to be let go."""
+    """Holds resources that must be released."""
 
     def close(self) -> None:
-        """Show what is still to be shown, and let go. Called at the end of a run even if it has failed."""
+        """Show what is left, and release all resources. Called at the end of a run, even if the run has failed."""

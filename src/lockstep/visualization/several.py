@@ -1,4 +1,4 @@
-"""Several visualizers as one, and those of a run from what its Runner was given."""
+"""Several visualizers combined into one, and the function that builds those of a run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lockstep.visualization.tensorboard import TensorBoardVisualizer
 
 @VISUALIZERS.register_module(name=["Visualizers", "Visualizer"])
 class Visualizers:
-    """Hands everything on to each of several visualizers that is able to show it.
+    """Passes everything on to those of several visualizers that can show it.
 
     `Visualizer` is another name for it.
 
     Args:
-        vis_backends: visualizers, or their configs.
-        save_dir: the folder that they are opened in, by default that of the run.
-        name: what it is called.
-        image: MMEngine's, like the others; must be None, because drawing on pictures is left to other libraries.
-        fig_save_cfg: how MMEngine draws; does nothing.
+        vis_backends: the visualizers, or their configs.
+        save_dir: the folder that they are opened with, by default the run's.
+        name: the visualizer's name.
+        image: from MMEngine, like the next two; must be None, because drawing on images is left to other libraries.
+        fig_save_cfg: MMEngine's options for drawing; has no effect.
         fig_show_cfg: the same.
     """
 
@@ -55,7 +55,7 @@ class Visualizers:
 
     @classmethod
     def get_current_instance(cls) -> Visualizers:
-        """Return that of the run that goes on, or of the last one; where there was none, one that shows nothing."""
+        """Return that of the current run, or of the last one, or one that shows nothing if there was no run."""
         return Visualizers() if cls._current is None else cls._current
 
     def make_current(self) -> None:
@@ -63,7 +63,7 @@ class Visualizers:
         Visualizers._current = self
 
     def open(self, run_dir: Path) -> None:
-        """Open those that want it."""
+        """Open the visualizers that have a method `open`."""
         folder = run_dir if self._save_dir is None else self._save_dir
         folder.mkdir(parents=True, exist_ok=True)
         for part in self.parts:
@@ -86,13 +86,13 @@ class Visualizers:
             part.add_scalars(scalar_dict, step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
-        """Show a picture: a tensor or array of bytes, [height, width] or [height, width, 3]."""
+        """Show an image: a tensor or array of dtype uint8, [height, width] or [height, width, 3]."""
         for part in self.parts:
             if isinstance(part, ShowsImages):
                 part.add_image(name, image, step)
 
     def close(self) -> None:
-        """Close all of them, whatever becomes of the others."""
+        """Close all visualizers, even if closing one of them fails."""
         with ExitStack() as closing:
             for part in self.parts:
                 if isinstance(part, Closes):
@@ -100,10 +100,10 @@ class Visualizers:
 
 
 def build_visualizers(given: Any) -> Visualizers:
-    """Return what is given, as one that is not open yet.
+    """Combine the given visualizers into one, which is not open yet.
 
     Args:
-        given: a visualizer, its config, or a list of those; an empty list for none; None for TensorBoard where it is
+        given: a visualizer, its config, or a list of those; an empty list for none; None for TensorBoard if it is
             installed.
 
     Raises:
