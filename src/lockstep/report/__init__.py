@@ -1,4 +1,4 @@
-"""What a run has recorded, as one page of HTML. Only files are read; torch is not imported."""
+"""The report of a run: its records as one HTML page. Only files are read; torch is not imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves as HTML: an SVG that stretches with the page, and labels beside it that do not."""
+"""Curves as HTML: an SVG that stretches with the page, and labels that do not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.report.scale import Scale, fitted, fitted_log, shown
 Point: TypeAlias = tuple[float, float]
 
 SIDE = 1000  # units of a plot in both directions, whatever its size on the page
-MOST_BUCKETS = 320  # a longer line is drawn in so many groups of neighbouring points
+MOST_BUCKETS = 320  # a longer line is drawn as this many groups of neighbouring points
 
 
 class Line(NamedTuple):
@@ -29,9 +29,9 @@ class Chart(NamedTuple):
     """Some curves in one frame.
 
     Attributes:
-        title: what they show.
+        title: what the curves show.
         lines: at least one, each with at least one point.
-        unit: of the values.
+        unit: the unit of the values.
         stacked: the lines are parts of a whole, at the same iterations, and are drawn on top of each other.
         from_zero: the axis of values begins at zero.
     """
@@ -47,11 +47,11 @@ class Bucket(NamedTuple):
     """Some neighbouring points as one.
 
     Attributes:
-        x: the last of their iterations.
-        mean: of their finite values; None where there are none.
-        low: the least of these.
-        high: the greatest of these.
-        faulty: whether one of their values is not finite.
+        x: the last iteration of the points.
+        mean: the mean of their finite values; None if there are none.
+        low: the minimum of these.
+        high: the maximum of these.
+        faulty: whether any of their values is not finite.
     """
 
     x: float
@@ -62,7 +62,7 @@ class Bucket(NamedTuple):
 
 
 def chart_html(chart: Chart, across: Scale) -> tuple[str, dict[str, Any]]:
-    """Return a chart as HTML, and its values for the script that reads them out.
+    """Return a chart as HTML, and its values for the script that shows them at the cursor.
 
     Args:
         chart: what to draw.
@@ -97,7 +97,7 @@ def chart_html(chart: Chart, across: Scale) -> tuple[str, dict[str, Any]]:
 
 
 def buckets(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[Bucket]:
-    """Return the points in at most `most` groups of equal size; few points stay single.
+    """Return the points in at most `most` groups of equal size (the last may be smaller); few points stay single.
 
     Example:
         >>> [bucket.mean for bucket in buckets([(1, 2.0), (2, 4.0), (3, 9.0)], most=2)]
@@ -112,7 +112,7 @@ def _layer(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scal
     rules = "".join(f"M{_position(across.low, tick, across, up)}h{SIDE}" for tick in ticks)
     labels = "".join(f'<span style="bottom:{100 * up.at(tick):.2f}%">{shown(tick)}</span>' for tick in ticks)
     drawn = []
-    # The first part of a stack lies at its bottom, and in front of the areas of those above it.
+    # The first part of a stack is at the bottom, in front of the areas of the parts above it.
     for index in reversed(range(len(curves))):
         curve, colour = curves[index], f'style="--c:var(--c{index % 6})"'
         means = [_position(bucket.x, bucket.mean, across, up) for bucket in curve]
@@ -133,7 +133,7 @@ def _layer(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scal
 
 
 def unit_html(unit: str) -> str:
-    """Return a unit as it stands behind a title or a value."""
+    """Return a unit as HTML, to follow a title or a value."""
     return f' <span class="unit">{escape(unit)}</span>' if unit else ""
 
 
@@ -146,7 +146,7 @@ def across_html(across: Scale) -> str:
 
 
 def _stacked(curves: Sequence[list[Bucket]]) -> list[list[Bucket]]:
-    """Return curves of which each has those before it under it, and a band down to zero."""
+    """Return the curves stacked on top of each other, each with a band down to zero."""
     tops: list[list[Bucket]] = []
     heights = [0.0] * len(curves[0])
     for curve in curves:
@@ -163,7 +163,7 @@ def _band_path(curve: Sequence[Bucket], across: Scale, up: Scale) -> str:
 
 
 def _position(x: float, value: float | None, across: Scale, up: Scale) -> str:
-    """Return where a value is drawn; nothing where there is none."""
+    """Return the position at which a value is drawn; an empty string for None."""
     return "" if value is None else f"{SIDE * across.at(x):.4g} {SIDE * (1 - up.at(value)):.4g}"
 
 

@@ -1,4 +1,4 @@
-"""Which curves and heat maps a run's records give."""
+"""The curves and heat maps of a run's records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEATMAPS = {  # how to read them
 
 
 def charts_of(run: Run) -> list[Chart]:
-    """Return the charts of a run: losses, metrics, then what describes its course."""
+    """Return the charts of a run: losses, metrics, then throughput, times, learning rates and the rest."""
     names = _names(run.train)
     losses = [name for name in names if "loss" in name]
     rates = [name for name in names if name.rpartition(".")[2] == "lr"]
@@ -42,7 +42,7 @@ def charts_of(run: Run) -> list[Chart]:
 
 
 def heatmaps_of(run: Run) -> list[HeatMap]:
-    """Return heat maps of what several ranks spent their time on; none for a single rank."""
+    """Return heat maps of the times of several ranks; none for a single rank."""
     rows = [(row, _seconds_of(row)) for row in _rows(run)]
     maps = []
     for title, note in _HEATMAPS.items():
@@ -56,7 +56,7 @@ def heatmaps_of(run: Run) -> list[HeatMap]:
 
 
 def points_of(records: Sequence[Record], name: str) -> list[Point]:
-    """Return the values of one name with their iterations."""
+    """Return the values recorded under one name, with their iterations."""
     return [(float(record["iter"]), value) for record in records if (value := number(record.get(name))) is not None]
 
 
@@ -72,7 +72,7 @@ def _names(records: Sequence[Record]) -> list[str]:
 
 
 def _chart(run: Run, title: str, labels: Mapping[str, str], unit: str = "", *, from_zero: bool = False) -> Chart:
-    """Return a chart of values of training, which are recorded under one name and shown under another."""
+    """Return a chart of training values; `labels` maps recorded names to the names shown."""
     lines = [Line(label, points) for name, label in labels.items() if (points := points_of(run.train, name))]
     return Chart(title, lines, unit, from_zero=from_zero)
 
@@ -101,19 +101,19 @@ def _metric_charts(run: Run) -> list[Chart]:
 
 
 def _evaluation_lines(run: Run, mode: str, name: str, label: str) -> list[Line]:
-    """Return the line of one metric, or nothing where it was not evaluated in that mode."""
+    """Return the line of one metric, or no line if it was not evaluated in that mode."""
     points = points_of(run.evaluated(mode), name)
     return [Line(label, points, marked=True)] if points else []
 
 
 def _step_chart(run: Run) -> Chart:
-    """Return where the time of a step goes, in a stack, as the mean over the ranks."""
+    """Return a stacked chart of the parts of a step's time, as the mean over ranks."""
     records = [r for r in run.train if all(number(r.get(name)) is not None for name in ("time", "data_time"))]
     is_measured = any("comm_time" in record for record in records)
     parts: dict[str, list[Point]] = {}
     for record in records:
         whole, data, exchange = (1e3 * (number(record.get(name)) or 0.0) for name in _PARTS_OF_A_STEP)
-        # Where only some exchanges are measured, they may be longer than the mean step.
+        # If only some exchanges are measured, they may be longer than the mean step.
         exchange = max(0.0, min(exchange, whole - data))
         values = {_COMPUTE: whole - data - exchange, _EXCHANGE: exchange, _DATA: data}
         for name, value in values.items():
@@ -123,7 +123,7 @@ def _step_chart(run: Run) -> Chart:
 
 
 def _rows(run: Run) -> list[Record]:
-    """Return the rows of times by rank that are whole and of one size."""
+    """Return the complete rows of times by rank, all for the same number of ranks."""
     size = 0
     rows = []
     for row in run.ranks:
@@ -140,7 +140,7 @@ def _is_numbers(column: object) -> bool:
 
 
 def _seconds_of(row: Record) -> dict[str, list[float]]:
-    """Return what each heat map shows of the ranks; those of the exchange only where it was measured."""
+    """Return the seconds by rank for each heat map; those of the exchange only if it was measured."""
     time, data = row["time"], row["data_time"]
     found: dict[str, list[float]] = {"Whole step": time, "Wait for data": data}
     if (exchange := row.get("comm_time")) is not None:

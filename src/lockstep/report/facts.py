@@ -1,4 +1,4 @@
-"""What can be said of a run in a few words and tables."""
+"""Key numbers and tables of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")
 
 
 def tiles_html(run: Run) -> str:
-    """Return the few numbers that one looks for first."""
+    """Return the key numbers of a run as HTML tiles."""
     tiles = []
     if losses := points_of(run.train, "loss"):
         tiles.append(_tile("final loss", shown(losses[-1][1]), note="train"))
@@ -36,7 +36,7 @@ def tiles_html(run: Run) -> str:
 
 
 def evaluations_html(run: Run) -> str:
-    """Return all evaluations as a table, with the best values in bold where it is known; nothing if there are none."""
+    """Return all evaluations as a table, with known best values in bold; an empty string if there are none."""
     if not run.evaluations:
         return ""
     names = metric_names(run)
@@ -56,7 +56,7 @@ def evaluations_html(run: Run) -> str:
 
 
 def environment_html(run: Run) -> str:
-    """Return the environment of the run as a list; nothing if that is not recorded."""
+    """Return the environment of the run as an HTML list; an empty string if it is not recorded."""
     known = run.environment
     if not known:
         return ""
@@ -69,7 +69,7 @@ def environment_html(run: Run) -> str:
 
 
 def started(run: Run) -> str:
-    """Return when the run began, or nothing if that is not recorded."""
+    """Return when the run began, or an empty string if that is not recorded."""
     try:
         moment = datetime.fromisoformat(str(run.environment.get("started")))
     except ValueError:
@@ -78,7 +78,7 @@ def started(run: Run) -> str:
 
 
 def _metric_tile(run: Run, name: str) -> str:
-    """Return the best value of a metric, or its last one where its name does not say which is best."""
+    """Return a tile with the best value of a metric, or with its last one if its name does not show which is best."""
     mode, points = next((mode, points) for mode in MODES if (points := points_of(run.evaluated(mode), name)))
     title, top = name.replace("_", " "), best(name, points)
     if top is None:
@@ -97,9 +97,9 @@ def _plain(value: object) -> str:
 
 
 def _seconds_in_training(times: Sequence[Point]) -> float:
-    """Return the sum over all iterations; each record is the mean of those since the one before it."""
+    """Return the sum over all iterations; each record is the mean over those since the previous record."""
     iterations = [iteration for iteration, _ in times]
-    # Where the first record began, only its distance to the second one shows.
+    # The start of the first record is inferred from its distance to the second one.
     begin = max(0.0, iterations[0] - (iterations[1] - iterations[0])) if len(iterations) > 1 else 0.0
     spans = [end - start for start, end in zip([begin, *iterations], iterations, strict=False)]
     return sum(span * seconds for span, (_, seconds) in zip(spans, times, strict=True))
@@ -119,7 +119,7 @@ def _memory(mib: float) -> tuple[str, str]:
 
 
 def _ranks(ranks: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return the ranks, neighbours that are alike on one line."""
+    """Return a line for each group of consecutive ranks with the same description."""
     described = [(rank, _describe(facts)) for rank, facts in enumerate(ranks) if isinstance(facts, dict)]
     lines = []
     for text, group in groupby(described, key=lambda item: item[1]):

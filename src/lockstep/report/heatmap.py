@@ -1,4 +1,4 @@
-"""One number per rank and stretch of iterations, as colours."""
+"""Heat maps: one number per rank and stretch of iterations, as a colour."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Stretch(NamedTuple):
 
 
 class HeatMap(NamedTuple):
-    """Stretches of iterations in their order, all with as many values.
+    """Stretches of iterations in order, all with the same number of values.
 
     Attributes:
-        title: what the values are.
+        title: what the values show.
         stretches: at least one.
-        unit: of the values.
-        note: what one should know to read it.
+        unit: the unit of the values.
+        note: an explanation of how to read it.
     """
 
     title: str
@@ -43,7 +43,7 @@ class HeatMap(NamedTuple):
 
 
 def heatmap_html(heatmap: HeatMap, across: Scale) -> tuple[str, dict[str, Any]]:
-    """Return a heat map as HTML, and its values for the script that reads them out.
+    """Return a heat map as HTML, and its values for the script that shows them at the cursor.
 
     Args:
         heatmap: what to draw.
@@ -51,7 +51,7 @@ def heatmap_html(heatmap: HeatMap, across: Scale) -> tuple[str, dict[str, Any]]:
     """
     size = len(heatmap.stretches[0].values)
     most = min(_MOST_COLUMNS, max(20, _MOST_CELLS // size))
-    together = math.ceil(len(heatmap.stretches) / most)  # neighbours that become one stretch
+    together = math.ceil(len(heatmap.stretches) / most)  # number of neighbours that become one stretch
     groups = range(0, len(heatmap.stretches), together)
     stretches = [_joined(heatmap.stretches[begin : begin + together]) for begin in groups]
     low, high = _range([value for stretch in stretches for value in stretch.values])
@@ -83,7 +83,7 @@ def heatmap_html(heatmap: HeatMap, across: Scale) -> tuple[str, dict[str, Any]]:
 
 
 def _joined(stretches: Sequence[Stretch]) -> Stretch:
-    """Return neighbours as one, with means by their iterations."""
+    """Merge neighbouring stretches into one, with means weighted by iterations."""
     lengths = [stretch.end - stretch.begin for stretch in stretches]
     by_rank = zip(*(stretch.values for stretch in stretches), strict=True)
     means = [fmean(values, lengths) for values in by_rank]
@@ -91,9 +91,9 @@ def _joined(stretches: Sequence[Stretch]) -> Stretch:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Return what the colours reach from and to.
+    """Return the range of the colour scale.
 
-    A slow start does not make everything else look alike, and what is nearly equal looks so.
+    Outliers, such as a slow start, do not hide other differences, and nearly equal values look alike.
     """
     ordered = sorted(values)
     low, middle, most = ordered[0], ordered[len(ordered) // 2], ordered[-1]
@@ -103,7 +103,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _paths(stretches: Sequence[Stretch], low: float, high: float) -> dict[int, str]:
-    """Return the cells of each level as one path; equal neighbours in a row are one cell."""
+    """Return the cells of each level as one path; equal neighbours in a row become one cell."""
     paths: dict[int, list[str]] = {level: [] for level in range(LEVELS)}
     for rank in range(len(stretches[0].values)):
         levels = [_level(stretch.values[rank], low, high) for stretch in stretches]

@@ -1,4 +1,4 @@
-"""The page: everything about one run in one file that needs no network."""
+"""The report page: everything about one run in one file that needs no network."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lockstep.report.heatmap import heatmap_html
 from lockstep.report.records import Run, number
 from lockstep.report.scale import Scale
 
-# The browser itself keeps the page from loading anything.
+# The browser enforces that the page loads nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-_COLOURED = {  # types of pygments, the narrower ones first
+_COLOURED = {  # pygments token types, more specific ones first
     "Token.Keyword.Constant": "number",
     "Token.Keyword": "keyword",
     "Token.Operator.Word": "keyword",
@@ -94,7 +94,7 @@ def _colour_class(token_type: str) -> str:
 
 
 def _across(run: Run) -> Scale:
-    """Return the axis of iterations, which is the same for all curves."""
+    """Return the axis of iterations that all curves share."""
     iterations = [record["iter"] for record in (*run.train, *run.evaluations, *run.ranks)]
     starts = [row["iter"] - row["count"] for row in run.ranks if isinstance(row.get("count"), int)]
     low = max(0, min([*iterations, *starts]))
@@ -140,5 +140,5 @@ def _asset(name: str) -> str:
 
 
 def _script_json(values: Any) -> str:
-    """Return JSON that no value in it can end the script element around it."""
+    """Return JSON in which no value can end the script element around it."""
     return json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""What a run has left in its folder."""
+"""The records in a run's folder."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _NOT_FINITE = {"nan", "inf", "-inf"}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The records of one run, in their order.
+    """The records of one run, in order.
 
     Attributes:
-        folder: where they were found.
+        folder: the run's folder.
         train: means over a few iterations each.
         evaluations: metrics of validations and tests.
         ranks: times by rank; see `lockstep.hooks.rank_times`.
         environment: host, devices and versions of the run.
         config: the config as Python source.
-        faults: one sentence for each file in which something could not be read.
+        faults: one line for each file that could not be read completely.
     """
 
     folder: Path
@@ -45,16 +45,16 @@ class Run:
         return [record for record in self.evaluations if record["mode"] == mode]
 
     def unit(self, metric: str) -> str:
-        """Return the unit of a metric, or nothing where none is recorded."""
+        """Return the unit of a metric, or an empty string if none is recorded."""
         units = self.environment.get("units")
         return str(units.get(metric, "")) if isinstance(units, dict) else ""
 
 
 def find_run(path: Path) -> Path:
-    """Return the folder of a run: `path` itself, or in a work dir the run that recorded last.
+    """Return the folder of a run: `path` itself, or, for a work_dir, the folder of the run with the latest record.
 
     Raises:
-        ReportError: there is none.
+        ReportError: `path` is not a folder, or holds no run.
     """
     if not path.exists():
         raise ReportError(f"there is no folder `{path}`")
@@ -72,10 +72,10 @@ def find_run(path: Path) -> Path:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what a run has left. Lines that cannot be read are left out and named in `faults`.
+    """Read the records of a run. Unreadable lines are left out and listed in `faults`.
 
     Raises:
-        ReportError: there is not a single record.
+        ReportError: there is no record.
     """
     faults: list[str] = []
     records = [
@@ -97,7 +97,7 @@ def read_run(folder: Path) -> Run:
 
 
 def number(value: object) -> float | None:
-    """Return a recorded number, also one that JSON does not know; None for anything else.
+    """Return a recorded value as a float, including "nan" and "inf"; None if it is not a number.
 
     Example:
         >>> number(3), number("nan"), number("seven")
@@ -111,7 +111,7 @@ def number(value: object) -> float | None:
 
 
 def _json_lines(path: Path, faults: list[str]) -> Iterator[Record]:
-    """Yield the objects of a file, one on each line, that know their iteration."""
+    """Yield the objects of a JSON Lines file that have an iteration."""
     if not path.is_file():
         return
     broken = []

@@ -1,4 +1,4 @@
-"""From values to positions on an axis, and the round values beside it."""
+"""Axes: from values to positions, and the round values at the ticks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _ROOM = 0.06  # of the axis, left free above and below the values
 _EXPONENT_FROM = 1e7
-_LOG_FROM = 20  # ratio of the greatest to the least value from which logarithms show more
+_LOG_FROM = 20  # minimum ratio of maximum to minimum for a log axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,10 @@ class Scale:
 
 
 def fitted(values: Iterable[float], *, from_zero: bool = False) -> Scale:
-    """Return an axis that shows finite values with a little room.
+    """Return an axis for the finite values, with a margin.
 
-    It begins at zero if it must, or if the values lie nearer to zero than to each other.
+    It starts at zero if `from_zero` is set, or if the minimum is less than 0.4 times the maximum; never with negative
+    values.
     """
     low, high = _range(values)
     if low >= 0 and (from_zero or low < 0.4 * high):
@@ -57,7 +58,7 @@ def fitted(values: Iterable[float], *, from_zero: bool = False) -> Scale:
 
 
 def fitted_log(values: Iterable[float]) -> Scale | None:
-    """Return an axis of equal ratios for values that range widely, None for others."""
+    """Return a logarithmic axis for positive values with a wide range; None for others."""
     low, high = _range(values)
     if low <= 0 or high / low < _LOG_FROM:
         return None
@@ -66,7 +67,7 @@ def fitted_log(values: Iterable[float]) -> Scale | None:
 
 
 def shown(value: float) -> str:
-    """Return a number as one reads it, with about four digits.
+    """Return a number in readable form, with about four digits.
 
     Example:
         >>> shown(2342.7), shown(98.886), shown(0.01818), shown(1.4e-7), shown(30.0)
