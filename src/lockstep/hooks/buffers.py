@@ -1,4 +1,4 @@
-"""Synchronization of the model's buffers: one set of running statistics for all ranks."""
+"""Synchronisation of the model's buffers: one set of running statistics for all ranks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class ExchangeTimer:
         nothing else to do: the communication itself, and waiting for slower ranks. So the slowest rank has the smallest
         value.
 
-    On the CPU, every exchange is measured. On an accelerator, measuring has to synchronize with the device, so only one
+    On the CPU, every exchange is measured. On an accelerator, measuring has to synchronise with the device, so only one
     exchange in `interval` is measured.
 
     Args:

@@ -73,7 +73,7 @@ class LoggerHook(Hook):
     Records go to the run's `metrics.jsonl`, to its log file and to the visualizer. A training record holds means over
     all ranks and over the iterations since the last record (for the values that the model returns, means over samples);
     the total samples per second of all ranks; and the peak memory of any rank. The times of each rank go to
-    `ranks.jsonl`. Between records, values are only stored: nothing is sent, and no accelerator is synchronized. A
+    `ranks.jsonl`. Between records, values are only stored: nothing is sent, and no accelerator is synchronised. A
     record is written after the first iteration that ends at least half a second later, and always before a validation,
     a checkpoint and the end of an epoch, and when the run fails.
 

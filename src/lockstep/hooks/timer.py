@@ -15,7 +15,7 @@ class IterTimerHook(Hook):
     """Record the duration of every training iteration, the time spent waiting for data, and the samples.
 
     They are the scalars `train/time` (s), `train/data_time` (s) and `train/samples` of the message hub. An accelerator
-    is not synchronized: the time of a single iteration may be wrong, but the mean over many is right.
+    is not synchronised: the time of a single iteration may be wrong, but the mean over many is right.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ class MMLogger:
             name: the logger's name.
             log_file: a file that also receives its messages.
             log_level: the lowest level that it logs; None leaves it unchanged.
-            ***others: MMEngine's further arguments, which have no effect.
+            **others: MMEngine's further arguments, which have no effect.
         """
         logger = cls.get_current_instance().getChild(name)
         if log_level is not None:

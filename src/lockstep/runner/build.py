@@ -126,7 +126,7 @@ def build_train_loop(cfg: TrainLoop | Mapping[str, Any], run: TrainRun) -> Train
 
 
 def _refuse_own_steps(loop: TrainLoop | EvalLoop) -> None:
-    """Refuse methods that customize MMEngine's loops, but are never called here."""
+    """Refuse methods that customise MMEngine's loops, but are never called here."""
     names = [name for name in ("run_epoch", "run_iter") if hasattr(loop, name)]
     if names and type(loop).run in (EpochBasedTrainLoop.run, IterBasedTrainLoop.run, EvalLoop.run):
         raise ConfigError(

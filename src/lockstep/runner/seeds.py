@@ -25,7 +25,7 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
             samples depends on `seed` alone, the random numbers of a data loader's workers depend on seed, rank and
             epoch, and ranks that compute on the same samples together (tensor parallelism) draw the same numbers.
 
-    ***Collective**: every rank, if no seed is given.
+    **Collective**: every rank, if no seed is given.
     """
     options = checked_keys("randomness", randomness)
     given = options.get("seed")

@@ -62,7 +62,7 @@ def _allow_files(count: int) -> None:
 def make_run_dir(work_dir: Path, experiment_name: str | None) -> Path:
     """Create a new folder for this run, named after the time, and return it on every rank.
 
-    ***Collective**: every rank; rank 0 creates the folder.
+    **Collective**: every rank; rank 0 creates the folder.
 
     Raises:
         ConfigError: the folder cannot be created; PeerError on the other ranks.

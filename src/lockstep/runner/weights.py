@@ -74,7 +74,7 @@ def load_checkpoint(
         strict: raise an error if weights are missing, unknown or of another shape; else log a warning.
         revise_keys: patterns in the names of a file's weights, and their replacements.
 
-    ***Collective**: every rank, if `filename` is a checkpoint.
+    **Collective**: every rank, if `filename` is a checkpoint.
 
     Raises:
         ConfigError: there are no weights, none of them fit, or, if `strict`, some do not fit.

@@ -61,7 +61,7 @@ def write_optim_state(core: nn.Module, optimizers: Iterable[Optimizer], state: O
 
     A tensor may be sharded in any way, or be whole on every rank; the optimizers get copies.
 
-    ***Collective**: every rank, if the sharding of a tensor differs from its parameter's.
+    **Collective**: every rank, if the sharding of a tensor differs from its parameter's.
 
     Raises:
         ConfigError: on every rank, before anything is changed, if the state belongs to another optimizer or another

@@ -17,7 +17,7 @@ from lockstep.model.full_params import gather_full, shard_like
 def reshard_as(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Return a nested state with its tensors sharded like those of `like` under the same keys.
 
-    ***Collective**: every rank, if the sharding of a tensor has to change. **Cost**: an all-gather of each such tensor;
+    **Collective**: every rank, if the sharding of a tensor has to change. **Cost**: an all-gather of each such tensor;
         only one at a time is whole in memory.
     """
     return {key: _converted(value, like.get(key)) for key, value in state.items()}
@@ -26,7 +26,7 @@ def reshard_as(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, A
 def reshard_like(value: Tensor, like: Tensor | None) -> Tensor:
     """Return a tensor sharded like another one, or whole; if nothing has to change, the tensor itself.
 
-    ***Collective**: every rank, if its sharding has to change. **Cost**: an all-gather in that case.
+    **Collective**: every rank, if its sharding has to change. **Cost**: an all-gather in that case.
     """
     if _sharding(value) == _sharding(like):
         return value

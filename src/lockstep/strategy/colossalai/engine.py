@@ -214,7 +214,7 @@ def gradients_of(engine: Any, model: nn.Module) -> Iterator[Tensor]:
 
 
 def check_splits(model: nn.Module) -> None:
-    """Refuse parameters with a customized split, such as queries, keys and values in one matrix.
+    """Refuse parameters with a customised split, such as queries, keys and values in one matrix.
 
     Raises:
         ConfigError: there is such a parameter.

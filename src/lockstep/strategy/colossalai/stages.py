@@ -146,7 +146,7 @@ class PipelineStateTranslator(StateTranslator):
         tp_group: the ranks that share a stage.
         stages: the stages of the pipeline.
 
-    ***Cost**: for `model_state` and `optim_state`, one broadcast of each parameter or of its state, in addition to what
+    **Cost**: for `model_state` and `optim_state`, one broadcast of each parameter or of its state, in addition to what
         `StateTranslator` gathers. Every rank keeps its rows of each tensor in CPU memory.
     """
 

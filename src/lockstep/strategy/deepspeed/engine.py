@@ -65,7 +65,7 @@ def start_engine(model: nn.Module, optimizer: Optimizer | None, config: Mapping[
 def _torch_schedule(section: Mapping[str, Any] | None) -> Callable[[Optimizer], LRScheduler] | None:
     """Return a function that builds the schedule named in a config's section, if it is one of torch's; else None.
 
-    *Raises a ConfigError for an unknown name. **Source**: DeepSpeed 0.19 also supports torch's schedules, but passes
+    Raises a ConfigError for an unknown name. **Source**: DeepSpeed 0.19 also supports torch's schedules, but passes
         them its own optimizer, which torch refuses.
     """
     name = (section or {}).get("type")

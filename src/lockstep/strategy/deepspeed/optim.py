@@ -92,7 +92,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                 schedule.step()
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the autocast of the engine's config; `backward` tells the engine when ranks synchronize."""
+        """Return the autocast of the engine's config; `backward` tells the engine when ranks synchronise."""
         return autocast_of(self.engine)
 
     def update_params(
@@ -115,7 +115,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch.
 
-        ***Collective**: every rank, whenever gradients are sent: at the end of a window; at stage 2, with every batch.
+        **Collective**: every rank, whenever gradients are sent: at the end of a window; at stage 2, with every batch.
 
         Raises:
             ConfigError: at stage 2, or at stage 1 with `overlap_comm`, the ranks' losses reach different parameters, or

@@ -29,7 +29,7 @@ class EngineState:
         groups: for each group of the optimizer, the names of its parameters before ZeRO; empty if there is no
             optimizer.
 
-    ***Cost**: for `model_state` and `optim_state`, one all-reduce (stages 1, 2) or all-gather (stage 3) per parameter
+    **Cost**: for `model_state` and `optim_state`, one all-reduce (stages 1, 2) or all-gather (stage 3) per parameter
         and entry of its state; CPU memory for each rank's rows of all tensors, and device memory for one whole tensor
         at a time. Tensors that every rank holds whole (all at stage 0, float32 weights at stages 1 and 2) are neither
         sent nor copied.
