@@ -36,7 +36,7 @@ from lockstep.errors import DistError
 
 T = TypeVar("T")
 
-_HEAD = struct.Struct("<4q")  # status (0: no failure), bytes of the body, number of segments, of which tensors'
+_HEAD = struct.Struct("<4q")  # status (0: no failure), bytes of the body, number of segments, of tensors
 _EMPTY = bytes(OBJECT_HEADER_BYTES)
 
 

@@ -22,7 +22,7 @@ class _NotGiven:
 
 NOT_GIVEN: Final[Any] = _NotGiven()
 
-# Other subclasses may wrap tensors and have no memory of their own.
+# Other subclasses may only wrap tensors, and have no memory themselves.
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 

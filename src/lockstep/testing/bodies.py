@@ -1,4 +1,4 @@
-"""Where a test body lives, so that another process can find the same function."""
+"""Addresses of test bodies, by which another process can find the same function."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-# `@ranks` leaves a wrapper in the module; this attribute of the wrapper holds the body itself.
+# `@ranks` puts a wrapper into the module; this attribute of the wrapper holds the body itself.
 BODY_ATTRIBUTE = "rank_body"
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The whereabouts of a module-level function.
+    """The location of a module-level function.
 
     Attributes:
         file: path of its module.
         module: name of its module in the test process.
         qualname: its name there.
-        rewritten: whether pytest has rewritten the module's assertions, so that they explain themselves.
+        rewritten: whether pytest has rewritten the module's assertions, so that failures show the values.
     """
 
     file: str
@@ -39,7 +39,7 @@ class Address:
         """Return the address of `body`.
 
         Raises:
-            TypeError: it can't be found by name, so that no other process could find it.
+            TypeError: it can't be found by name, so no other process could find it.
         """
         body = getattr(body, BODY_ATTRIBUTE, body)
         name = getattr(body, "__qualname__", None)
@@ -93,8 +93,8 @@ def _import_file(name: str, file: str, rewritten: bool) -> ModuleType:
 def _import_package(name: str, folder: Path) -> None:
     """Make package `name` importable from `folder`, so that relative imports in its modules work.
 
-    Names such as ``tests.dist.test_sums`` come from pytest's importlib mode, in which the folders need neither be on
-    ``sys.path`` nor hold an ``__init__.py``.
+    Names such as ``tests.dist.test_sums`` come from pytest's importlib mode. In that mode the folders need not be on
+    ``sys.path``, nor contain an ``__init__.py``.
     """
     if str(folder) in getattr(sys.modules.get(name), "__path__", ()):
         return

@@ -1,4 +1,4 @@
-"""`@ranks`: the body of a test runs on real ranks. Imported by test modules only, so pytest is at hand."""
+"""`@ranks`: runs the body of a test on real ranks. Only test modules import it, so pytest is available."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def ranks(
     fresh: bool = False,
     warnings: str = "error",
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a module-level test function on that many real ranks; with several sizes, once for each.
+    """Run a module-level test function on `sizes` real ranks; with several sizes, once for each.
 
     The processes are shared by all tests of one size and keep their default process group. Fixtures and parameters are
     evaluated in the parent and sent to the ranks, so they must be picklable.
 
     Args:
         *sizes: numbers of ranks.
-        timeout: seconds the body may take before its ranks are shown with their live stacks, and killed.
-        fresh: use new processes and initialise no group: for tests of start-up. ``RANK``, ``WORLD_SIZE``,
-            ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set. As the processes end with
-            the body, what it leaves behind is not checked.
-        warnings: what a warning in a rank does, as an action of Python's `warnings` filters. Other than ``"error"``
-            it is meant for bodies that use a library whose warnings the test can't help.
+        timeout: seconds after which the test fails: the live stacks of the ranks are shown, and the ranks are killed.
+        fresh: use new processes without an initialised group, for tests of start-up. ``RANK``, ``WORLD_SIZE``,
+            ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set. Leftover variables,
+            threads and open files are not checked, because the processes end with the body.
+        warnings: what a warning in a rank does, as an action of Python's `warnings` filters. Use an action other than
+            ``"error"`` only for bodies that use a library whose warnings the test can't avoid.
 
-    **Raises**: ValueError or TypeError, when the module is imported, where the sizes or the function are unfit.
+    **Raises**: ValueError or TypeError, when the module is imported, if the sizes or the function are not valid.
 
     **Example**::
 

@@ -1,4 +1,4 @@
-"""What the test process and a rank say to each other. Plain values; nothing here imports torch."""
+"""Messages between the test process and a rank. They are plain values; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TypeAlias
 from lockstep.testing.bodies import Address
 from lockstep.testing.reports import RankReport
 
-# At this signal a rank writes its stack (as a Java machine does); training code hardly ever uses it itself.
+# On this signal a rank writes its stack (as a Java VM does); training code hardly ever uses it.
 STACK_SIGNAL = signal.SIGQUIT
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which rank a process is, and what it shares with the others.
+    """The rank of a process, and what it shares with the other ranks.
 
     Attributes:
         rank: its rank.
@@ -32,26 +32,26 @@ class Seat:
 
     @property
     def output(self) -> Path:
-        """What this rank writes to stdout and stderr."""
+        """The file to which this rank's stdout and stderr go."""
         return self.folder / f"rank{self.rank}.output"
 
     @property
     def stacks(self) -> Path:
-        """Where this rank writes its stack when asked for it or when it crashes."""
+        """The file to which this rank writes its stack, on request or when it crashes."""
         return self.folder / f"rank{self.rank}.stacks"
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One body to run, as seen from the test process at the moment of the call.
+    """One body to run, with the state of the test process at the time of the call.
 
     Attributes:
-        address: where the body lives.
+        address: the location of the body.
         arguments: ``(args, kwargs)``, pickled.
-        environment: variables of the test process.
+        environment: environment variables of the test process.
         folder: its current directory.
         import_path: its ``sys.path``.
-        warnings: what a warning does: an action of the `warnings` module.
+        warnings: what a warning does, as an action of the `warnings` module.
     """
 
     address: Address
@@ -64,10 +64,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """All ranks have passed: let go of what the body used, and say what it left behind.
+    """All ranks have passed: release what the body used, and report what it left behind.
 
     Attributes:
-        regroup: some rank has made groups of its own: leave all groups and join the default one anew.
+        regroup: some rank has made its own groups: leave all groups and join the default group again.
     """
 
     regroup: bool
@@ -75,11 +75,11 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A rank did what it was asked.
+    """A rank completed a request.
 
     Attributes:
         value: what the body returned, pickled.
-        made_groups: whether there are process groups that were not there before.
+        made_groups: whether process groups other than the default group exist.
     """
 
     value: bytes = b""

@@ -1,6 +1,6 @@
-"""The pytest plugin: no rank test gets lost uncounted, and no rank process outlives the session.
+"""The pytest plugin: every rank test is counted, and no rank process outlives the session.
 
-It is loaded into every pytest session of an environment that lockstep is installed in, so it does not import torch.
+Every pytest session in an environment with lockstep loads it, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker and begin to count."""
+    """Register the marker and start counting."""
     config.addinivalue_line(
         "markers", "ranks(*sizes): runs on that many real ranks; put there by lockstep.testing.ranks"
     )
@@ -42,9 +42,9 @@ def pytest_unconfigure() -> None:
 
 
 class RankTests:
-    """What became of the rank tests of a session.
+    """The outcomes of the rank tests of a session.
 
-    A test counts from its reports, so that the count also holds where another process ran it (pytest-xdist).
+    Tests are counted by their reports, so that the count is also right if another process ran them (pytest-xdist).
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -54,20 +54,20 @@ class RankTests:
         self._outcomes: dict[str, str] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Note on the item, and so in its reports, how many ranks it needs."""
+        """Store in the item, and so in its reports, how many ranks it needs."""
         size = _size_of(item)
         if size:
             item.user_properties.append((_PROPERTY, size))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Remember which rank tests are to run."""
+        """Remember which rank tests will run."""
         # A worker of pytest-xdist collects all tests, but runs only some.
         if not self._config.option.collectonly and not hasattr(self._config, "workerinput"):
             self._selected = {item.nodeid for item in session.items if _size_of(item)}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Let no rank test pass unless its body has passed on all of its ranks."""
+        """Fail a rank test unless its body has passed on all of its ranks."""
         __tracebackhide__ = True
         before = pool.ranks_passed()
         result = yield
@@ -82,7 +82,7 @@ class RankTests:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count the outcome of one phase of one test."""
         size = dict(report.user_properties).get(_PROPERTY)
-        # The call of the test decides; set-up and tear-down, if they failed or were skipped.
+        # The call phase decides; set-up and tear-down count only if they failed or were skipped.
         decides = report.when == "call" or not report.passed
         if isinstance(size, int) and decides and self._outcomes.get(report.nodeid) != "failed":
             self._sizes[report.nodeid], self._outcomes[report.nodeid] = size, report.outcome

@@ -24,16 +24,15 @@ from lockstep.testing.reports import RankFailure, RankReport
 DEFAULT_TIMEOUT_SECONDS = 60.0
 _START_SECONDS = 120.0
 _SETTLE_SECONDS = 30.0
-# How long the others may take to fail by themselves, or to finish, once one rank has failed.
+# How long the others may take to fail or finish once one rank has failed.
 _GRACE_SECONDS = 1.0
 _MOST_POOLS_ALIVE = 4
 
 
 def run_ranks(size: int, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-    """Run ``body(*args, **kwargs)`` on `size` real ranks at once, and return what each rank returned.
+    """Run ``body(*args, **kwargs)`` on `size` real ranks at once, and return each rank's result, in rank order.
 
-    The ranks share a process group and see the environment, the current directory and the import path that this
-    process has now.
+    The ranks share a process group, and have this process's present environment, current directory and import path.
 
     Args:
         size: number of ranks.
@@ -41,8 +40,8 @@ def run_ranks(size: int, body: Callable[..., Any], /, *args: Any, **kwargs: Any)
         *args: positional arguments, pickled once and sent to every rank.
         **kwargs: keyword arguments, likewise.
 
-    **Raises**: RankFailure where a rank died, raised, left something behind or did not finish within 60 s; TypeError
-    where the body can't be found by name or an argument can't be pickled.
+    **Raises**: RankFailure if a rank died, raised, left something behind or did not finish within 60 s; TypeError if
+    the body can't be found by name or an argument can't be pickled.
 
     **Example**::
 
@@ -78,7 +77,7 @@ def run_body(
     try:
         values = (_run_fresh if fresh else _run_pooled)(size, task, timeout, title)
     except RankFailure as failure:
-        # The tracebacks that matter are in the message; those of this package would only bury it.
+        # The relevant tracebacks are in the message; those of this package would only hide it.
         raise failure.with_traceback(None) from None
     global _ranks_passed
     _ranks_passed += size
@@ -86,7 +85,7 @@ def run_body(
 
 
 def ranks_passed() -> int:
-    """Return on how many ranks, all in all, bodies have passed in this process."""
+    """Return the total number of ranks on which bodies have passed in this process."""
     return _ranks_passed
 
 
@@ -115,7 +114,7 @@ class Pool:
         """Run a body on all ranks and return their values.
 
         Raises:
-            RankFailure: a rank did not pass; the pool is of no use any more.
+            RankFailure: a rank did not pass; the pool can no longer be used.
         """
         dead = [rank for rank in self._ranks if not rank.is_alive()]
         if dead:
@@ -128,7 +127,7 @@ class Pool:
         return [pickle.loads(answer.value) for answer in passed]
 
     def close(self, patience: float = 2.0) -> None:
-        """Let the ranks end by themselves; kill those that have not after some seconds."""
+        """Let the ranks end; kill each one that has not ended after `patience` seconds."""
         for rank in self._ranks:
             rank.hang_up()
         for rank in self._ranks:
@@ -142,7 +141,7 @@ class Pool:
         return self._collect(title, timeout)
 
     def _collect(self, title: str, timeout: float) -> list[Passed]:
-        """Wait for one answer of every rank."""
+        """Wait for one answer from every rank."""
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + timeout
         while pending := [rank for rank in self._ranks if rank.rank not in answers]:
@@ -166,13 +165,13 @@ class Pool:
         return RankFailure.of(title, [replace(one, output=self._ranks[one.rank].output()) for one in reports])
 
     def _show_output(self) -> None:
-        """Hand on what a body that passed has written, so that `pytest -s` and `-rP` show it."""
+        """Print what a passed body has written, so that `pytest -s` and `-rP` show it."""
         for rank in self._ranks:
             for line in rank.output().splitlines():
                 print(f"[rank {rank.rank}] {line}")
 
 
-_alive: dict[int, Pool] = {}  # the pools of this process, by size; the one used longest ago makes room
+_alive: dict[int, Pool] = {}  # the pools of this process, by size, least recently used first
 _ranks_passed = 0
 atexit.register(close_pools)
 
@@ -186,7 +185,7 @@ def _run_pooled(size: int, task: Task, timeout: float, title: str) -> list[Any]:
     try:
         values = pool.run(task, timeout, title)
     except BaseException:
-        # Nobody knows what its ranks are in the middle of.
+        # The state of its ranks is unknown.
         pool.close(patience=0.0)
         raise
     _alive[size] = pool

@@ -1,4 +1,4 @@
-"""One rank as the test process sees it: start it, talk to it, ask where it stands, end it."""
+"""One rank as the test process sees it: start it, exchange messages, ask for its stack, end it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.testing.messages import STACK_SIGNAL, Answer, Request, Seat
 from lockstep.testing.reports import RankReport, describe_exit
 
 # Besides the worker with torch: what DDP, FSDP and checkpoints import on first use (1.5 s in every rank), and what test
-# modules import. A module that is missing is passed over.
+# modules import. Missing modules are skipped.
 _PRELOADED = ["lockstep.testing.worker", "torch._inductor.config", "torch.distributed.checkpoint", "pytest"]
 _END_SECONDS = 5.0
 _STACK_SECONDS = 2.0
@@ -42,16 +42,16 @@ class RankProcess:
 
     @property
     def waitables(self) -> tuple[Connection, int]:
-        """What `multiprocessing.connection.wait` may wait for: an answer, or the end of the process."""
+        """Objects for `multiprocessing.connection.wait`: they are ready on an answer, or at the end of the process."""
         return self._connection, self._process.sentinel
 
     def send(self, request: Request) -> None:
-        """Send a request. If the process is dead, `receive` will say so."""
+        """Send a request. If the process is dead, `receive` will report it."""
         with suppress(OSError):
             self._connection.send(request)
 
     def receive(self) -> Answer:
-        """Return the answer that has come in, or how the process died."""
+        """Return the answer that has arrived, or a report of how the process died."""
         with suppress(EOFError, OSError):
             if self._connection.poll():
                 answer: Answer = self._connection.recv()
@@ -59,16 +59,16 @@ class RankProcess:
         return self.death()
 
     def death(self) -> RankReport:
-        """Return how the process died."""
+        """Return a report of how the process died."""
         self._process.join(_END_SECONDS)
         return RankReport(self.rank, "died", describe_exit(self._process.exitcode), self.stack())
 
     def is_alive(self) -> bool:
-        """Return whether the process still runs."""
+        """Return whether the process is still running."""
         return self._process.is_alive()
 
     def output(self) -> str:
-        """Return the end of what the body wrote to stdout and stderr."""
+        """Return the last 64 KiB of what the body wrote to stdout and stderr."""
         with suppress(FileNotFoundError), self._seat.output.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _OUTPUT_BYTES_SHOWN))
@@ -81,7 +81,7 @@ class RankProcess:
             os.kill(self._pid, STACK_SIGNAL)
 
     def await_stack(self) -> str:
-        """Return the stack asked for."""
+        """Return the requested stack; waits at most 2 s for it."""
         deadline = time.monotonic() + _STACK_SECONDS
         seen = ""
         while time.monotonic() < deadline:
@@ -93,7 +93,7 @@ class RankProcess:
         return self.stack() or "(the process did not answer when asked for its stack)"
 
     def stack(self) -> str:
-        """Return what faulthandler has written, without the frames that only carried the body here."""
+        """Return what faulthandler has written, without the frames of this package."""
         with suppress(FileNotFoundError):
             threads = self._seat.stacks.read_text().split("\n\n")
             kept = [_body_frames(thread) for thread in threads if "in _die_with_parent" not in thread]
@@ -101,11 +101,11 @@ class RankProcess:
         return ""
 
     def hang_up(self) -> None:
-        """Tell the process to end by itself."""
+        """Close the connection, which tells the process to end."""
         self._connection.close()
 
     def end(self, patience: float) -> None:
-        """Wait for the process to end by itself, then kill it and whatever it has started."""
+        """Wait up to `patience` seconds for the process to end, then kill it and all processes that it has started."""
         self._process.join(patience)
         self._connection.close()
         with suppress(ProcessLookupError, PermissionError):
@@ -147,7 +147,7 @@ def _forkserver() -> ForkServerContext:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let the forkserver, if it has yet to start, import torch with one thread per process."""
+    """Start the forkserver, if it is not running, so that it imports torch with one thread per process."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -161,7 +161,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _body_frames(thread: str) -> str:
-    """Cut one thread's part of a faulthandler dump (most recent call first) where the frames of this package begin."""
+    """Cut one thread's part of a faulthandler dump (most recent call first) at the first frame of this package."""
     kept = []
     for line in thread.splitlines():
         if line.lstrip().startswith(f'File "{_HERE}'):

@@ -1,4 +1,4 @@
-"""What became of the ranks of a test: one report per rank that did not pass, causes before consequences."""
+"""Reports on the ranks of a test: one for each rank that did not pass, causes before consequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["died", "raised", "leaked", "hung"]
 
-# A rank that died takes its peers with it, one that raised leaves them waiting: so causes come first.
+# A rank that died makes its peers fail, and one that raised leaves them waiting: so causes come first.
 _CAUSES_FIRST: tuple[Kind, ...] = ("died", "raised", "leaked", "hung")
 
 
@@ -19,12 +19,12 @@ class RankReport:
     """One rank that did not pass.
 
     Attributes:
-        rank: which one.
+        rank: its rank.
         kind: ``"died"``, ``"raised"``, ``"leaked"`` or ``"hung"``.
-        summary: in one line, what happened.
+        summary: what happened, in one line.
         detail: the traceback, the live stack or the list of leaks.
         output: what the rank wrote to stdout and stderr.
-        consequence: it only failed because another rank had.
+        consequence: whether it failed only because another rank had failed.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not ever
     """A test body did not pass on all of its ranks.
 
     Attributes:
-        reports: one for each rank that failed: died, then raised, then leaked, then hung.
+        reports: one for each rank that failed, in the order: died, raised, leaked, hung.
     """
 
     def __init__(self, message: str, reports: Iterable[RankReport] = ()) -> None:
@@ -48,7 +48,7 @@ class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not ever
 
     @classmethod
     def of(cls, title: str, reports: Iterable[RankReport]) -> RankFailure:
-        """Order the reports and compose the message: the first cause in the first line, then one paragraph per rank."""
+        """Return a failure with ordered reports: the first cause in the first line, then one paragraph per rank."""
         first, *others = ordered = sorted(reports, key=_by_cause)
         headline = f"{title}: rank {first.rank} {first.kind}: {first.summary}"
         if others:
@@ -56,12 +56,12 @@ class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not ever
         return cls("\n".join([headline, *(_paragraph(r) for r in ordered)]), ordered)
 
 
-# Where its users import it from; that is also the name that pytest prints.
+# The module from which users import it, so that pytest prints that name.
 RankFailure.__module__ = "lockstep.testing"
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Say in words how a process ended, given its exit code as `multiprocessing` reports it."""
+    """Return text that says how a process ended, given its exit code as `multiprocessing` reports it."""
     if exitcode is None:
         return "its process is gone"
     if exitcode >= 0:

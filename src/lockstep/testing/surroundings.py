@@ -1,4 +1,4 @@
-"""What a test body may change around itself: put in order before it, compared after it. Runs in the ranks."""
+"""The state that a test body may change: reset before the body, and compared after it. Runs in the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 def reset_settings(rank: int) -> None:
-    """Give every body the same start: seeds (another one on each rank, as in real life), default dtype, switches."""
+    """Reset the state before a body: seeds (a different one on each rank, as in real jobs), default dtype, flags."""
     seed = _SEED + rank
     random.seed(seed)
     torch.manual_seed(seed)
@@ -31,7 +31,7 @@ def reset_settings(rank: int) -> None:
     if torch.get_default_device().type != "cpu":
         torch.set_default_device(None)
     torch.set_grad_enabled(True)
-    if torch.are_deterministic_algorithms_enabled():  # the call imports half of the compiler
+    if torch.are_deterministic_algorithms_enabled():  # the call below imports half of the compiler
         torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
     torch.backends.cudnn.benchmark = False
@@ -41,17 +41,17 @@ def reset_settings(rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What is there before a body, to find out what it left behind."""
+    """The environment, threads and open files before a body, to find out what it left behind."""
 
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))
     files: dict[int, str] = field(default_factory=lambda: _open_files())
 
     def leaks(self, *, ignore_sockets: bool) -> list[str]:
-        """Say what is there now that was not before: variables, threads, open files.
+        """Return what differs from before, as texts: variables, new threads, new open files.
 
         Args:
-            ignore_sockets: the body made process groups, whose connections can't be told from its own sockets.
+            ignore_sockets: the body made process groups, whose connections can't be distinguished from its own sockets.
         """
         return [
             *_changed_variables(self.environment, dict(os.environ)),
@@ -60,7 +60,7 @@ class Surroundings:
         ]
 
     def _new_threads(self) -> list[threading.Thread]:
-        # A thread that was told to end needs a moment; a "dummy" stands for one that Python did not start.
+        # A thread that was told to end needs a moment; a "dummy" represents a thread that Python did not start.
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             new = [x for x in threading.enumerate() if x not in self.threads]
@@ -78,7 +78,7 @@ class Surroundings:
 
 
 def catch_strays() -> list[str]:
-    """Return a list that from now on receives the exceptions nobody can catch: those of finalisers and threads."""
+    """Return a list that from now on receives uncaught exceptions of finalisers and threads."""
     strays: list[str] = []
 
     def in_finaliser(unraisable: sys.UnraisableHookArgs) -> None:
@@ -117,7 +117,7 @@ def _open_files() -> dict[int, str]:
 
 
 def _is_of_body(descriptor: int, ignore_sockets: bool) -> bool:
-    """Tell what tests open (files, folders, sockets) from what libraries open once and keep (pipes, devices)."""
+    """Return whether a body may have opened a descriptor (file, folder, socket), not a library (pipe, device)."""
     try:
         mode = os.fstat(descriptor).st_mode
     except OSError:

@@ -1,4 +1,4 @@
-"""One rank: runs the bodies that the test process sends, until it hangs up. The forkserver preloads this module."""
+"""One rank: runs the bodies that the test process sends, until it closes the connection. The forkserver preloads it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from lockstep.testing.messages import STACK_SIGNAL, Answer, Passed, Request, Sea
 from lockstep.testing.reports import RankReport
 from lockstep.testing.surroundings import Surroundings, catch_strays, reset_settings
 
-# Longer than the usual time limit of a test, so that a hang is reported with live stacks, not by one rank's time-out.
+# Longer than the default time limit of a test, so that a hang is reported with live stacks, not as a rank's timeout.
 _GROUP_TIMEOUT_SECONDS = 120.0
 _SUMMARY_WIDTH = 160
 _HERE = str(Path(__file__).parent)
 
 
 def serve(seat: Seat, connection: Connection) -> None:
-    """Take `seat` and answer requests until the test process hangs up."""
+    """Become the rank of `seat`, and answer requests until the test process closes the connection."""
     _detach(seat)
     rank = _Rank(seat)
     connection.send(rank.answer(rank.start))
@@ -53,7 +53,7 @@ def serve(seat: Seat, connection: Connection) -> None:
 
 
 class _Rank:
-    """The state of a rank between two bodies."""
+    """The state of a rank between bodies, and its answers to requests."""
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
@@ -87,7 +87,7 @@ class _Rank:
             sys.stderr.flush()
 
     def run(self, task: Task) -> Answer:
-        """Run a body as if this rank had been started from the test process just now."""
+        """Run a body as if the test process had just started this rank."""
         os.truncate(self._seat.output, 0)
         os.chdir(task.folder)
         sys.path[:] = task.import_path
@@ -103,9 +103,9 @@ class _Rank:
         return Passed(value, made_groups=_number_of_groups() > 1)
 
     def settle(self, settle: Settle) -> Answer:
-        """Let go of what the body used, and compare what is there with what was there before it.
+        """Release what the body used, and compare the surroundings with those before it.
 
-        All ranks have passed by now: no connection is cut while a peer still needs it.
+        All ranks have passed by now, so no connection is closed that a peer still needs.
         """
         with _warnings_as(self._warnings):
             gc.collect()
@@ -126,16 +126,17 @@ class _Rank:
         modules = len(sys.modules)
         body = address.load()
         if len(sys.modules) != modules:
-            # What modules hold stays. Left out of the collection after every body, that takes microseconds, not 50 ms.
+            # Objects of modules live on. Without them, the garbage collection after each body takes microseconds, not
+            # 50 ms.
             gc.freeze()
         return body
 
     def _join(self) -> None:
-        # A file of its own each time: a FileStore remembers the keys of the group before.
+        # A new file each time, because a FileStore keeps the keys of the previous group.
         store = FileStore(str(self._seat.folder / f"store{self._times_joined}"), self._seat.size)
         self._times_joined += 1
         before = dict(os.environ)
-        # NCCL wants a device per rank; where there are fewer, the ranks share them over gloo.
+        # NCCL needs a device per rank; if there are fewer, the ranks share them over gloo.
         backend = None if torch.accelerator.device_count() >= self._seat.size else "gloo"
         init_dist("pytorch", backend, timeout=_GROUP_TIMEOUT_SECONDS, store=store)
         self._variables |= {name: os.environ[name] for name in os.environ.keys() - before.keys()}
@@ -143,7 +144,7 @@ class _Rank:
 
 
 def _detach(seat: Seat) -> None:
-    """Become a process of one's own: Ctrl-C is for the test process alone, but its end is also the end of this one."""
+    """Start a new session: Ctrl-C reaches only the test process, but when that ends, this process ends, too."""
     os.setsid()
     stacks = seat.stacks.open("w")
     faulthandler.enable(stacks)
@@ -163,7 +164,7 @@ def _die_with_parent(folder: Path) -> None:
 def _warnings_as(action: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter(action)  # type: ignore[arg-type]
-        # Every rank has threads, those of its process group, so that this warning says nothing about the test.
+        # The process group of every rank has threads, so this warning says nothing about the test.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")
         yield
 
