@@ -33,14 +33,14 @@ class EMAHook(Hook):
     """Average the model's weights during training; validate, test and save the average.
 
     * After each iteration the weights are added to the average. Replicas are equal, and so are their averages: nothing
-        is sent between ranks.
-    * During validation and testing, the average replaces the model's weights. * The model in a checkpoint is the
-    average, that is, the model that was validated. The trained weights are saved next to it. A run that resumes with
-    this hook continues from the trained weights; without it, from the average.
+      is sent between ranks.
+    * During validation and testing, the average replaces the model's weights.
+    * The model in a checkpoint is the average, that is, the model that was validated. The trained weights are saved
+      next to it. A run that resumes with this hook continues from the trained weights; without it, from the average.
 
     The first weights that are averaged are those after the first iteration, or after iteration `begin_iter`, as in
-    MMEngine's hook and torch's `AveragedModel`. An average that begins with the initial weights instead differs by `(1
-    - momentum)**t * (w_0 - w_1)` after t iterations: with the default momentum of 0.0002, by 82% of the first step
+    MMEngine's hook and torch's `AveragedModel`. An average that begins with the initial weights instead differs by
+    `(1 - momentum)**t * (w_0 - w_1)` after t iterations: with the default momentum of 0.0002, by 82% of the first step
     after 1,000 iterations, and by 14% after 10,000. `average_initial=True` selects this one.
 
     Args:
@@ -56,7 +56,7 @@ class EMAHook(Hook):
         ema_model: the average; set when training begins.
 
     **Cost**: one pass over the weights per iteration, and memory for one copy of the weights; during validation, for
-        one more.
+    one more.
     With `update_buffers`, one all_reduce of the buffers per validation and checkpoint.
     """
 

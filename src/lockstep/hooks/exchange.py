@@ -15,8 +15,8 @@ class ExchangeTimer:
     """Reads the times that DDP measures for its exchange of gradients.
 
     The exchange overlaps with the backward pass. Only the part after the backward pass is counted, when this rank has
-        nothing else to do: the communication itself, and waiting for slower ranks. So the slowest rank has the smallest
-        value.
+    nothing else to do: the communication itself, and waiting for slower ranks. So the slowest rank has the smallest
+    value.
 
     On the CPU, every exchange is measured. On an accelerator, measuring has to synchronise with the device, so only one
     exchange in `interval` is measured.
@@ -28,7 +28,7 @@ class ExchangeTimer:
     **Cost**: 0.1 ms per reading.
 
     **Source**: `DDPLoggingData` of torch 2.13: means since the beginning over the first ten exchanges and then over
-        every n-th. `DistributedDataParallel` provides it through private methods; without them nothing is measured.
+    every n-th. `DistributedDataParallel` provides it through private methods; without them nothing is measured.
     """
 
     def __init__(self, model: nn.Module, interval: int) -> None:

@@ -16,8 +16,8 @@ class GarbageCollectionHook(Hook):
     """Collect garbage every few iterations, on all ranks at once, and at no other time during an epoch.
 
     By default, Python collects on each rank at a different moment, and all other ranks wait: with many ranks, almost
-        every step is delayed. Before training, all existing objects are also excluded from collection (`gc.freeze`), so
-        that later collections need not traverse models and libraries again.
+    every step is delayed. Before training, all existing objects are also excluded from collection (`gc.freeze`), so
+    that later collections need not traverse models and libraries again.
 
     Args:
         interval: number of iterations from one collection to the next. Between them, objects in reference cycles stay

@@ -152,7 +152,7 @@ def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
     """Return the schedulers that `param_scheduler` describes.
 
     With several optimizers, each gets its own schedulers: those under its name if `cfg` is a dict with optimizer names
-        as keys, else all of them.
+    as keys, else all of them.
     """
     wrapper, loop = run.optim_wrapper, run.train_loop
     if cfg and (own := run.strategy.own_schedule) is not None:

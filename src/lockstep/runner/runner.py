@@ -100,7 +100,7 @@ class Runner(_PartsOfRun):
             environment. If a group exists already, it is used.
         env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`, `mp_cfg`, `resource_limit`.
         load_from: a checkpoint, or a file of weights.
-        resume: go on from `load_from`, or from the last checkpoint in the work_dir if there is one.
+        resume: resume from `load_from`, or from the last checkpoint in the work_dir if there is one.
         randomness: `seed`, `deterministic` and `diff_rank_seed`; without the last, all ranks draw the same dropout
             masks.
         compile: compile the model; under FSDP, compile each of its repeated blocks. A dict gives arguments for

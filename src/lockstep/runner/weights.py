@@ -162,7 +162,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
     The file holds a state dict, or a dict with one under `state_dict` or `model`. Only tensors and plain values are
     unpickled: objects of any other class, such as those in MMEngine's checkpoints, become empty objects, and none of
-        their code runs.
+    their code runs.
 
     Raises:
         ConfigError: the file cannot be read, or holds no weights.

@@ -25,8 +25,8 @@ class Strategy(ABC):
     """How a model is distributed over ranks; base class of all strategies.
 
     Backward passes and updates go through the optim wrapper that `prepare` returns. All strategies exchange states in
-        one canonical form: parameters by their full name, without the prefixes of wrappers, and the optimizer's state
-        by parameter name. A strategy writes no files, logs nothing and owns no directories.
+    one canonical form: parameters by their full name, without the prefixes of wrappers, and the optimizer's state by
+    parameter name. A strategy writes no files, logs nothing and owns no directories.
 
     Attributes:
         own_optim_wrapper: the optim wrapper that a Runner uses if it is given none, if the strategy's own config names

@@ -162,8 +162,7 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             are not.
 
     **Source**: found by comparing all optimizers of torch 2.13 with one process. For complex numbers, they update real
-        views of the shards in place, but views of uneven DTensors are copies; Adafactor takes norms of its own shard
-        only.
+    views of the shards in place, but views of uneven DTensors are copies; Adafactor takes norms of its own shard only.
     """
     kind = type(optimizer).__name__
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

@@ -18,7 +18,7 @@ def reshard_as(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, A
     """Return a nested state with its tensors sharded like those of `like` under the same keys.
 
     **Collective**: every rank, if the sharding of a tensor has to change. **Cost**: an all-gather of each such tensor;
-        only one at a time is whole in memory.
+    only one at a time is whole in memory.
     """
     return {key: _converted(value, like.get(key)) for key, value in state.items()}
 

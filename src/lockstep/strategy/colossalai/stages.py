@@ -147,7 +147,7 @@ class PipelineStateTranslator(StateTranslator):
         stages: the stages of the pipeline.
 
     **Cost**: for `model_state` and `optim_state`, one broadcast of each parameter or of its state, in addition to what
-        `StateTranslator` gathers. Every rank keeps its rows of each tensor in CPU memory.
+    `StateTranslator` gathers. Every rank keeps its rows of each tensor in CPU memory.
     """
 
     def __init__(self, core: nn.Module, engine: Any, tp_group: Any, stages: Stages) -> None:

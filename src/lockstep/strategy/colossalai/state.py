@@ -31,8 +31,8 @@ class StateTranslator:
         tp_group: the ranks that share a replica; None if each rank has its own.
 
     **Cost**: for `model_state` and `optim_state`, one all-gather per sharded parameter or entry of its state. One
-        tensor at a time is whole in device memory; every rank keeps its rows of it in CPU memory. Tensors that every
-        rank holds whole are neither sent nor copied.
+    tensor at a time is whole in device memory; every rank keeps its rows of it in CPU memory. Tensors that every rank
+    holds whole are neither sent nor copied.
 
     **Source**: `LowLevelZeroOptimizer` and `colossalai.shardformer.layer.ParallelModule` (0.5.0).
     """

@@ -50,9 +50,10 @@ class ColossalAIStrategy(EngineStrategy):
         mixed_precision: must be None; give `precision="bf16"` to the plugin.
         model_wrapper: config of the wrapper, `ColossalAIModelWrapper` by default.
         tensor_parallel: as for `FSDPStrategy`, with plugin="hybrid": the number of ranks that share a replica, for a
-            model with a `_tp_plan` that says how to split it; or `dict(degree=2, plan={"*.up": "colwise", "*.down":
-            "rowwise"})`, with patterns of names of linear layers. With `tp_size` only, the split comes from a
-            `custom_policy`, from ColossalAI's own policy for the model, or from the model's `_tp_plan`.
+            model with a `_tp_plan` that says how to split it; or
+            `dict(degree=2, plan={"*.up": "colwise", "*.down": "rowwise"})`, with patterns of names of linear layers.
+            With `tp_size` only, the split comes from a `custom_policy`, from ColossalAI's own policy for the model, or
+            from the model's `_tp_plan`.
         **kwargs: options of the plugin: `stage`, `precision`, `tp_size`, `pp_size` with `num_microbatches` or
             `microbatch_size`, and so on.
 

@@ -66,7 +66,7 @@ def _torch_schedule(section: Mapping[str, Any] | None) -> Callable[[Optimizer], 
     """Return a function that builds the schedule named in a config's section, if it is one of torch's; else None.
 
     Raises a ConfigError for an unknown name. **Source**: DeepSpeed 0.19 also supports torch's schedules, but passes
-        them its own optimizer, which torch refuses.
+    them its own optimizer, which torch refuses.
     """
     name = (section or {}).get("type")
     if section is None or hasattr(load_engine("deepspeed.runtime.lr_schedules"), str(name)):
@@ -192,7 +192,7 @@ def _watch_calls(module: nn.Module) -> CallOrder:
     """Return a `CallOrder` that compares over ranks which layers of a module at stage 3 are called.
 
     **Source**: `deepspeed.runtime.zero.partitioned_param_coordinator` (0.19), which compares the order afterwards, and
-        raises an error on some ranks only.
+    raises an error on some ranks only.
     """
     layers = {
         name: layer

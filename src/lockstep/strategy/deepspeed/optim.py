@@ -54,8 +54,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     """An optim wrapper whose backward passes and updates are run by a DeepSpeed engine.
 
     The engine averages gradients over ranks and clips them. This wrapper determines where a window of accumulation ends
-        and by how much a loss is divided, so that the last window, which may be shorter, is divided correctly.
-        `optimizer` is the one that the engine uses: a scheduler that changes its learning rates changes the update.
+    and by how much a loss is divided, so that the last window, which may be shorter, is divided correctly. `optimizer`
+    is the one that the engine uses: a scheduler that changes its learning rates changes the update.
 
     Args:
         optimizer: as for `OptimWrapper`.

@@ -30,9 +30,9 @@ class EngineState:
             optimizer.
 
     **Cost**: for `model_state` and `optim_state`, one all-reduce (stages 1, 2) or all-gather (stage 3) per parameter
-        and entry of its state; CPU memory for each rank's rows of all tensors, and device memory for one whole tensor
-        at a time. Tensors that every rank holds whole (all at stage 0, float32 weights at stages 1 and 2) are neither
-        sent nor copied.
+    and entry of its state; CPU memory for each rank's rows of all tensors, and device memory for one whole tensor at a
+    time. Tensors that every rank holds whole (all at stage 0, float32 weights at stages 1 and 2) are neither sent nor
+    copied.
 
     **Source**: `deepspeed.utils.safe_get_full_fp32_param` and related functions, `deepspeed.zero.GatheredParameters`
     (0.19).
@@ -59,9 +59,8 @@ class EngineState:
         """Return the optimizer's state by canonical names; before the first update there are no entries.
 
         After it, every trainable parameter has one, even if it never had a gradient: at stage 0 because DeepSpeed gives
-            it a gradient of zeros; from stage 1 on because a group has one state, shared by its parameters, and one
-            number of steps. A native strategy that resumes from it continues the count of steps for such a parameter,
-            too.
+        it a gradient of zeros; from stage 1 on because a group has one state, shared by its parameters, and one number
+        of steps. A native strategy that resumes from it continues the count of steps for such a parameter, too.
         """
         if self._stage == 0:
             return canonical.read_optim_state(self._core, [self._optimizer])
@@ -277,7 +276,7 @@ def _own_piece(value: Tensor, parameter: Any) -> Tensor:
     """Return the piece of a parameter that this rank holds at stage 3; the last piece is padded with zeros.
 
     **Source**: `safe_set_full_fp32_param` (0.19) fails if the number of elements is not a multiple of the number of
-        ranks.
+    ranks.
     """
     size = parameter.ds_tensor.numel()
     piece = torch.zeros(size, dtype=torch.float32)
