@@ -18,7 +18,7 @@ from lockstep.registry import MODEL_WRAPPERS
 
 @MODEL_WRAPPERS.register_module()
 class MMSeparateDistributedDataParallel(ModelWrapper):
-    """Wrap each child of a module that has trainable parameters in its own DDP.
+    """Wrap each child that has trainable parameters in its own DDP.
 
     With one DDP around a whole GAN, the generator's step waits for gradients of the discriminator, unless DDP searches
     the graph in every step (`find_unused_parameters`). With a DDP around each of the two, each waits only for its own
