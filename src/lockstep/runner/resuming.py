@@ -88,7 +88,7 @@ def resume_run(run: TrainRun, directory: Path) -> None:
 def _tell_of_new_parameters(
     run: TrainRun, groups: list[Mapping[str, Any]], saved: Mapping[str, Any], directory: Path
 ) -> None:
-    """Log which parameters in `groups` have no optimizer state in the checkpoint, so that theirs begins anew."""
+    """Log which parameters in `groups` have no optimizer state in the checkpoint, and so begin with a new one."""
     known = saved["state"] or {name for group in saved["param_groups"] for name in group["params"]}
     frozen = {site.name for site in param_sites(run.model) if not site.parameter.requires_grad}
     new = [name for group in groups for name in group["params"] if name not in known and name not in frozen]
