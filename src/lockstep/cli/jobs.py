@@ -35,7 +35,7 @@ class _Job(RankOptions, ABC):
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How the model is laid over ranks, whatever the config says; `lockstep strategies` shows the names.",
+            help="How the model is distributed over ranks; overrides the config. `lockstep strategies` shows the names.",
         ),
     ] = None
     cfg_options: CfgOptions = None
@@ -50,7 +50,7 @@ class _Job(RankOptions, ABC):
         str | None,
         rank_option(
             metavar="[none|pytorch|slurm|mpi]",
-            help="Whose ranks to join. Default: found in the environment; none starts own ones.",
+            help="The launcher whose ranks to join. Default: detected from the environment; none starts new ranks.",
         ),
     ] = None
 
@@ -114,7 +114,7 @@ class Train(_Job):
     """
 
     max_restarts: MaxRestarts = 0
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the work dir.")] = False
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in the work dir.")] = False
 
     def complete(self, cfg: Config) -> None:
         """Set whether to resume."""

@@ -63,7 +63,7 @@ class Launch(RankOptions):
 
 def report(
     run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or of several, of which the last is taken.")
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or of several runs; the last one is used.")
     ],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page. Default: report.html in the run's folder.")

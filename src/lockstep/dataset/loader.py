@@ -151,7 +151,7 @@ def _first_samples(dataset: Any, count: int) -> Any:
 def _stream_loader(dataset: Any, arguments: dict[str, Any], shard: tuple[int, int], split: bool | None) -> StreamLoader:
     if arguments.pop("shuffle", None) or any(arguments.get(key) is not None for key in ("sampler", "batch_sampler")):
         raise ConfigError(
-            f"an iterable data set has an order of its own, which no sampler can change; but beside "
+            f"an iterable dataset has an order of its own, which no sampler can change; but beside "
             f"{type(dataset).__name__} there is a `shuffle` or a sampler. Leave it out"
         )
     parts = shard[1] * max(1, arguments.get("num_workers", 0))

@@ -96,7 +96,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 def _of_data(dataset: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     with suppress(TypeError):
-        found["the length of the data set"] = str(len(dataset))
+        found["the length of the dataset"] = str(len(dataset))
     if isinstance(dataset, Subset):
         found["the indices of the Subset"] = _digest(dataset.indices)
         found.update(_of_data(dataset.dataset))

@@ -49,7 +49,7 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
     if not is_map_style:
         advice = "Give a DataLoader of map-style data, or on each rank batches of its own"
         if isinstance(loader, DataLoader):
-            advice = "The config dict(dataset=..., batch_size=...) splits an iterable data set"
+            advice = "The config dict(dataset=..., batch_size=...) splits an iterable dataset"
         return logging.WARNING, (
             f"each of the {get_world_size()} ranks goes through all that it yields, which is the same on every rank "
             f"unless it shards by itself. {advice}; {_HOW_TO_SAY}"
