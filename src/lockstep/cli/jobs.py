@@ -35,7 +35,7 @@ class _Job(RankOptions, ABC):
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How the model is distributed over ranks; overrides the config. `lockstep strategies` shows the names.",
+            help="How the model is distributed; overrides the config. `lockstep strategies` shows the names.",
         ),
     ] = None
     cfg_options: CfgOptions = None
