@@ -115,7 +115,8 @@ def require_list(name: str, tensors: Sequence[Tensor], comm: Comm, *, is_filled:
             f"`{name}` must have {comm.size} entries, one for each rank, but has {len(tensors)} ({comm.this_rank})"
         )
     for index, tensor in enumerate(tensors):
-        require_tensor(f"{name}[{index}]", tensor, is_filled=is_filled)
+        if not _is_plain(tensor) or (is_filled and not tensor.is_contiguous()):  # the name is made only for an error
+            require_tensor(f"{name}[{index}]", tensor, is_filled=is_filled)
 
 
 def require_alike(name: str, data: Tensor, like: str, model: Tensor | Header, comm: Comm, remedy: str = "") -> None:
