@@ -120,8 +120,9 @@ def test_of_a_dict_the_module_gets_what_it_takes_and_the_loss_the_target(tmp_pat
     train(Named(), tmp_path, train_dataloader=loader, val_dataloader=loader, loss=nn.CrossEntropyLoss())
 
 
-def test_a_batch_of_one_tensor_is_its_own_target(tmp_path: Path) -> None:
-    loader = torch.utils.data.DataLoader(X, batch_size=4)
+@pytest.mark.parametrize("data", [X, TensorDataset(X)], ids=["a tensor", "a list of one"])
+def test_a_batch_of_one_tensor_is_its_own_target(data: Any, tmp_path: Path) -> None:
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
     train(nn.Linear(4, 4), tmp_path, train_dataloader=loader, loss=nn.MSELoss())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -70,8 +71,6 @@ def test_what_is_not_there_and_a_folder_are_told_apart(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=200))
 def test_whatever_the_bytes_the_file_is_named(content: bytes) -> None:
-    from tempfile import TemporaryDirectory
-
     with TemporaryDirectory() as folder:
         path = Path(folder) / "garbage.pth"
         path.write_bytes(content)

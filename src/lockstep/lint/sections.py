@@ -152,9 +152,8 @@ def _strategy(key: str, strategy: object) -> Iterator[Fault]:
     yield from Kind(registry.STRATEGIES).faults(key, strategy)
     if isinstance(strategy, Mapping):
         kind, _ = resolve(strategy.get("type"), registry.STRATEGIES)
-        if kind is not None and kind is registry.STRATEGIES.module_dict.get(
-            "FSDPStrategy"
-        ):  # only there when it is asked for
+        fsdp = registry.STRATEGIES.module_dict.get("FSDPStrategy")  # registered only once something has asked for it
+        if kind is not None and kind is fsdp:
             yield from _fsdp(key, strategy, kind)
 
 

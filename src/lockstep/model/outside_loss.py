@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -88,8 +88,8 @@ class OutsideLoss:
         inputs, target = batch, batch
         if isinstance(batch, Mapping):
             inputs, target = self._split_mapping(core, batch)
-        elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) > 1:
-            inputs, target = batch[:-1], batch[-1]
+        elif isinstance(batch, list | tuple) and batch:
+            inputs, target = batch[:-1] or batch, batch[-1]
         return inputs, batch if self.gets_batch else target
 
     def _split_mapping(self, core: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
