@@ -77,7 +77,7 @@ def test_a_sound_run_is_left_alone_whatever_else_is_logged(tmp_path: Path):
 
 
 def seen(*values: Any) -> list[_Seen]:
-    return [_Seen(place // 2 + 1, f"loss_{place}", value) for place, value in enumerate(values)]
+    return [_Seen(place // 2 + 1, {f"loss_{place}": value}) for place, value in enumerate(values)]
 
 
 def test_values_of_any_kind_are_read():

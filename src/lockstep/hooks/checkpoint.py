@@ -88,17 +88,17 @@ class CheckpointHook(Hook):
         """Save every few iterations."""
         if self.by_epoch:
             return
-        is_due = self.every_n_train_iters(runner, self.interval, self.save_begin)
-        if is_due or (self.save_last and self.is_last_train_iter(runner)):
-            self._save(runner, "iter_{}", runner.iter + 1, epoch=runner.epoch, iteration=runner.iter + 1)
+        done = runner.iter + 1
+        if self._is_due(done, runner.max_iters):
+            self._save(runner, "iter_{}", done, epoch=runner.epoch, iteration=done)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Save every few epochs."""
         if not self.by_epoch:
             return
-        is_due = self.every_n_epochs(runner, self.interval, self.save_begin)
-        if is_due or (self.save_last and self.is_last_train_epoch(runner)):
-            self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
+        done = runner.epoch + 1
+        if self._is_due(done, runner.max_epochs):
+            self._save(runner, "epoch_{}", done, epoch=done, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
         """Raise an error if epochs are to be counted in an iteration-based loop."""
@@ -134,6 +134,10 @@ class CheckpointHook(Hook):
         self._best = {}
         for name, best in state.get("best", {}).items():
             self._note_best(runner, name, best["value"], best["path"])
+
+    def _is_due(self, done: int, last: int | None) -> bool:
+        since = done - self.save_begin
+        return (self.interval > 0 and since >= 0 and since % self.interval == 0) or (self.save_last and done == last)
 
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
         name = (self.filename_tmpl or template).format(done)

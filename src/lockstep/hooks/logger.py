@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from lockstep.dist import gather_object
 from lockstep.hooks.exchange import ExchangeTimer
 from lockstep.hooks.rank_times import RankTimes
 from lockstep.hooks.storage import check_local
-from lockstep.logging import MessageHub
+from lockstep.logging import HistoryBuffer
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -30,7 +31,7 @@ class _Unwritten(NamedTuple):
         iteration: number of complete iterations, including the one in which the record was made.
         length: number of iterations that the record covers.
         moment: when it was made, by `perf_counter`.
-        ranks: the numbers of each rank.
+        ranks: returns the numbers of each rank.
     """
 
     runner: TrainRun
@@ -39,7 +40,7 @@ class _Unwritten(NamedTuple):
     length: int
     rates: dict[str, float]
     moment: float
-    ranks: Sequence[Mapping[str, float]]
+    ranks: Callable[[], Sequence[Mapping[str, float]]]
 
 
 class _EpochSums:
@@ -186,13 +187,16 @@ class LoggerHook(Hook):
                 self._rank_times.close()
 
     def _make_record(self, runner: TrainRun, iteration: int) -> None:
-        """Gather each rank's numbers for the iterations since the last record."""
+        """Gather each rank's numbers for the iterations since the last record; one process computes them later."""
         samples, self._samples = self._samples, []
         moment = perf_counter()
-        own = self._own_numbers(runner.message_hub, samples)
-        ranks = gather_object(own) if runner.distributed else [own]  # one process need not pickle anything
-        if ranks is not None:
-            rates = _first_rates(runner)
+        scalars = runner.message_hub.log_scalars.items()
+        last = {key: buffer.tail(len(samples)) for key, buffer in scalars if key.startswith(_PREFIX)}
+        waited = None if self._exchange is None else self._exchange.mean_seconds(len(samples))
+        own = partial(self._own_numbers, last, samples, waited, peak_memory() / 2**20)
+        gathered = gather_object(own()) if runner.distributed else []
+        if gathered is not None:
+            rates, ranks = _first_rates(runner), lambda: gathered or [own()]
             self._unwritten.append(_Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, ranks))
 
     def _write_all(self) -> None:
@@ -201,7 +205,7 @@ class LoggerHook(Hook):
             self._write_training(record, flush=not self._unwritten)
 
     def _write_training(self, record: _Unwritten, *, flush: bool) -> None:
-        runner, count, ranks = record.runner, record.length, record.ranks
+        runner, count, ranks = record.runner, record.length, record.ranks()
         values, logged = _merge(ranks)
         # Ranks that compute on the same samples count them once.
         total = sum(numbers["samples"] for numbers in ranks) * runner.data_shard.size / runner.world_size
@@ -214,27 +218,28 @@ class LoggerHook(Hook):
             self._rank_times.add(record.iteration, count, ranks, flush=flush)
         self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
 
-    def _own_numbers(self, hub: MessageHub, samples: list[int]) -> dict[str, float]:
+    def _own_numbers(
+        self, last: Mapping[str, HistoryBuffer], samples: list[int], waited: float | None, memory_mib: float
+    ) -> dict[str, float]:
         """Return this rank's numbers for the iterations since the last record.
 
         The values that the model returned are means over samples, and their names are marked. All others are means over
         iterations.
         """
-        count, is_even = len(samples), len(set(samples)) == 1
+        is_even = len(set(samples)) == 1
         own: dict[str, float] = {}
-        for key, buffer in hub.log_scalars.items():
+        for key, buffer in last.items():
             name = key.removeprefix(_PREFIX)
-            if name == key or name == "samples":
+            if name == "samples":
                 continue
             if name not in self._logged:
-                own[name] = buffer.mean(count)
+                own[name] = buffer.mean()
             elif any(samples):
-                own[_RETURNED + name] = buffer.mean(count) if is_even else buffer.weighted_mean(samples)
-        waited = None if self._exchange is None else self._exchange.mean_seconds(count)
+                own[_RETURNED + name] = buffer.mean() if is_even else buffer.weighted_mean(samples)
         if waited is not None:
             own["comm_time"] = waited
         own["samples"] = sum(samples)
-        own["memory_mib"] = peak_memory() / 2**20
+        own["memory_mib"] = memory_mib
         return own
 
     def _record_metrics(self, runner: Run, mode: str, metrics: dict[str, Any]) -> None:

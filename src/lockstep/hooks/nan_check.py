@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +24,10 @@ class _Fault(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """One value of one iteration; a tensor stays on its device until the check."""
+    """The values of one iteration; tensors stay on their device until the check."""
 
     iteration: int
-    name: str
-    value: float | Tensor
+    values: Mapping[str, Any]
 
 
 @HOOKS.register_module()
@@ -67,9 +67,8 @@ class NaNCheckHook(Hook):
         if self._looked is not None:
             self._judge(runner)
         iteration = runner.iter + 1
-        for name, value in (outputs or {}).items():
-            if "loss" in name and (isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)):
-                self._seen.append(_Seen(iteration, name, value))
+        if outputs:
+            self._seen.append(_Seen(iteration, outputs))
         if iteration % self.interval == 0:
             self._look(runner)
             # Reading from an accelerator waits for it; LoggerHook may just have waited, so this is the best moment.
@@ -123,9 +122,15 @@ class NaNCheckHook(Hook):
 
 def _first_fault(seen: list[_Seen]) -> _Fault | None:
     """Return the first iteration with a value that is not finite, and all such values in it."""
-    numbers = read_scalars(item.value for item in seen)
-    bad = [(item, number) for item, number in zip(seen, numbers, strict=True) if not math.isfinite(number)]
+    losses = [
+        (iteration, name, value)
+        for iteration, values in seen
+        for name, value in values.items()
+        if "loss" in name and (isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1))
+    ]
+    numbers = read_scalars(value for _, _, value in losses)
+    bad = [(loss, number) for loss, number in zip(losses, numbers, strict=True) if not math.isfinite(number)]
     if not bad:
         return None
-    first = bad[0][0].iteration
-    return _Fault(first, {item.name: number for item, number in bad if item.iteration == first})
+    first = bad[0][0][0]
+    return _Fault(first, {name: number for (iteration, name, _), number in bad if iteration == first})

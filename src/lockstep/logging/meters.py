@@ -19,15 +19,16 @@ def read_scalars(values: Iterable[Scalar]) -> list[float]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for value in values:
         # On the CPU, ten reads take a quarter of the time of a stack.
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            by_device.setdefault(value.device, []).append(value.detach().reshape(()))
-    read = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
-    numbers: list[float] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            value = next(read[value.device]) if value.device in read else value.item()
-        numbers.append(float(value))
-    return numbers
+        if isinstance(value, Tensor) and not value.is_cpu:
+            by_device.setdefault(value.device, []).append(value)
+    read: dict[int, float] = {}
+    for tensors in by_device.values():
+        numbers = torch.stack([tensor.detach().reshape(()) for tensor in tensors]).tolist()
+        read.update(zip(map(id, tensors), numbers, strict=True))
+    return [
+        float(value) if not isinstance(value, Tensor) else read[id(value)] if id(value) in read else float(value.item())
+        for value in values
+    ]
 
 
 class HistoryBuffer:
@@ -37,27 +38,36 @@ class HistoryBuffer:
 
     Args:
         max_length: the maximum number of values to keep.
+
+    Attributes:
+        values: the stored values, the latest last.
     """
 
     def __init__(self, max_length: int = 1000) -> None:
-        self._values: deque[Scalar] = deque(maxlen=max_length)
+        self.values: deque[Scalar] = deque(maxlen=max_length)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.values)
 
     def update(self, value: Scalar) -> None:
         """Add a number or a detached one-element tensor."""
-        self._values.append(value)
+        self.values.append(value)
+
+    def tail(self, count: int) -> HistoryBuffer:
+        """Return a buffer of the last `count` values, which this one goes on without."""
+        last = HistoryBuffer()
+        last.values.extendleft(islice(reversed(self.values), count))
+        return last
 
     def current(self) -> float:
         """Return the last value."""
         self._must_have_values()
-        return float(self._values[-1])
+        return float(self.values[-1])
 
     @property
     def data(self) -> tuple[list[float], list[int]]:
         """The stored values, the latest last, and their counts, which are all 1."""
-        values = read_scalars(self._values)
+        values = read_scalars(self.values)
         return values, [1] * len(values)
 
     def min(self, window_size: int | None = None) -> float:
@@ -93,11 +103,11 @@ class HistoryBuffer:
     def _last(self, count: int | None) -> list[Scalar]:
         """Return the last values, the latest first."""
         self._must_have_values()
-        length = len(self._values)
-        return list(islice(reversed(self._values), length if count is None else max(1, min(count, length))))
+        length = len(self.values)
+        return list(islice(reversed(self.values), length if count is None else max(1, min(count, length))))
 
     def _must_have_values(self) -> None:
-        if not self._values:
+        if not self.values:
             raise ValueError("the buffer must hold a value to be read, but is empty")
 
 
@@ -154,10 +164,9 @@ class MessageHub:
             count: from MMEngine; has no effect, because each value counts once.
             resumed: from MMEngine; has no effect, because a resumed run starts new histories.
         """
-        buffer = self._scalars.get(key)
-        if buffer is None:
-            buffer = self._scalars[key] = HistoryBuffer()
-        buffer.update(value)
+        if key not in self._scalars:
+            self._scalars[key] = HistoryBuffer()
+        self._scalars[key].values.append(value)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
         """Add one value to each of several histories; a value may be a dict with the key `value`."""

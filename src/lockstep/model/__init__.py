@@ -25,7 +25,15 @@ from lockstep.model.preprocessor import BaseDataPreprocessor
 from lockstep.model.recomputing import checkpoint_activations
 from lockstep.model.separate import MMSeparateDistributedDataParallel
 from lockstep.model.steps import UpdatesParams, parse_losses
-from lockstep.model.wrapper import ModelWrapper, is_model_wrapper, predict_step, step_of, train_step, unwrap_model
+from lockstep.model.wrapper import (
+    ModelWrapper,
+    is_model_wrapper,
+    predict_step,
+    step_of,
+    train_step,
+    train_step_of,
+    unwrap_model,
+)
 
 if TYPE_CHECKING:
     from lockstep.model.fsdp import MMFullyShardedDataParallel
@@ -63,6 +71,7 @@ __all__ = [
     "revert_sync_batchnorm",
     "step_of",
     "train_step",
+    "train_step_of",
     "uncompiled",
     "unwrap_model",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.model.ddp import MMDistributedDataParallel
 from lockstep.model.parts import callable_children
-from lockstep.model.wrapper import ModelWrapper, step_of, train_step
+from lockstep.model.wrapper import ModelWrapper, train_step_of
 from lockstep.registry import MODEL_WRAPPERS
 
 
@@ -73,7 +73,7 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
 
         **Collective**: every rank.
         """
-        logged: dict[str, Tensor] = step_of(self.module, "train_step", train_step)(data, optim_wrapper)
+        logged: dict[str, Tensor] = train_step_of(self.module)(data, optim_wrapper)
         return logged
 
     @contextmanager

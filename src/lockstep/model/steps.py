@@ -47,21 +47,29 @@ def defines_step(module: nn.Module, name: str) -> bool:
 
 def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:
     """Apply the model's `data_preprocessor` to a batch, or only move the batch to the model's device."""
-    preprocessor = attribute_of(core, "data_preprocessor")
+    return preprocessing_of(core)(data, training)
+
+
+def preprocessing_of(core: nn.Module) -> Callable[[Any, bool], Any]:
+    """Return the model's `data_preprocessor`, or a function that only moves a batch to the model's device."""
+    preprocessor: Callable[[Any, bool], Any] | None = attribute_of(core, "data_preprocessor")
     if preprocessor is not None:
-        return preprocessor(data, training)
+        return preprocessor
     parameter = _first_parameter(core)
-    return data if parameter is None else move_to_device(data, parameter.device)
+    if parameter is None:
+        return lambda data, training: data
+    device = parameter.device
+    return lambda data, training: move_to_device(data, device)
 
 
 def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> Any:
     """Call `model` on an unpacked batch, with `mode` if the `forward` of `core` has that parameter."""
     kwargs = {"mode": mode} if _takes_mode(type(core).forward) else {}
     try:
-        if isinstance(batch, Mapping):
-            return model(**batch, **kwargs)
         if isinstance(batch, list | tuple):
             return model(*batch, **kwargs)
+        if isinstance(batch, Mapping):
+            return model(**batch, **kwargs)
         return model(batch, **kwargs)
     except TypeError as error:
         if (misfit := _misfit(core, batch, kwargs)) is not None:
@@ -134,11 +142,16 @@ def _describe(value: Any) -> str:
 
 def attribute_of(module: nn.Module, name: str) -> Any:
     """Return what `getattr(module, name, None)` does, but much faster if there is none, because every step calls it."""
-    own, kind = vars(module), type(module)
-    is_plain = kind.__getattr__ is nn.Module.__getattr__
-    if is_plain and name not in own and name not in own["_modules"] and not hasattr(kind, name):
+    own = vars(module)
+    kind: type = type(module)
+    if name not in own and name not in own["_modules"] and _class_lacks(kind, name):
         return None
     return getattr(module, name, None)
+
+
+@cache
+def _class_lacks(kind: type, name: str) -> bool:
+    return getattr(kind, "__getattr__", None) is nn.Module.__getattr__ and not hasattr(kind, name)
 
 
 def _first_parameter(module: nn.Module) -> nn.Parameter | None:

@@ -97,12 +97,12 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
     """
     core = unwrap_model(model)
     if model is core:
-        return _default_train_step(model, core, data, optim_wrapper)
+        return _DefaultStep(model, core)(data, optim_wrapper)
     prepares = isinstance(model, ModelWrapper) and model.prepares_backward
     drive = getattr(optim_wrapper, "driven_by", None) if prepares else None
     with nullcontext() if drive is None else drive(model):
         if not steps.defines_step(core, "train_step"):
-            return _default_train_step(model, core, data, optim_wrapper)
+            return _DefaultStep(model, core)(data, optim_wrapper)
         own: Callable[..., dict[str, Tensor]] = core.train_step  # type: ignore[assignment]
         with forwarded(core, model):
             return own(data, optim_wrapper)
@@ -138,34 +138,36 @@ def forwarded(core: nn.Module, wrapper: nn.Module) -> Iterator[None]:
         restore()
 
 
-def _default_train_step(
-    model: nn.Module, core: nn.Module, data: Any, optim_wrapper: UpdatesParams
-) -> dict[str, Tensor]:
-    parse: ParseLosses = steps.attribute_of(core, "parse_losses") or steps.parse_losses
-    if getattr(optim_wrapper, "needs_closure", False):
-        return _step_by_closure(model, core, parse, data, optim_wrapper)
-    with optim_wrapper.optim_context(model):
-        losses = losses_of(model, core, steps.preprocess(core, data, training=True))
-    loss, log_vars = parse(losses)
-    optim_wrapper.update_params(loss)
-    return log_vars
+class _DefaultStep:
+    """The training step of a module that defines none; what does not change during training is looked up once."""
 
+    def __init__(self, model: nn.Module, core: nn.Module) -> None:
+        self._model, self._core = model, core
+        self._preprocess = steps.preprocessing_of(core)
+        self._parse: ParseLosses = steps.attribute_of(core, "parse_losses") or steps.parse_losses
 
-def _step_by_closure(
-    model: nn.Module, core: nn.Module, parse: ParseLosses, data: Any, optim_wrapper: Any
-) -> dict[str, Tensor]:
-    """Train with an optimizer that may evaluate the loss several times; the first evaluation is logged."""
-    batch = steps.preprocess(core, data, training=True)
-    logged: list[dict[str, Tensor]] = []
+    def __call__(self, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:
+        if getattr(optim_wrapper, "needs_closure", False):
+            return self._step_by_closure(data, optim_wrapper)
+        with optim_wrapper.optim_context(self._model):
+            losses = losses_of(self._model, self._core, self._preprocess(data, True))
+        loss, log_vars = self._parse(losses)
+        optim_wrapper.update_params(loss)
+        return log_vars
 
-    def evaluate() -> Tensor:
-        with optim_wrapper.optim_context(model):
-            loss, log_vars = parse(losses_of(model, core, batch))
-        logged.append(log_vars)
-        return loss
+    def _step_by_closure(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        """Train with an optimizer that may evaluate the loss several times; the first evaluation is logged."""
+        batch = self._preprocess(data, True)
+        logged: list[dict[str, Tensor]] = []
 
-    optim_wrapper.update_by_closure(evaluate)
-    return logged[0]
+        def evaluate() -> Tensor:
+            with optim_wrapper.optim_context(self._model):
+                loss, log_vars = self._parse(losses_of(self._model, self._core, batch))
+            logged.append(log_vars)
+            return loss
+
+        optim_wrapper.update_by_closure(evaluate)
+        return logged[0]
 
 
 def predict_step(model: nn.Module, data: Any) -> Any:
@@ -182,6 +184,13 @@ def step_of(model: nn.Module, name: str, otherwise: Callable[..., Any]) -> Calla
     """Return the model's own step of that name, or `otherwise`, the default for any module."""
     own: Callable[..., Any] | None = getattr(model, name, None)
     return partial(otherwise, model) if own is None else own
+
+
+def train_step_of(model: nn.Module) -> Callable[[Any, UpdatesParams], dict[str, Tensor]]:
+    """Return the training step of `model`: its own `train_step`, or else `train_step`."""
+    if hasattr(model, "train_step") or is_model_wrapper(model):
+        return step_of(model, "train_step", train_step)
+    return _DefaultStep(model, model)
 
 
 def is_model_wrapper(model: nn.Module) -> bool:

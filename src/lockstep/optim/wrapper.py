@@ -115,7 +115,7 @@ class OptimWrapper:
             own: the number on this rank; 0 for a batch that must not change the update.
             mean: the mean over all ranks.
         """
-        self._sample_weights.announce(own, mean)
+        self._sample_weights.own, self._sample_weights.mean = own, mean
 
     @contextmanager
     def driven_by(self, model: ModelWrapper) -> Iterator[None]:
@@ -158,8 +158,11 @@ class OptimWrapper:
             )
         no_sync, self._no_sync = self._no_sync, None
         scaled = self.scale_loss(loss)
-        with _NO_CONTEXT if no_sync is None else no_sync():
+        if no_sync is None:
             self.backward(scaled)
+        else:
+            with no_sync():
+                self.backward(scaled)
         if self.should_update():
             self._even_out()
             self.step(**(step_kwargs or {}))
@@ -204,8 +207,11 @@ class OptimWrapper:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch."""
-        with _NO_CONTEXT if self._driver is None else self._driver.backward_context(loss, syncs=self.should_sync()):
+        if self._driver is None:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        else:
+            with self._driver.backward_context(loss, syncs=self.should_sync()):
+                loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:
@@ -220,11 +226,11 @@ class OptimWrapper:
 
     def should_sync(self) -> bool:
         """Return whether the gradients of the next batch will be averaged over ranks."""
-        return self._ends_window(self._inner_count + 1)
+        return self.accumulative_counts == 1 or self._ends_window(self._inner_count + 1)
 
     def should_update(self) -> bool:
         """Return whether the last counted batch ends a window."""
-        return self._ends_window(self._inner_count)
+        return self.accumulative_counts == 1 or self._ends_window(self._inner_count)
 
     def left_out(self, model: nn.Module) -> list[str]:
         """Return the names of parameters of `model` that require a gradient but are in no parameter group."""
@@ -292,7 +298,9 @@ class OptimWrapper:
         return self.accumulative_counts
 
     def _even_out(self) -> None:
-        """Rescale the gradients to those of the mean over all samples of the window."""
+        """Rescale the gradients to those of the mean over all samples of the window; one batch already has them."""
+        if self.accumulative_counts == 1:
+            return
         factor = self._sample_weights.correction()
         if factor != 1:
             for group in self.param_groups:
@@ -320,24 +328,24 @@ class _SampleWeights:
     weight. So the loss of a batch is multiplied by its number of samples, divided by a reference: the mean over ranks
     of the first batch of the window. At the window's end the gradients are multiplied by the reference over the true
     mean of the window. If all batches have the same size, both factors are exactly 1.
+
+    Attributes:
+        own: number of samples in the next batch of this rank.
+        mean: its mean over the ranks.
     """
 
     def __init__(self) -> None:
-        self._own = self._mean = self._reference = 1.0
+        self.own = self.mean = self._reference = 1.0
         self._batches = 0
         self._samples = 0.0
-
-    def announce(self, own: float, mean: float) -> None:
-        """Set how many samples the next batch has: on this rank, and the mean over ranks."""
-        self._own, self._mean = own, mean
 
     def weigh(self, *, begins_window: bool) -> float:
         """Count the current batch, and return the factor for its loss."""
         if begins_window:
-            self._batches, self._samples, self._reference = 0, 0.0, self._mean or 1.0
+            self._batches, self._samples, self._reference = 0, 0.0, self.mean or 1.0
         self._batches += 1
-        self._samples += self._mean
-        return self._own / self._reference
+        self._samples += self.mean
+        return self.own / self._reference
 
     def correction(self) -> float:
         """Return the factor for the gradients of a complete window."""

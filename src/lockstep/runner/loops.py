@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from lockstep.dataset import set_epoch
 from lockstep.errors import ConfigError
-from lockstep.model import step_of, train_step, unwrap_model
+from lockstep.model import train_step_of, unwrap_model
 from lockstep.registry import LOOPS
 from lockstep.runner.run import TrainRun
 from lockstep.runner.uneven_inputs import Passes, Turn, buffers_kept
 
 CountSamples: TypeAlias = Callable[[Any], int]
 
-_NO_CONTEXT: AbstractContextManager[None] = nullcontext()  # made once: every iteration enters it
 _NO_BATCHES = "`train_dataloader` must yield at least one batch per pass, but yields none"
 
 
@@ -73,7 +71,7 @@ class TrainLoop(ABC):
     def _prepare(self) -> None:
         runner = self.runner
         runner.optim_wrapper.initialize_count_status(runner.model, self.iter, self.max_iters)
-        self._step = step_of(runner.model, "train_step", train_step)
+        self._step = train_step_of(runner.model)
 
     def _begin_training(self) -> None:
         """Switch the model to training mode, and warn of parameters that require a gradient but will not be updated."""
@@ -91,14 +89,17 @@ class TrainLoop(ABC):
             )  # fmt: skip
 
     def _run_iter(self, batch_idx: int, turn: Turn) -> None:
-        runner, data_batch = self.runner, turn.batch
+        runner, data_batch, optim_wrapper = self.runner, turn.batch, self.runner.optim_wrapper
         self.samples = turn.samples
-        runner.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
-        runner.call_hook("before_train_iter", batch_idx=batch_idx, data_batch=data_batch)
-        # A stand-in changes neither gradients nor running statistics.
-        with _NO_CONTEXT if turn.is_own else buffers_kept(runner.model):
-            outputs = _values_to_log(self._step(data_batch, runner.optim_wrapper))
-        runner.call_hook("after_train_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+        optim_wrapper.count_samples(turn.samples, turn.mean_samples)
+        runner.hooks.call("before_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch)
+        if turn.is_own:
+            outputs = self._step(data_batch, optim_wrapper)
+        else:
+            with buffers_kept(runner.model):  # a stand-in changes neither gradients nor running statistics
+                outputs = self._step(data_batch, optim_wrapper)
+        outputs = _values_to_log(outputs)
+        runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
 
     def _make_up_validation(self, done: int, last: int) -> None:
@@ -257,7 +258,7 @@ def _values_to_log(outputs: Any) -> dict[str, Any]:
     """Return the values to log from a training step, perhaps the model's own; tensors are detached."""
     if outputs is None:
         return {}
-    if not isinstance(outputs, Mapping):
+    if type(outputs) is not dict and not isinstance(outputs, Mapping):
         raise TypeError(
             "`train_step` must return a dict of values to log, as in {'loss': loss.detach()}, or None, but returned a "
             f"{type(outputs).__name__}"

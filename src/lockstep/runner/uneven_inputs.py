@@ -109,12 +109,11 @@ class Passes:
         self._resumption = state["position"], then
 
     def _batches_from(self, done: int) -> Iterator[Any]:
-        """Yield the batches of one pass without the first `done`."""
+        """Return the batches of one pass without the first `done`."""
         (position, then), self._resumption = self._resumption or (None, _nothing), None
         if done == 0:
             then()
-            yield from self._loader
-            return
+            return iter(self._loader)
         is_there = restore_position(self._loader, position) or skip_batches(self._loader, done)
         batches: Iterator[Any] = iter(self._loader)
         if not is_there:
@@ -125,7 +124,7 @@ class Passes:
             )  # fmt: skip
             next(islice(batches, done, done), None)
         then()
-        yield from batches
+        return batches
 
     def _turns_in_step(self, batches: Iterator[Any], done: int) -> Iterator[Turn]:
         for index in count(done):
