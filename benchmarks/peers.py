@@ -18,7 +18,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.measure import Row, compare
-from benchmarks.training import STEPS, TUNED, Classifier, Samples, Training, compare_trainings, loader_of, with_runner
+from benchmarks.training import (
+    STEPS,
+    TUNED,
+    Classifier,
+    Samples,
+    Training,
+    compare_trainings,
+    loader_of,
+    with_runner,
+    with_session,
+)
 from lockstep import dist
 
 
@@ -29,7 +39,7 @@ def rows() -> Iterator[Row]:
         yield _dict_of_scalars()
     several: dict[str, Training] = {**TUNED, "accelerate": _accelerate, "Fabric": _fabric, "Lightning": _lightning}
     peers = several if dist.get_world_size() > 1 else {"MMEngine": _mmengine}
-    yield from compare_trainings({"Runner": with_runner, **peers})
+    yield from compare_trainings({"Runner": with_runner, "Session": with_session, **peers})
 
 
 def _dict_of_scalars() -> Row:

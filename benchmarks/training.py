@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.measure import Row, slowest
-from lockstep import Runner, dist
+from lockstep import Runner, Session, dist
 from lockstep.hooks import Hook
 from lockstep.runner import TrainRun
 
@@ -75,7 +75,7 @@ Training = Callable[[Samples, int, int], float]
 
 def rows() -> Iterator[Row]:
     """Compare the Runner with the loop by hand, and with one that is tuned in the way of the Runner."""
-    yield from compare_trainings({"Runner": with_runner, **TUNED})
+    yield from compare_trainings({"Runner": with_runner, "Session": with_session, **TUNED})
 
 
 def compare_trainings(contenders: Mapping[str, Training]) -> Iterator[Row]:
@@ -126,6 +126,21 @@ def with_runner(data: Samples, width: int, batch: int) -> float:
             custom_hooks=[watch],
         ).train()
     return watch.end - watch.start
+
+
+def with_session(data: Samples, width: int, batch: int) -> float:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        session = Session(folder)
+        model: nn.Module = Classifier(width)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, _, loader = session.prepare(model, optimizer, loader_of(data, batch))
+        for _ in session.epochs(1):
+            torch_dist.barrier()
+            start = time.perf_counter()
+            for inputs, targets in loader:
+                session.step(model(inputs, targets))
+                end = time.perf_counter()
+    return end - start
 
 
 def by_hand(data: Samples, width: int, batch: int, **options: bool) -> float:

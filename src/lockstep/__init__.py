@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from lockstep.dist import init_dist as init_dist
     from lockstep.registry import Registry as Registry
     from lockstep.runner import Runner as Runner
+    from lockstep.runner import Session as Session
 
 _HOMES = {
     "Runner": "lockstep.runner",
+    "Session": "lockstep.runner",
     "Config": "lockstep.config",
     "Registry": "lockstep.registry",
     "init_dist": "lockstep.dist",
@@ -29,7 +31,7 @@ _ROOMS = frozenset({"checkpoint", "config", "dataset", "device", "dist", "errors
                     "logging", "model", "optim", "registry", "runner", "strategy", "structures", "testing", "topology",
                     "tree", "visualization"})  # fmt: skip
 
-__all__ = ["Config", "Registry", "Runner", "__version__", "get_dist_info", "init_dist"]
+__all__ = ["Config", "Registry", "Runner", "Session", "__version__", "get_dist_info", "init_dist"]
 
 
 def __getattr__(name: str) -> Any:

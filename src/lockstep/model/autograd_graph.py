@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.dist import get_dist_info
+from lockstep.errors import ConfigError
 from lockstep.tree import tree_leaves
 
 
@@ -39,6 +41,23 @@ def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
                     leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
     module.register_forward_hook(uncompiled(watch))
+
+
+def refuse_second_backward(module: nn.Module, why: str) -> None:
+    """Let a backward pass through the outputs of `module` raise an error if it is to be differentiated itself.
+
+    **Source**: autograd (2.13) enables gradients within a backward pass only with `create_graph=True`.
+    """
+
+    def refuse(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            rank, size = get_dist_info()
+            raise ConfigError(
+                f"a backward pass through {type(module).__name__} must not be differentiated again (create_graph=True, "
+                f"as for a penalty on gradients), because {why} (rank {rank} of {size}). Use strategy 'ddp'"
+            )
+
+    on_backward(module, refuse)
 
 
 def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:

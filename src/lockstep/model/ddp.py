@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.model import steps
 from lockstep.model.autograd_graph import leaves_of
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
-from lockstep.model.wrapper import ModelWrapper, train_step
+from lockstep.model.wrapper import ModelWrapper
 from lockstep.registry import MODEL_WRAPPERS
 
 _logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             kwargs[_BUFFERS_ARGUMENT] = kwargs.pop("broadcast_buffers")
         kwargs.setdefault("gradient_as_bucket_view", True)  # docs/decisions/0010
         trains_itself = steps.defines_step(module, "train_step")
-        if trains_itself and not kwargs.get("static_graph"):
+        if steps.calls_parts(module) and not kwargs.get("static_graph"):
             kwargs.setdefault("find_unused_parameters", True)
         self._replicate(module, kwargs, comm_hook)
         self.detect_anomalous_params = detect_anomalous_params
@@ -115,21 +115,21 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         except RuntimeError as error:
             self._explain(error)
 
-    def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
-        """Train on this rank's part of the batch, and return this rank's values to log.
+    @contextmanager
+    def step_context(self, optim_wrapper: Any) -> Iterator[None]:
+        """Follow changes of `requires_grad`; after a step of the user's own, check the parameters now and then.
 
         **Collective**: every rank of the group, unless inside `no_sync`.
 
         Raises:
-            RuntimeError: the module's own `train_step` updated parameters with gradients that were not averaged.
+            RuntimeError: the step updated parameters with gradients that were not averaged.
         """
         self._follow_trainability()
-        logged = train_step(self, data, optim_wrapper)
+        yield
         if self._trains_itself:
             if self._steps < _FIRST_CHECKED or self._steps % _CHECK_INTERVAL == 0:
                 self._check_alike()
             self._steps += 1
-        return logged
 
     @contextmanager
     def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:

@@ -18,6 +18,7 @@ from lockstep.dist import get_rank
 from lockstep.errors import ConfigError, did_you_mean
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
+from lockstep.model.autograd_graph import refuse_second_backward
 from lockstep.model.fsdp_arguments import Offload, Precision
 from lockstep.model.fsdp_consistency import Consistency
 from lockstep.model.fsdp_materialize import InitFunction, Materializer, broadcast_from_first
@@ -27,7 +28,7 @@ from lockstep.model.fsdp_replicated import ReplicatedParameters
 from lockstep.model.full_params import full_parameters, reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import read_request
-from lockstep.model.wrapper import ModelWrapper, train_step
+from lockstep.model.wrapper import ModelWrapper
 from lockstep.registry import MODEL_WRAPPERS
 
 
@@ -135,10 +136,12 @@ class MMFullyShardedDataParallel(ModelWrapper):
         sharding = arguments.read_sharding(sharding_strategy, reshard_after_forward)
         _refuse_sparse_gradients(module, ignored)
         units = choose_units(module, policy, ignored)
-        self._trains_itself = steps.defines_step(module, "train_step")
+        self._trains_itself = steps.calls_parts(module)
         if self._trains_itself:
             units += [part for part in directly_callable_parts(module, ignored) if part not in units]
         units += cut_by_dtype(module, units, ignored)
+        for part in [module, *units]:
+            refuse_second_backward(part, "FSDP releases the parameters after the first pass")
         request = read_request(tensor_parallel)
         self.mesh, self.tensor_mesh, whole = make_meshes(device.type, sharding, request, process_group, device_mesh)
         parallel = None
@@ -175,8 +178,9 @@ class MMFullyShardedDataParallel(ModelWrapper):
         with _without_inference_mode(), self._consistency.naming_sharded_weights():
             return self.module(*args, **kwargs)
 
-    def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
-        """Train on this rank's part of the batch, and return this rank's values to log.
+    @contextmanager
+    def step_context(self, optim_wrapper: Any) -> Iterator[None]:
+        """Prepare the module for a step of the user's own; an error about sharded weights names them.
 
         **Collective**: every rank of the mesh.
         """
@@ -187,7 +191,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
             # The step may also change parameters, such as a teacher's; changes of gathered parameters would be lost.
             self.module.set_reshard_after_forward(True, recurse=False)
         with self._consistency.naming_sharded_weights():
-            return train_step(self, data, optim_wrapper)
+            yield
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:

@@ -45,6 +45,14 @@ def defines_step(module: nn.Module, name: str) -> bool:
     return callable(step) and not getattr(step, "is_default_step", False)
 
 
+def calls_parts(module: nn.Module) -> bool:
+    """Return whether training steps may call parts of `module` by themselves, as a step that its author wrote may.
+
+    A step says that it calls only the whole module by an attribute `calls_parts` that is False.
+    """
+    return defines_step(module, "train_step") and getattr(module.train_step, "calls_parts", True)
+
+
 def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:
     """Apply the model's `data_preprocessor` to a batch, or only move the batch to the model's device."""
     return preprocessing_of(core)(data, training)

@@ -45,8 +45,16 @@ class ModelWrapper(nn.Module):
         return self.module(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:
-        """Train on this rank's part of the batch, and return this rank's values to log."""
-        return train_step(self, data, optim_wrapper)
+        """Train on this rank's part of the batch, and return this rank's values to log.
+
+        **Collective**: every rank.
+        """
+        with self.step_context(optim_wrapper):
+            return train_step(self, data, optim_wrapper)
+
+    def step_context(self, optim_wrapper: Any) -> AbstractContextManager[Any]:
+        """Return the context of one training step, whatever code computes its losses."""
+        return nullcontext()
 
     def val_step(self, data: Any) -> Any:
         """Return what the module predicts for this rank's batch."""
@@ -98,9 +106,7 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
     core = unwrap_model(model)
     if model is core:
         return _DefaultStep(model, core)(data, optim_wrapper)
-    prepares = isinstance(model, ModelWrapper) and model.prepares_backward
-    drive = getattr(optim_wrapper, "driven_by", None) if prepares else None
-    with nullcontext() if drive is None else drive(model):
+    with driving(model, optim_wrapper):
         if not steps.defines_step(core, "train_step"):
             return _DefaultStep(model, core)(data, optim_wrapper)
         own: Callable[..., dict[str, Tensor]] = core.train_step  # type: ignore[assignment]
@@ -108,8 +114,15 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
             return own(data, optim_wrapper)
 
 
+def driving(model: nn.Module, optim_wrapper: Any) -> AbstractContextManager[Any]:
+    """Return the context in which `model` prepares the backward passes that the optim wrapper runs, if it must."""
+    prepares = isinstance(model, ModelWrapper) and model.prepares_backward
+    drive = getattr(optim_wrapper, "driven_by", None) if prepares else None
+    return nullcontext() if drive is None else drive(model)
+
+
 @contextmanager
-def forwarded(core: nn.Module, wrapper: nn.Module) -> Iterator[None]:
+def forwarded(core: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
     """Redirect calls of `core`, and of its `forward`, to the wrapper around it; calls by the wrapper reach `core`.
 
     **Source**: `nn.Module.__call__` (2.13), which looks at `_compiled_call_impl` before it runs any hook, so that each

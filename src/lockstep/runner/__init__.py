@@ -7,6 +7,7 @@ from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from lockstep.runner.run import Run, TrainRun
 from lockstep.runner.runner import FlexibleRunner, Runner
 from lockstep.runner.seeds import set_random_seed
+from lockstep.runner.session import Session
 from lockstep.runner.weights import load_checkpoint
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "IterBasedTrainLoop",
     "Run",
     "Runner",
+    "Session",
     "TestLoop",
     "TrainRun",
     "ValLoop",

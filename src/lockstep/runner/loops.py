@@ -98,7 +98,7 @@ class TrainLoop(ABC):
         else:
             with buffers_kept(runner.model):  # a stand-in changes neither gradients nor running statistics
                 outputs = self._step(data_batch, optim_wrapper)
-        outputs = _values_to_log(outputs)
+        outputs = values_to_log(outputs)
         runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
 
@@ -254,7 +254,7 @@ class IterBasedTrainLoop(TrainLoop):
             self.epoch += 1
 
 
-def _values_to_log(outputs: Any) -> dict[str, Any]:
+def values_to_log(outputs: Any) -> dict[str, Any]:
     """Return the values to log from a training step, perhaps the model's own; tensors are detached."""
     if outputs is None:
         return {}

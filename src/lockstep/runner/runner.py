@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
@@ -22,7 +22,7 @@ from lockstep.registry import RUNNERS, in_default_scope
 from lockstep.runner import build, recording, resuming, start
 from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments
 from lockstep.runner.hook import Hook, HookList
-from lockstep.runner.run import AnyEvalLoop, Run, TrainRun, Workspace
+from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
 from lockstep.runner.weights import REVISE_KEYS, Weights, load_weights
 from lockstep.strategy import Strategy, build_strategy
@@ -165,28 +165,47 @@ class Runner(_PartsOfRun):
             raise ConfigError("`train_dataloader` must be given to train, but is None")
         if isinstance(self._run, TrainRun):
             raise RuntimeError("this Runner has trained already; make another one to train again")
+        with self.training() as run:
+            run.train_loop.run()
+            run.call_hook("after_run")
+        return run.model
+
+    @contextmanager
+    def training(
+        self,
+        make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
+        param_schedulers: list[Any] | None = None,
+    ) -> Iterator[TrainRun]:
+        """Build a run that trains, and close at the end what it has opened: `train()` without the training itself.
+
+        Args:
+            make_train_loop: returns its loop; by default that of `train_cfg`.
+            param_schedulers: its schedulers; by default those of `param_scheduler`.
+
+        **Collective**: every rank of the job.
+        """
+        args = self.args
         with self._running("trained") as space:
             strategy, model = self._strategy_and_model(training=True)
             optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
             optim_wrapper, parts = self._prepare(space, strategy, model, optim)
             assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
             train_dataloader = self._dataloader("train", space, parts["data_shard"])
-            train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
+            if make_train_loop is None:
+                train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
+                make_train_loop = partial(build.build_train_loop, train_cfg)
             run = TrainRun(
-                **parts,
-                optim_wrapper=optim_wrapper,
-                train_dataloader=train_dataloader,
-                make_train_loop=lambda run: build.build_train_loop(train_cfg, run),
+                **parts, optim_wrapper=optim_wrapper, train_dataloader=train_dataloader, make_train_loop=make_train_loop
             )
             if args.auto_scale_lr is not None:
                 build.scale_lr(args.auto_scale_lr, run)
-            run.param_schedulers = build.build_schedulers(args.param_scheduler, run)
+            if param_schedulers is None:
+                param_schedulers = build.build_schedulers(args.param_scheduler, run)
+            run.param_schedulers = param_schedulers
             if args.val_dataloader is not None:
                 self._make_eval_loop("val", run)
             self._begin(run)
-            run.train_loop.run()
-            run.call_hook("after_run")
-        return run.model
+            yield run
 
     def val(self) -> dict[str, Any]:
         """Validate, and return the metrics, the same on every rank.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.model import ModelWrapper, steps, train_step
+from lockstep.model import ModelWrapper, steps
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.strategy.colossalai.engine import full_numel, is_split
 from lockstep.strategy.colossalai.pipeline import Pipeline
@@ -80,17 +80,24 @@ class ColossalAIModelWrapper(ModelWrapper):
         """Train on this rank's part of the batch, and return this rank's values to log.
 
         **Collective**: every rank, unless inside `no_sync`; with `pp_size` above 1 always every rank of the replica.
+        """
+        if self._pipeline is None:
+            return super().train_step(data, optim_wrapper)
+        self._trainable.check()
+        return self._pipeline.train(self, data, optim_wrapper)
+
+    @contextmanager
+    def step_context(self, optim_wrapper: Any) -> Iterator[None]:
+        """Let the booster take part in a step, also in one of the user's own.
 
         Raises:
-            RuntimeError: the model's own `train_step` bypasses the optim wrapper.
+            RuntimeError: the user's own step bypasses the optim wrapper.
             ConfigError: under tensor parallelism, it uses split parameters outside the model's `forward`; or parameters
                 have been frozen or unfrozen since the model was prepared.
         """
         self._trainable.check()
-        if self._pipeline is not None:
-            return self._pipeline.train(self, data, optim_wrapper)
         with nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper):
-            return train_step(self, data, optim_wrapper)
+            yield
 
     def val_step(self, data: Any) -> Any:
         """Return the module's predictions for this rank's batch.

@@ -168,7 +168,8 @@ def check_model(model: nn.Module, *, has_policy: bool, has_custom_policy: bool) 
         if steps.defines_step(model, step):
             raise ConfigError(
                 f"the model must leave `{step}` to lockstep with `pp_size` above 1, because no stage has all of the "
-                f"model, but {name} has one of its own. Move what it does into `forward`, or use strategy='fsdp'"
+                f"model, but {name} has one of its own, or is trained by a Session. Move what it does into `forward` "
+                "and use a Runner, or use strategy='fsdp'"
             )
 
 

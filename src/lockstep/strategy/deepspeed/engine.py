@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -18,7 +18,8 @@ from lockstep.device import get_device
 from lockstep.dist import broadcast, get_backend, get_local_rank, get_rank, get_world_size, init_dist, is_distributed
 from lockstep.engines import adopt_group, load_engine, undisturbed
 from lockstep.errors import ConfigError
-from lockstep.model import ModelWrapper, steps, train_step
+from lockstep.model import ModelWrapper, steps
+from lockstep.model.autograd_graph import refuse_second_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.strategy.own_steps import OwnStep, WholeParams, called_from, cast_inputs, cast_parts
@@ -112,6 +113,7 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
             self.partitioned = "DeepSpeed's ZeRO stage 3 keeps them in pieces. Use stage=2, or strategy 'fsdp'"
         dtype = model.get_data_types()[0]
         cast_inputs(self.module, dtype, inputs_to_half)
+        refuse_second_backward(self.module, "DeepSpeed's engine takes it for the pass that exchanges gradients")
         self._trainable = TrainableParams(self.module, "DeepSpeed")
         self._own_step: OwnStep | None = None
         if steps.defines_step(self.module, "train_step"):
@@ -127,13 +129,14 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         with self._local_rank_known(), own_step, order:
             return self.model(*args, **kwargs)
 
-    def train_step(self, data: Any, optim_wrapper: steps.UpdatesParams) -> dict[str, Tensor]:
-        """Train on this rank's part of the batch, and return this rank's values to log.
+    @contextmanager
+    def step_context(self, optim_wrapper: Any) -> Iterator[None]:
+        """Let the engine take part in a step, also in one of the user's own.
 
         **Collective**: every rank.
 
         Raises:
-            RuntimeError: the model's own `train_step` bypasses the optim wrapper.
+            RuntimeError: the user's own step bypasses the optim wrapper.
             ConfigError: at stage 3, it uses or changes parameters outside the model's `forward`, or the ranks call
                 different layers; or parameters have been frozen or unfrozen since the model was prepared.
         """
@@ -141,7 +144,7 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         try:
             own_step = nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper)
             with self._local_rank_known(), own_step:
-                return train_step(self, data, optim_wrapper)
+                yield
         except RuntimeError as error:
             if "Detected a disagreement" not in str(error):
                 raise

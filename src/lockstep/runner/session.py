@@ -1,0 +1,515 @@
+"""`Session`: what a hand-written training loop needs on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.dataset import build_dataloader, set_epoch
+from lockstep.device import get_device
+from lockstep.dist import all_gather, get_dist_info
+from lockstep.errors import ConfigError
+from lockstep.model import ModelWrapper, unwrap_model
+from lockstep.model.preprocessor import move_to_device
+from lockstep.model.wrapper import driving, forwarded
+from lockstep.optim import OptimWrapper
+from lockstep.runner.loops import TrainLoop, values_to_log
+from lockstep.runner.run import TrainRun
+from lockstep.runner.runner import Runner
+from lockstep.runner.seeds import random_state_kept, set_randomness
+from lockstep.runner.start import join_ranks
+from lockstep.runner.uneven_inputs import Passes, buffers_kept
+from lockstep.tree import tree_map
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Session:
+    """The ranks, the data, the checkpoints and the records of a training loop that the user writes.
+
+    A loop for one process becomes one for any strategy and any number of ranks by five changes::
+
+        session = Session("work_dirs/mine", strategy="fsdp")
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        for epoch in session.epochs(10):  # instead of range(10)
+            for inputs, targets in loader:
+                loss = loss_function(model(inputs), targets)
+                session.step(loss)  # instead of loss.backward(), optimizer.step() and optimizer.zero_grad()
+
+    Create the session before the model: it joins the ranks and seeds their random generators. Each epoch ends in a
+    checkpoint, from which `resume=True` continues, also on another number of ranks and under another strategy. Records,
+    hooks, the progress bar and the report are those of a `Runner`.
+
+    Between the start and the end of an iteration, calls of `model` go through the strategy. Elsewhere, for instance in
+    a validation, they only compute.
+
+    Args:
+        work_dir: the folder for this experiment; each session creates its own folder in it.
+        strategy: name, config or object; by default `ddp` on several ranks, else `single`. Stages of a pipeline are
+            refused, because no rank can call the whole model.
+        accumulative_counts: number of batches whose gradients are averaged into one update.
+        clip_grad: `dict(max_norm=...)` or `dict(type="value", clip_value=...)`; see `OptimWrapper`.
+        amp: `"bfloat16"` or `"float16"` for mixed precision: calls of `model` compute under autocast, and return
+            float32.
+        resume: resume from `load_from`, or from the last checkpoint in the work_dir if there is one.
+        load_from: a checkpoint, or a file of weights.
+        **options: further arguments of `Runner`: `launcher`, `env_cfg`, `randomness`, `visualizer`, `default_hooks`,
+            `custom_hooks`, `experiment_name`, `log_level`, `compile`, `default_scope`.
+
+    **Collective**: every rank.
+
+    Example::
+
+        >>> from tempfile import mkdtemp
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> session = Session(mkdtemp(), randomness=dict(seed=0), log_level="ERROR")
+        >>> model = nn.Linear(2, 1)
+        >>> data = TensorDataset(torch.ones(6, 2), torch.ones(6, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, batch_size=2))
+        >>> for epoch in session.epochs(2):
+        ...     for inputs, targets in loader:
+        ...         session.step(nn.functional.mse_loss(model(inputs), targets))
+        >>> session.iter
+        6
+
+    Raises:
+        TypeError: an option is not known, or has the wrong type.
+    """
+
+    def __init__(
+        self,
+        work_dir: str | Path,
+        *,
+        strategy: Any = None,
+        accumulative_counts: int = 1,
+        clip_grad: Mapping[str, Any] | None = None,
+        amp: str | None = None,
+        resume: bool = False,
+        load_from: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        if taken := sorted(options.keys() & _SET_HERE):
+            raise TypeError(
+                f"Session() takes no {', '.join(taken)}: hand in the model, its optimizer and the data by "
+                "prepare(model, optimizer, dataloader)"
+            )
+        self._strategy = strategy
+        self._optim: dict[str, Any] = {"accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
+        if amp is not None:
+            self._optim |= {"type": "AmpOptimWrapper", "dtype": amp}
+        self._options = {"work_dir": work_dir, "resume": resume, "load_from": load_from, **options}
+        # Checked now, so that a wrong option is reported before the model is built.
+        Runner(nn.Identity(), **self._options)
+        join_ranks(options.get("launcher"), options.get("env_cfg"))
+        set_randomness(options.get("randomness"))
+        self.rank, self.world_size = get_dist_info()
+        self.device = torch.device(get_device())
+        self._loop: OwnLoop | None = None
+        self._open = ExitStack()
+        self._is_entered = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def run(self) -> TrainRun:
+        """The run, which hooks receive: model, optim wrapper, records, message hub."""
+        return self._prepared().runner
+
+    @property
+    def epoch(self) -> int:
+        """Number of complete epochs."""
+        return self._prepared().epoch
+
+    @property
+    def iter(self) -> int:
+        """Number of complete iterations."""
+        return self._prepared().iter
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of this session, within the work_dir."""
+        return self.run.run_dir
+
+    def prepare(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizer | Mapping[str, Any],
+        dataloader: Any,
+        *,
+        schedulers: Iterable[Any] = (),
+    ) -> tuple[nn.Module, OptimWrapper, PreparedLoader]:
+        """Distribute the model over the ranks, share out the data, and resume if asked to.
+
+        Args:
+            model: the user's own module; or several that are trained together, in a dict or an `nn.ModuleDict`.
+            optimizer: a new optimizer over the model's parameters, the config of one, or a dict of them by the names of
+                the model's children.
+            dataloader: a `DataLoader` over all data, or the config of one; see `build_dataloader`. It must have a
+                length.
+            schedulers: objects with `state_dict()` and `load_state_dict()` in JSON values, such as torch's schedulers
+                of learning rates. They are saved and resumed; the loop steps them.
+
+        Returns:
+            The module, on its device; the optim wrapper; and the loader of this rank's batches, which are moved to the
+            device.
+
+        **Collective**: every rank, once.
+
+        Raises:
+            ConfigError: the loader has no length, or the strategy can't train the model.
+        """
+        if self._loop is not None:
+            raise RuntimeError("prepare() has been called already: a session trains one model")
+        by_name = isinstance(optimizer, Mapping) and "type" not in optimizer
+        optim: Any = {"optimizer": optimizer, **self._optim}
+        if isinstance(optimizer, Mapping) and by_name:
+            optim = {name: {"optimizer": one, **self._optim} for name, one in optimizer.items()}
+        if isinstance(model, Mapping | nn.ModuleDict):
+            model = _Parts(dict(model.items()))
+        vars(model)["train_step"] = _OwnStep(calls_parts=isinstance(model, _Parts))
+        runner = Runner(
+            model,
+            train_dataloader=dataloader,
+            optim_wrapper=optim,
+            strategy=self._strategy,
+            **{
+                **self._options,
+                "default_hooks": {"param_scheduler": None, **(self._options.get("default_hooks") or {})},
+            },
+        )
+        run = self._open.enter_context(runner.training(OwnLoop, list(schedulers)))
+        assert isinstance(run.train_loop, OwnLoop)
+        self._loop = run.train_loop
+        return unwrap_model(run.model), run.optim_wrapper, PreparedLoader(run.train_dataloader, self._loop.batches)
+
+    def prepare_evaluation(self, dataloader: Any) -> PreparedLoader:
+        """Return a loader of this rank's share of the data, in their order and each sample once, for `gather`.
+
+        All ranks get equally many batches, because some strategies need all ranks in each forward pass: a rank that has
+        run out gets its last batch again, which `gather` leaves out.
+
+        **Collective**: every rank, and so is each pass through the loader.
+        """
+        run = self.run
+        loader = build_dataloader(dataloader, seed=run.seed, evaluation=True, shard=run.data_shard[:2])
+        return PreparedLoader(loader, partial(self._prepared().evaluation_batches, loader))
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs that are left, from 0 or from where training resumed to `count` - 1.
+
+        In each, the loop must go through the prepared loader. An epoch that it leaves early counts as a whole one. The
+        session is closed after the last epoch; as a context manager, at the end of its block.
+        """
+        loop = self._prepared()
+        with nullcontext() if self._is_entered else self._open:
+            yield from loop.epochs(count)
+
+    def step(self, loss: Tensor, **values: Any) -> None:
+        """Run the backward pass, and at the end of a window clip the gradients, update, and clear the gradients.
+
+        Args:
+            loss: the mean over this rank's batch, which is weighted so that every sample counts alike.
+            **values: further numbers or scalar tensors to record.
+
+        **Collective**: every rank.
+        """
+        loop = self._prepared()
+        loop.log({"loss": loss, **values})
+        loop.runner.optim_wrapper.update_params(loss)
+
+    @property
+    def is_update(self) -> bool:
+        """Whether the last `step` ended in an update: the moment to step a scheduler that counts updates."""
+        return self.run.optim_wrapper.should_update()
+
+    def log(self, **values: Any) -> None:
+        """Record numbers or scalar tensors of the present iteration; records hold means over samples and ranks."""
+        self._prepared().log(values)
+
+    def log_metrics(self, **metrics: Any) -> None:
+        """Record the metrics of a validation, which must be the same on every rank; hooks such as `save_best` get them.
+
+        **Collective**: every rank.
+        """
+        self._prepared().log_metrics(metrics)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of mixed precision and accumulation, for parts of the model that are called by themselves.
+
+        Calls of the whole model enter it by themselves.
+        """
+        return self.run.optim_wrapper.optim_context(self.run.model)
+
+    def gather(self, *tensors: Tensor) -> Any:
+        """Return each tensor's rows of all ranks, on every rank, each sample of the dataset once and in its order.
+
+        Args:
+            *tensors: one row per sample of the present batch of a loader from `prepare_evaluation`.
+
+        Returns:
+            One tensor, or a tuple of as many as were given. **Shapes**: [samples on this rank, ...] -> [samples on all
+            ranks, ...].
+
+        **Collective**: every rank, once in each iteration. **Cost**: the tensors' bytes, as of `all_gather`.
+        """
+        counts, shard = self._prepared().counts, self.run.data_shard
+        gathered = tuple(_in_order(all_gather(x if counts and shard.is_first else x[:0])) for x in tensors)
+        return gathered[0] if len(gathered) == 1 else gathered
+
+    def save(self, name: str | None = None) -> None:
+        """Save a checkpoint in the session's folder: after the present iteration, or now if there is none.
+
+        Args:
+            name: its name; by default `iter_` and the number of complete iterations.
+
+        **Collective**: every rank.
+        """
+        self._prepared().save(name)
+
+    def stop(self) -> None:
+        """End the training after this epoch. Every rank must call it."""
+        self._prepared().stop_training = True
+
+    def __enter__(self) -> Self:
+        self._is_entered = True
+        return self
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._open.__exit__(*exception)
+
+    def _prepared(self) -> OwnLoop:
+        if self._loop is None:
+            raise RuntimeError("session.prepare(model, optimizer, dataloader) must be called first")
+        return self._loop
+
+
+class PreparedLoader:
+    """A data loader of this rank's batches, on its device.
+
+    Args:
+        loader: the loader.
+        batches: returns an iterator over the batches of one pass.
+    """
+
+    def __init__(self, loader: Any, batches: Callable[[], Iterator[Any]]) -> None:
+        self.loader = loader
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset."""
+        return self.loader.dataset
+
+
+class _Parts(nn.ModuleDict):
+    """Modules that are called one by one; FSDP refuses a container without a `forward`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"call one of the models ({', '.join(self)}), as in model[{next(iter(self))!r}](...)")
+
+
+@dataclass
+class _Evaluation:
+    """The validation of a hand-written loop, as hooks see it."""
+
+    metrics: dict[str, Any]
+    at_iter: int | None = None
+    dataloader: Any = None
+    evaluator: Any = None
+
+    def __post_init__(self) -> None:
+        self.evaluator = SimpleNamespace(units={})  # hooks ask it for the units of the metrics
+
+    def run(self) -> dict[str, Any]:
+        """Return the last metrics."""
+        return self.metrics
+
+
+class OwnLoop(TrainLoop):
+    """A training loop whose iterations run in the user's own code.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: TrainRun) -> None:
+        super().__init__(run, run.train_dataloader, 1, 1, None, None)
+        if self.passes.length is None:
+            raise ConfigError(
+                f"`dataloader` must have a length, as epochs are counted, but {type(self.dataloader).__name__} has none"
+            )
+        self.max_epochs = 0
+        self.max_iters = 0
+        self.counts = True  # whether the present batch is this rank's own
+        self._values: dict[str, Any] = {}
+        self._is_open = False  # within an epoch
+        self._is_stepping = False
+        self._to_save: list[str | None] = []
+
+    def run(self) -> None:
+        """Raise an error: the user's code runs this loop."""
+        raise RuntimeError("the loop of a session is run by the user's own code")
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs that are left."""
+        run = self.runner
+        self.max_epochs, self.max_iters = count, count * (self.epoch_length or 0)
+        run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
+        run.call_hook("before_train")
+        while self.epoch < count and not self.stop_training:
+            before = self.epoch
+            yield before
+            if self._is_open:
+                self._end_epoch()
+            if self.epoch == before:
+                raise RuntimeError(
+                    f"epoch {before} must go through the loader that session.prepare() returned, but did not begin to"
+                )
+        run.call_hook("after_train")
+        run.call_hook("after_run")
+
+    def batches(self) -> Iterator[Any]:
+        """Yield this rank's batches in the present epoch; the code that receives one makes one training step."""
+        run, hooks = self.runner, self.runner.hooks
+        if self._is_open or self.epoch >= (self.max_epochs or 0):
+            raise RuntimeError("the prepared loader must be gone through once in each of session.epochs(...)")
+        self._is_open = True
+        run.call_hook("before_train_epoch")
+        self._begin_training()
+        device, done = torch.device(get_device()), self.iter - self.epoch * (self.epoch_length or 0)
+        for batch_idx, turn in enumerate(self.passes.turns(done), start=done):
+            self.samples, self.counts, self._values = turn.samples, turn.is_own, {}
+            run.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
+            hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
+            with self._stepping(), nullcontext() if turn.is_own else buffers_kept(run.model):
+                yield move_to_device(turn.batch, device)
+            outputs = values_to_log(self._values)
+            hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=outputs)
+            while self._to_save:
+                self._save(self._to_save.pop(0))
+            self.iter += 1
+        self._end_epoch()
+
+    def evaluation_batches(self, loader: Any) -> Iterator[Any]:
+        """Yield equally many batches on every rank; training then draws the same random numbers as without."""
+        model, device = self.runner.model, torch.device(get_device())
+        context = model.evaluation_context() if isinstance(model, ModelWrapper) else nullcontext()
+        set_epoch(loader, 0)
+        with random_state_kept(), context:
+            for turn in Passes(loader).turns():
+                self.counts = turn.is_own
+                yield move_to_device(turn.batch, device)
+        self.counts = True
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Add values to the record of the present iteration."""
+        self._values |= {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+    def log_metrics(self, metrics: dict[str, Any]) -> None:
+        """Call the hooks of a validation."""
+        run = self.runner
+        if run.val_loop is None:
+            run.val_loop = _Evaluation(metrics)
+        run.val_loop.metrics, run.val_loop.at_iter, run.last_evaluation = metrics, self.iter, run.val_loop
+        run.call_hook("after_val_epoch", metrics=metrics)
+        run.call_hook("after_val")
+
+    def save(self, name: str | None) -> None:
+        """Save a checkpoint after the present iteration, or now if there is none."""
+        if self._is_stepping:
+            self._to_save.append(name)
+        else:
+            self.runner.save_checkpoint(
+                self.runner.run_dir, name or f"iter_{self.iter}", epoch=self.epoch, iteration=self.iter
+            )
+
+    def _save(self, name: str | None) -> None:
+        done = self.iter + 1
+        self.runner.save_checkpoint(self.runner.run_dir, name or f"iter_{done}", epoch=self.epoch, iteration=done)
+
+    def _end_epoch(self) -> None:
+        self._is_open = False
+        self.iter = (self.epoch + 1) * (self.epoch_length or 0)  # also where the epoch was left early
+        self.runner.call_hook("after_train_epoch")
+        self.epoch += 1
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Lead calls of the user's module through the strategy, for one iteration."""
+        self._is_stepping = True
+        try:
+            with self._led():
+                yield
+        finally:
+            self._is_stepping = False
+
+    @contextmanager
+    def _led(self) -> Iterator[None]:
+        model, optim_wrapper = self.runner.model, self.runner.optim_wrapper
+        core = unwrap_model(model)
+        if model is core and type(optim_wrapper) is OptimWrapper:
+            yield
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with optim_wrapper.optim_context(model):
+                return _in_float32(model(*args, **kwargs))
+
+        step = model.step_context(optim_wrapper) if isinstance(model, ModelWrapper) else nullcontext()
+        with step, driving(model, optim_wrapper), forwarded(core, call):
+            yield
+
+
+_SET_HERE = {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_scheduler", "loss", "cfg"}
+
+
+@dataclass
+class _OwnStep:
+    """Stands for the training step of a model that a session trains: to a strategy, it is a step of the user's own.
+
+    Attributes:
+        calls_parts: whether the loop calls parts of the model by themselves.
+    """
+
+    calls_parts: bool
+
+    def __call__(self, data: Any, optim_wrapper: Any) -> Any:
+        raise RuntimeError("this model is trained by the loop of a Session, so that no Runner can train it")
+
+
+def _in_float32(outputs: Any) -> Any:
+    """Return the outputs of a forward pass under autocast with half precision converted back, for any loss function."""
+    if not torch.is_autocast_enabled(get_device()):
+        return outputs
+    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x, outputs)
+
+
+def _in_order(parts: list[Tensor]) -> Tensor:
+    """Return the rows of all parts: the first of each, then the second of each, and so on.
+
+    Example:
+        >>> _in_order([torch.tensor([0, 2, 4]), torch.tensor([1, 3])]).tolist()
+        [0, 1, 2, 3, 4]
+    """
+    places = [(row, index) for index, part in enumerate(parts) for row in range(len(part))]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return torch.cat(parts)[torch.tensor(order, dtype=torch.long, device=parts[0].device)]

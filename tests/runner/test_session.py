@@ -1,0 +1,399 @@
+"""Loops written by hand, on the ranks and strategies of a session."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from tests.runs import Losses
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lockstep import Runner, Session
+from lockstep.dist import all_gather, get_rank, get_world_size
+from lockstep.errors import ConfigError
+from lockstep.hooks import Hook
+from lockstep.testing import ranks
+
+X = torch.randn(22, 4, generator=torch.Generator().manual_seed(1))
+Y = (X.sum(1) > 0).long()
+STRATEGIES = ["ddp", "fsdp"]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(X, Y), **{"batch_size": 4 // get_world_size(), "shuffle": True, **options})
+
+
+def session_of(work_dir: Path, **options: Any) -> Session:
+    return Session(work_dir, **{"randomness": {"seed": 0}, "log_level": "ERROR", **options})
+
+
+class Trained:
+    """What a loop by hand has trained: as users write it."""
+
+    def __init__(
+        self, work_dir: Path, epochs: int = 2, *, save_after: int = 0, data: Any = None, **options: Any
+    ) -> None:
+        self.losses: dict[int, float] = {}
+        self.session = session = session_of(work_dir, **options)
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        model, optimizer, batches = session.prepare(model, optimizer, data or loader(), schedulers=[self.schedule])
+        for _ in session.epochs(epochs):
+            for x, y in batches:
+                loss = F.cross_entropy(model(x), y)
+                session.step(loss)
+                self.losses[session.iter] = loss.item()
+                if session.is_update:
+                    self.schedule.step()
+                if session.iter + 1 == save_after:
+                    session.save()
+                    session.save("again")
+        self.model, self.state = model, session.run.strategy.model_state()
+
+    def weights(self) -> list[Tensor]:
+        return [getattr(value, "full_tensor", lambda value=value: value)() for value in self.state.values()]
+
+
+def assert_equal(one: Trained, other: Trained) -> None:
+    for a, b in zip(one.weights(), other.weights(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulative_counts": 2, "clip_grad": {"max_norm": 0.1}}, {"amp": "bfloat16"}]
+)
+@ranks(1, 2)
+def test_a_hand_written_loop_computes_what_a_runner_does(tmp_path, options):
+    by_hand = Trained(tmp_path / "session", **options)
+    losses = Losses()
+    wrapper = {key: value for key, value in options.items() if key != "amp"}
+    if "amp" in options:
+        wrapper |= {"type": "AmpOptimWrapper", "dtype": "bfloat16"}
+    schedule = {"type": "StepLR", "step_size": 3, "gamma": 0.5, "by_epoch": False}
+    runner = Runner(
+        network(),
+        tmp_path / "runner",
+        train_dataloader=loader(),
+        loss=nn.CrossEntropyLoss(),
+        optim_wrapper={"optimizer": {"type": "AdamW", "lr": 0.05}, **wrapper},
+        param_scheduler=None if "accumulative_counts" in options else schedule,
+        train_cfg={"max_epochs": 2},
+        randomness={"seed": 0},
+        custom_hooks=[losses],
+        strategy="single" if get_world_size() == 1 else {"type": "ddp", "find_unused_parameters": False},
+    )
+    if "accumulative_counts" in options:
+        runner.register_hook(StepsAtUpdates())
+    runner.train()
+    assert by_hand.losses == losses.by_iter
+    assert_same_weights(by_hand.weights(), runner.run.strategy.model_state().values())
+
+
+class StepsAtUpdates(Hook):
+    """Halves the learning rate after every third update, which no schedule of a Runner counts."""
+
+    def before_train(self, runner):
+        self.schedule = torch.optim.lr_scheduler.StepLR(runner.optim_wrapper.optimizer, 3, 0.5)
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.optim_wrapper.should_update():
+            self.schedule.step()
+
+
+def assert_same_weights(one, other):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_each_strategy_trains_the_same_weights(tmp_path, strategy):
+    one, other = Trained(tmp_path / "ddp", strategy="ddp"), Trained(tmp_path / strategy, strategy=strategy)
+    assert one.losses == pytest.approx(other.losses, abs=1e-6)
+    for a, b in zip(one.weights(), other.weights(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(1, 2)
+def test_a_loop_resumes_in_the_middle_of_an_epoch_as_if_it_had_never_ended(tmp_path, strategy):
+    whole = Trained(tmp_path / "whole", 3, strategy=strategy)
+    Trained(tmp_path / "cut", 3, strategy=strategy, save_after=8)  # of 6 in an epoch
+    (saved,) = (tmp_path / "cut").glob("*/again")
+    rest = Trained(tmp_path / "rest", 3, strategy=strategy, resume=True, load_from=saved)
+    assert {at: loss for at, loss in whole.losses.items() if at >= 8} == rest.losses
+    assert_equal(whole, rest)
+    assert whole.schedule.last_epoch == rest.schedule.last_epoch == 18
+
+
+@ranks(2)
+def test_a_loop_resumes_its_last_epoch_under_another_strategy(tmp_path):
+    whole = Trained(tmp_path / "whole", 3)
+    Trained(tmp_path / "moved", 2)
+    rest = Trained(tmp_path / "moved", 3, strategy="fsdp", resume=True)
+    assert min(rest.losses) == 12
+    for a, b in zip(whole.weights(), rest.weights(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+class Uneven:
+    """A sampler that knows of ranks, and gives rank 0 more than the others."""
+
+    def __init__(self) -> None:
+        self.rank = get_rank()
+
+    def __iter__(self):
+        return iter(range(5) if self.rank == 0 else range(5, 8))
+
+    def __len__(self):
+        return 5 if self.rank == 0 else 3
+
+
+@ranks(2)
+def test_every_sample_counts_alike_on_ranks_with_unequal_shares(tmp_path):
+    data = TensorDataset(X[:8], Y[:8])
+    plain = nn.Linear(4, 2)
+    torch.manual_seed(0)
+    plain.reset_parameters()
+    mine = nn.Linear(4, 2)
+    mine.load_state_dict(plain.state_dict())
+    session = session_of(tmp_path)
+    mine, _, batches = session.prepare(
+        mine, torch.optim.SGD(mine.parameters(), lr=0.1), DataLoader(data, batch_size=2, sampler=Uneven())
+    )
+    steps = 0
+    for _ in session.epochs(1):
+        for x, y in batches:
+            steps += 1
+            session.step(F.cross_entropy(mine(x), y))
+    assert steps == 3
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rows in ([0, 1, 5, 6], [2, 3, 7], [4]):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(X[rows]), Y[rows]).backward()
+        optimizer.step()
+    torch.testing.assert_close(mine.weight, plain.weight)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(1, 2, 3)
+def test_gathered_rows_are_the_dataset_in_its_order(tmp_path, strategy):
+    session = session_of(tmp_path, strategy=strategy)
+    model = network()
+    model, _, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    rows = TensorDataset(X[:7], torch.arange(7))
+    val = session.prepare_evaluation(DataLoader(rows, batch_size=2))
+    for _ in range(2):
+        parts = [session.gather(model(x), number) for x, number in val]
+        assert torch.cat([numbers for _, numbers in parts]).tolist() == list(range(7))
+        assert sum(len(outputs) for outputs, _ in parts) == 7
+    assert len(val) == len(val.loader)
+    assert val.dataset is rows
+
+
+@ranks(2)
+def test_a_validation_changes_no_random_number_of_training(tmp_path):
+    plain, validated = [], []
+    for losses, validates in ((plain, False), (validated, True)):
+        session = session_of(tmp_path / str(validates))
+        model = network()
+        model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+        val = session.prepare_evaluation(loader(shuffle=False))
+        for _ in session.epochs(2):
+            for x, y in batches:
+                loss = F.cross_entropy(model(x), y)
+                session.step(loss)
+                losses.append(loss.item())
+            if validates:
+                for x, _ in val:
+                    session.gather(F.dropout(model(x)))
+    assert plain == validated
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_models_with_an_optimizer_each_are_trained_in_turn(tmp_path, strategy):
+    found = {}
+    for kind in ("ddp", strategy):
+        session = session_of(tmp_path / kind, strategy=kind)
+        torch.manual_seed(0)
+        parts = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 2)}
+        optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in parts.items()}
+        model, optims, batches = session.prepare(parts, optimizers, loader())
+        for _ in session.epochs(2):
+            for x, y in batches:
+                optims["two"].update_params(F.cross_entropy(model["two"](model["one"](x).detach()), y))
+                loss = F.cross_entropy(model["two"](model["one"](x)), y)
+                optims["two"].zero_grad()
+                optims["one"].update_params(loss)
+                optims["two"].zero_grad()
+                session.log(loss_one=loss)
+        found[kind] = session.run.strategy.model_state()
+        with pytest.raises(TypeError, match=r"call one of the models \(one, two\), as in model\['one'\]"):
+            model(X)
+    for a, b in zip(found["ddp"].values(), found[strategy].values(), strict=True):
+        torch.testing.assert_close(a, b.full_tensor() if hasattr(b, "full_tensor") else b, rtol=0, atol=1e-6)
+
+
+@ranks(2)
+def test_a_part_that_is_called_by_itself_is_averaged_too(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for _ in session.epochs(1):
+        for x, y in batches:
+            hidden = model[0](x)
+            session.step(F.cross_entropy(model[3](hidden.tanh()), y))
+    for weight in model.parameters():
+        one, other = all_gather(weight.detach())
+        assert torch.equal(one, other)
+
+
+@ranks(1, 2)
+def test_a_penalty_on_gradients_is_that_of_a_loop_for_one_process(tmp_path):
+    session = session_of(tmp_path)
+    model, plain = network()[3], network()[3]
+    model, _, batches = session.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(X8, batch_size=4 // get_world_size())
+    )
+    for _ in session.epochs(2):
+        for x in batches:
+            session.step(with_penalty(model, x))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x in (X8[:4], X8[4:]) * 2:
+        optimizer.zero_grad()
+        with_penalty(plain, x).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.weight, plain.weight)
+
+
+X8 = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def with_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    outputs = model(x).tanh()
+    (slopes,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return outputs.square().mean() + slopes.square().sum(1).mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+@ranks(1, 2)
+def test_a_penalty_on_gradients_is_refused_under_fsdp(tmp_path, options):
+    session = session_of(tmp_path, strategy={"type": "fsdp", **options})
+    model = network()[3]
+    model, _, batches = session.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(X8, batch_size=2)
+    )
+    next(session.epochs(1))
+    x = next(iter(batches))
+    with pytest.raises(ConfigError, match=r"must not be differentiated again .* because FSDP releases the parameters"):
+        with_penalty(model, x)
+
+
+def test_records_and_metrics_are_those_of_a_run(tmp_path):
+    session = session_of(tmp_path, default_hooks={"logger": {"interval": 1}, "checkpoint": {"save_best": "accuracy"}})
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for epoch in session.epochs(2):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y), norm=model[0].weight.norm())
+            session.log(half=0.5)
+        session.log_metrics(accuracy=1.0 - epoch)
+    records = [json.loads(line) for line in (session.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert {"loss", "norm", "half", "lr", "samples_per_second"} <= records[0].keys()
+    assert [record["accuracy"] for record in records if record["mode"] == "val"] == [1.0, 0.0]
+    assert (session.run_dir / "best_accuracy_epoch_1").is_dir()
+    assert (session.run_dir / "epoch_2").is_dir()
+
+
+def test_an_epoch_may_be_left_early_and_training_stopped(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    seen = []
+    for epoch in session.epochs(5):
+        for x, y in batches:
+            session.step(F.cross_entropy(model(x), y))
+            seen.append(epoch)
+            if seen.count(epoch) == 2:
+                break
+        if epoch == 1:
+            session.stop()
+            session.save("by_hand")
+    assert seen == [0, 0, 1, 1]
+    assert (session.run_dir / "by_hand").is_dir()
+    assert session.iter == 12
+
+
+def test_what_is_called_in_the_wrong_place_says_so(tmp_path):
+    session = session_of(tmp_path)
+    with pytest.raises(RuntimeError, match="prepare\\(model, optimizer, dataloader\\) must be called first"):
+        session.step(torch.zeros(()))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, batches = session.prepare(model, optimizer, loader())
+    with pytest.raises(RuntimeError, match=r"once in each of session\.epochs"):
+        next(iter(batches))
+    with pytest.raises(RuntimeError, match="a session trains one model"):
+        session.prepare(model, optimizer, loader())
+    with pytest.raises(RuntimeError, match="epoch 0 must go through the loader"):
+        for _ in session.epochs(2):
+            pass
+    with pytest.raises(RuntimeError, match="so that no Runner can train it"):
+        model.train_step(None, None)
+
+
+def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(TypeError, match="takes no optim_wrapper, train_dataloader: hand in"):
+        Session(tmp_path, optim_wrapper={}, train_dataloader=[])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sed'"):
+        Session(tmp_path, sed=3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_without_a_length_is_refused(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(zip(X, Y, strict=True))
+
+    session = session_of(tmp_path)
+    model = network()
+    with pytest.raises(ConfigError, match="`dataloader` must have a length"):
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Stream()))
+
+
+def test_an_error_in_the_loop_closes_the_session(tmp_path):
+    closed = []
+
+    class Notes(Hook):
+        def close(self):
+            closed.append(True)
+
+    def broken() -> None:
+        with session_of(tmp_path, custom_hooks=[Notes()]) as session:
+            model = network()
+            model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+            for _ in session.epochs(2):
+                for x, y in batches:
+                    session.step(F.cross_entropy(model(x), y))
+                    if session.iter == 2:
+                        raise ValueError("of the user's own")
+
+    with pytest.raises(ValueError, match="of the user's own") as caught:
+        broken()
+    assert closed
+    assert caught.value.__notes__ == ["(rank 0 of 1, after 2 iterations)"]
+    records = list(tmp_path.glob("*/log.txt"))
+    assert len(records) == 1
