@@ -19,7 +19,7 @@ model = {
 optimizers = {name: torch.optim.Adam(part.parameters(), lr=2e-3, betas=(0.5, 0.99)) for name, part in model.items()}
 model, optimizers, loader = session.prepare(model, optimizers, loader)
 
-for epoch in session.epochs(10):
+for _ in session.epochs(10):
     for (real,) in loader:
         drawn = model["generator"](torch.randn(len(real), 4))
         loss_critic = softplus(-model["critic"](real)).mean() + softplus(model["critic"](drawn.detach())).mean()

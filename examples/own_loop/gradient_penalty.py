@@ -18,7 +18,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 model, optimizer, loader = session.prepare(model, optimizer, DataLoader(train, batch_size=50, shuffle=True))
 val_loader = session.prepare_evaluation(DataLoader(val, batch_size=50))
 
-for epoch in session.epochs(5):
+for _ in session.epochs(5):
     for inputs, targets in loader:
         inputs.requires_grad_()
         logits = model(inputs)

@@ -27,7 +27,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=100)
 model, optimizer, loader = session.prepare(model, optimizer, train, schedulers=[schedule])
 val_loader = session.prepare_evaluation(val)
-for epoch in session.epochs(4):
+for _ in session.epochs(4):
     for batch in loader:
         session.step(model(**batch).loss)
         if session.is_update:

@@ -22,7 +22,7 @@ policy, optimizer, loader = session.prepare(
     policy, optimizer, DataLoader(TensorDataset(starts), batch_size=64, shuffle=True)
 )
 
-for epoch in session.epochs(10):
+for _ in session.epochs(10):
     rewards = 0.0
     for (places,) in loader:
         visited, actions = [], []

@@ -30,7 +30,7 @@ teacher.requires_grad_(False).to(session.device)
 optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
 student, optimizer, loader = session.prepare(student, optimizer, DataLoader(train, batch_size=50, shuffle=True))
 val_loader = session.prepare_evaluation(DataLoader(val, batch_size=50))
-for epoch in session.epochs(5):
+for _ in session.epochs(5):
     for inputs, _ in loader:
         wanted = teacher(inputs).softmax(1)
         session.step(nn.functional.cross_entropy(student(inputs), wanted))

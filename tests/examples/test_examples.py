@@ -104,3 +104,24 @@ def test_a_hook_and_a_metric_of_ones_own(start):
     assert 20 < run.of("val", "worst_class_accuracy")[-1] <= run.of("val", "accuracy")[-1]
     assert "the time of 1 s is over after epoch" in (run.folder / "log.txt").read_text()
     assert len(list(run.folder.glob("best_worst_class_accuracy_epoch_*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("example", "strategy", "metric", "between"),
+    [
+        ("gan", "ddp", "radius", (0.5, 1.6)),
+        ("gan", "fsdp", "radius", (0.5, 1.6)),
+        ("gradient_penalty", "ddp", "accuracy", (0.85, 1.0)),
+        ("teacher", "fsdp", "accuracy", (0.85, 1.0)),
+        ("rollouts", "ddp", "distance", (0.0, 1.5)),
+    ],
+)
+def test_loops_by_hand_learn(start, example, strategy, metric, between):
+    (run,) = start("launch", f"own_loop/{example}.py", strategy)
+    low, high = between
+    assert low <= run.of("val", metric)[-1] <= high
+
+
+def test_examples_of_own_loops_have_at_most_forty_lines():
+    for file in (EXAMPLES / "own_loop").glob("*.py"):
+        assert len(file.read_text().splitlines()) <= 40, file

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep import Runner, init_dist
+from lockstep import Runner, Session, init_dist
 from lockstep.dist import (
     Handle,
     all_gather,
@@ -40,3 +40,13 @@ path: str = run_on_main(lambda: "epoch_3")
 runner = Runner(nn.Linear(3, 1), work_dir="work")
 runner.train()
 print(runner.modle)  # type: ignore[attr-defined]
+
+session = Session("work", strategy="fsdp", amp="bfloat16")
+model = nn.Linear(3, 1)
+model_of_rank, optimizer, loader = session.prepare(model, torch.optim.SGD(model.parameters()), [x])
+for _ in session.epochs(3):
+    for batch in loader:
+        session.step(model_of_rank(batch), accuracy=0.5)
+        optimizer.update_params(x.sum())
+session.epochs("3")  # type: ignore[arg-type]
+session.stpe(x)  # type: ignore[attr-defined]

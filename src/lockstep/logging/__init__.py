@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.logging.console import open_console, run_logging
+from lockstep.logging.console import open_console, run_logging, warnings_once
 from lockstep.logging.loggers import MMLogger, print_log
 from lockstep.logging.meters import HistoryBuffer, MessageHub, read_scalars
 from lockstep.logging.sinks import JsonLinesSink
@@ -16,4 +16,5 @@ __all__ = [
     "print_log",
     "read_scalars",
     "run_logging",
+    "warnings_once",
 ]

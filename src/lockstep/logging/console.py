@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -46,6 +48,31 @@ def run_logging(
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()
+
+
+@contextmanager
+def warnings_once(*, speaks: bool) -> Iterator[None]:
+    """Show each warning of the `warnings` module once per process, and torch's on distribution once per job.
+
+    torch changes the filters in each step, so that Python forgets what it has shown.
+
+    Args:
+        speaks: whether this process shows what torch's distributed packages warn of; on the others, it is the same.
+    """
+    shown: set[tuple[str, type[Warning], str, int]] = set()
+    before = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any, **named: Any) -> None:
+        key = str(message), category, filename, lineno
+        if key not in shown and (speaks or "/torch/distributed/" not in filename):
+            shown.add(key)
+            before(message, category, filename, lineno, *rest, **named)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 class _ConsoleHandler(logging.Handler):

@@ -15,7 +15,7 @@ from lockstep.dataset import DataShard, agree_on_shard, build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
-from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging
+from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS, in_default_scope
@@ -260,6 +260,7 @@ class Runner(_PartsOfRun):
         file, file_level = ("log.txt", "DEBUG") if space.rank == 0 else (f"log_rank{space.rank}.txt", "WARNING")
         with (
             in_default_scope(self.args.default_scope),
+            warnings_once(speaks=space.rank == 0),
             run_logging(space.console, space.run_dir / file, level=self.args.log_level, file_level=file_level),
         ):
             self.logger.info(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +17,7 @@ from lockstep.testing import ranks
 
 from ..own_loops import X, losses_by_hand, losses_of_two_models, losses_with_penalty
 
+EXAMPLES = Path(__file__).parents[3] / "examples" / "own_loop"
 STAGES = [{"type": "deepspeed", "zero_optimization": {"stage": stage}} for stage in range(4)]
 
 
@@ -56,3 +62,18 @@ def test_an_iteration_without_a_backward_pass_says_so(tmp_path):
 def test_a_penalty_on_gradients_is_refused(tmp_path, strategy):
     with pytest.raises(ConfigError, match=r"must not be differentiated again .* because DeepSpeed's engine"):
         losses_with_penalty(tmp_path, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
+@pytest.mark.parametrize(("example", "accuracy"), [("huggingface", 0.9), ("lora", 0.6)])
+def test_loops_over_models_of_transformers_and_peft_learn(tmp_path, example, accuracy, strategy):
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "launch", str(EXAMPLES / f"{example}.py"), "--nproc", "2", strategy],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"^result +accuracy ([\d.]+)", done.stdout, re.MULTILINE)[0]) >= accuracy
