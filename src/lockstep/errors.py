@@ -112,6 +112,16 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     return None
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun.
+
+    Example:
+        >>> counted(1, "rank"), counted(2, "rank")
+        ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return ``": did you mean `name`?"``, or the sorted names if none is close."""
     known = sorted(set(names))

@@ -41,7 +41,7 @@ def test_help_does_not_import_torch(words, tmp_path):
         (["doctor"], 1, "lockstep     │"),
         (["train", "none.py", "--nproc", "2"], 1, "there is no config file"),
         (["train", "line.py", "--launcher", "torch"], 1, "`launcher` must be one of"),
-        (["train", "line.py", "--nnodes", "2"], 2, "`rdzv` must be HOST:PORT"),
+        (["train", "line.py", "--nnodes", "2"], 2, "`--rdzv` must be HOST:PORT"),
         (["launch", "none.py", "--nproc", "2"], 1, "the script `none.py` does not exist"),
     ],
 )

@@ -92,7 +92,7 @@ def test_bad_input_that_only_ranks_can_find_is_told_once(lockstep):
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["--nnodes", "2"], 2, "`rdzv` must be HOST:PORT"),
+        (["--nnodes", "2"], 2, "`--rdzv` must be HOST:PORT"),
         (["--nproc", "0"], 2, "--nproc"),
         (["--launcher", "torch"], 1, "`launcher` must be one of"),
     ],

@@ -84,7 +84,7 @@ def refuse_local_groups() -> None:
             init_local_group(wrong)
         with pytest.raises(ValueError, match=f"must divide the world size, {size}, but is {wrong}"):
             init_local_group(0, wrong)
-    with pytest.raises(ValueError, match=f"`node_rank` must be {get_rank()} for 1 ranks per node, but is 9"):
+    with pytest.raises(ValueError, match=f"`node_rank` must be {get_rank()} for 1 rank per node, but is 9"):
         init_local_group(9, 1)
     assert_group_works()
 

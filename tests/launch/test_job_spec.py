@@ -13,14 +13,21 @@ def test_an_endpoint_is_host_and_port():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"nproc": 0}, "`nproc` must be at least 1, but is 0"),
-        ({"nnodes": 0}, "`nnodes` must be at least 1"),
-        ({"nnodes": 2, "node_rank": 2, "rdzv": "a:1"}, "`node_rank` must be from 0 to 1"),
-        ({"node_rank": -1}, "`node_rank` must be from 0 to 0"),
-        ({"rdzv": "a:1"}, "`rdzv` is for several nodes"),
-        ({"nnodes": 2}, "`rdzv` must be HOST:PORT"),
+        ({"nproc": 0}, "`--nproc` must be at least 1, but is 0"),
+        ({"nnodes": 0}, "`--nnodes` must be at least 1"),
+        ({"nnodes": 2, "node_rank": 2, "rdzv": "a:1"}, "`--node-rank` must be from 0 to 1"),
+        (
+            {"node_rank": 1},
+            "`--nnodes`, the number of machines, must be given for several of them, as `--node-rank` is 1",
+        ),
+        ({"node_rank": -1}, "`--node-rank` must be from 0 to 0"),
+        (
+            {"rdzv": "a:1"},
+            "`--nnodes`, the number of machines, must be given for several of them, as `--rdzv` is 'a:1'",
+        ),
+        ({"nnodes": 2}, "`--rdzv` must be HOST:PORT"),
         *(
-            ({"nnodes": 2, "rdzv": rdzv}, "`rdzv` must be HOST:PORT")
+            ({"nnodes": 2, "rdzv": rdzv}, "`--rdzv` must be HOST:PORT")
             for rdzv in ("host", ":1", "host:", "host:x", "host:0", "host:65536")
         ),
     ],

@@ -122,7 +122,9 @@ def test_a_missing_first_node_is_named(node, rdzv):
 def test_nodes_that_disagree_on_their_number_are_told(node):
     with pytest.raises(RendezvousTimeoutError):
         node(0, nnodes=2, seconds=0.1).next_rendezvous()
-    with pytest.raises(RendezvousError, match="`nnodes` must be the same on all nodes, but is 3 here and 2 elsewhere"):
+    with pytest.raises(
+        RendezvousError, match="`--nnodes` must be the same on all nodes, but is 3 here and 2 elsewhere"
+    ):
         node(1, nnodes=3).next_rendezvous()
 
 
@@ -131,7 +133,7 @@ def test_two_nodes_of_one_rank_are_told(node):
         node(0, nnodes=3, seconds=0.1).next_rendezvous()
     with pytest.raises(RendezvousTimeoutError):
         node(1, nnodes=3, seconds=0.1).next_rendezvous()
-    with pytest.raises(RendezvousError, match="`node_rank` must be different on each node, but is 1 on two"):
+    with pytest.raises(RendezvousError, match="`--node-rank` must be different on each node, but is 1 on two"):
         node(1, nnodes=3).next_rendezvous()
 
 

@@ -175,11 +175,6 @@ def test_start_up_can_be_tested_with_fresh_ranks(pytester: pytest.Pytester) -> N
         ("@ranks()\ndef test_it(): pass", "*ValueError: `sizes` must name at least one*"),
         ("@ranks(0)\ndef test_it(): pass", "*ValueError: `sizes` must be positive integers*"),
         ("@ranks(2, warnings='off')\ndef test_it(): pass", "*ValueError: `warnings` must be*"),
-        ("class TestIt:\n    @ranks(2)\n    def test_it(self): pass", "*TypeError: @ranks must*"),
-        (
-            "from hypothesis import given, strategies\n@ranks(2)\n@given(strategies.integers())\ndef test_it(n): pass",
-            "*TypeError: @ranks must stand below @given*",
-        ),
         ("@pytest.mark.ranks\ndef test_it(): pass", "*use @lockstep.testing.ranks*"),
     ],
 )
@@ -188,6 +183,30 @@ def test_misuse_is_an_error_at_collection(pytester: pytest.Pytester, code: str, 
     result = pytester.runpytest()
     assert result.ret != pytest.ExitCode.OK
     pytest.LineMatcher(result.outlines + result.errlines).fnmatch_lines([error])
+
+
+@pytest.mark.parametrize("sizes", ["2", "1, 2"])
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (
+            "class TestIt:\n    @ranks({})\n    def test_it(self, tmp_path): pass",
+            "*TypeError: @ranks must stand above a fun*",
+        ),
+        ("test_it = ranks({})(lambda: None)", "*TypeError: @ranks must stand above a function*"),
+        (
+            "from hypothesis import given, strategies\n@ranks({})\n@given(strategies.integers())\ndef test_it(n): pass",
+            "*TypeError: @ranks must stand below @given*",
+        ),
+    ],
+)
+def test_a_body_that_ranks_cannot_import_fails_alone(
+    pytester: pytest.Pytester, code: str, error: str, sizes: str
+) -> None:
+    write(pytester, f"{code.format(sizes)}\n\n\ndef test_another(): pass")
+    result = pytester.runpytest()
+    result.assert_outcomes(failed=1 + ("," in sizes), passed=1)
+    result.stdout.fnmatch_lines([error])
 
 
 def test_hypothesis_may_call_a_rank_test(pytester: pytest.Pytester) -> None:

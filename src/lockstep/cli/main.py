@@ -86,7 +86,6 @@ app = typer.Typer(
     cls=_Commands,
     help="Distributed training for PyTorch: one process, a laptop's cores, a cluster of GPUs.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

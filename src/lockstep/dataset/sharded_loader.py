@@ -13,7 +13,7 @@ from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
 from lockstep.dataset.sampler import DefaultSampler, WorkerSeeds
 from lockstep.dataset.sharded import ShardedSampler, drawn_from, length_of
 from lockstep.dist import get_dist_info, get_world_size
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, counted
 
 _logger = logging.getLogger(__name__)
 
@@ -121,17 +121,16 @@ def _is_permutation(sampler: Any) -> bool:
 
 def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, items: str, shards: int) -> None:
     """Log what is drawn, in which order, and how many items each rank gets."""
-    kinds = f"{type(dealt).__name__} in place of {type(sampler).__name__}"
-    if isinstance(dealt, ShardedSampler):
-        kinds += f"; {_HOW_TO_SAY}"
-    whole, how = length_of(sampler), "come"
-    count = "" if whole is None else f"{whole} "
+    whole = length_of(sampler)
+    count = items if whole is None else f"{whole} {items}"
     if get_world_size() > 1:
-        each = "" if whole is None else f", {length_of(dealt)} to each"
+        each = "" if whole is None else f"{length_of(dealt)} "
         if whole is not None and whole % shards and not dealt.round_up:
-            each = f", {whole // shards} or {whole // shards + 1} to each"
-        how = f"are split between {shards} ranks{each},"
-    _logger.info("%s: its %s%s %s in an order of seed and epoch (%s)", _describe(loader), count, items, how, kinds)
+            each = f"{whole // shards} or {whole // shards + 1} "
+        count += f", {each}on each of {counted(shards, 'rank')}"
+    if isinstance(dealt, ShardedSampler):
+        count += f" (ShardedSampler in place of {type(sampler).__name__}; {_HOW_TO_SAY})"
+    _logger.info("%s: %s", _describe(loader), count)
 
 
 def _describe(loader: Any) -> str:

@@ -29,7 +29,7 @@ from lockstep.dist import groups
 from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.validate import NOT_GIVEN, either
 from lockstep.engines import adopt_group, load_engine
-from lockstep.errors import CollectiveTimeoutError, DistError, TopologyError
+from lockstep.errors import CollectiveTimeoutError, DistError, TopologyError, counted
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 
 _SECONDS_FOR_THREADS = 0.1
@@ -184,7 +184,9 @@ def init_local_group(
         )
     node = comm.rank // size
     if num_gpus_per_node is not None and node_rank != node:
-        raise ValueError(f"`node_rank` must be {node} for {size} ranks per node, but is {node_rank} ({comm.this_rank})")
+        raise ValueError(
+            f"`node_rank` must be {node} for {counted(size, 'rank')} per node, but is {node_rank} ({comm.this_rank})"
+        )
     if comm.pg is None:
         return
     # Every rank takes part in making every group, as torch requires.

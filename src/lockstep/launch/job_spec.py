@@ -27,17 +27,16 @@ class JobSpec:
     rdzv: str | None = None
 
     def __post_init__(self) -> None:
-        for name, count in (("nproc", self.nproc), ("nnodes", self.nnodes)):
+        for name, count in (("--nproc", self.nproc), ("--nnodes", self.nnodes)):
             if count < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {count}")
+        if self.nnodes == 1 and (self.rdzv is not None or self.node_rank > 0):
+            given = f"`--rdzv` is {self.rdzv!r}" if self.rdzv is not None else f"`--node-rank` is {self.node_rank}"
+            raise ValueError(f"`--nnodes`, the number of machines, must be given for several of them, as {given}")
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(
-                f"`node_rank` must be from 0 to {self.nnodes - 1}, since `nnodes` is {self.nnodes}, "
+                f"`--node-rank` must be from 0 to {self.nnodes - 1}, since `--nnodes` is {self.nnodes}, "
                 f"but is {self.node_rank}"
-            )
-        if self.nnodes == 1 and self.rdzv is not None:
-            raise ValueError(
-                f"`rdzv` is for several nodes, but is {self.rdzv!r} with `nnodes` 1; leave it out, or give `nnodes`"
             )
         self.endpoint()
 
@@ -48,7 +47,7 @@ class JobSpec:
         host, _, port = (self.rdzv or "").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(
-                "`rdzv` must be HOST:PORT, an address of node 0 and a free port there, the same on every "
+                "`--rdzv` must be HOST:PORT, an address of node 0 and a free port there, the same on every "
                 f"node, but is {self.rdzv!r}"
             )
         return host.strip("[]"), int(port)

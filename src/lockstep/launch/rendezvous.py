@@ -130,11 +130,11 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         agreed = int(store.compare_set("nnodes", "", str(nnodes)))
         if agreed != nnodes:
             raise rendezvous.RendezvousError(
-                f"`nnodes` must be the same on all nodes, but is {nnodes} here and {agreed} elsewhere"
+                f"`--nnodes` must be the same on all nodes, but is {nnodes} here and {agreed} elsewhere"
             )
         if store.add(f"claims_{rank}", 1) > 1:
             raise rendezvous.RendezvousError(
-                f"`node_rank` must be different on each node, but is {rank} on two of them"
+                f"`--node-rank` must be different on each node, but is {rank} on two of them"
             )
         store.set(f"node_{rank}", "")
         store.set("begun", "")

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.checkpoint import find_last_checkpoint, load_state, read_meta
 from lockstep.dataset.random_state import set_random_state
 from lockstep.dist import run_on_main
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, counted
 from lockstep.optim.paramwise import param_sites
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import seed_all
@@ -68,9 +68,9 @@ def resume_run(run: TrainRun, directory: Path) -> None:
         shares = meta.get("data_shares", meta["world_size"])
         if into and shares != run.data_shard.size:
             _logger.warning(
-                "%s was saved %d batches into epoch %d on %d ranks; on %d they hold other samples: "
+                "%s was saved %d batches into epoch %d on %s; on %d they hold other samples: "
                 "the epoch begins anew",
-                directory, into, meta["epoch"] + 1, shares, run.data_shard.size,
+                directory, into, meta["epoch"] + 1, counted(shares, "rank"), run.data_shard.size,
             )  # fmt: skip
             into = 0
         loop.iter = loop.epoch * (loop.epoch_length or 0) + into
@@ -111,6 +111,6 @@ def _restart_random_state(run: TrainRun, saved_by: int) -> None:
     options = run.args.randomness or {}
     seed_all(run.seed + run.iter + (run.data_shard.rank if options.get("diff_rank_seed") else 0))
     _logger.info(
-        "the checkpoint was saved by %d ranks, so that on %d random numbers, such as those of dropout, begin anew",
-        saved_by, run.world_size,
+        "the checkpoint was saved by %s, so that on %d random numbers, such as those of dropout, begin anew",
+        counted(saved_by, "rank"), run.world_size,
     )  # fmt: skip

@@ -36,7 +36,8 @@ def ranks(
         warnings: what a warning in a rank does, as an action of Python's `warnings` filters. Use an action other than
             ``"error"`` only for bodies that use a library whose warnings the test can't avoid.
 
-    **Raises**: ValueError or TypeError, when the module is imported, if the sizes or the function are not valid.
+    **Raises**: ValueError, when the module is imported, if the sizes are not valid; TypeError, in the test, if the
+    function can't run in another process.
 
     **Example**::
 
@@ -55,14 +56,17 @@ def ranks(
         raise ValueError(f"`warnings` must be one of {_WARNING_ACTIONS}, but is {warnings!r}")
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        _check_body(body)
+        misplaced = _what_is_wrong_with(body)
 
         @wraps(body)
-        def on_ranks(**values: Any) -> None:
+        def on_ranks(*_: Any, **values: Any) -> None:
             __tracebackhide__ = True
+            if misplaced is not None:  # when the test runs, so that the others of its module can run, too
+                raise TypeError(misplaced)
             size = values.pop(SIZE_PARAMETER, sizes[0])
             run_body(body, (), values, size=size, timeout=timeout, fresh=fresh, warnings=warnings)
 
+        on_ranks.__name__ = on_ranks.__name__.strip("<>")  # pytest marks no lambda
         setattr(on_ranks, BODY_ATTRIBUTE, body)
         marked: Callable[..., None] = pytest.mark.ranks(*sizes)(on_ranks)
         if len(sizes) == 1:
@@ -75,18 +79,20 @@ def ranks(
     return decorate
 
 
-def _check_body(body: Callable[..., Any]) -> None:
+def _what_is_wrong_with(body: Callable[..., Any]) -> str | None:
+    """Return why a function can't run on ranks; None if it can."""
     if hasattr(body, "hypothesis"):
-        raise TypeError(
+        return (
             f"@ranks must stand below @given, but stands above it ({body.__name__!r}): every rank would draw examples "
             "of its own. Swap the two, or call run_ranks in the test"
         )
     name = getattr(body, "__qualname__", repr(body))
     if "." in name or "<" in name:
-        raise TypeError(
+        return (
             f"@ranks must stand above a function at the top level of a module, but stands above {name!r}. "
             "Other processes import it by its name: move it out of the class or function around it"
         )
+    return None
 
 
 def _add_parameter(wrapper: Callable[..., None], body: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lockstep.errors import TopologyError
+from lockstep.errors import TopologyError, counted
 
 
 class Stated(NamedTuple):
@@ -66,8 +66,8 @@ def derive_placement(statement: Statement) -> tuple[int, int, int, int]:
         node = statement.node_rank
         if node.value >= num_nodes:
             raise statement.contradiction(
-                f"{node.name} must be below {num_nodes}, the number of nodes that {statement.world_size.value} ranks "
-                f"fill, {local_size} each, but is {node.value}"
+                f"{node.name} must be below {num_nodes}, the number of nodes that "
+                f"{counted(statement.world_size.value, 'rank')} fill, {local_size} each, but is {node.value}"
             )
         return local_rank.value, local_size, node.value, num_nodes
     if rank % local_size != local_rank.value:
