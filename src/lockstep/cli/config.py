@@ -43,10 +43,11 @@ def apply_options(cfg: Config, options: Sequence[str]) -> None:
     """Apply ``--cfg-options``, strings ``key=value``, to a config.
 
     Raises:
-        ConfigError: a top-level key is neither in the config nor an argument of Runner, so nothing would read it.
+        ConfigError: a top-level key is neither in the config nor an argument of Runner, so nothing would read it; the
+            message also lists what else is wrong with the changed config.
     """
-    changes = parse_options(options)
-    for dotted in changes:
+    changes, strays = parse_options(options), []
+    for dotted in list(changes):
         key = dotted.partition(".")[0]
         if key in cfg:
             continue
@@ -54,8 +55,13 @@ def apply_options(cfg: Config, options: Sequence[str]) -> None:
 
         if key not in (known := signature(Runner).parameters):
             hint = did_you_mean(key, {*cfg, *known})
-            raise ConfigError(f"the config has no key `{key}` for the option `{dotted}`{hint}")
+            strays.append(f"the config has no key `{key}` for the option `{dotted}`{hint}")
+            del changes[dotted]
     cfg.merge_from_dict(changes)
+    if strays:
+        from lockstep.lint import check_config
+
+        check_config(cfg, needed=(), others=strays)
 
 
 def print_config(config: ConfigPath, cfg_options: CfgOptions = None) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.config import Config
-from lockstep.errors import ConfigError, nearest
+from lockstep.errors import ConfigError, counted, nearest
 from lockstep.lint.parts import Fault
 from lockstep.lint.sections import faults_of
 from lockstep.registry import in_default_scope
@@ -15,7 +15,7 @@ from lockstep.runner.arguments import ARGUMENTS, CONFIG_KEYS, misfits, mispaired
 _KNOWN = {**ARGUMENTS, **CONFIG_KEYS}
 
 
-def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
+def check_config(cfg: Config, needed: Collection[str] = ("model",), others: Sequence[str] = ()) -> None:
     """Check that a Runner can be built from a config, as far as that is possible without building anything.
 
     It imports the types that the config names, and reports what their signatures and annotations rule out.
@@ -23,6 +23,7 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
     Args:
         cfg: the config.
         needed: keys that the config must have.
+        others: faults that have been found already, as sentences.
 
     Raises:
         ConfigError: something is wrong; the message lists every fault with file, line, key and value, and the name that
@@ -35,12 +36,10 @@ def check_config(cfg: Config, needed: Collection[str] = ("model",)) -> None:
           `optim_wrapper.optimizer.lerning_rate` = 1 is not an argument of the optimizer `SGD`: did you mean `lr`?
           `model` must be given
     """
-    faults = find_faults(cfg, needed)
-    if not faults:
-        return
-    lines = [f"  {_where(cfg, fault.key)}{fault.sentence(cfg)}" for fault in faults]
-    count = f"{len(faults)} fault{'s'[: len(faults) > 1]}"
-    raise ConfigError("\n".join([f"{_shown(cfg.filename or 'the config')} has {count}:", *lines]))
+    found = [f"{_where(cfg, fault.key)}{fault.sentence(cfg)}" for fault in find_faults(cfg, needed)]
+    if lines := [f"  {fault}" for fault in (*others, *found)]:
+        title = f"{_shown(cfg.filename or 'the config')} has {counted(len(lines), 'fault')}:"
+        raise ConfigError("\n".join([title, *lines]))
 
 
 def find_faults(cfg: Config, needed: Collection[str] = ("model",)) -> list[Fault]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lockstep.optim import ParamScheduler
 from lockstep.optim.paramwise import PARAMWISE_KEYS
 from lockstep.registry.signatures import Arguments
 from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content
+from lockstep.strategy.survey import INSTALL
 
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     name for name, parameter in Arguments.of(ParamScheduler).named.items() if parameter.kind is parameter.KEYWORD_ONLY
@@ -144,14 +146,17 @@ def _default_hooks(key: str, cfg: Mapping[str, object]) -> Iterator[Fault]:
 
 
 def _strategy(key: str, strategy: object) -> Iterator[Fault]:
+    named = strategy.get("type") if isinstance(strategy, Mapping) else strategy
+    kind, says = resolve(named, registry.STRATEGIES) if named is not None else (None, None)
+    package = getattr(kind, "package", None)
+    if package is not None and find_spec(package) is None:
+        yield Fault(key, f"needs the package {package}, which is {INSTALL[package]}")
     if isinstance(strategy, str):
-        _, says = resolve(strategy, registry.STRATEGIES)
         if says is not None:
             yield Fault(key, says)
         return
     yield from Kind(registry.STRATEGIES).faults(key, strategy)
     if isinstance(strategy, Mapping):
-        kind, _ = resolve(strategy.get("type"), registry.STRATEGIES)
         fsdp = registry.STRATEGIES.module_dict.get("FSDPStrategy")  # registered only once something has asked for it
         if kind is not None and kind is fsdp:
             yield from _fsdp(key, strategy, kind)

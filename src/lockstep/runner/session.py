@@ -76,9 +76,10 @@ class Session:
         >>> data = TensorDataset(torch.ones(6, 2), torch.ones(6, 1))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, batch_size=2))
-        >>> for epoch in session.epochs(2):
+        >>> for epoch in session.epochs(2):  # doctest: +ELLIPSIS
         ...     for inputs, targets in loader:
         ...         session.step(nn.functional.mse_loss(model(inputs), targets))
+        trained in ...
         >>> session.iter
         6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, TypeAlias, overload
+from typing import Any, ClassVar, TypeAlias, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -29,12 +29,14 @@ class Strategy(ABC):
     parameter name. A strategy writes no files, logs nothing and owns no directories.
 
     Attributes:
+        package: the package that it needs besides torch; None if there is none.
         own_optim_wrapper: the optim wrapper that a Runner uses if it is given none, if the strategy's own config names
             an optimizer.
         own_schedule: the name of the schedule in the strategy's own config that changes the learning rates, if there is
             one.
     """
 
+    package: ClassVar[str | None] = None
     own_optim_wrapper: Mapping[str, Any] | None = None
     own_schedule: str | None = None
 

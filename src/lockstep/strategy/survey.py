@@ -31,7 +31,7 @@ class Standing:
 
 
 _PACKAGES = {"single": "torch", "ddp": "torch", "fsdp": "torch", "deepspeed": "deepspeed", "colossalai": "colossalai"}
-_INSTALL = {
+INSTALL = {
     "deepspeed": "not installed: pip install 'lockstep-engine[deepspeed]'",
     "colossalai": "not installed: docs/strategies.md has the recipe",
 }
@@ -77,7 +77,7 @@ def _ask(name: str) -> Standing:
     try:
         installed = version(package)
     except PackageNotFoundError:
-        return Standing(name, package, None, (), {"": _INSTALL[package]})
+        return Standing(name, package, None, (), {"": INSTALL[package]})
     refused = {}
     for variant, options in _VARIANTS[name].items():
         try:

@@ -63,6 +63,8 @@ class ColossalAIStrategy(EngineStrategy):
     **Source**: `colossalai.booster` (0.5.0).
     """
 
+    package = "colossalai"
+
     def __init__(
         self,
         plugin: str | Mapping[str, Any] = "lowlevel_zero",

@@ -65,6 +65,8 @@ class DeepSpeedStrategy(EngineStrategy):
     **Source**: DeepSpeed 0.19, through `deepspeed.initialize`.
     """
 
+    package = "deepspeed"
+
     def __init__(
         self,
         config: str | Path | Mapping[str, Any] | None = None,
