@@ -93,7 +93,7 @@ def test_a_dataset_shorter_than_the_world_size(tmp_path):
     with pytest.raises(ConfigError) as caught:
         make(tmp_path, train_dataloader={"dataset": points(1), "batch_size": 2}).train()
     for rank, text in enumerate(told(caught.value)):
-        assert "must have at least one sample for each of the 2 ranks, but has 1" in text
+        assert "must have at least 2 samples, one for each rank, but has 1" in text
         assert "Use fewer ranks" in text
         assert "while building `train_dataloader`" in text
         assert f"(rank {rank} of 2, after 0 iterations, config line.py)" in text

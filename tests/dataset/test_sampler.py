@@ -69,7 +69,7 @@ def test_without_a_seed_ranks_agree_on_one():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_fewer_samples_than_ranks_are_refused_in_training_and_fine_in_evaluation(shuffle):
     rank, _ = get_dist_info()
-    with pytest.raises(ValueError, match=rf"each of the 4 ranks, but has 3 \(rank {rank} of 4\)"):
+    with pytest.raises(ValueError, match=rf"at least 4 samples, one for each rank, but has 3 \(rank {rank} of 4\)"):
         DefaultSampler(range(3), shuffle=shuffle, seed=0)
     share = list(DefaultSampler(range(3), shuffle=shuffle, seed=0, round_up=False))
     assert len(share) == (1 if rank < 3 else 0)

@@ -167,7 +167,7 @@ def test_in_training_all_ranks_have_equally_many_and_in_evaluation_each_sample_i
         assert amount is not None
         assert amount.samples == amounts[get_rank()]
         assert sorted(flat(parts)) == sorted(drawn if evaluation else drawn + drawn[:3])
-    with pytest.raises(ConfigError, match=r"one sample for each of the 4 ranks, but has 2 \(rank \d of 4\)"):
+    with pytest.raises(ConfigError, match=r"at least 4 samples, one for each rank, but has 2 \(rank \d of 4\)"):
         build_dataloader(DataLoader(DATA, sampler=[1, 2]), seed=0)
     few = build_dataloader(DataLoader(DATA, sampler=[1, 2]), seed=0, evaluation=True)
     assert all_gather_object([int(batch) for batch in few]) == [[1], [2], [], []]

@@ -141,7 +141,7 @@ SCRIPT = """
         ("vector", "the loss must be a scalar, but has shape (2, 1)"),
         ("nan", "the loss must be finite, but is not in iteration 1"),
         ("metric", "Silent.compute_metrics() must return a dict of numbers by name, but returned None"),
-        ("short", "`dataset` must have at least one sample for each of the 2 ranks, but has 1"),
+        ("short", "`dataset` must have at least 2 samples, one for each rank, but has 1"),
         ("folder", "`work_dir` must be a folder that can be created and written to, but /proc/nowhere"),
     ],
 )

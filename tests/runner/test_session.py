@@ -355,6 +355,66 @@ def test_what_is_called_in_the_wrong_place_says_so(tmp_path):
         model.train_step(None, None)
 
 
+@pytest.mark.parametrize(
+    ("loss", "values", "error", "says"),
+    [
+        (lambda loss: loss.detach(), {}, ValueError, r"requires no gradient \(rank 0 of 1\)"),
+        (lambda loss: loss.expand(3), {}, ValueError, r"the loss must be a scalar, but has shape \(3,\)"),
+        (lambda loss: {"accuracy": loss}, {}, TypeError, "at least one entry whose name contains 'loss'"),
+        (lambda loss: loss, {"name": "cat"}, TypeError, "`name` must be a number or a scalar tensor to be recorded"),
+        (lambda loss: loss, {"all": torch.ones(2)}, TypeError, r"`all` must be .* but is of shape \(2,\)"),
+        (lambda loss: loss * float("nan"), {}, FloatingPointError, "the loss must be finite"),
+    ],
+)
+def test_what_is_no_loss_says_so(tmp_path, loss, values, error, says):
+    session = session_of(tmp_path)
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+
+    def train() -> None:
+        for _ in session.epochs(1):
+            for x, y in batches:
+                session.step(loss(F.cross_entropy(model(x), y)), **values)
+
+    with pytest.raises(error, match=says):
+        train()
+
+
+def test_what_a_model_returns_is_a_loss_too(tmp_path):
+    session = session_of(tmp_path, default_hooks={"logger": {"interval": 1}})
+    model = network()
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for _ in session.epochs(1):
+        for x, y in batches:
+            session.step({"loss_a": F.cross_entropy(model(x), y), "loss_b": model(x).square().mean()})
+    record = json.loads((session.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert record["loss"] == pytest.approx(record["loss_a"] + record["loss_b"])
+
+
+@ranks(2)
+def test_a_backward_pass_around_the_session_is_an_error(tmp_path):
+    session = session_of(tmp_path)
+    model = network()
+    model, optimizer, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    next(session.epochs(1))
+    turns = iter(batches)
+    x, y = next(turns)
+    F.cross_entropy(model[3](model[0](x)), y).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="with gradients that were not averaged"):
+        next(turns)
+
+
+def test_data_without_a_batch_and_what_is_no_model_are_refused(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="`dataloader` must yield at least one batch per pass"):
+        session_of(tmp_path).prepare(model, optimizer, DataLoader(X[:1], batch_size=2, drop_last=True))
+    for wrong in (3, {"one": 3}):
+        with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module or a dict of modules"):
+            session_of(tmp_path).prepare(wrong, optimizer, loader())
+
+
 def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
     with pytest.raises(TypeError, match="takes no optim_wrapper, train_dataloader: hand in"):
         Session(tmp_path, optim_wrapper={}, train_dataloader=[])

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from lockstep.dist import all_gather, get_dist_info, get_rank, get_world_size, sync_random_seed
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, counted
 from lockstep.registry import DATA_SAMPLERS
 
 
@@ -43,7 +43,7 @@ class DealingSampler(Sampler[Any]):
         """Raise a `ConfigError` if each rank must have an item, but there are fewer items than ranks."""
         if self.round_up and items < self.world_size:
             raise ConfigError(
-                f"`{name}` must have at least one sample for each of the {self.world_size} ranks, but has {items} "
+                f"`{name}` must have at least {counted(self.world_size, 'sample')}, one for each rank, but has {items} "
                 f"(rank {self.rank} of {self.world_size}). Use fewer ranks"
             )
 

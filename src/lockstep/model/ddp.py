@@ -230,9 +230,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
                 name = named[int((first != other).nonzero()[0])][0]
                 raise RuntimeError(
                     f"`{name}` must be the same on all ranks, but differs between rank 0 and rank {rank} of "
-                    f"{len(others) + 1} after {type(self.module).__name__}.train_step, which has updated it with "
-                    "gradients that were not averaged over ranks. Let the optim wrapper run the backward pass: "
-                    "optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and optim_wrapper.step()"
+                    f"{len(others) + 1} after a training step of {type(self.module).__name__}, which has updated it "
+                    "with gradients that were not averaged over ranks. Let the optim wrapper run the backward pass: "
+                    "optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and optim_wrapper.step(); in "
+                    "the loop of a Session, session.step(loss)"
                 )
 
     def _report_anomalous(self, loss: Tensor) -> None:

@@ -17,7 +17,7 @@ from lockstep.runner.uneven_inputs import Passes, Turn, buffers_kept
 
 CountSamples: TypeAlias = Callable[[Any], int]
 
-_NO_BATCHES = "`train_dataloader` must yield at least one batch per pass, but yields none"
+NO_BATCHES = "`train_dataloader` must yield at least one batch per pass, but yields none"
 
 
 class TrainLoop(ABC):
@@ -98,7 +98,7 @@ class TrainLoop(ABC):
         else:
             with buffers_kept(runner.model):  # a stand-in changes neither gradients nor running statistics
                 outputs = self._step(data_batch, optim_wrapper)
-        outputs = values_to_log(outputs)
+        outputs = _values_to_log(outputs)
         runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
 
@@ -159,7 +159,7 @@ class EpochBasedTrainLoop(TrainLoop):
                 "max_iters=...)"
             )
         if self.passes.length == 0:
-            raise ConfigError(_NO_BATCHES)
+            raise ConfigError(NO_BATCHES)
         self.max_epochs: int = _positive("max_epochs", max_epochs)
         self.max_iters = self.max_epochs * self.epoch_length
 
@@ -249,12 +249,12 @@ class IterBasedTrainLoop(TrainLoop):
                 empty = False
                 yield turn
             if empty and not done:
-                raise ConfigError(_NO_BATCHES)
+                raise ConfigError(NO_BATCHES)
             done = 0
             self.epoch += 1
 
 
-def values_to_log(outputs: Any) -> dict[str, Any]:
+def _values_to_log(outputs: Any) -> dict[str, Any]:
     """Return the values to log from a training step, perhaps the model's own; tensors are detached."""
     if outputs is None:
         return {}

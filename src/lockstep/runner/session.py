@@ -20,9 +20,10 @@ from lockstep.dist import all_gather, get_dist_info
 from lockstep.errors import ConfigError
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.preprocessor import move_to_device
+from lockstep.model.steps import parse_losses
 from lockstep.model.wrapper import driving, forwarded
 from lockstep.optim import OptimWrapper
-from lockstep.runner.loops import TrainLoop, values_to_log
+from lockstep.runner.loops import NO_BATCHES, TrainLoop
 from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
 from lockstep.runner.seeds import random_state_kept, set_randomness
@@ -178,6 +179,9 @@ class Session:
         optim: Any = {"optimizer": optimizer, **self._optim}
         if isinstance(optimizer, Mapping) and by_name:
             optim = {name: {"optimizer": one, **self._optim} for name, one in optimizer.items()}
+        parts = model.values() if isinstance(model, Mapping) else [model]
+        if not all(isinstance(part, nn.Module) for part in parts):
+            raise TypeError(f"`model` must be a torch.nn.Module or a dict of modules, but is {model!r}")
         if isinstance(model, Mapping | nn.ModuleDict):
             model = _Parts(dict(model.items()))
         vars(model)["train_step"] = _OwnStep(calls_parts=isinstance(model, _Parts))
@@ -218,18 +222,30 @@ class Session:
         with nullcontext() if self._is_entered else self._open:
             yield from loop.epochs(count)
 
-    def step(self, loss: Tensor, **values: Any) -> None:
+    def step(self, loss: Any, **values: Any) -> None:
         """Run the backward pass, and at the end of a window clip the gradients, update, and clear the gradients.
 
         Args:
-            loss: the mean over this rank's batch, which is weighted so that every sample counts alike.
+            loss: the mean over this rank's batch, which is weighted so that every sample counts alike: a scalar tensor;
+                or what a model returns that computes it, see `parse_losses`.
             **values: further numbers or scalar tensors to record.
 
         **Collective**: every rank.
+
+        Raises:
+            ValueError: the loss is not a scalar, or requires no gradient.
+            TypeError: there is no loss, or a value can't be recorded.
         """
         loop = self._prepared()
-        loop.log({"loss": loss, **values})
-        loop.runner.optim_wrapper.update_params(loss)
+        total, logged = parse_losses(loss)
+        if not total.requires_grad:
+            raise ValueError(
+                "the loss must depend on the model's parameters, but requires no gradient "
+                f"(rank {self.rank} of {self.world_size}). It may be detached, computed under torch.no_grad(), or "
+                "come from frozen parameters alone"
+            )
+        loop.log({**logged, **values})
+        loop.runner.optim_wrapper.update_params(total)
 
     @property
     def is_update(self) -> bool:
@@ -358,6 +374,8 @@ class OwnLoop(TrainLoop):
             raise ConfigError(
                 f"`dataloader` must have a length, as epochs are counted, but {type(self.dataloader).__name__} has none"
             )
+        if self.passes.length == 0:
+            raise ConfigError(NO_BATCHES.replace("train_dataloader", "dataloader"))
         self.max_epochs = 0
         self.max_iters = 0
         self.counts = True  # whether the present batch is this rank's own
@@ -403,8 +421,7 @@ class OwnLoop(TrainLoop):
             hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
             with self._stepping(), nullcontext() if turn.is_own else buffers_kept(run.model):
                 yield move_to_device(turn.batch, device)
-            outputs = values_to_log(self._values)
-            hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=outputs)
+            hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
             while self._to_save:
                 self._save(self._to_save.pop(0))
             self.iter += 1
@@ -423,7 +440,12 @@ class OwnLoop(TrainLoop):
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Add values to the record of the present iteration."""
-        self._values |= {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        for name, value in values.items():
+            is_scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+            if not is_scalar:
+                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise TypeError(f"`{name}` must be a number or a scalar tensor to be recorded, but is {what}")
+            self._values[name] = value.detach() if isinstance(value, Tensor) else value
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Call the hooks of a validation."""
