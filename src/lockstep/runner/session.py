@@ -183,8 +183,8 @@ class Session:
         if not all(isinstance(part, nn.Module) for part in parts):
             raise TypeError(f"`model` must be a torch.nn.Module or a dict of modules, but is {model!r}")
         if isinstance(model, Mapping | nn.ModuleDict):
-            model = _Parts(dict(model.items()))
-        vars(model)["train_step"] = _OwnStep(calls_parts=isinstance(model, _Parts))
+            model = Parts(dict(model.items()))
+        vars(model)["train_step"] = _OwnStep(calls_parts=isinstance(model, Parts))
         runner = Runner(
             model,
             train_dataloader=dataloader,
@@ -337,7 +337,7 @@ class PreparedLoader:
         return self.loader.dataset
 
 
-class _Parts(nn.ModuleDict):
+class Parts(nn.ModuleDict):
     """Modules that are called one by one; FSDP refuses a container without a `forward`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
