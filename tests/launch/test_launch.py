@@ -213,7 +213,7 @@ def test_nothing_is_left_in_the_temporary_folder(scripts, tmp_path):
     ("arguments", "says"),
     [
         ({"command": []}, "`command` must name a script"),
-        ({"nproc": 0}, "`nproc` must be at least 1"),
+        ({"nproc": 0}, "`--nproc` must be at least 1"),
         ({"max_restarts": -1}, "`max_restarts` must be at least 0"),
     ],
 )
