@@ -341,6 +341,7 @@ class Parts(nn.ModuleDict):
     """Modules that are called one by one; FSDP refuses a container without a `forward`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error that says what to call instead."""
         raise TypeError(f"call one of the models ({', '.join(self)}), as in model[{next(iter(self))!r}](...)")
 
 
