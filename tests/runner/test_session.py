@@ -328,12 +328,14 @@ def test_an_epoch_may_be_left_early_and_training_stopped(tmp_path):
             session.step(F.cross_entropy(model(x), y))
             seen.append(epoch)
             if seen.count(epoch) == 2:
+                session.save(f"left_{epoch}")
                 break
         if epoch == 1:
             session.stop()
             session.save("by_hand")
     assert seen == [0, 0, 1, 1]
     assert (session.run_dir / "by_hand").is_dir()
+    assert json.loads((session.run_dir / "left_1" / "meta.json").read_text())["iter"] == 8
     assert session.iter == 12
 
 

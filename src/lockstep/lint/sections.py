@@ -150,7 +150,7 @@ def _strategy(key: str, strategy: object) -> Iterator[Fault]:
     kind, says = resolve(named, registry.STRATEGIES) if named is not None else (None, None)
     package = getattr(kind, "package", None)
     if package is not None and find_spec(package) is None:
-        yield Fault(key, f"needs the package {package}, which is {INSTALL[package]}")
+        yield Fault(key, f"needs the package {package}, which is {INSTALL.get(package, 'not installed')}")
     if isinstance(strategy, str):
         if says is not None:
             yield Fault(key, says)

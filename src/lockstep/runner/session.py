@@ -423,8 +423,7 @@ class OwnLoop(TrainLoop):
             with self._stepping(), nullcontext() if turn.is_own else buffers_kept(run.model):
                 yield move_to_device(turn.batch, device)
             hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
-            while self._to_save:
-                self._save(self._to_save.pop(0))
+            self._save_what_was_asked_for()
             self.iter += 1
         self._end_epoch()
 
@@ -462,15 +461,17 @@ class OwnLoop(TrainLoop):
         if self._is_stepping:
             self._to_save.append(name)
         else:
-            self.runner.save_checkpoint(
-                self.runner.run_dir, name or f"iter_{self.iter}", epoch=self.epoch, iteration=self.iter
-            )
+            self._save(name, self.iter)
 
-    def _save(self, name: str | None) -> None:
-        done = self.iter + 1
+    def _save(self, name: str | None, done: int) -> None:
         self.runner.save_checkpoint(self.runner.run_dir, name or f"iter_{done}", epoch=self.epoch, iteration=done)
 
+    def _save_what_was_asked_for(self) -> None:
+        while self._to_save:
+            self._save(self._to_save.pop(0), self.iter + 1)
+
     def _end_epoch(self) -> None:
+        self._save_what_was_asked_for()  # in an iteration that was left by `break`
         self._is_open = False
         self.iter = (self.epoch + 1) * (self.epoch_length or 0)  # also where the epoch was left early
         self.runner.call_hook("after_train_epoch")
@@ -534,6 +535,5 @@ def _in_order(parts: list[Tensor]) -> Tensor:
         >>> _in_order([torch.tensor([0, 2, 4]), torch.tensor([1, 3])]).tolist()
         [0, 1, 2, 3, 4]
     """
-    places = [(row, index) for index, part in enumerate(parts) for row in range(len(part))]
-    order = sorted(range(len(places)), key=places.__getitem__)
-    return torch.cat(parts)[torch.tensor(order, dtype=torch.long, device=parts[0].device)]
+    rows = torch.cat([torch.arange(len(part), device=part.device) for part in parts])
+    return torch.cat(parts)[rows.argsort(stable=True)]
