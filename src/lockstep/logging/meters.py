@@ -54,7 +54,7 @@ class HistoryBuffer:
         self.values.append(value)
 
     def tail(self, count: int) -> HistoryBuffer:
-        """Return a buffer of the last `count` values, which this one goes on without."""
+        """Return a new buffer that holds the last `count` values; values that are added later do not reach it."""
         last = HistoryBuffer()
         last.values.extendleft(islice(reversed(self.values), count))
         return last

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.dataset import build_dataloader, set_epoch
+from lockstep.dataset import build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import all_gather, get_dist_info
-from lockstep.errors import ConfigError
-from lockstep.model import ModelWrapper, unwrap_model
-from lockstep.model.preprocessor import move_to_device
+from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
-from lockstep.model.wrapper import driving, forwarded
 from lockstep.optim import OptimWrapper
-from lockstep.runner.loops import NO_BATCHES, TrainLoop
+from lockstep.runner.own_loop import OwnLoop
 from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
-from lockstep.runner.seeds import random_state_kept, set_randomness
+from lockstep.runner.seeds import set_randomness
 from lockstep.runner.start import join_ranks
-from lockstep.runner.uneven_inputs import Passes, buffers_kept
-from lockstep.tree import tree_map
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Session:
@@ -345,165 +337,6 @@ class Parts(nn.ModuleDict):
         raise TypeError(f"call one of the models ({', '.join(self)}), as in model[{next(iter(self))!r}](...)")
 
 
-@dataclass
-class _Evaluation:
-    """The validation of a hand-written loop, as hooks see it."""
-
-    metrics: dict[str, Any]
-    at_iter: int | None = None
-    dataloader: Any = None
-    evaluator: Any = None
-
-    def __post_init__(self) -> None:
-        self.evaluator = SimpleNamespace(units={})  # hooks ask it for the units of the metrics
-
-    def run(self) -> dict[str, Any]:
-        """Return the last metrics."""
-        return self.metrics
-
-
-class OwnLoop(TrainLoop):
-    """A training loop whose iterations run in the user's own code.
-
-    Args:
-        run: the run.
-    """
-
-    def __init__(self, run: TrainRun) -> None:
-        super().__init__(run, run.train_dataloader, 1, 1, None, None)
-        if self.passes.length is None:
-            raise ConfigError(
-                f"`dataloader` must have a length, as epochs are counted, but {type(self.dataloader).__name__} has none"
-            )
-        if self.passes.length == 0:
-            raise ConfigError(NO_BATCHES.replace("train_dataloader", "dataloader"))
-        self.max_epochs = 0
-        self.max_iters = 0
-        self.counts = True  # whether the present batch is this rank's own
-        self._values: dict[str, Any] = {}
-        self._is_open = False  # within an epoch
-        self._is_stepping = False
-        self._to_save: list[str | None] = []
-
-    def run(self) -> None:
-        """Raise an error: the user's code runs this loop."""
-        raise RuntimeError("the loop of a session is run by the user's own code")
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that are left."""
-        run = self.runner
-        self.max_epochs, self.max_iters = count, count * (self.epoch_length or 0)
-        run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
-        run.call_hook("before_train")
-        while self.epoch < count and not self.stop_training:
-            before = self.epoch
-            yield before
-            if self._is_open:
-                self._end_epoch()
-            if self.epoch == before:
-                raise RuntimeError(
-                    f"epoch {before} must go through the loader that session.prepare() returned, but did not begin to"
-                )
-        run.call_hook("after_train")
-        run.call_hook("after_run")
-
-    def batches(self) -> Iterator[Any]:
-        """Yield this rank's batches in the present epoch; the code that receives one makes one training step."""
-        run, hooks = self.runner, self.runner.hooks
-        if self._is_open or self.epoch >= (self.max_epochs or 0):
-            raise RuntimeError("the prepared loader must be gone through once in each of session.epochs(...)")
-        self._is_open = True
-        run.call_hook("before_train_epoch")
-        self._begin_training()
-        device, done = torch.device(get_device()), self.iter - self.epoch * (self.epoch_length or 0)
-        for batch_idx, turn in enumerate(self.passes.turns(done), start=done):
-            self.samples, self.counts, self._values = turn.samples, turn.is_own, {}
-            run.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
-            hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
-            with self._stepping(), nullcontext() if turn.is_own else buffers_kept(run.model):
-                yield move_to_device(turn.batch, device)
-            hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
-            self._save_what_was_asked_for()
-            self.iter += 1
-        self._end_epoch()
-
-    def evaluation_batches(self, loader: Any) -> Iterator[Any]:
-        """Yield equally many batches on every rank; training then draws the same random numbers as without."""
-        model, device = self.runner.model, torch.device(get_device())
-        context = model.evaluation_context() if isinstance(model, ModelWrapper) else nullcontext()
-        set_epoch(loader, 0)
-        with random_state_kept(), context:
-            for turn in Passes(loader).turns():
-                self.counts = turn.is_own
-                yield move_to_device(turn.batch, device)
-        self.counts = True
-
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Add values to the record of the present iteration."""
-        for name, value in values.items():
-            is_scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
-            if not is_scalar:
-                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise TypeError(f"`{name}` must be a number or a scalar tensor to be recorded, but is {what}")
-            self._values[name] = value.detach() if isinstance(value, Tensor) else value
-
-    def log_metrics(self, metrics: dict[str, Any]) -> None:
-        """Call the hooks of a validation."""
-        run = self.runner
-        if run.val_loop is None:
-            run.val_loop = _Evaluation(metrics)
-        run.val_loop.metrics, run.val_loop.at_iter, run.last_evaluation = metrics, self.iter, run.val_loop
-        run.call_hook("after_val_epoch", metrics=metrics)
-        run.call_hook("after_val")
-
-    def save(self, name: str | None) -> None:
-        """Save a checkpoint after the present iteration, or now if there is none."""
-        if self._is_stepping:
-            self._to_save.append(name)
-        else:
-            self._save(name, self.iter)
-
-    def _save(self, name: str | None, done: int) -> None:
-        self.runner.save_checkpoint(self.runner.run_dir, name or f"iter_{done}", epoch=self.epoch, iteration=done)
-
-    def _save_what_was_asked_for(self) -> None:
-        while self._to_save:
-            self._save(self._to_save.pop(0), self.iter + 1)
-
-    def _end_epoch(self) -> None:
-        self._save_what_was_asked_for()  # in an iteration that was left by `break`
-        self._is_open = False
-        self.iter = (self.epoch + 1) * (self.epoch_length or 0)  # also where the epoch was left early
-        self.runner.call_hook("after_train_epoch")
-        self.epoch += 1
-
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Lead calls of the user's module through the strategy, for one iteration."""
-        self._is_stepping = True
-        try:
-            with self._led():
-                yield
-        finally:
-            self._is_stepping = False
-
-    @contextmanager
-    def _led(self) -> Iterator[None]:
-        model, optim_wrapper = self.runner.model, self.runner.optim_wrapper
-        core = unwrap_model(model)
-        if model is core and type(optim_wrapper) is OptimWrapper:
-            yield
-            return
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with optim_wrapper.optim_context(model):
-                return _in_float32(model(*args, **kwargs))
-
-        step = model.step_context(optim_wrapper) if isinstance(model, ModelWrapper) else nullcontext()
-        with step, driving(model, optim_wrapper), forwarded(core, call):
-            yield
-
-
 _SET_HERE = {"model", "optim_wrapper", "train_dataloader", "train_cfg", "param_scheduler", "loss", "cfg"}
 
 
@@ -519,13 +352,6 @@ class _OwnStep:
 
     def __call__(self, data: Any, optim_wrapper: Any) -> Any:
         raise RuntimeError("this model is trained by the loop of a Session, so that no Runner can train it")
-
-
-def _in_float32(outputs: Any) -> Any:
-    """Return the outputs of a forward pass under autocast with half precision converted back, for any loss function."""
-    if not torch.is_autocast_enabled(get_device()):
-        return outputs
-    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x, outputs)
 
 
 def _in_order(parts: list[Tensor]) -> Tensor:
