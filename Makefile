@@ -90,9 +90,23 @@ test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready 
 
 .venv-models/.ready: pyproject.toml constraints.txt requirements/models.txt
 	$(PYTHON) -m venv .venv-models
-	.venv-models/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[testing]' \
+	.venv-models/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' \
 		--requirement requirements/models.txt
 	@touch $@
+
+.PHONY: docs
+docs: .venv-docs/.ready  ## the documentation, in site/; warnings are errors, and links are checked
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	.venv-docs/bin/python tools/links.py site
+
+.venv-docs/.ready: constraints.txt requirements/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement requirements/docs.txt
+	@touch $@
+
+.PHONY: test-docs
+test-docs: docs .venv-models/.ready  ## every code block of the documentation, on one rank and on two; every public name in the reference
+	.venv-models/bin/python -m pytest tests/pages $(PYTEST_ARGS)
 
 .PHONY: messages
 messages: $(READY)  ## every message that the package can raise, warn of or log, to be read in one go
@@ -103,4 +117,4 @@ fmt: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .venv-* work_dirs
+	rm -rf $(VENV) .venv-* work_dirs site dist

@@ -20,6 +20,7 @@ Hook: TypeAlias = Callable[[Any, GradBucket], Future[Tensor]]
 HookConfig: TypeAlias = str | Mapping[str, Any] | Hook
 
 COMM_HOOKS = Registry("communication hook", scope="lockstep")
+"""DDP's communication hooks, by name."""
 
 
 @COMM_HOOKS.register_module()

@@ -24,6 +24,7 @@ from lockstep.model.parts import callable_children, classes_in, is_callable, own
 from lockstep.registry import Registry
 
 FSDP_WRAP_POLICIES = Registry("FSDP wrap policy", scope="lockstep")
+"""FSDP's policies for choosing units, by name."""
 for _name in (
     "always_wrap_policy", "lambda_auto_wrap_policy", "size_based_auto_wrap_policy", "transformer_auto_wrap_policy",
     "CustomPolicy", "ModuleWrapPolicy",

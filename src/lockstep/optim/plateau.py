@@ -102,3 +102,4 @@ class ReduceOnPlateauLR(ParamScheduler):
 
 
 ReduceOnPlateauMomentum = for_momentum(ReduceOnPlateauLR)
+"""`ReduceOnPlateauLR` for momentum; for Adam, the first beta."""

@@ -263,10 +263,18 @@ class OneCycleLR(FormulaScheduler):
 
 
 ConstantMomentum = for_momentum(ConstantLR)
+"""`ConstantLR` for momentum; for Adam, the first beta."""
 CosineAnnealingMomentum = for_momentum(CosineAnnealingLR)
+"""`CosineAnnealingLR` for momentum; for Adam, the first beta."""
 CosineRestartMomentum = for_momentum(CosineRestartLR)
+"""`CosineRestartLR` for momentum; for Adam, the first beta."""
 ExponentialMomentum = for_momentum(ExponentialLR)
+"""`ExponentialLR` for momentum; for Adam, the first beta."""
 LinearMomentum = for_momentum(LinearLR)
+"""`LinearLR` for momentum; for Adam, the first beta."""
 MultiStepMomentum = for_momentum(MultiStepLR)
+"""`MultiStepLR` for momentum; for Adam, the first beta."""
 PolyMomentum = for_momentum(PolyLR)
+"""`PolyLR` for momentum; for Adam, the first beta."""
 StepMomentum = for_momentum(StepLR)
+"""`StepLR` for momentum; for Adam, the first beta."""

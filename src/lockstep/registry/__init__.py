@@ -61,6 +61,7 @@ def _build_runner(cfg: Mapping[str, Any], registry: Registry) -> Any:
 
 
 MODELS = Registry("model", locations=["lockstep.model"])
+"""Models, the modules in them, losses, and data preprocessors."""
 MODEL_WRAPPERS = Registry(
     "model wrapper",
     locations={
@@ -70,6 +71,7 @@ MODEL_WRAPPERS = Registry(
         "lockstep.strategy.colossalai": ["ColossalAIModelWrapper", "CollosalAIModelWrapper"],
     },
 )
+"""Wrappers that distribute a model."""
 OPTIMIZERS = Registry(
     "optimizer",
     locations={
@@ -79,6 +81,7 @@ OPTIMIZERS = Registry(
     },
     libraries=[Library("torch.optim", base="Optimizer")],
 )
+"""Optimizers: those of torch, of the engines, and your own."""
 OPTIM_WRAPPERS = Registry(
     "optim wrapper",
     locations={
@@ -87,16 +90,25 @@ OPTIM_WRAPPERS = Registry(
         "lockstep.strategy.colossalai": ["ColossalAIOptimWrapper"],
     },
 )
+"""Optim wrappers."""
 OPTIM_WRAPPER_CONSTRUCTORS = Registry("optim wrapper constructor", locations=["lockstep.optim"])
+"""What builds an optim wrapper from a config."""
 PARAM_SCHEDULERS = Registry("parameter scheduler", locations=["lockstep.optim"])
+"""Schedules of learning rates and other options."""
 DATASETS = Registry("dataset", locations=["lockstep.dataset"])
+"""Datasets."""
 DATA_SAMPLERS = Registry(
     "data sampler", locations=["lockstep.dataset"], libraries=[Library("torch.utils.data", base="Sampler")]
 )
+"""Samplers and batch samplers."""
 METRICS = Registry("metric", locations=["lockstep.evaluator"])
+"""Metrics."""
 EVALUATOR = Registry("evaluator", locations=["lockstep.evaluator"])
+"""Evaluators."""
 HOOKS = Registry("hook", locations=["lockstep.hooks"])
+"""Hooks."""
 LOOPS = Registry("loop", locations=["lockstep.runner"])
+"""Training, validation and test loops."""
 STRATEGIES = Registry(
     "strategy",
     locations={
@@ -106,11 +118,18 @@ STRATEGIES = Registry(
         "lockstep.strategy.colossalai": ["ColossalAIStrategy", "colossalai"],
     },
 )
+"""Strategies."""
 VISUALIZERS = Registry("visualizer", locations=["lockstep.visualization"])
+"""Visualizers."""
 # MMEngine's name for the registry of visualizer backends, which in lockstep are visualizers.
 VISBACKENDS = VISUALIZERS
+"""MMEngine's name for `VISUALIZERS`."""
 RUNNERS = Registry("runner", locations=["lockstep.runner"], build_func=_build_runner)
+"""Runners."""
 # For a user's own functions and classes: collate functions, transforms, and others.
 FUNCTIONS = Registry("function", locations=["lockstep.dataset"])
+"""Functions, such as those that collate a batch."""
 TRANSFORMS = Registry("transform", locations=["lockstep.dataset"])
+"""Transforms of one sample."""
 TASK_UTILS = Registry("task utility")
+"""What belongs to one task, such as box coders; empty, for libraries."""

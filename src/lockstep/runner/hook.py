@@ -23,6 +23,7 @@ PRIORITIES: Mapping[str, int] = {
     "VERY_LOW": 90,
     "LOWEST": 100,
 }
+"""The names of priorities; hooks with lower numbers are called first."""
 _logger = logging.getLogger(__name__)
 
 

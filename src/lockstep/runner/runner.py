@@ -379,3 +379,4 @@ class Runner(_PartsOfRun):
 
 
 FlexibleRunner = Runner
+"""MMEngine's name of a Runner that takes a strategy, as every `Runner` does."""

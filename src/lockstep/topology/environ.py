@@ -17,6 +17,7 @@ from lockstep.topology.slurm import expand_hostlist, expand_task_counts
 
 Environment: TypeAlias = Mapping[str, str]
 LauncherName: TypeAlias = Literal["pytorch", "slurm", "mpi", "none"]
+"""The launchers that are known; `"none"` is a process that no launcher started as a rank."""
 Parsed = TypeVar("Parsed")
 
 

@@ -14,7 +14,8 @@ from lockstep.visualization.several import Visualizers, build_visualizers
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 from lockstep.visualization.wandb import WandbVisualizer
 
-Visualizer = Visualizers  # MMEngine's name
+Visualizer = Visualizers
+"""MMEngine's name for `Visualizers`."""
 
 __all__ = [
     "Closes",
