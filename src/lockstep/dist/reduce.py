@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, overload
+from functools import cache
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -223,14 +224,18 @@ def _reduce_to(
 
     def start(travelling: Tensor, wire_op: OpName) -> Work:
         if dst is None:
-            chosen = options(AllreduceOptions, reduceOp=TORCH_OPS[wire_op], asyncOp=async_op)
-            return pg.allreduce([travelling], chosen)
-        return pg.reduce([travelling], options(ReduceOptions, reduceOp=TORCH_OPS[wire_op], rootRank=dst))
+            return pg.allreduce([travelling], _options(AllreduceOptions, wire_op, "asyncOp", async_op))
+        return pg.reduce([travelling], _options(ReduceOptions, wire_op, "rootRank", dst))
 
     if not async_op and _is_plain(data, plan, comm):
         wait_for(start(data, plan.wire_op), comm)
         return None
     return wait_unless_async(_reduce(data, plan, comm, start, keeps=dst in (None, comm.rank)), async_op)
+
+
+@cache  # by the name of the operation, whose hash costs a tenth of that of torch's
+def _options(kind: type, op: OpName, field: str, value: object) -> Any:
+    return options(kind, reduceOp=TORCH_OPS[op], **{field: value})
 
 
 @overload
