@@ -108,6 +108,12 @@ docs: .venv-docs/.ready  ## the documentation, in site/; warnings are errors, an
 test-docs: docs .venv-models/.ready  ## every code block of the documentation, on one rank and on two; every public name in the reference
 	.venv-models/bin/python -m pytest tests/pages $(PYTEST_ARGS)
 
+.PHONY: dist
+dist: $(READY)  ## wheel and sdist, and the wheel tried in a fresh environment
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python tools/try_wheel.py
+
 .PHONY: messages
 messages: $(READY)  ## every message that the package can raise, warn of or log, to be read in one go
 	$(BIN)/python tools/messages.py
