@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,41 @@ def test_several_visualizers_show_what_rank_0_records(tmp_path: Path):
 @ranks(2)
 def test_a_visualizer_that_cannot_open_ends_all_ranks_before_training(tmp_path: Path):
     runner = make(tmp_path, visualizer=Broken())
-    with pytest.raises(OSError if get_rank() == 0 else PeerError, match="the server does not answer"):
+    with pytest.raises(OSError if get_rank() == 0 else PeerError, match="the server does not answer") as caught:
         runner.train()
+    if get_rank() == 0:
+        assert "while opening the visualizer Broken" in caught.value.__notes__
     assert runner.iter == 0
+
+
+class Dying:
+    """Shows the first record, and none after that."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        self.calls += 1
+        if self.calls > 1:
+            raise OSError("the server does not answer")
+
+
+@ranks(2)
+def test_a_visualizer_that_fails_in_a_run_is_warned_of_once_on_rank_0(tmp_path: Path):
+    dying = Dying()
+    runner = make(tmp_path, visualizer=[dying, {"type": "CsvVisualizer"}])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", UserWarning)
+        runner.train()
+    told = [str(warning.message) for warning in warned if "Dying" in str(warning.message)]
+    if get_rank() == 0:
+        assert len(told) == 1
+        assert told[0].startswith("the visualizer Dying has failed: OSError: the server does not answer")
+        assert dying.calls == 6
+        assert len((runner.run_dir / "train.csv").read_text().splitlines()) == 5
+    else:
+        assert told == []
+    assert runner.iter == 12
 
 
 @ranks(2)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from lockstep.config import Config
 from lockstep.errors import ConfigError, RegistryError
@@ -33,6 +35,18 @@ class Breaking(Board):
         super().__init__()
         self.closed = False
 
+    def open(self, run_dir: Path) -> None:
+        raise OSError("nobody answers")
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        raise OSError("the line is dead")
+
+    def add_image(self, name: str, image: Tensor, step: int = 0) -> None:
+        raise ValueError
+
+    def add_config(self, config: Config) -> None:
+        raise OSError("the line is dead")
+
     def close(self) -> None:
         self.closed = True
         raise OSError("the line is dead")
@@ -53,10 +67,45 @@ def test_each_gets_what_it_can_show(tmp_path: Path):
 
 def test_all_are_closed_whatever_becomes_of_one():
     first, second = Breaking(), Breaking()
-    with pytest.raises(OSError, match="dead"):
+    with pytest.warns(UserWarning, match="the visualizer Breaking has failed: OSError: the line is dead") as warned:
         Visualizers([first, second]).close()
     assert first.closed
     assert second.closed
+    assert len(warned) == 2
+
+
+def test_a_failure_is_a_warning_once_and_the_others_go_on():
+    board = Board()
+    both = Visualizers([Breaking(), board])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        both.add_scalars({"x": 1.0}, step=1)
+        both.add_scalar("x", 2.0, step=2)
+        both.add_config(Config({"a": 1}))
+        both.add_image("grey", torch.zeros(2, 2, dtype=torch.uint8))
+        both.close()
+    assert [str(warning.message) for warning in warned] == [
+        "the visualizer Breaking has failed: OSError: the line is dead. The run goes on without what it could not "
+        "show; further failures of it are not reported"
+    ]
+    assert warned[0].filename == __file__
+    assert board.seen == [({"x": 1.0}, 1), ({"x": 2.0}, 2)]
+
+
+def test_a_failure_without_a_reason_is_named_by_its_kind():
+    with pytest.warns(UserWarning, match=r"has failed: ValueError\. The run"):
+        Visualizers([Breaking()]).add_image("grey", torch.zeros(2, 2, dtype=torch.uint8))
+
+
+def test_an_image_that_none_can_show_is_an_error(tmp_path: Path):
+    with pytest.raises(TypeError, match="uint8"):
+        Visualizers([LocalVisualizer(tmp_path)]).add_image("grey", torch.zeros(2, 2))
+
+
+def test_the_error_of_one_that_cannot_open_names_it(tmp_path: Path):
+    with pytest.raises(OSError, match="nobody answers") as caught:
+        Visualizers([Board(), Breaking()]).open(tmp_path)
+    assert caught.value.__notes__ == ["while opening the visualizer Breaking"]
 
 
 def test_a_folder_for_all_of_them(tmp_path: Path):

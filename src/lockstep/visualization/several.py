@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.config import Config
 from lockstep.errors import ConfigError
 from lockstep.registry import VISUALIZERS
+from lockstep.visualization.png import as_picture
 from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, ShowsScalars
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
 
@@ -18,7 +20,8 @@ from lockstep.visualization.tensorboard import TensorBoardVisualizer
 class Visualizers:
     """Passes everything on to those of several visualizers that can show it.
 
-    `Visualizer` is another name for it.
+    `Visualizer` is another name for it. A visualizer that fails after it was opened does not end the training: what it
+    could not show is left out, and its first failure is a warning.
 
     Args:
         vis_backends: the visualizers, or their configs.
@@ -49,6 +52,7 @@ class Visualizers:
         self.name = name
         self.parts: list[ShowsScalars] = [_build(part) for part in vis_backends or ()]
         self._save_dir = None if save_dir is None else Path(save_dir)
+        self._failed: list[ShowsScalars] = []
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -63,18 +67,27 @@ class Visualizers:
         Visualizers._current = self
 
     def open(self, run_dir: Path) -> None:
-        """Open the visualizers that have a method `open`."""
+        """Open the visualizers that have a method `open`.
+
+        Raises:
+            Exception: one of them cannot be opened, for whatever reason; a note on the exception names it.
+        """
         folder = run_dir if self._save_dir is None else self._save_dir
         folder.mkdir(parents=True, exist_ok=True)
         for part in self.parts:
             if isinstance(part, Opens):
-                part.open(folder)
+                try:
+                    part.open(folder)
+                except Exception as error:
+                    error.add_note(f"while opening the visualizer {type(part).__name__}")
+                    raise
 
     def add_config(self, config: Config) -> None:
         """Show the config of the run."""
         for part in self.parts:
             if isinstance(part, ShowsConfig):
-                part.add_config(config)
+                with self._failure_as_warning(part):
+                    part.add_config(config)
 
     def add_scalar(self, name: str, value: float, step: int = 0) -> None:
         """Show one value."""
@@ -83,20 +96,44 @@ class Visualizers:
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Show values that belong to one step."""
         for part in self.parts:
-            part.add_scalars(scalar_dict, step)
+            with self._failure_as_warning(part):
+                part.add_scalars(scalar_dict, step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Show an image: a tensor or array of dtype uint8, [height, width] or [height, width, 3]."""
-        for part in self.parts:
-            if isinstance(part, ShowsImages):
+        showing = [part for part in self.parts if isinstance(part, ShowsImages)]
+        if showing:
+            as_picture(image)  # an image that none can show is the caller's error, and raises
+        for part in showing:
+            with self._failure_as_warning(part):
                 part.add_image(name, image, step)
 
     def close(self) -> None:
-        """Close all visualizers, even if closing one of them fails."""
+        """Close all visualizers, even if closing one of them fails, which is a warning too."""
         with ExitStack() as closing:
             for part in self.parts:
                 if isinstance(part, Closes):
-                    closing.callback(part.close)
+                    closing.callback(self._close, part)
+
+    def _close(self, part: Any) -> None:
+        with self._failure_as_warning(part):
+            part.close()
+
+    @contextmanager
+    def _failure_as_warning(self, part: ShowsScalars) -> Iterator[None]:
+        """Warn of a visualizer's first failure, and pass over all of them."""
+        try:
+            yield
+        except Exception as error:
+            if any(part is failed for failed in self._failed):
+                return
+            self._failed.append(part)
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            warnings.warn(
+                f"the visualizer {type(part).__name__} has failed: {reason}. The run goes on without what it could not "
+                "show; further failures of it are not reported",
+                stacklevel=4,
+            )
 
 
 def build_visualizers(given: Any) -> Visualizers:
