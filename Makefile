@@ -57,6 +57,16 @@ test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an envi
 	.venv-colossalai/bin/python -m pip install --quiet --no-deps --requirement requirements/colossalai.txt
 	@touch $@
 
+.PHONY: test-trackers
+test-trackers: .venv-trackers/.ready  ## Comet, Aim, ClearML, Neptune and DVCLive, each offline, in an environment of their own
+	.venv-trackers/bin/python -m pytest tests/trackers $(PYTEST_ARGS)
+
+.venv-trackers/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/python -m pip install --quiet --constraint constraints.txt hypothesis \
+		--editable '.[comet,aim,clearml,neptune,dvclive,testing]'
+	@touch $@
+
 check: $(READY)  ## style, types, layers of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

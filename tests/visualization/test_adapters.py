@@ -1,6 +1,7 @@
 """Each adapter against its own library: what is shown can be read back.
 
-An adapter is tested wherever its library is installed, and elsewhere says what to install.
+An adapter is tested wherever its library is installed, and elsewhere says what to install. `make test-trackers` tests
+those of `TRACKERS`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,22 @@ from lockstep.config import Config
 from lockstep.errors import ConfigError
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization import Closes, CsvVisualizer, Opens, ShowsConfig, ShowsImages, ShowsScalars
+from lockstep.visualization.artifacts import with_suffix
 from lockstep.visualization.library import is_installed
 from lockstep.visualization.mlflow import flat_options
 
 LIBRARIES = {"TensorBoardVisualizer": "tensorboard", "MLflowVisualizer": "mlflow", "WandbVisualizer": "wandb"}
+TRACKERS = {
+    "CometVisualizer": "comet_ml",
+    "AimVisualizer": "aim",
+    "ClearMLVisualizer": "clearml",
+    "NeptuneVisualizer": "neptune",
+    "DVCLiveVisualizer": "dvclive",
+}
 INSTALLED = [name for name, library in LIBRARIES.items() if is_installed(library)]
 ARGUMENTS = {"WandbVisualizer": {"init_kwargs": {"mode": "offline"}}}
+MODULES = {name: name.removesuffix("Visualizer").lower() for name in TRACKERS}
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 PICTURE = torch.arange(60, dtype=torch.uint8).reshape(4, 5, 3)
 
 
@@ -111,11 +123,37 @@ def test_unopened_it_holds_nothing_and_shows_nothing(name: str, run_dir: Path):
     assert list(run_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_missing_library_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, LIBRARIES[name], None)  # keeps it from being found
-    with pytest.raises(ConfigError, match=rf"{name} needs the package `{LIBRARIES[name]}`.*lockstep-engine\["):
+@pytest.mark.parametrize(("name", "library"), [*LIBRARIES.items(), *TRACKERS.items()])
+def test_a_missing_library_is_named_with_its_extra(name: str, library: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, library, None)  # keeps it from being found
+    with pytest.raises(ConfigError, match=rf"{name} needs the package `{library}`.*lockstep-engine\[") as caught:
         build(name)
+    extra = str(caught.value).partition("[")[2].partition("]")[0]
+    requirements = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"][extra]
+    assert library.replace("_", "-") in requirements[0]
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_unopened_a_tracker_holds_nothing(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(f"lockstep.visualization.{MODULES[name]}.require", lambda *_: None)
+    tracker = build(name)
+    with pytest.raises(RuntimeError, match=rf"{name} must be opened"):
+        tracker.add_scalars({"x": 1.0})
+    with pytest.raises(RuntimeError, match=rf"{name} must be opened"):
+        tracker.add_config(Config({}))
+    with pytest.raises(RuntimeError, match=rf"{name} must be opened"):
+        tracker.add_image("seven", PICTURE)
+    tracker.close()
+    assert TRACKERS[name] not in sys.modules
+
+
+def test_artifacts_are_files_of_the_folder_itself(tmp_path: Path):
+    for name in ("b.py", "a.json", "log.txt", "checkpoints/c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [path.name for path in with_suffix(tmp_path, (".py", ".json"))] == ["a.json", "b.py"]
+    assert [path.name for path in with_suffix(tmp_path, ".txt")] == ["log.txt"]
+    assert with_suffix(tmp_path, ()) == []
 
 
 @pytest.mark.parametrize(
@@ -125,6 +163,11 @@ def test_a_missing_library_is_named_with_its_extra(name: str, monkeypatch: pytes
         ("TensorboardVisBackend", "TensorBoardVisualizer"),
         ("MLflowVisBackend", "MLflowVisualizer"),
         ("WandbVisBackend", "WandbVisualizer"),
+        ("CometVisBackend", "CometVisualizer"),
+        ("AimVisBackend", "AimVisualizer"),
+        ("ClearMLVisBackend", "ClearMLVisualizer"),
+        ("NeptuneVisBackend", "NeptuneVisualizer"),
+        ("DVCLiveVisBackend", "DVCLiveVisualizer"),
         ("Visualizer", "Visualizers"),
     ],
 )

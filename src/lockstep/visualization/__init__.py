@@ -1,4 +1,4 @@
-"""Visualizers, which show a run's records: TensorBoard, MLflow, Weights & Biases, CSV files, a folder.
+"""Visualizers, which show a run's records: in TensorBoard, in files, or in one of several experiment trackers.
 
 Each is a thin adapter to a library that it imports when it is opened; `Visualizers` combines several into one. As in
 `lockstep.logging`, nothing here depends on ranks: the Runner opens visualizers on rank 0 only.
@@ -6,9 +6,14 @@ Each is a thin adapter to a library that it imports when it is opened; `Visualiz
 
 from __future__ import annotations
 
+from lockstep.visualization.aim import AimVisualizer
+from lockstep.visualization.clearml import ClearMLVisualizer
+from lockstep.visualization.comet import CometVisualizer
 from lockstep.visualization.csv_files import CsvVisualizer
+from lockstep.visualization.dvclive import DVCLiveVisualizer
 from lockstep.visualization.local import LocalVisualizer
 from lockstep.visualization.mlflow import MLflowVisualizer
+from lockstep.visualization.neptune import NeptuneVisualizer
 from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, ShowsScalars
 from lockstep.visualization.several import Visualizers, build_visualizers
 from lockstep.visualization.tensorboard import TensorBoardVisualizer
@@ -18,10 +23,15 @@ Visualizer = Visualizers
 """MMEngine's name for `Visualizers`."""
 
 __all__ = [
+    "AimVisualizer",
+    "ClearMLVisualizer",
     "Closes",
+    "CometVisualizer",
     "CsvVisualizer",
+    "DVCLiveVisualizer",
     "LocalVisualizer",
     "MLflowVisualizer",
+    "NeptuneVisualizer",
     "Opens",
     "ShowsConfig",
     "ShowsImages",

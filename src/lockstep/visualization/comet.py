@@ -1,0 +1,77 @@
+"""Scalars, images and the config in Comet."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import Config
+from lockstep.config.source_form import plain_data
+from lockstep.registry import VISUALIZERS
+from lockstep.visualization.library import opened, require
+from lockstep.visualization.png import as_picture, png_bytes
+
+
+@VISUALIZERS.register_module(name=["CometVisualizer", "CometVisBackend"])
+class CometVisualizer:
+    """Logs to a Comet experiment.
+
+    Comet's own logging of metrics, parameters, models and terminal output, which changes functions of torch and of the
+    terminal, is off unless `experiment_config` turns it on.
+
+    Args:
+        init_kwargs: arguments of `comet_ml.start`, for example `dict(workspace="me", online=False)`; its
+            `experiment_config` may be a dict. By default the project has the name of the work_dir, and the experiment
+            that of the run's folder.
+        save_dir: the folder of the archive that an experiment with `online=False` leaves, by default `comet/` in the
+            run's folder. `comet upload` sends it.
+    """
+
+    def __init__(self, init_kwargs: Mapping[str, Any] | None = None, save_dir: str | Path | None = None) -> None:
+        require("comet_ml", "comet", "CometVisualizer")
+        self._init_kwargs = dict(init_kwargs or {})
+        self._save_dir = save_dir
+        self._experiment: Any = None
+
+    def open(self, run_dir: Path) -> None:
+        """Start an experiment."""
+        import comet_ml
+
+        arguments = {"project_name": run_dir.resolve().parent.name, **self._init_kwargs}
+        given = arguments.pop("experiment_config", None)
+        if given is None or isinstance(given, Mapping):
+            defaults = {
+                "name": run_dir.name,
+                "offline_directory": str(self._save_dir or run_dir / "comet"),
+                "parse_args": False,
+                "log_graph": False,
+                "auto_metric_logging": False,
+                "auto_param_logging": False,
+                "auto_output_logging": False,
+            }
+            given = comet_ml.ExperimentConfig(**{**defaults, **(given or {})})
+        self._experiment = comet_ml.start(**arguments, experiment_config=given)
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        """Log values as metrics."""
+        values = {name: float(value) for name, value in scalar_dict.items()}
+        opened(self._experiment, self).log_metrics(values, step=step)
+
+    def add_image(self, name: str, image: Any, step: int = 0) -> None:
+        """Log an image."""
+        file = BytesIO(png_bytes(as_picture(image)))
+        opened(self._experiment, self).log_image(file, name=name, step=step)
+
+    def add_config(self, config: Config) -> None:
+        """Log each value of the config as a parameter."""
+        opened(self._experiment, self).log_parameters(plain_data(config), nested_support=True)
+
+    def close(self) -> None:
+        """End the experiment; its `status` is "failed" if an exception is being handled, otherwise "finished"."""
+        if self._experiment is not None:
+            self._experiment.log_other("status", "finished" if sys.exc_info()[0] is None else "failed")
+            self._experiment.end()
+            self._experiment = None

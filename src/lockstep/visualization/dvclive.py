@@ -1,0 +1,80 @@
+"""Scalars, images and the config in files of DVCLive."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import Config
+from lockstep.config.source_form import plain_data
+from lockstep.registry import VISUALIZERS
+from lockstep.visualization.artifacts import with_suffix
+from lockstep.visualization.library import opened, require
+from lockstep.visualization.png import as_picture
+
+
+@VISUALIZERS.register_module(name=["DVCLiveVisualizer", "DVCLiveVisBackend"])
+class DVCLiveVisualizer:
+    """Writes the files of DVCLive: `metrics.json`, `params.yaml` and `plots/`.
+
+    Args:
+        save_dir: the folder of the files, by default `dvclive/` in the run's folder. DVCLive removes its files that it
+            finds in a given folder.
+        artifact_suffix: files of the run's folder that end so are added to DVC at the end, such as `(".py", ".json")`;
+            by default none.
+        init_kwargs: arguments of `dvclive.Live`. By default it saves no DVC experiment and writes no `dvc.yaml`, that
+            is, it changes nothing but its folder; `dict(save_dvc_exp=True, dvcyaml="dvc.yaml")` are DVCLive's own
+            defaults. In a Git repository without DVC, DVCLive adds a folder `.dvc`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        artifact_suffix: str | Sequence[str] = (),
+        init_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        require("dvclive", "dvclive", "DVCLiveVisualizer")
+        self._save_dir = save_dir
+        self._artifact_suffix = artifact_suffix
+        self._init_kwargs = dict(init_kwargs or {})
+        self._run_dir = Path()
+        self._live: Any = None
+
+    def open(self, run_dir: Path) -> None:
+        """Create the folder; what the same run has written to its own folder is continued."""
+        from dvclive import Live
+
+        self._run_dir = run_dir
+        own = run_dir / "dvclive"
+        folder, resume = (own, own.exists()) if self._save_dir is None else (self._save_dir, False)
+        defaults = {"dir": str(folder), "resume": resume, "save_dvc_exp": False, "dvcyaml": None}
+        self._live = Live(**{**defaults, **self._init_kwargs})
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        """Append each value to its table, `plots/metrics/NAME.tsv`, and write the last ones to `metrics.json`."""
+        live = opened(self._live, self)
+        live.step = step
+        for name, value in scalar_dict.items():
+            live.log_metric(name, float(value))
+        live.make_summary()
+
+    def add_image(self, name: str, image: Any, step: int = 0) -> None:
+        """Write an image, `plots/images/NAME/STEP.png`."""
+        opened(self._live, self).log_image(f"{name}/{step}.png", as_picture(image).numpy())
+
+    def add_config(self, config: Config) -> None:
+        """Write the config to `params.yaml`."""
+        opened(self._live, self).log_params(plain_data(config))
+
+    def close(self) -> None:
+        """Write `status` to `metrics.json`: "failed" if an exception is being handled, otherwise "finished"."""
+        if self._live is None:
+            return
+        live, self._live = self._live, None
+        live.summary["status"] = "finished" if sys.exc_info()[0] is None else "failed"
+        if self._artifact_suffix:
+            for file in with_suffix(self._run_dir, self._artifact_suffix):
+                live.log_artifact(str(file))
+        live.end()
