@@ -33,7 +33,16 @@ class TopologyError(LockstepError, ValueError):
 
 
 class LaunchError(LockstepError, RuntimeError):
-    """Worker processes could not be started, or one of them failed."""
+    """Worker processes could not be started, or one of them failed.
+
+    Attributes:
+        exit_code: the exit code for the process that started them: that of the worker that failed first, 128 + n after
+            signal n.
+    """
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class ConfigError(LockstepError, ValueError):

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,7 +34,8 @@ def test_one_process_trains_where_it_is(here, folder):
 
 def test_two_ranks_are_started_and_train(lockstep, tmp_path):
     code, out, err = lockstep("train", "line.py", "--nproc", "2", "--work-dir", "runs")
-    assert (code, err) == (0, "lockstep: starting 2 ranks\n")
+    loading = "lockstep: loading torch to check line.py, before starting 2 ranks"
+    assert (code, err) == (0, f"{loading}\nlockstep: starting 2 ranks\n")
     assert "2 ranks on" in out
     assert len(list((tmp_path / "runs").glob("*/metrics.jsonl"))) == 1
     assert (tmp_path / "runs/ranks/rank_1.log").read_text() == ""
@@ -44,6 +47,46 @@ def test_ranks_that_are_found_are_joined(lockstep):
     assert code == 0
     assert "2 ranks on" in out
     assert err.count("lockstep: joining the ranks found (pytorch): 2\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "line.py"], "lockstep: loading torch\n"),
+        (["train", "line.py", "--nproc", "2"], "lockstep: loading torch to check line.py, before starting 2 ranks\n"),
+        (["train", "line.py", "--max-restarts", "1", "--no-check"], "lockstep: loading torch to read line.py, before"),
+        (["test", "line.py", "--checkpoint", "toy.py"], "lockstep: loading torch\n"),
+        (["train", "none.py", "--nproc", "2"], "error: there is no config file"),  # needs no torch
+    ],
+)
+def test_the_first_line_comes_before_torch(folder, words, says):
+    (folder / "torch.py").write_text("import time\ntime.sleep(60)")  # `python -m` looks in the current folder first
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *words], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    ) as job:
+        try:
+            assert job.stderr.readline().startswith(says)
+        finally:
+            job.kill()
+
+
+def test_ranks_that_are_found_are_told_before_torch_is_loaded(folder, lockstep):
+    (folder / "torch.py").write_text("raise SystemExit(7)")
+    code, _, err = lockstep("train", "line.py", env={"RANK": "0", "WORLD_SIZE": "1"})
+    assert (code, err) == (7, "lockstep: joining the ranks found (pytorch): 1\n")
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(lockstep, folder, nproc):
+    (folder / "leaving.py").write_text(
+        "import sys\nfrom lockstep.hooks import Hook\n"
+        "class Leave(Hook):\n"
+        "    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):\n"
+        f"        if runner.rank == {int(nproc) - 1}:\n"
+        "            sys.exit(5)\n"
+    )
+    assert lockstep("train", "line.py", "--nproc", nproc, "custom_hooks=[{'type':'leaving.Leave'}]")[0] == 5
 
 
 def test_bad_input_is_told_once_by_ranks_that_are_found(lockstep):
@@ -144,7 +187,8 @@ def test_a_config_is_read_once_where_its_values_can_be_handed_on(lockstep, folde
         f"model = dict(type='{'Ln' if 'registering' in more else 'toy.Line'}')\n"
     )
     code, _, err = lockstep("train", "own.py", "--nproc", "2", "train_cfg.max_epochs=2", "--work-dir", "runs")
-    assert (code, err) == (0, "lockstep: starting 2 ranks\n")
+    loading = "lockstep: loading torch to check own.py, before starting 2 ranks"
+    assert (code, err) == (0, f"{loading}\nlockstep: starting 2 ranks\n")
     assert (folder / "reads").read_text() == "x" * reads
     (run,) = folder.glob("runs/*/environment.json")
     command = shlex.split(json.loads(run.read_text())["command"])

@@ -6,17 +6,23 @@ import signal
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lockstep.launch.failures import describe
+from lockstep.launch.failures import describe, exit_code, first_failed
 
 
 @pytest.fixture
 def failure(tmp_path):
     """Return a function that makes the failure of a rank as torch's agent does."""
 
-    def failure(rank, exitcode, kind=None, at=0.0):
+    def failure(rank, exitcode, kind=None, at=0.0, recorded=1):
         path = tmp_path / f"{rank}.json"
         if kind is not None:
-            extra = {"py_callstack": f"Trace of {kind}\n", "timestamp": str(int(at)), "time": at, "type": kind}
+            extra = {
+                "py_callstack": f"Trace of {kind}\n",
+                "timestamp": str(int(at)),
+                "time": at,
+                "type": kind,
+                "exitcode": recorded,
+            }
             path.write_text(json.dumps({"message": {"message": kind, "extraInfo": extra}}))
         return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=str(path))
 
@@ -71,3 +77,16 @@ def test_the_log_is_named_where_there_is_one(failure):
     failures = {1: failure(1, 1, "ValueError", 1.0)}
     assert describe(failures, "logs").endswith("Its output is in logs/rank_1.log.")
     assert "output" not in describe({0: failure(0, 1, "ValueError", 1.0)}, "logs")
+
+
+def test_the_exit_code_is_as_in_a_shell(failure):
+    assert exit_code(failure(0, 3)) == 3
+    assert exit_code(failure(0, -signal.SIGKILL)) == 137
+    assert exit_code(failure(0, -signal.SIGTERM, "ValueError")) == 1
+    assert exit_code(failure(0, -signal.SIGTERM, "SystemExit", recorded=4)) == 4
+
+
+def test_the_rank_whose_exit_code_counts_is_the_one_that_is_named(failure):
+    failures = {0: failure(0, 1, "PeerError", 10.0), 1: failure(1, 1, "SystemExit", 10.1, recorded=4)}
+    assert first_failed(failures) == 1
+    assert describe(failures).startswith("rank 1 exited with code 4 (pid 101).")

@@ -59,9 +59,9 @@ def test_arguments_and_environment_reach_the_script(scripts):
     cores = len(os.sched_getaffinity(0))
     assert code == 0
     assert out == f"['--lr', '0.1', '${{local_rank}}', '--nproc', '7'] {cores}\n"
-    assert err == f"lockstep: starting 1 rank, OMP_NUM_THREADS={cores} each ({cores} cores)\n"
+    assert err == f"lockstep: starting 1 rank, OMP_NUM_THREADS={cores} each ({cores} cores); loading torch\n"
     code, out, err = scripts.run(script, "--nproc", "2", env={"OMP_NUM_THREADS": "5"})
-    assert (code, out, err) == (0, "[] 5\n[] 5\n", "lockstep: starting 2 ranks\n")
+    assert (code, out, err) == (0, "[] 5\n[] 5\n", "lockstep: starting 2 ranks; loading torch\n")
 
 
 def test_a_module_runs_too(scripts):
@@ -108,6 +108,54 @@ def test_the_rank_that_failed_first_is_named_although_it_is_slow(scripts, slow):
     assert code == 1
     assert err.partition("error: ")[2].startswith("rank 1 raised ValueError (pid ")
     assert "After it: rank 0 raised PeerError" in err
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "says"),
+    [
+        ("sys.exit(3)", 3, "rank 1 exited with code 3"),
+        ("sys.exit(-1)", 255, "rank 1 exited with code 255"),
+        ("sys.exit('words')", 1, "rank 1 exited with code 1"),
+        ("os._exit(7)", 7, "rank 1 exited with code 7"),
+        ("raise KeyboardInterrupt", 130, "rank 1 exited with code 130"),
+        ("raise ValueError('boom')", 1, "rank 1 raised ValueError"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was ended by SIGKILL"),
+        ("os.kill(os.getpid(), 11)", 139, "rank 1 was ended by SIGSEGV"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(scripts, end, code, says):
+    script = scripts.write(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)\n")
+    got, _, err = scripts.run(script, "--nproc", "2")
+    assert got == code
+    assert says in err
+
+
+def test_an_exit_code_counts_also_where_the_agent_had_to_stop_the_rank(scripts):
+    leave = "import atexit; atexit.register(time.sleep, 60); sys.exit(3)"
+    script = scripts.write(
+        f"""
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            {leave}
+        time.sleep(1)
+        from lockstep.errors import PeerError
+        raise PeerError("rank 1 is gone", rank=1, cause="")
+        """
+    )
+    code, _, err = scripts.run(script, "--nproc", "2")
+    assert code == 3
+    assert "error: rank 1 exited with code 3" in err
+
+
+def test_the_exit_code_is_that_of_the_last_attempt(scripts):
+    script = scripts.write("import os, sys\nsys.exit(10 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
+    assert scripts.run(script, "--nproc", "2", "--max-restarts", "1")[0] == 11
+
+
+def test_the_first_line_comes_before_torch(scripts):
+    (scripts.folder / "torch.py").write_text("import time\ntime.sleep(60)")
+    job = scripts.start(scripts.write(""), "--nproc", "2")
+    assert job.stderr.readline().startswith("lockstep: starting 2 ranks")
 
 
 def test_a_killed_rank_is_replaced(scripts):

@@ -91,13 +91,40 @@ def test_a_failure_on_one_node_starts_all_nodes_again(scripts, rdzv):
     assert "rank 1 was ended by SIGKILL" in second[2]
 
 
-def test_a_node_that_gives_up_ends_the_others(scripts, rdzv):
-    before = "time.sleep(60) if rank == 0 else sys.exit(3)"
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_node_that_gives_up_ends_the_others_with_its_exit_code(scripts, rdzv, culprit):
+    before = f"sys.exit(3) if rank == {culprit} else time.sleep(60)"
+    script = scripts.write(TALK.format(before=before, after=""))
+    told = ends(start_nodes(scripts, rdzv, script))
+    assert [code for code, _, _ in told] == [3, 3]
+    assert f"error: node {culprit} has failed; what went wrong is written there" in told[1 - culprit][2]
+    assert f"error: rank {culprit} exited with code 3" in told[culprit][2]
+
+
+def test_a_node_whose_ranks_only_followed_lets_the_cause_come_first(scripts, rdzv):
+    before = """
+    from lockstep.errors import PeerError
+    if rank == 0:
+        raise PeerError("rank 1 is gone", rank=1, cause="")
+    time.sleep(1)
+    sys.exit(3)
+    """
     script = scripts.write(TALK.format(before=before, after=""))
     first, second = ends(start_nodes(scripts, rdzv, script))
-    assert (first[0], second[0]) == (1, 1)
-    assert "error: node 1 has failed; what went wrong is written there" in first[2]
+    assert (first[0], second[0]) == (3, 3)
+    assert "error: rank 0 raised PeerError" in first[2]
+    assert "Node 1 failed before this one: look there first." in first[2]
     assert "error: rank 1 exited with code 3" in second[2]
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_node_that_is_stopped_ends_the_others_with_its_exit_code(scripts, rdzv, stopped):
+    script = scripts.write(TALK.format(before="", after="time.sleep(60)"))
+    jobs = start_nodes(scripts, rdzv, script)
+    for job in jobs:
+        assert job.stdout.readline().startswith("attempt 0")
+    jobs[stopped].send_signal(signal.SIGINT)
+    assert [code for code, _, _ in ends(jobs)] == [130, 130]
 
 
 def test_interrupting_a_node_that_waits_ends_it(scripts, rdzv):
@@ -195,8 +222,8 @@ def test_the_first_node_waits_for_the_others(node):
 def test_the_first_to_give_up_is_remembered(node):
     first, second = node(0), node(1)
     meet(first, second)
-    assert second.give_up() is None
-    assert first.give_up() == 1
+    assert second.give_up(3) == (1, 3)
+    assert first.give_up(4) == (1, 3)
     assert first.num_nodes_waiting() == 1
     first.await_others()  # in vain
     with pytest.raises(RendezvousClosedError, match="node 1 has failed"):
@@ -210,7 +237,7 @@ def test_the_loss_of_the_first_node_is_told(node):
     assert second.num_nodes_waiting() == 1
     with pytest.raises(RendezvousClosedError, match=r"node 0 at .* is gone"):
         second.next_rendezvous()
-    assert second.give_up() == 0
+    assert second.give_up(3) == (0, 3)
 
 
 def test_the_interface_towards_loopback_is_known():

@@ -7,6 +7,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -16,8 +17,9 @@ import typer
 from lockstep.cli.config import apply_options, import_from_beside, read_config
 from lockstep.cli.options import CfgOptions, ConfigPath, MaxRestarts, RankOptions, rank_option
 from lockstep.config import Config, ResolvedConfig
-from lockstep.errors import ConfigError, TopologyError
-from lockstep.launch import JobSpec
+from lockstep.errors import ConfigError, TopologyError, counted
+from lockstep.launch import JobSpec, launch
+from lockstep.launch.notices import said_before_torch, say
 from lockstep.topology import infer_launcher, read_topology
 
 if TYPE_CHECKING:
@@ -92,18 +94,27 @@ class _Job(RankOptions, ABC):
     def start(self, max_restarts: int) -> None:
         """Run the config in this process, or in ranks that are started here."""
         spec = self.job_spec()
-        cfg = self.read()
-        cfg.launcher = self.launcher or infer_launcher(os.environ)
-        if cfg.launcher != "none":
-            _check_ranks_found(cfg.launcher, self)
-        if self.check:
-            from lockstep.lint import check_config  # imports torch
+        launcher = self.launcher or infer_launcher(os.environ)
+        here = launcher != "none" or (spec.nproc == 1 and spec.nnodes == 1 and max_restarts == 0)
+        if launcher != "none":
+            _check_ranks_found(launcher, self)
+        with nullcontext() if launcher != "none" else said_before_torch(self._loading(None if here else spec)):
+            cfg = self.read()
+            cfg.launcher = launcher
+            if self.check:
+                from lockstep.lint import check_config  # imports torch
 
-            check_config(cfg, needed=("model", f"{self.mode(cfg)}_dataloader"))
-        if cfg.launcher == "none" and (spec.nproc > 1 or spec.nnodes > 1 or max_restarts > 0):
-            _start_ranks(self, cfg, spec, max_restarts)
-        else:
-            self.execute(cfg)
+                check_config(cfg, needed=("model", f"{self.mode(cfg)}_dataloader"))
+            if here:
+                self.execute(cfg)
+            else:
+                _start_ranks(self, cfg, spec, max_restarts)
+
+    def _loading(self, spec: JobSpec | None) -> str:
+        if spec is None:
+            return "loading torch"
+        use = "check" if self.check else "read"
+        return f"loading torch to {use} {self.config}, before starting {counted(spec.nproc, 'rank')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +184,7 @@ def run_as_rank() -> None:
 
 def _start_ranks(job: _Job, cfg: Config, spec: JobSpec, max_restarts: int) -> None:
     """Start ranks that run a config, and return when they have ended."""
-    from lockstep.launch import launch  # imports torch
-    from lockstep.runner import Runner
+    from lockstep.runner import Runner  # imports torch
     from lockstep.runner.start import make_folder
 
     Runner.from_cfg(cfg)  # builds nothing, but raises on invalid arguments
@@ -214,7 +224,7 @@ def _check_ranks_found(launcher: str, options: RankOptions) -> None:
                 f"{wanted}. Leave it out to join them, or give --launcher none to start others"
             )
     if topology.rank == 0:
-        print(f"lockstep: joining the ranks found ({launcher}): {topology.world_size}", file=sys.stderr)
+        say(f"joining the ranks found ({launcher}): {topology.world_size}")
 
 
 def _print_table(mode: Literal["val", "test"], metrics: Mapping[str, Any], runner: Runner) -> None:

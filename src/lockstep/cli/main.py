@@ -17,6 +17,7 @@ from lockstep.cli.jobs import Test, Train
 from lockstep.cli.options import MaxRestarts, RankOptions, command
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
 from lockstep.errors import INPUT_ERRORS, LaunchError
+from lockstep.launch import launch
 from lockstep.report import find_run, read_run, write_page
 from lockstep.version import __version__
 
@@ -33,7 +34,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(_INTERRUPTED) from None
         except INPUT_ERRORS as error:
             print_error(error)
-            raise typer.Exit(1) from None
+            raise typer.Exit(getattr(error, "exit_code", 1)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,6 @@ class Launch(RankOptions):
         job = self.job_spec()
         if not self.module and not Path(self.script[0]).is_file():
             raise LaunchError(f"the script `{self.script[0]}` does not exist. To run a module, use -m")
-        from lockstep.launch import launch  # imports torch
-
         words = ["-m", *self.script] if self.module else self.script
         launch(words, job, max_restarts=self.max_restarts, log_dir=self.log_dir)
 

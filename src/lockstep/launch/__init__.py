@@ -6,19 +6,7 @@ package does not import torch, because each rank begins in `lockstep.launch.work
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from lockstep.launch.job_spec import JobSpec
-
-if TYPE_CHECKING:
-    from lockstep.launch.elastic import launch as launch
+from lockstep.launch.start import launch
 
 __all__ = ["JobSpec", "launch"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "launch":
-        from lockstep.launch.elastic import launch
-
-        return launch
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

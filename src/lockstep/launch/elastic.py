@@ -1,4 +1,4 @@
-"""`launch`: starts the ranks of this machine with torch's elastic agent.
+"""The ranks of this machine under torch's elastic agent, on behalf of `launch`.
 
 It is the agent of torchrun. lockstep adds its own rendezvous (`rendezvous`), what each rank does when it starts and
 ends (`worker`), and the messages about failures (`failures`).
@@ -25,50 +25,27 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from lockstep.errors import LaunchError
-from lockstep.launch.failures import describe, is_follow_up
+from lockstep.launch.failures import describe, exit_code, first_failed, is_follow_up
 from lockstep.launch.job_spec import JobSpec
-from lockstep.launch.network import interface_towards
-from lockstep.launch.rendezvous import NodesRendezvous
+from lockstep.launch.notices import say
+from lockstep.launch.rendezvous import NodeFailedError, NodesRendezvous
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # How long to wait for the report of the rank that failed first, after other ranks have reported its failure.
 _SECONDS_FOR_CAUSE = 3.0
 
 
-def launch(
+def run_ranks(
     command: Sequence[str],
     job: JobSpec,
-    *,
-    max_restarts: int = 0,
-    log_dir: str | os.PathLike[str] | None = None,
-    payload: str | None = None,
-    rdzv_timeout_seconds: float = 900.0,
+    additions: dict[str, str],
+    max_restarts: int,
+    logs: str | None,
+    payload: str | None,
+    rdzv_timeout_seconds: float,
 ) -> None:
-    """Run a script or module on several ranks, and return when all of them have succeeded.
-
-    On one node, all sockets listen only on the loopback interface. Local rank 0 prints to the terminal. Ctrl-C and
-    SIGTERM reach every rank, and no rank outlives this process.
-
-    Args:
-        command: what comes after ``python``: a script, or ``-m`` and a module, and its arguments.
-        job: the number of ranks on this node, and the nodes; `launch` must be called on each node.
-        max_restarts: how often all ranks are restarted after one has failed.
-        log_dir: folder in which the local ranks other than 0 write their output to ``rank_N.log``; without it they also
-            print to the terminal.
-        payload: a string for the ranks; they read it from the file that the variable LOCKSTEP_PAYLOAD names.
-        rdzv_timeout_seconds: how long to wait for all nodes.
-
-    Raises:
-        ValueError: `max_restarts` is negative, or `command` is empty.
-        LaunchError: a rank failed (the message names it and shows its traceback), not all nodes joined in time, or a
-            signal stopped the ranks and this process ignores it.
-    """
-    if max_restarts < 0:
-        raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
-    if not command:
-        raise ValueError("`command` must name a script, or -m and a module, but is empty")
-    logs = None if log_dir is None else os.fspath(log_dir)
-    rendezvous = NodesRendezvous(job, rdzv_timeout_seconds, _say)
+    """Run what `launch` describes; `additions` are environment variables for the ranks."""
+    rendezvous = NodesRendezvous(job, rdzv_timeout_seconds, say)
     spec = WorkerSpec(
         role="rank",
         local_world_size=job.nproc,
@@ -77,7 +54,6 @@ def launch(
         rdzv_handler=rendezvous,
         max_restarts=max_restarts,
     )
-    additions = _environment_additions(job)
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_restored(), _torch_quiet():
             if payload is not None:
@@ -85,19 +61,25 @@ def launch(
                 file.write_text(payload, encoding="utf-8")
                 additions["LOCKSTEP_PAYLOAD"] = str(file)
             result = _Agent(spec, rendezvous, _RankSetup(folder, additions, rendezvous), logs).run()
+    except NodeFailedError as error:
+        raise LaunchError(str(error), exit_code=error.exit_code) from error
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except SignalException as error:
         # The ranks have ended; now raise the signal again for its usual effect on this process.
-        _say(f"{error.sigval.name}: all ranks were stopped")
+        say(f"{error.sigval.name}: all ranks were stopped")
         sys.stdout.flush()
+        code = 128 + error.sigval
+        rendezvous.give_up(code)
         signal.raise_signal(error.sigval)
-        raise LaunchError(f"all ranks were stopped by {error.sigval.name}") from None  # if the signal is ignored
+        raise LaunchError(f"all ranks were stopped by {error.sigval.name}", exit_code=code) from None  # if ignored
     else:
         if result.is_failed():
-            first = rendezvous.give_up()
-            before = "" if first is None else f"\n\nNode {first} failed before this one: look there first."
-            raise LaunchError(describe(result.failures, logs) + before)
+            failure = result.failures[first_failed(result.failures)]
+            seconds = _SECONDS_FOR_CAUSE if is_follow_up(failure) else 0.0
+            node, code = rendezvous.give_up(exit_code(failure), seconds)
+            before = "" if node == job.node_rank else f"\n\nNode {node} failed before this one: look there first."
+            raise LaunchError(describe(result.failures, logs) + before, exit_code=code)
     finally:
         rendezvous.shutdown()
 
@@ -131,7 +113,7 @@ class _Agent(LocalElasticAgent):
             if self._remaining_restarts > 0:
                 total = worker_group.spec.max_restarts
                 count = total - self._remaining_restarts + 1
-                _say(f"{describe(result.failures, self._log_dir)}\n\nStarting all ranks again ({count} of {total}).")
+                say(f"{describe(result.failures, self._log_dir)}\n\nStarting all ranks again ({count} of {total}).")
         return result
 
     def _awaits_cause(self, worker_group: WorkerGroup) -> bool:
@@ -157,7 +139,7 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if death_sig == signal.SIGINT:
-            _say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
+            say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
         super()._shutdown(death_sig, *args, **kwargs)
 
     def _exit_barrier(self) -> None:
@@ -189,24 +171,6 @@ class _RankSetup(DefaultLogsSpecs):
         return destinations
 
 
-def _environment_additions(job: JobSpec) -> dict[str, str]:
-    additions = {}
-    starting = f"starting {job.nproc} rank{'s'[: job.nproc > 1]}"
-    if job.nnodes > 1:
-        starting += f" on node {job.node_rank} of {job.nnodes}"
-    if "OMP_NUM_THREADS" not in os.environ:
-        # torch would start as many threads as there are cores, in every rank.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // job.nproc)
-        additions["OMP_NUM_THREADS"] = str(threads)
-        starting += f", OMP_NUM_THREADS={threads} each ({cores} cores)"
-    _say(starting)
-    interface = interface_towards(job.endpoint()[0])
-    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        additions["GLOO_SOCKET_IFNAME"] = interface
-    return additions
-
-
 @contextmanager
 def _signals_restored() -> Iterator[None]:
     """Restore at the end the signal handlers that torch's agent replaces."""
@@ -221,7 +185,7 @@ def _signals_restored() -> Iterator[None]:
 
 @contextmanager
 def _torch_quiet() -> Iterator[None]:
-    """Keep the agent's log messages off the terminal; `_say` prints what matters."""
+    """Keep the agent's log messages off the terminal; `say` prints what matters."""
     logger = logging.getLogger("torch.distributed.elastic")
     silence = logging.NullHandler()
     propagate, logger.propagate = logger.propagate, False
@@ -231,7 +195,3 @@ def _torch_quiet() -> Iterator[None]:
     finally:
         logger.removeHandler(silence)
         logger.propagate = propagate
-
-
-def _say(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)

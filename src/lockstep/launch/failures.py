@@ -23,7 +23,7 @@ def describe(failures: Mapping[int, ProcessFailure], log_dir: str | Path | None 
         failures: the failures by rank; not empty.
         log_dir: the folder where ranks write their output, or None.
     """
-    first, *others = sorted(failures, key=lambda rank: (_suspicion(failures[rank]), rank))
+    first, *others = _by_suspicion(failures)
     failure = failures[first]
     parts = [f"rank {first} {_ending(failure)} (pid {failure.pid})."]
     if _kind(failure) != "SystemExit":  # such a rank has printed its own message
@@ -36,9 +36,25 @@ def describe(failures: Mapping[int, ProcessFailure], log_dir: str | Path | None 
     return "\n\n".join(parts)
 
 
+def first_failed(failures: Mapping[int, ProcessFailure]) -> int:
+    """Return the rank that `describe` names first."""
+    return _by_suspicion(failures)[0]
+
+
+def exit_code(failure: ProcessFailure) -> int:
+    """Return the exit code of a rank as a shell would: 128 + n after signal n; 1 if it raised an error."""
+    if "exitcode" in (extra := _extra(failure)):  # also if the agent stopped the rank before it had ended
+        return int(extra["exitcode"])
+    return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+
+
 def is_follow_up(failure: ProcessFailure) -> bool:
     """Return whether a rank only reports that another rank failed."""
     return _kind(failure) == "PeerError"
+
+
+def _by_suspicion(failures: Mapping[int, ProcessFailure]) -> list[int]:
+    return sorted(failures, key=lambda rank: (_suspicion(failures[rank]), rank))
 
 
 def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
@@ -57,7 +73,7 @@ def _ending(failure: ProcessFailure) -> str:
         hint = "; where nobody sent it, the machine may have run out of memory" if killed else ""
         return f"was ended by {_signal_name(failure)}{hint}"
     kind = _kind(failure)
-    return f"exited with code {failure.exitcode}" if kind == "SystemExit" else f"raised {kind}"
+    return f"exited with code {exit_code(failure)}" if kind == "SystemExit" else f"raised {kind}"
 
 
 def _kind(failure: ProcessFailure) -> str:

@@ -17,6 +17,18 @@ _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then print what is missing
 
 
+class NodeFailedError(rendezvous.RendezvousClosedError):
+    """Another node has failed for good, and the job with it.
+
+    Attributes:
+        exit_code: the exit code of the rank that failed first there.
+    """
+
+    def __init__(self, node: int, exit_code: int) -> None:
+        super().__init__(f"node {node} has failed; what went wrong is written there")
+        self.exit_code = exit_code
+
+
 class NodesRendezvous(rendezvous.RendezvousHandler):
     """A rendezvous of a known number of nodes, each of which knows its rank.
 
@@ -42,11 +54,14 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._say = say
         self._store: TCPStore | None = None
         self._ranks_store: TCPStore | None = None
+        self._closed: tuple[int, int] | None = None
         self.attempt = -1
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Wait until all nodes have begun the next attempt, and return where its ranks connect."""
         self.attempt += 1
+        if self._closed is not None:
+            raise NodeFailedError(*self._closed)
         deadline = time.monotonic() + self._timeout_seconds
         try:
             if self._store is None:
@@ -66,7 +81,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         if self._store is None:
             return 0
         try:
-            if self._store.check(["closed"]):
+            if self._read_closed():
                 return 1
             if not PrefixStore(f"attempt_{self.attempt + 1}", self._store).check(["begun"]):
                 return 0
@@ -82,20 +97,29 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         with suppress(DistError):
             self._store.set(f"done_{self._job.node_rank}", "")
             if self._job.node_rank == 0:
-                done = [f"done_{node}" for node in range(self._job.nnodes)]
-                while not self._store.check(done) and not self._store.check(["closed"]):
-                    time.sleep(_POLL_SECONDS)
+                self._poll(lambda: self._all_done() or self._read_closed(), float("inf"))
 
-    def give_up(self) -> int | None:
-        """Tell all nodes that this one has failed for good; return the node that did so earlier, or None."""
+    def give_up(self, exit_code: int, seconds_for_others: float = 0.0) -> tuple[int, int]:
+        """Tell all nodes that this one has failed for good; return the node that did so first, and its exit code.
+
+        Args:
+            exit_code: the exit code of the rank that failed first on this node.
+            seconds_for_others: how long to let another node be the first, if the ranks here only followed its failure.
+        """
+        own = self._job.node_rank
         if self._store is None:
-            return None
-        own = str(self._job.node_rank)
+            return own, exit_code
         try:
-            first = self._store.compare_set("closed", "", own).decode()
+            if self._job.nnodes > 1:
+                self._poll(self._read_closed, seconds_for_others)
+            self._store.compare_set("closed", "", f"{own} {exit_code}")
+            self._read_closed()
+            if self._ranks_store is not None:  # node 0, and all have come: they must still read who gave up
+                self._poll(self._all_done, _PATIENCE_SECONDS)
         except DistError:
-            return 0
-        return None if first == own else int(first)
+            return 0, exit_code
+        assert self._closed is not None
+        return self._closed
 
     def _open(self, deadline: float) -> TCPStore:
         """Open the agents' store: node 0 serves it, and the other nodes connect to it."""
@@ -146,15 +170,35 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
         def missing() -> str:
             nodes = [node for node, key in keys.items() if not attempt.check([key])]
-            if nodes and store.check(["closed"]):
-                first = store.get("closed").decode()
-                raise rendezvous.RendezvousClosedError(f"node {first} has failed; what went wrong is written there")
+            if nodes and self._read_closed():
+                assert self._closed is not None
+                raise NodeFailedError(*self._closed)
             for node in nodes:
                 if store.check([f"done_{node}"]):
                     raise rendezvous.RendezvousClosedError(f"node {node} has finished already and cannot start again")
             return f"node {', '.join(map(str, nodes))}" if nodes else ""
 
         self._wait(missing, deadline)
+
+    def _read_closed(self) -> bool:
+        """Return whether a node has given up; remember which, and let node 0 know that it may leave."""
+        assert self._store is not None
+        if not self._store.check(["closed"]):
+            return False
+        node, code = self._store.get("closed").decode().split()
+        self._closed = int(node), int(code)
+        self._store.set(f"done_{self._job.node_rank}", "")
+        return True
+
+    def _all_done(self) -> bool:
+        assert self._store is not None
+        done: bool = self._store.check([f"done_{node}" for node in range(self._job.nnodes)])
+        return done
+
+    def _poll(self, over: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not over() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def _wait(self, missing: Callable[[], str], deadline: float) -> None:
         """Wait in small steps until nothing is missing; print once what is."""
@@ -190,7 +234,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     def set_closed(self) -> None:
         """End the job."""
-        self.give_up()
+        self.give_up(1)
 
     def shutdown(self) -> bool:
         """Leave the stores; node 0 closes them."""

@@ -124,7 +124,8 @@ def _record(error: BaseException) -> bool:
     shown = None if isinstance(error, (SystemExit, *INPUT_ERRORS)) else _own_frames(error.__traceback__)
     lines = traceback.format_exception(error.with_traceback(shown))
     kind = type(error).__name__
-    extra = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now, "type": kind}
+    code = error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    extra = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now, "type": kind, "exitcode": code}
     report = {"message": f"{kind}: {error}", "extraInfo": extra}
     draft = Path(f"{path}.{os.getpid()}")  # the agent may be reading the file
     draft.write_text(json.dumps({"message": report}))

@@ -1,0 +1,65 @@
+"""`launch`: says at once what it starts, and starts it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from lockstep.errors import counted
+from lockstep.launch.job_spec import JobSpec
+from lockstep.launch.network import interface_towards
+from lockstep.launch.notices import say
+
+
+def launch(
+    command: Sequence[str],
+    job: JobSpec,
+    *,
+    max_restarts: int = 0,
+    log_dir: str | os.PathLike[str] | None = None,
+    payload: str | None = None,
+    rdzv_timeout_seconds: float = 900.0,
+) -> None:
+    """Run a script or module on several ranks, and return when all of them have succeeded.
+
+    On one node, all sockets listen only on the loopback interface. Local rank 0 prints to the terminal. Ctrl-C and
+    SIGTERM reach every rank, and no rank outlives this process.
+
+    Args:
+        command: what comes after ``python``: a script, or ``-m`` and a module, and its arguments.
+        job: the number of ranks on this node, and the nodes; `launch` must be called on each node.
+        max_restarts: how often all ranks are restarted after one has failed.
+        log_dir: folder in which the local ranks other than 0 write their output to ``rank_N.log``; without it they also
+            print to the terminal.
+        payload: a string for the ranks; they read it from the file that the variable LOCKSTEP_PAYLOAD names.
+        rdzv_timeout_seconds: how long to wait for all nodes.
+
+    Raises:
+        ValueError: `max_restarts` is negative, or `command` is empty.
+        LaunchError: a rank failed (the message names it and shows its traceback, `exit_code` is its exit code), not all
+            nodes joined in time, or a signal stopped the ranks and this process ignores it.
+    """
+    if max_restarts < 0:
+        raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
+    if not command:
+        raise ValueError("`command` must name a script, or -m and a module, but is empty")
+    starting = f"starting {counted(job.nproc, 'rank')}"
+    if job.nnodes > 1:
+        starting += f" on node {job.node_rank} of {job.nnodes}"
+    additions = {}
+    if "OMP_NUM_THREADS" not in os.environ:
+        # torch would start as many threads as there are cores, in every rank.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, cores // job.nproc)
+        additions["OMP_NUM_THREADS"] = str(threads)
+        starting += f", OMP_NUM_THREADS={threads} each ({cores} cores)"
+    say(starting if "torch" in sys.modules else f"{starting}; loading torch")
+    interface = interface_towards(job.endpoint()[0])
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        additions["GLOO_SOCKET_IFNAME"] = interface
+
+    from lockstep.launch.elastic import run_ranks  # imports torch
+
+    logs = None if log_dir is None else os.fspath(log_dir)
+    run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds)
