@@ -27,6 +27,7 @@ import torch.distributed as torch_dist
 from lockstep.dist import all_reduce, destroy_dist, get_rank, get_world_size
 from lockstep.testing import RankFailure, run_ranks
 from lockstep.testing.pool import run_body
+from lockstep.testing.reports import RankReport
 
 kept: list[Any] = []
 
@@ -284,7 +285,7 @@ def leak(what: str, path: str) -> None:
         ("changed", "left environment variable WORLD_SIZE changed to '7'"),
         ("thread", "left thread 'idler' running"),
         ("file", "leaky.txt open"),
-        ("socket", "left socket:"),
+        ("socket", "left socket 0.0.0.0:0 open"),
         ("group", "destroyed the default process group"),
         ("unclosed", "unclosed file"),
         ("thread raised", "ValueError('rank 1 is unhappy') ended thread 'unlucky'"),
@@ -294,6 +295,56 @@ def test_a_body_that_leaves_something_behind_fails_by_name(what: str, complaint:
     (report,) = failure_of(leak, what, str(tmp_path / "leaky.txt")).reports
     assert (report.rank, report.kind) == (1, "leaked")
     assert complaint in report.detail
+
+
+def leak_on_all_ranks(count: int) -> None:
+    for number in range(count):
+        os.environ[f"LEFT_{number}"] = "1"
+    if get_rank() == 1:
+        print("written by rank 1")
+
+
+def test_one_leak_of_all_ranks_is_told_once() -> None:
+    assert str(failure_of(leak_on_all_ranks, 1)).splitlines() == [
+        "leak_on_all_ranks on 2 ranks: ranks 0, 1 leaked: left environment variable LEFT_0 set",
+        "--- rank 1 wrote:",
+        "  written by rank 1",
+    ]
+
+
+def test_every_leak_is_told_once() -> None:
+    assert str(failure_of(leak_on_all_ranks, 2)).splitlines() == [
+        "leak_on_all_ranks on 2 ranks: ranks 0, 1 leaked",
+        "- left environment variable LEFT_0 set (ranks 0, 1)",
+        "- left environment variable LEFT_1 set (ranks 0, 1)",
+        "--- rank 1 wrote:",
+        "  written by rank 1",
+    ]
+
+
+@pytest.mark.parametrize("what", ["file", "socket", "unclosed", "thread raised"])
+def test_a_leak_is_told_once_whatever_it_is(what: str, tmp_path: Path) -> None:
+    failure = failure_of(leak, what, str(tmp_path / "leaky.txt"))
+    (complaint,) = failure.reports[0].leaks
+    assert str(failure) == f"leak on 2 ranks: rank 1 leaked: {complaint}"
+    assert complaint.count("leaky.txt") == (what in ("file", "unclosed"))
+
+
+def test_a_leak_beside_a_failure_comes_after_it() -> None:
+    reports = [
+        RankReport.of_leaks(0, ["left x open"]),
+        RankReport.of_leaks(2, ["left x open", "left y open"]),
+        RankReport(1, "died", "exit code 3"),
+    ]
+    assert str(RankFailure.of("test_it on 3 ranks", reports)).splitlines() == [
+        "test_it on 3 ranks: rank 1 died: exit code 3 (and rank 0 leaked, rank 2 leaked)",
+        "",
+        "--- rank 1 died: exit code 3",
+        "",
+        "--- ranks 0, 2 leaked",
+        "- left x open (ranks 0, 2)",
+        "- left y open (rank 2)",
+    ]
 
 
 def use_and_put_back(path: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import indent
 from typing import Literal, TypeAlias
@@ -25,6 +25,7 @@ class RankReport:
         detail: the traceback, the live stack or the list of leaks.
         output: what the rank wrote to stdout and stderr.
         consequence: whether it failed only because another rank had failed.
+        leaks: what it left behind, if it leaked.
     """
 
     rank: int
@@ -33,6 +34,12 @@ class RankReport:
     detail: str = ""
     output: str = ""
     consequence: bool = False
+    leaks: tuple[str, ...] = ()
+
+    @classmethod
+    def of_leaks(cls, rank: int, leaks: Sequence[str]) -> RankReport:
+        """Return the report of a rank that left something behind."""
+        return cls(rank, "leaked", leaks[0], "\n".join(f"- {leak}" for leak in leaks), leaks=tuple(leaks))
 
 
 class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not every failure of a test is an error
@@ -48,12 +55,32 @@ class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not ever
 
     @classmethod
     def of(cls, title: str, reports: Iterable[RankReport]) -> RankFailure:
-        """Return a failure with ordered reports: the first cause in the first line, then one paragraph per rank."""
-        first, *others = ordered = sorted(reports, key=_by_cause)
-        headline = f"{title}: rank {first.rank} {first.kind}: {first.summary}"
+        """Return a failure with ordered reports: the first cause in the first line, then what each rank did.
+
+        A leak is told once, with the ranks that left it.
+        """
+        ordered = sorted(reports, key=_by_cause)
+        first = ordered[0]
+        leaks = _leaks_told([report for report in ordered if report.kind == "leaked"])
+        if first.kind == "leaked":
+            headline = leaks.pop(0)
+            others = [report for report in ordered if report.kind != "leaked"]
+        else:
+            headline, others = f"rank {first.rank} {first.kind}: {first.summary}", ordered[1:]
+            if leaks:
+                leaks[0] = f"\n--- {leaks[0]}"
         if others:
             headline += f" (and {', '.join(f'rank {r.rank} {r.kind}' for r in others)})"
-        return cls("\n".join([headline, *(_paragraph(r) for r in ordered)]), ordered)
+        lines = [f"{title}: {headline}"]
+        for report in ordered:
+            if report.kind == "leaked":
+                lines += leaks
+                leaks = []
+            else:
+                lines += _what_happened(report)
+            if report.output:
+                lines += [f"--- rank {report.rank} wrote:", indent(report.output.rstrip(), "  ")]
+        return cls("\n".join(lines), ordered)
 
 
 # The module from which users import it, so that pytest prints that name.
@@ -76,10 +103,25 @@ def _by_cause(report: RankReport) -> tuple[int, bool, int]:
     return _CAUSES_FIRST.index(report.kind), report.consequence, report.rank
 
 
-def _paragraph(report: RankReport) -> str:
+def _leaks_told(reports: Sequence[RankReport]) -> list[str]:
+    """Return which ranks leaked, with the leak if there is only one, else followed by one line for each."""
+    ranks_by_leak: dict[str, list[int]] = {}
+    for report in reports:
+        for leak in report.leaks:
+            ranks_by_leak.setdefault(leak, []).append(report.rank)
+    if not reports:
+        return []
+    all_ranks = [report.rank for report in reports]
+    if len(ranks_by_leak) == 1:
+        return [f"{_ranks(all_ranks)} leaked: {next(iter(ranks_by_leak))}"]
+    lines = [f"- {leak} ({_ranks(ranks)})" for leak, ranks in ranks_by_leak.items()]
+    return [f"{_ranks(all_ranks)} leaked", *lines]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _what_happened(report: RankReport) -> list[str]:
     lines = ["", f"--- rank {report.rank} {report.kind}: {report.summary}"]
-    if report.detail:
-        lines.append(report.detail.rstrip())
-    if report.output:
-        lines += [f"--- rank {report.rank} wrote:", indent(report.output.rstrip(), "  ")]
-    return "\n".join(lines)
+    return [*lines, report.detail.rstrip()] if report.detail else lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import stat
 import sys
 import threading
@@ -71,7 +72,7 @@ class Surroundings:
 
     def _new_files(self, ignore_sockets: bool) -> list[str]:
         return [
-            name
+            _socket_name(descriptor) if name.startswith("socket:") else name
             for descriptor, name in _open_files().items()
             if self.files.get(descriptor) != name and _is_of_body(descriptor, ignore_sockets)
         ]
@@ -82,7 +83,10 @@ def catch_strays() -> list[str]:
     strays: list[str] = []
 
     def in_finaliser(unraisable: sys.UnraisableHookArgs) -> None:
-        strays.append(f"{unraisable.exc_value!r} was raised while finalising {unraisable.object!r}")
+        if issubclass(unraisable.exc_type, ResourceWarning):  # it names the object
+            strays.append(f"ResourceWarning: {unraisable.exc_value}")
+        else:
+            strays.append(f"{unraisable.exc_value!r} was raised while finalising {unraisable.object!r}")
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread is not None else "unknown"
@@ -114,6 +118,16 @@ def _open_files() -> dict[int, str]:
         with suppress(OSError):  # the descriptor of the listing itself
             found[int(entry)] = os.readlink(f"{_OPEN_FILES}/{entry}")
     return found
+
+
+def _socket_name(descriptor: int) -> str:
+    """Return what tells a socket from others: its address, where it has one that can be read."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+        if copy.family in (socket.AF_INET, socket.AF_INET6):
+            host, port, *_ = copy.getsockname()
+            return f"socket {host}:{port}"
+        return f"socket {copy.getsockname()}".rstrip()
+    return "socket"
 
 
 def _is_of_body(descriptor: int, ignore_sockets: bool) -> bool:

@@ -115,7 +115,7 @@ class _Rank:
             if get_default_group() is not self._default_group:
                 leaks.append("destroyed the default process group, which belongs to the pool")
         if leaks:
-            return RankReport(self._seat.rank, "leaked", leaks[0], "\n".join(f"- {leak}" for leak in leaks))
+            return RankReport.of_leaks(self._seat.rank, leaks)
         if settle.regroup or not self._seat.join:
             destroy_dist()
         if settle.regroup and self._seat.join:
