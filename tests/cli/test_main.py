@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.version import __version__
 
@@ -72,7 +74,65 @@ def test_the_doctor_finds_that_ranks_can_meet(lockstep):
     assert "none: lockstep starts its own ranks" in out
 
 
-def test_the_doctor_tells_of_a_contradictory_environment(lockstep):
-    code, out, _ = lockstep("doctor", env={"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
-    assert code == 0
-    assert "contradictory" in out
+@pytest.mark.parametrize(
+    ("variables", "says", "faults"),
+    [
+        (
+            {"RANK": "3", "WORLD_SIZE": "2"},
+            "RANK must be below WORLD_SIZE, 2, but is 3",
+            "1 fault, see above: launcher",
+        ),
+        ({"WORLD_SIZE": "2"}, "RANK must be set for launcher 'pytorch'", "1 fault, see above: launcher"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "x"}, "MASTER_PORT must be a", "1 fault, see above: launcher"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT must be a port from 1 to 65535", "1 fault, see above: variables"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a port from 1 to 65535", "1 fault, see above: variables"),
+        (
+            {"OMP_NUM_THREADS": "0", "GLOO_SOCKET_IFNAME": "lo,no0"},
+            "GLOO_SOCKET_IFNAME must be one of",
+            "1 fault, see above: variables",
+        ),
+        ({"CUDA_VISIBLE_DEVICES": ",".join("0" * 99)}, "names 99 devices", "1 fault, see above: accelerators"),
+        (
+            {"CUDA_VISIBLE_DEVICES": ",".join("0" * 99), "OMP_NUM_THREADS": "many"},
+            "OMP_NUM_THREADS must be a number of threads",
+            "2 faults, see above: variables, accelerators",
+        ),
+    ],
+)
+def test_the_doctor_ends_with_1_on_a_contradiction(here, monkeypatch, variables, says, faults):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"COLUMNS": "300", **variables}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = here("doctor")
+    assert (code, err) == (1, f"error: {faults}\n")
+    assert says in out
+
+
+@pytest.mark.parametrize("devices", ["", "-1", "NoDevFiles"])
+def test_no_visible_devices_are_no_contradiction(here, monkeypatch, devices):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    assert (here("doctor")[0], here("doctor")[2]) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("function", "says"), [("is_gloo_available", "needs gloo"), ("is_available", "without torch.d")]
+)
+def test_the_doctor_misses_gloo(here, monkeypatch, function, says):
+    monkeypatch.setattr(torch.distributed, function, lambda: False)
+    monkeypatch.setenv("COLUMNS", "300")
+    code, out, err = here("doctor")
+    assert (code, err) == (1, "error: 1 fault, see above: backends\n")
+    assert says in out
+
+
+def test_the_doctor_finds_that_ranks_cannot_meet(lockstep):
+    without_network = ("unshare", "--net", sys.executable, "-m", "lockstep")
+    if sys.platform != "linux" or os.geteuid() != 0:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("network namespaces need root on Linux")
+    code, out, err = lockstep("doctor", before=without_network, env={"COLUMNS": "300"})
+    assert (code, err) == (1, "error: 1 fault, see above: loopback\n")
+    assert "ranks cannot meet at 127.0.0.1: node 0 cannot listen at 127.0.0.1: " in out
+    assert "bring up the loopback interface" in out
+    code, _, err = lockstep("launch", "toy.py", "--nproc", "2", before=without_network)
+    assert (code, "error: node 0 cannot listen at 127.0.0.1" in err) == (1, True)

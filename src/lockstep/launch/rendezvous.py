@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -127,9 +128,11 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             try:
                 return self._serve(self._port)
             except OSError as error:
+                remedy = "choose an address of this machine and a free port"
+                if self._job.rdzv is None:
+                    remedy = "bring up the loopback interface (ip link set lo up)"
                 raise rendezvous.RendezvousConnectionError(
-                    f"node 0 cannot listen at {self._job.rdzv or self._host}: {error}; choose an address of this "
-                    "machine and a free port"
+                    f"node 0 cannot listen at {self._job.rdzv or self._host}: {error}; {remedy}"
                 ) from error
         node_0 = f"node 0 at {self._job.rdzv}"
         self._wait(lambda: "" if answers(self._host, self._port, timeout_seconds=1.0) else node_0, deadline)
@@ -146,6 +149,11 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
     def _serve(self, port: int) -> TCPStore:
         sock = listener(self._host, port)
         port = sock.getsockname()[1]
+        try:  # where this machine does not reach its own address, torch would try for five minutes
+            socket.create_connection((self._host, port), timeout=_PATIENCE_SECONDS).close()
+        except OSError:
+            sock.close()
+            raise
         return TCPStore(self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
 
     def _claim(self, store: PrefixStore) -> None:
