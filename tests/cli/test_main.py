@@ -45,6 +45,11 @@ def test_help_does_not_import_torch(words, tmp_path):
         (["train", "line.py", "--launcher", "torch"], 1, "`launcher` must be one of"),
         (["train", "line.py", "--nnodes", "2"], 2, "`--rdzv` must be HOST:PORT"),
         (["launch", "none.py", "--nproc", "2"], 1, "the script `none.py` does not exist"),
+        (["launch", "lien.py", "--nproc", "2"], 1, "the script `lien.py` does not exist: did you mean `line.py`?"),
+        (["launch", ".", "--nproc", "2"], 1, "SCRIPT must be a file, but `.` is a folder"),
+        (["launch", "-m", "no_such.module", "--nproc", "2"], 1, "there is no module `no_such` in the current folder"),
+        (["launch", "line.py", "--log-dir", "toy.py"], 1, "`--log-dir` must be a folder that can be created"),
+        (["test", "line.py", "--checkpoint", "none.pth"], 1, "none.pth does not exist"),
     ],
 )
 def test_what_does_not_compute_does_not_import_torch(folder, words, code, says):
@@ -133,6 +138,6 @@ def test_the_doctor_finds_that_ranks_cannot_meet(lockstep):
     code, out, err = lockstep("doctor", before=without_network, env={"COLUMNS": "300"})
     assert (code, err) == (1, "error: 1 fault, see above: loopback\n")
     assert "ranks cannot meet at 127.0.0.1: node 0 cannot listen at 127.0.0.1: " in out
-    assert "bring up the loopback interface" in out
+    assert "Bring up the loopback interface" in out
     code, _, err = lockstep("launch", "toy.py", "--nproc", "2", before=without_network)
     assert (code, "error: node 0 cannot listen at 127.0.0.1" in err) == (1, True)

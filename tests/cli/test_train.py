@@ -106,6 +106,9 @@ def test_a_rank_that_is_alone_with_its_error_tells_it_too(here, monkeypatch):
     ("words", "says"),
     [
         (["none.py"], "there is no config file"),
+        (["configs/none.py"], "configs/none.py`, nor a folder `"),
+        (["."], "must be a config file, but is a folder"),
+        (["line.py", "--strategy", "fdsp"], "an option: `strategy.type` = 'fdsp' is no strategy"),
         (["line.py", "--cfg-options", "optm_wrapper.x=1"], "no key `optm_wrapper` for the option"),
         (["line.py", "--cfg-options", "train_cfg.by_epoch.x=1"], "leads through `train_cfg.by_epoch`"),
         (["nomodel.yaml"], "`model` must be given"),
@@ -137,6 +140,8 @@ def test_bad_input_that_only_ranks_can_find_is_told_once(lockstep):
     [
         (["--nnodes", "2"], 2, "`--rdzv` must be HOST:PORT"),
         (["--nproc", "0"], 2, "--nproc"),
+        (["--node-rank", "1"], 2, "Give --nnodes and --rdzv"),
+        (["--cfg-options", "lr", "0.1"], 2, "--cfg-options must be followed by KEY=VALUE"),
         (["--launcher", "torch"], 1, "`launcher` must be one of"),
     ],
 )

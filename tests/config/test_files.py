@@ -98,6 +98,7 @@ def test_custom_imports_are_imported(write):
         ("c.py", "x = 'a'\n_base_ = x\n", "c.py:2: `_base_` must be a plain string"),
         ("c.py", "if True:\n  _base_ = 'x.py'\n", "`_base_` must be assigned at the top level"),
         ("c.yaml", "a: 1\nb: [1\n", "c.yaml:3: expected ',' or ']'"),
+        ("c.yaml", "a: 1\nb: {c: 1\nd: 2\n", "while parsing a flow mapping, which begins in line 2"),
         ("c.yaml", "- 1\n- 2\n", "c.yaml: must hold one mapping"),
         ("c.yaml", "1: 2\n", "c.yaml: must hold one mapping with strings as keys"),
         ("c.yaml", "a: 1\n_base_: 3\n", "c.yaml:2: `_base_` must be a path"),

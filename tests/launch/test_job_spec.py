@@ -25,7 +25,7 @@ def test_an_endpoint_is_host_and_port():
             {"rdzv": "a:1"},
             "`--nnodes`, the number of machines, must be given for several of them, as `--rdzv` is 'a:1'",
         ),
-        ({"nnodes": 2}, "`--rdzv` must be HOST:PORT"),
+        ({"nnodes": 2}, "but is missing. Example: --rdzv node0:29500"),
         *(
             ({"nnodes": 2, "rdzv": rdzv}, "`--rdzv` must be HOST:PORT")
             for rdzv in ("host", ":1", "host:", "host:x", "host:0", "host:65536")

@@ -66,6 +66,14 @@ def test_an_error_is_recorded_with_the_frames_of_the_script_alone(rank, tmp_path
     assert abs(extra["time"] - time.time()) < 60
 
 
+def test_a_script_that_cannot_begin_is_recorded_without_frames(rank, tmp_path):
+    rank("print('a'\n")
+    trace = recorded(tmp_path)["py_callstack"]
+    assert trace.startswith(f'  File "{tmp_path}/script.py", line 1\n')
+    assert trace.endswith("SyntaxError: '(' was never closed\n")
+    assert "runpy" not in trace
+
+
 def test_an_error_of_input_is_recorded_without_frames(rank, tmp_path):
     rank("from lockstep.errors import ConfigError\nraise ConfigError('no such key')")
     assert recorded(tmp_path)["py_callstack"] == "lockstep.errors.ConfigError: no such key\n"

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 
 from lockstep.cli.config import apply_options, import_from_beside, read_config
-from lockstep.cli.options import CfgOptions, ConfigPath, MaxRestarts, RankOptions, rank_option
+from lockstep.cli.options import (
+    CfgOptions,
+    ConfigPath,
+    MaxRestarts,
+    RankOptions,
+    complete_launchers,
+    complete_strategies,
+    rank_option,
+)
 from lockstep.config import Config, ResolvedConfig
 from lockstep.errors import ConfigError, TopologyError, counted
 from lockstep.launch import JobSpec, launch
@@ -37,6 +45,7 @@ class _Job(RankOptions, ABC):
         str | None,
         typer.Option(
             metavar="NAME",
+            autocompletion=complete_strategies,
             help="How the model is distributed; overrides the config. `lockstep strategies` shows the names.",
         ),
     ] = None
@@ -52,6 +61,7 @@ class _Job(RankOptions, ABC):
         str | None,
         rank_option(
             metavar="[none|pytorch|slurm|mpi]",
+            autocompletion=complete_launchers,
             help="The launcher whose ranks to join. Default: detected from the environment; none starts new ranks.",
         ),
     ] = None
@@ -72,7 +82,7 @@ class _Job(RankOptions, ABC):
         """
         cfg = read_config(self.config)
         if self.strategy is not None:
-            cfg.strategy = {"type": self.strategy}
+            cfg.merge_from_dict({"strategy": {"_delete_": True, "type": self.strategy}})
         apply_options(cfg, self.cfg_options or [])
         cfg.work_dir = str(self.work_dir or cfg.get("work_dir") or default_work_dir(self.config))
         self.complete(cfg)
@@ -153,11 +163,14 @@ class Test(_Job):
 
     def complete(self, cfg: Config) -> None:
         """Set the weights to load."""
-        from lockstep.checkpoint import is_checkpoint
-
         path = self.checkpoint
+        wanted = "`--checkpoint` must be a checkpoint of a run, as work_dirs/NAME/TIME/epoch_1, or a file of weights"
+        if not path.exists():
+            raise ConfigError(f"{wanted}, but {path} does not exist")
+        from lockstep.checkpoint import is_checkpoint  # imports torch
+
         if not (path.is_file() or is_checkpoint(path)):
-            raise ConfigError(f"`--checkpoint` must be a checkpoint of a run or a file of weights, but is {path}")
+            raise ConfigError(f"{wanted}, but {path} is a folder without a complete checkpoint in it")
         cfg.update(load_from=str(path.resolve()), resume=False)
 
     def mode(self, cfg: Config) -> Mode:

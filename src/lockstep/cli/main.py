@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +18,7 @@ from lockstep.cli.errors import print_error
 from lockstep.cli.jobs import Test, Train
 from lockstep.cli.options import MaxRestarts, RankOptions, command
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
-from lockstep.errors import INPUT_ERRORS, LaunchError
+from lockstep.errors import INPUT_ERRORS, LaunchError, nearest
 from lockstep.launch import launch
 from lockstep.report import find_run, read_run, write_page
 from lockstep.version import __version__
@@ -54,10 +56,34 @@ class Launch(RankOptions):
     def run(self) -> None:
         """Start the ranks, and return when they have ended."""
         job = self.job_spec()
-        if not self.module and not Path(self.script[0]).is_file():
-            raise LaunchError(f"the script `{self.script[0]}` does not exist. To run a module, use -m")
+        _check_target(self.script[0], self.module)
         words = ["-m", *self.script] if self.module else self.script
         launch(words, job, max_restarts=self.max_restarts, log_dir=self.log_dir)
+
+
+def _check_target(name: str, module: bool) -> None:
+    """Raise a `LaunchError` if there is no such script or module."""
+    if not module:
+        path = Path(name)
+        if path.is_dir():
+            raise LaunchError(f"SCRIPT must be a file, but `{name}` is a folder. To run a module, use -m")
+        if not path.is_file():
+            near = nearest(path.name, (one.name for one in path.parent.glob("*")))
+            hint = f": did you mean `{path.with_name(near)}`?" if near else ". To run a module, use -m"
+            raise LaunchError(f"the script `{name}` does not exist{hint}")
+        return
+    package = name.partition(".")[0]
+    path_before = [*sys.path]
+    sys.path.insert(0, os.getcwd())  # as for `python -m`
+    try:
+        known = find_spec(package) is not None
+    finally:
+        sys.path[:] = path_before
+    if not known:
+        raise LaunchError(
+            f"there is no module `{package}` in the current folder and on the import path of {sys.executable}. Install "
+            "it, or run a script by its file name, without -m"
+        )
 
 
 def report(

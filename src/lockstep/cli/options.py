@@ -13,6 +13,21 @@ import typer
 
 from lockstep.launch import JobSpec
 
+# The names for completion in a shell, which must not import torch; a config may register others.
+_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed", "colossalai")
+_LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
+
+
+def complete_strategies(incomplete: str) -> list[str]:
+    """Return the names of strategies that begin with what was typed."""
+    return [name for name in _STRATEGIES if name.startswith(incomplete)]
+
+
+def complete_launchers(incomplete: str) -> list[str]:
+    """Return the names of launchers that begin with what was typed."""
+    return [name for name in _LAUNCHERS if name.startswith(incomplete)]
+
+
 rank_option = partial(typer.Option, rich_help_panel="Ranks")
 
 Nproc = Annotated[int | None, rank_option(min=1, help="Ranks on this machine. Default: 1.")]

@@ -20,7 +20,11 @@ class CfgOptionsCommand(TyperCommand):
         takes_value = _options(self)
         repeated: list[str] = []
         rest = iter(args)
+        before = ""
         for arg in rest:
+            if before == _CFG_OPTIONS and not _ASSIGNMENT.match(arg) and not ctx.resilient_parsing:
+                ctx.fail(f"{_CFG_OPTIONS} must be followed by KEY=VALUE, as in train_cfg.max_epochs=3, but by {arg!r}")
+            before = arg
             if arg == "--":
                 repeated += [arg, *rest]
             elif _ASSIGNMENT.match(arg):

@@ -163,7 +163,9 @@ class DataFile(ConfigFile):
             raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else "?"
-            raise ConfigError(f"{path}:{line}: {error.problem}") from error
+            begun = error.context_mark  # of the bracket or mapping that is not closed, for instance
+            where = f" {error.context}, which begins in line {begun.line + 1}" if begun and error.context else ""
+            raise ConfigError(f"{path}:{line}: {error.problem}{where}") from error
         self._values: dict[str, Any] = {} if values is None else values
         if not isinstance(values, dict | None) or not all(isinstance(key, str) for key in self._values):
             raise ConfigError(f"{path}: must hold one mapping with strings as keys")

@@ -26,14 +26,18 @@ def read_file(path: Path) -> ConfigFile:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: its suffix is unknown, or it has a syntax error; the message names the line.
+        ConfigError: it is a folder, its suffix is unknown, or it has a syntax error; the message names the line.
     """
     kind = _KINDS.get(path.suffix)
+    if path.is_dir():
+        raise ConfigError(f"{path}: must be a config file, but is a folder")
     if kind is None:
         raise ConfigError(f"{path}: a config must end in one of {', '.join(_KINDS)}")
     if not path.is_file():
         near = nearest(path.name, (p.name for p in path.parent.glob("*")))
         hint = f"; did you mean `{path.with_name(near)}`?" if near else ""
+        if not path.parent.is_dir():
+            hint = f", nor a folder `{path.parent}`"
         raise FileNotFoundError(f"there is no config file `{path}`{hint}")
     return kind(path, path.read_text(encoding="utf-8"))
 

@@ -32,7 +32,10 @@ class JobSpec:
                 raise ValueError(f"`{name}` must be at least 1, but is {count}")
         if self.nnodes == 1 and (self.rdzv is not None or self.node_rank > 0):
             given = f"`--rdzv` is {self.rdzv!r}" if self.rdzv is not None else f"`--node-rank` is {self.node_rank}"
-            raise ValueError(f"`--nnodes`, the number of machines, must be given for several of them, as {given}")
+            raise ValueError(
+                f"`--nnodes`, the number of machines, must be given for several of them, as {given}. Give --nnodes and "
+                "--rdzv HOST:PORT, the same on every node, and each node its own --node-rank"
+            )
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(
                 f"`--node-rank` must be from 0 to {self.nnodes - 1}, since `--nnodes` is {self.nnodes}, "
@@ -46,8 +49,9 @@ class JobSpec:
             return LOOPBACK, 0
         host, _, port = (self.rdzv or "").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            given = "missing" if self.rdzv is None else repr(self.rdzv)
             raise ValueError(
-                "`--rdzv` must be HOST:PORT, an address of node 0 and a free port there, the same on every "
-                f"node, but is {self.rdzv!r}"
+                "`--rdzv` must be HOST:PORT, an address of node 0 and a free port there, the same on every node, "
+                f"but is {given}. Example: --rdzv node0:29500"
             )
         return host.strip("[]"), int(port)

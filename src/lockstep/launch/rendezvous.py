@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 import uuid
@@ -128,11 +129,14 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             try:
                 return self._serve(self._port)
             except OSError as error:
-                remedy = "choose an address of this machine and a free port"
-                if self._job.rdzv is None:
-                    remedy = "bring up the loopback interface (ip link set lo up)"
+                why = (error.strerror or str(error)).partition(" (while")[0]
+                remedy = "Choose an address of this machine and a free port, the same on all nodes"
+                if error.errno == errno.EADDRINUSE:
+                    remedy = "Another job or program has that port: choose another, the same on all nodes"
+                elif self._job.rdzv is None:
+                    remedy = "Bring up the loopback interface (ip link set lo up)"
                 raise rendezvous.RendezvousConnectionError(
-                    f"node 0 cannot listen at {self._job.rdzv or self._host}: {error}; {remedy}"
+                    f"node 0 cannot listen at {self._job.rdzv or self._host}: {why}. {remedy}"
                 ) from error
         node_0 = f"node 0 at {self._job.rdzv}"
         self._wait(lambda: "" if answers(self._host, self._port, timeout_seconds=1.0) else node_0, deadline)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lockstep.errors import counted
+from lockstep.errors import LaunchError, counted
 from lockstep.launch.job_spec import JobSpec
 from lockstep.launch.network import interface_towards
 from lockstep.launch.notices import say
@@ -37,13 +37,22 @@ def launch(
 
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
-        LaunchError: a rank failed (the message names it and shows its traceback, `exit_code` is its exit code), not all
-            nodes joined in time, or a signal stopped the ranks and this process ignores it.
+        LaunchError: `log_dir` cannot be created, a rank failed (the message names it and shows its traceback,
+            `exit_code` is its exit code), not all nodes joined in time, or a signal stopped the ranks and this process
+            ignores it.
     """
     if max_restarts < 0:
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
     if not command:
         raise ValueError("`command` must name a script, or -m and a module, but is empty")
+    logs = None if log_dir is None else os.fspath(log_dir)
+    if logs is not None:
+        try:
+            os.makedirs(logs, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"`--log-dir` must be a folder that can be created, but {logs} cannot: {error.strerror}. Choose another"
+            ) from error
     starting = f"starting {counted(job.nproc, 'rank')}"
     if job.nnodes > 1:
         starting += f" on node {job.node_rank} of {job.nnodes}"
@@ -61,5 +70,4 @@ def launch(
 
     from lockstep.launch.elastic import run_ranks  # imports torch
 
-    logs = None if log_dir is None else os.fspath(log_dir)
     run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds)

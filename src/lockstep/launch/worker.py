@@ -140,7 +140,8 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
         if module.get("__package__") not in _OUTER_PACKAGES and module.get("__name__") != "runpy":
             break
         trace = trace.tb_next
-    return trace
+    # The script was not even begun: it has a syntax error, or it is a module that is not there.
+    return None if trace is not None and trace.tb_frame.f_globals.get("__name__") == "runpy" else trace
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""Completion in a shell, as the shell asks for it: quickly, so without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.cli.options import complete_launchers, complete_strategies
+from lockstep.strategy.survey import survey_strategies
+from lockstep.topology import LauncherName
+
+CODE = """
+import sys
+sys.modules["torch"] = None
+from lockstep.cli.main import app
+sys.argv = ["lockstep"]
+app(prog_name="lockstep")
+"""
+
+
+def complete(folder, *words):
+    """Return what bash would offer for the last word."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        cwd=folder,
+        env=os.environ
+        | {
+            "_LOCKSTEP_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(["lockstep", *words]),
+            "COMP_CWORD": str(len(words)),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["tr"], ["train"]),
+        (["config", ""], ["print", "check", "diff"]),
+        (["train", "--st"], ["--strategy"]),
+        (["train", "--strategy", ""], ["single", "ddp", "fsdp", "deepspeed", "colossalai"]),
+        (["train", "c.py", "--strategy", "f"], ["fsdp"]),
+        (["test", "c.py", "--launcher", "s"], ["slurm"]),
+        (["train", "c.py", "--cfg-options", "odd", "--strategy", "f"], ["fsdp"]),
+        (["launch", "script.py", "--np"], ["--nproc"]),
+    ],
+)
+def test_words_are_completed_without_torch(tmp_path, words, offered):
+    assert complete(tmp_path, *words) == offered
+
+
+def test_every_name_is_offered():
+    assert complete_strategies("") == [standing.name for standing in survey_strategies()]
+    assert sorted(complete_launchers("")) == sorted(LauncherName.__args__)
