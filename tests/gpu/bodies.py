@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint import load_state, save_state
 from lockstep.device import get_device
-from lockstep.hooks import Hook
+from lockstep.hooks import Hook, MemorySnapshotHook, MFUHook
+from lockstep.hooks.flops import StepFlops
 from lockstep.model.full_params import gather_full
 from lockstep.runner import Runner
 from lockstep.strategy import build_strategy
@@ -112,3 +116,47 @@ def load_to_cpu(path: Path) -> tuple[dict[str, Tensor], float]:
     model = Heads()
     model.load_state_dict(load_state(path, {"model": model.state_dict()})["model"])
     return model.state_dict(), model(INPUTS[:4], TARGETS[:4]).item()
+
+
+def snapshots(work_dir: Path) -> tuple[list[str], dict[str, Any]]:
+    """Run out of memory in the fourth iteration; return the names of the snapshots, and the content of the last."""
+
+    class Greedy(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
+            if runner.iter == 3:
+                torch.empty(2**50, device=get_device())
+
+    runner = Runner(
+        seeded(Heads),
+        work_dir,
+        train_dataloader={"dataset": TensorDataset(INPUTS, TARGETS), "batch_size": BATCH},
+        train_cfg={"max_iters": 5},
+        optim_wrapper=optim_config(),
+        custom_hooks=[MemorySnapshotHook(iterations=[2]), Greedy()],
+    )
+    with suppress(torch.OutOfMemoryError):
+        runner.train()
+    files = sorted((runner.run_dir / "memory").iterdir())
+    return [path.name for path in files], pickle.loads(files[-1].read_bytes())
+
+
+def utilization(work_dir: Path) -> tuple[float, dict[str, Any]]:
+    """Return the FLOPs of a sample, and the last record of a run with MFU."""
+    runner = Runner(
+        seeded(Heads),
+        work_dir,
+        train_dataloader={"dataset": TensorDataset(INPUTS, TARGETS), "batch_size": BATCH},
+        train_cfg={"max_iters": 5},
+        optim_wrapper=optim_config(),
+        custom_hooks=[MFUHook(peak_flops="measure")],
+    )
+    runner.train()
+    record = json.loads((runner.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    return record["flops_per_second"] / record["samples_per_second"], record
+
+
+def flops_on_cpu() -> float:
+    """Return the FLOPs of a sample, counted on the CPU."""
+    with StepFlops() as counted:
+        seeded(Heads)(INPUTS[:BATCH], TARGETS[:BATCH]).backward()
+    return counted.total / BATCH

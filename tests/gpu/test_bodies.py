@@ -22,6 +22,18 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(strategy: str, tm
     check_checkpoint(strategy, tmp_path)
 
 
+def test_flops_are_those_counted_on_the_cpu(tmp_path: Path):
+    check_utilization(tmp_path)
+
+
+def check_utilization(work_dir: Path) -> None:
+    """Compare the FLOPs of a run with those counted on the CPU, where attention has other kernels."""
+    by_hand = run_ranks(1, bodies.flops_on_cpu)[0]
+    flops, record = run_ranks(1, bodies.utilization, work_dir)[0]
+    assert flops == pytest.approx(by_hand)
+    assert 0 < record["mfu"] < 1
+
+
 def check_case(case: str, work_dir: Path, **options) -> str:
     """Compare a run with a plain loop, and return on what kind of device it was."""
     losses, norms = run_ranks(1, bodies.train_on_cpu, case)[0]

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.device import get_device
+from lockstep.testing import run_ranks
 
 from . import bodies
-from .test_bodies import check_case, check_checkpoint
+from .test_bodies import check_case, check_checkpoint, check_utilization
 
 pytestmark = pytest.mark.gpu
 
@@ -33,3 +34,17 @@ def test_torchs_own_backend_translates_for_it(case: str, device: str, tmp_path: 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(strategy: str, tmp_path: Path):
     check_checkpoint(strategy, tmp_path)
+
+
+def test_flops_are_those_counted_on_the_cpu(tmp_path: Path):
+    check_utilization(tmp_path)
+
+
+def test_snapshots_of_memory(device: str, tmp_path: Path):
+    if device != "cuda":
+        pytest.skip("torch records allocations of CUDA memory alone")
+    names, content = run_ranks(1, bodies.snapshots, tmp_path)[0]
+    assert names == ["snapshot_rank0_iter2.pickle", "snapshot_rank0_iter3_out_of_memory.pickle"]
+    actions = {entry["action"] for trace in content["device_traces"] for entry in trace}
+    assert {"alloc", "oom"} <= actions
+    assert content["segments"]

@@ -95,6 +95,18 @@ def test_the_values_of_all_curves_are_there(tmp_path: Path):
     assert (whole["begin"][0], whole["end"][-1]) == (0, 100)
 
 
+def test_tokens_and_mfu_are_shown_if_they_are_recorded(tmp_path: Path):
+    rates = {"samples_per_second": 50.0, "tokens_per_second": 51_200.0, "flops_per_second": 4e13, "mfu": 0.4321}
+    records = [train_record(step, **rates) for step in (10, 20)]
+    page = page_of(write_run(tmp_path / "run", records))
+    titles = [title.strip().split("  ")[0] for title in page.texts["h3"]]
+    assert titles[1:4] == ["Throughput samples/s", "Tokens tokens/s", "Model FLOPs utilization %"]
+    assert not any("flops_per_second" in title for title in titles)
+    assert page.values["charts"][3]["lines"][0]["y"] == [43.21, 43.21]
+    assert {"tokens", "MFU"} <= set(page.texts["dt"])
+    assert {"51,200/s", "43.2%"} <= {text.replace(" ", "") for text in page.texts["dd"]}
+
+
 def test_the_page_needs_no_network(tmp_path: Path):
     html = page_html(read_run(write_whole_run(tmp_path / "run")))
     page = Page(html)

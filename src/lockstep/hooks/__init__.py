@@ -9,6 +9,8 @@ from lockstep.hooks.ema import EMAHook
 from lockstep.hooks.empty_cache import EmptyCacheHook
 from lockstep.hooks.garbage_collection import GarbageCollectionHook
 from lockstep.hooks.logger import LoggerHook
+from lockstep.hooks.memory_snapshot import MemorySnapshotHook
+from lockstep.hooks.mfu import MFUHook
 from lockstep.hooks.nan_check import NaNCheckHook
 from lockstep.hooks.profiler import ProfilerHook
 from lockstep.hooks.progress import ProgressHook
@@ -30,6 +32,8 @@ __all__ = [
     "HookList",
     "IterTimerHook",
     "LoggerHook",
+    "MFUHook",
+    "MemorySnapshotHook",
     "NaNCheckHook",
     "ParamSchedulerHook",
     "ProfilerHook",

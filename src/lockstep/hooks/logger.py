@@ -19,6 +19,8 @@ from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
 _PREFIX = "train/"
+# What a hook counts under `amounts/NAME` of the message hub, such as tokens, is recorded as `NAME_per_second`.
+_AMOUNTS = "amounts/"
 # Records that come faster are written in batches: code that runs in a row takes a fraction of the time of single calls.
 _BATCH_SECONDS = 0.5
 _RETURNED = "returned:"  # marks the model's values among the numbers that ranks send
@@ -48,23 +50,34 @@ class _EpochSums:
 
     def __init__(self) -> None:
         self.iters = 0
-        self._samples = 0.0
         self._sums: dict[str, tuple[float, float]] = {}
+        self._totals: dict[str, float] = {}
+        self._peak_flops = 0.0
 
-    def add(self, values: Mapping[str, float], logged: Collection[str], *, samples: float, iters: int) -> None:
-        """Add the means of a record."""
+    def add(
+        self,
+        values: Mapping[str, float],
+        logged: Collection[str],
+        *,
+        totals: Mapping[str, float],
+        peak_flops: float,
+        iters: int,
+    ) -> None:
+        """Add the means and the amounts of a record."""
         for name, value in values.items():
-            weight = samples if name in logged else iters
+            weight = totals["samples"] if name in logged else iters
             total, weights = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = total + value * weight, weights + weight
+        for name, amount in totals.items():
+            self._totals[name] = self._totals.get(name, 0.0) + amount
         self.iters += iters
-        self._samples += samples
+        self._peak_flops = peak_flops
 
     def means(self) -> dict[str, float]:
-        """Return the means of the epoch, and its samples per second."""
+        """Return the means of the epoch, and its amounts per second."""
         seconds = self._sums.get("time", (0.0, 0.0))[0]
         means = {name: total / (weights or 1.0) for name, (total, weights) in self._sums.items()}
-        return {**means, "samples_per_second": self._samples / seconds if seconds else 0.0}
+        return {**means, **_per_second(self._totals, seconds, self._peak_flops)}
 
 
 @HOOKS.register_module()
@@ -73,10 +86,11 @@ class LoggerHook(Hook):
 
     Records go to the run's `metrics.jsonl`, to its log file and to the visualizer. A training record holds means over
     all ranks and over the iterations since the last record (for the values that the model returns, means over samples);
-    the total samples per second of all ranks; and the peak memory of any rank. The times of each rank go to
-    `ranks.jsonl`. Between records, values are only stored: nothing is sent, and no accelerator is synchronised. A
-    record is written after the first iteration that ends at least half a second later, and always before a validation,
-    a checkpoint and the end of an epoch, and when the run fails.
+    the total samples per second of all ranks, and whatever other hooks count under `amounts/NAME` of the message hub,
+    as `NAME_per_second`; and the peak memory of any rank. The times of each rank go to `ranks.jsonl`. Between records,
+    values are only stored: nothing is sent, and no accelerator is synchronised. A record is written after the first
+    iteration that ends at least half a second later, and always before a validation, a checkpoint and the end of an
+    epoch, and when the run fails.
 
     Args:
         interval: number of iterations from one record to the next. The end of an epoch also makes one.
@@ -191,9 +205,10 @@ class LoggerHook(Hook):
         samples, self._samples = self._samples, []
         moment = perf_counter()
         scalars = runner.message_hub.log_scalars.items()
-        last = {key: buffer.tail(len(samples)) for key, buffer in scalars if key.startswith(_PREFIX)}
+        last = {key: buffer.tail(len(samples)) for key, buffer in scalars if key.startswith((_PREFIX, _AMOUNTS))}
         waited = None if self._exchange is None else self._exchange.mean_seconds(len(samples))
-        own = partial(self._own_numbers, last, samples, waited, peak_memory() / 2**20)
+        peaks = {"peak_flops": runner.message_hub.get_info("peak_flops", 0.0), "memory_mib": peak_memory() / 2**20}
+        own = partial(self._own_numbers, last, samples, waited, peaks)
         gathered = gather_object(own()) if runner.distributed else []
         if gathered is not None:
             rates, ranks = _first_rates(runner), lambda: gathered or [own()]
@@ -207,28 +222,35 @@ class LoggerHook(Hook):
     def _write_training(self, record: _Unwritten, *, flush: bool) -> None:
         runner, count, ranks = record.runner, record.length, record.ranks()
         values, logged = _merge(ranks)
-        # Ranks that compute on the same samples count them once.
-        total = sum(numbers["samples"] for numbers in ranks) * runner.data_shard.size / runner.world_size
-        self._epoch.add(values, logged, samples=total, iters=count)
+        totals, peaks = _totals(ranks, runner), [numbers["peak_flops"] for numbers in ranks]
+        peak_flops = sum(peaks) if all(peaks) else 0.0
+        self._epoch.add(values, logged, totals=totals, peak_flops=peak_flops, iters=count)
         seconds = max(numbers.get("time", 0.0) for numbers in ranks) * count
         values.update(record.rates)
-        values["samples_per_second"] = total / seconds if seconds else 0.0
+        values.update(_per_second(totals, seconds, peak_flops))
         values["memory_mib"] = max(numbers["memory_mib"] for numbers in ranks)
         if self._rank_times is not None:
             self._rank_times.add(record.iteration, count, ranks, flush=flush)
         self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
 
     def _own_numbers(
-        self, last: Mapping[str, HistoryBuffer], samples: list[int], waited: float | None, memory_mib: float
+        self,
+        last: Mapping[str, HistoryBuffer],
+        samples: list[int],
+        waited: float | None,
+        peaks: Mapping[str, float],
     ) -> dict[str, float]:
         """Return this rank's numbers for the iterations since the last record.
 
-        The values that the model returned are means over samples, and their names are marked. All others are means over
-        iterations.
+        The values that the model returned are means over samples, and their names are marked. Amounts are sums. All
+        others are means over iterations.
         """
         is_even = len(set(samples)) == 1
-        own: dict[str, float] = {}
+        own: dict[str, float] = {_AMOUNTS + "samples": sum(samples)}
         for key, buffer in last.items():
+            if key.startswith(_AMOUNTS):
+                own[key] = buffer.mean() * len(samples)
+                continue
             name = key.removeprefix(_PREFIX)
             if name == "samples":
                 continue
@@ -238,8 +260,7 @@ class LoggerHook(Hook):
                 own[_RETURNED + name] = buffer.mean() if is_even else buffer.weighted_mean(samples)
         if waited is not None:
             own["comm_time"] = waited
-        own["samples"] = sum(samples)
-        own["memory_mib"] = memory_mib
+        own.update(peaks)
         return own
 
     def _record_metrics(self, runner: Run, mode: str, metrics: dict[str, Any]) -> None:
@@ -270,9 +291,25 @@ def _merge(ranks: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], set[
     sums: dict[str, tuple[float, float]] = {}
     for numbers in ranks:
         for name, value in numbers.items():
-            weight = numbers["samples"] if name.startswith(_RETURNED) else 1.0
+            if name == "peak_flops" or name.startswith(_AMOUNTS):
+                continue
+            weight = numbers[_AMOUNTS + "samples"] if name.startswith(_RETURNED) else 1.0
             total, weights = sums.get(name, (0.0, 0.0))
             sums[name] = total + value * weight, weights + weight
-    del sums["samples"]
     means = {name.removeprefix(_RETURNED): total / (weights or 1.0) for name, (total, weights) in sums.items()}
     return means, {name.removeprefix(_RETURNED) for name in sums if name.startswith(_RETURNED)}
+
+
+def _totals(ranks: Sequence[Mapping[str, float]], runner: TrainRun) -> dict[str, float]:
+    """Return the amounts of all ranks together; ranks that compute on the same samples count them once."""
+    names = dict.fromkeys(name for numbers in ranks for name in numbers if name.startswith(_AMOUNTS))
+    share = runner.data_shard.size / runner.world_size
+    return {name.removeprefix(_AMOUNTS): sum(numbers.get(name, 0.0) for numbers in ranks) * share for name in names}
+
+
+def _per_second(totals: Mapping[str, float], seconds: float, peak_flops: float) -> dict[str, float]:
+    """Return amounts per second; and of FLOPs, if the peak of all ranks is known, their fraction of it, as `mfu`."""
+    rates = {f"{name}_per_second": total / seconds if seconds else 0.0 for name, total in totals.items()}
+    if peak_flops and "flops" in totals:
+        rates["mfu"] = rates["flops_per_second"] / peak_flops
+    return rates

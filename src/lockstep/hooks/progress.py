@@ -20,8 +20,8 @@ _WINDOW = 20  # number of iterations in the mean shown during an epoch
 class ProgressHook(Hook):
     """Show the progress of the run on rank 0: a live bar on a terminal, lines elsewhere.
 
-    It shows the loss, the latest metrics, the samples per second of all ranks, and the time left. Each epoch leaves one
-    line. During an epoch, the loss is that of rank 0.
+    It shows the loss, the latest metrics, the samples per second of all ranks, tokens per second and MFU if they are
+    recorded, and the time left. Each epoch leaves one line. During an epoch, the loss is that of rank 0.
 
     Args:
         period_seconds: time between two lines if there is no terminal.
@@ -68,6 +68,10 @@ class ProgressHook(Hook):
         parts.append("{metrics}")
         if means.get("samples_per_second"):
             parts.append(f"{means['samples_per_second']:,.0f} samples/s")
+        if means.get("tokens_per_second"):
+            parts.append(f"{means['tokens_per_second']:,.0f} tokens/s")
+        if means.get("mfu"):
+            parts.append(f"MFU {100 * means['mfu']:.1f} %")
         if "lr" in means:
             parts.append(f"lr {means['lr']:.3g}")
         self._epoch_line = "  ".join([*parts, f"{perf_counter() - self._epoch_started:.1f} s"])
@@ -128,9 +132,13 @@ class ProgressHook(Hook):
             parts.append(self._metrics)
         if "train/time" in scalars:
             # The ranks get equal numbers of samples, so this rank's number stands for all.
-            seconds = scalars["train/time"].mean(_WINDOW)
-            rate = scalars["train/samples"].mean(_WINDOW) * runner.data_shard.size / seconds
-            parts.append(f"{rate:,.0f} samples/s")
+            per_second = runner.data_shard.size / scalars["train/time"].mean(_WINDOW)
+            parts.append(f"{scalars['train/samples'].mean(_WINDOW) * per_second:,.0f} samples/s")
+            if "amounts/tokens" in scalars:
+                parts.append(f"{scalars['amounts/tokens'].mean(_WINDOW) * per_second:,.0f} tokens/s")
+            peak = runner.message_hub.get_info("peak_flops", 0.0) * runner.world_size
+            if peak and "amounts/flops" in scalars:
+                parts.append(f"MFU {100 * scalars['amounts/flops'].mean(_WINDOW) * per_second / peak:.1f} %")
         mean_seconds = (perf_counter() - self._started) / (runner.iter + 1 - self._first_iter)
         left_seconds = mean_seconds * (runner.max_iters - runner.iter - 1)
         parts.append(f"ETA {timedelta(seconds=round(left_seconds))}")

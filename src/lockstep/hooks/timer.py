@@ -1,13 +1,19 @@
-"""A hook that measures the time of iterations."""
+"""A hook that measures the time of iterations, and what they process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
+from torch import Tensor
+
+from lockstep.errors import ConfigError
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
+
+TokensOf: TypeAlias = str | Callable[[Any], float | Tensor]
 
 
 @HOOKS.register_module()
@@ -16,9 +22,27 @@ class IterTimerHook(Hook):
 
     They are the scalars `train/time` (s), `train/data_time` (s) and `train/samples` of the message hub. An accelerator
     is not synchronised: the time of a single iteration may be wrong, but the mean over many is right.
+
+    Args:
+        tokens_of: how many tokens a batch has, for tokens per second in the records: a function of the batch, as the
+            loader yields it; or the name of an entry of the batch, each element of which is a token, padding included.
+            By default tokens are not counted: only you know whether padding or a mask counts.
+
+    Example:
+        >>> hook = IterTimerHook(tokens_of=lambda batch: batch["attention_mask"].sum())  # without padding
+        >>> hook = IterTimerHook(tokens_of="input_ids")  # with padding, which is computed too
+
+    Raises:
+        ConfigError: `tokens_of` is something else, or the batch has no such entry.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens_of: TokensOf | None = None) -> None:
+        if not (tokens_of is None or isinstance(tokens_of, str) or callable(tokens_of)):
+            raise ConfigError(
+                "`tokens_of` must be a function of a batch, the name of an entry of the batch or None, but is "
+                f"{tokens_of!r}"
+            )
+        self._tokens_of = tokens_of
         self._last = 0.0
 
     def before_train_epoch(self, runner: TrainRun) -> None:
@@ -37,8 +61,37 @@ class IterTimerHook(Hook):
         hub = runner.message_hub
         hub.update_scalar("train/time", now - self._last)
         hub.update_scalar("train/samples", runner.train_loop.samples)
+        if self._tokens_of is not None:
+            # A batch that counts for nothing repeats the last one, while other ranks have more.
+            is_counted = runner.train_loop.samples > 0
+            hub.update_scalar("amounts/tokens", _tokens(data_batch, self._tokens_of) if is_counted else 0)
         self._last = now
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Restart the clock; an iteration-based loop validates between two iterations."""
         self._last = perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count this time in the present iteration."""
+        self._last += seconds
+
+
+def _tokens(batch: Any, tokens_of: TokensOf) -> float | Tensor:
+    if not isinstance(tokens_of, str):
+        count = tokens_of(batch)
+        is_number = count.numel() == 1 if isinstance(count, Tensor) else isinstance(count, int | float)
+        if not is_number:
+            raise TypeError(f"`tokens_of` must return a number, but returned {count!r}")
+        return count.detach() if isinstance(count, Tensor) else count
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"`tokens_of` must be a function of the batch where batches are not dicts, but is {tokens_of!r}, and the "
+            f"batch is a {type(batch).__name__}"
+        )
+    entry = batch.get(tokens_of)
+    if not isinstance(entry, Tensor):
+        raise ConfigError(
+            f"`tokens_of` must name a tensor in the batch, which has {', '.join(map(str, batch))}, but is "
+            f"{tokens_of!r}. It may also be a function of the batch"
+        )
+    return entry.numel()

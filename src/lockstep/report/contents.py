@@ -10,6 +10,7 @@ from lockstep.report.records import MODES, Record, Run, number
 
 _PLACE = {"mode", "epoch", "iter"}
 _PARTS_OF_A_STEP = ("time", "data_time", "comm_time")
+_AMOUNTS = ("samples_per_second", "tokens_per_second", "flops_per_second")  # the last is shown as MFU
 _MOST_LINES = 6
 _COMPUTE = "compute"
 _DATA = "wait for data"
@@ -27,11 +28,13 @@ def charts_of(run: Run) -> list[Chart]:
     names = _names(run.train)
     losses = [name for name in names if "loss" in name]
     rates = [name for name in names if name.rpartition(".")[2] == "lr"]
-    taken = {*losses, *rates, *_PARTS_OF_A_STEP, "samples_per_second", "memory_mib", "grad_norm"}
+    taken = {*losses, *rates, *_PARTS_OF_A_STEP, *_AMOUNTS, "mfu", "memory_mib", "grad_norm"}
     charts = [
         *_loss_charts(run, losses),
         *_metric_charts(run),
         _chart(run, "Throughput", {"samples_per_second": "all ranks"}, unit="samples/s", from_zero=True),
+        _chart(run, "Tokens", {"tokens_per_second": "all ranks"}, unit="tokens/s", from_zero=True),
+        _mfu_chart(run),
         _step_chart(run),
         _chart(run, "Learning rate", dict(zip(rates, rates, strict=True)), from_zero=True),
         _chart(run, "Gradient norm", {"grad_norm": "before clipping"}),
@@ -104,6 +107,11 @@ def _evaluation_lines(run: Run, mode: str, name: str, label: str) -> list[Line]:
     """Return the line of one metric, or no line if it was not evaluated in that mode."""
     points = points_of(run.evaluated(mode), name)
     return [Line(label, points, marked=True)] if points else []
+
+
+def _mfu_chart(run: Run) -> Chart:
+    points = [(at, 100 * value) for at, value in points_of(run.train, "mfu")]
+    return Chart("Model FLOPs utilization", [Line("all ranks", points)] if points else [], "%", from_zero=True)
 
 
 def _step_chart(run: Run) -> Chart:

@@ -1,0 +1,290 @@
+"""The FLOPs of training in records: the same on any number of ranks, under any strategy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.runs import Losses
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Session
+from lockstep.dist import all_gather_object, get_rank, get_world_size
+from lockstep.errors import ConfigError
+from lockstep.hooks import Hook, IterTimerHook, MFUHook
+from lockstep.runner import Runner
+from lockstep.strategy import FSDPStrategy
+from lockstep.testing import ranks
+
+from ..strategy.heads import Heads
+from ..strategy.transformer import BATCH, INPUTS, TARGETS, Transformer, optim_config, seeded
+from .runs import X, Y, make_runner
+
+HIDDEN = 16
+# Outputs and weights' gradients of both layers, inputs' gradients of the second.
+PER_SAMPLE = 2 * (2 * 3 * HIDDEN + 3 * HIDDEN)
+AFTER_FREEZING = 2 * (3 * HIDDEN + 2 * HIDDEN)
+STEPS = 8
+
+
+class Mlp(nn.Module):
+    """Takes [..., 3] and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.layers(x) - y).square().mean()
+
+
+class Amounts(Hook):
+    """Notes the FLOPs of every iteration, of all ranks together."""
+
+    def __init__(self) -> None:
+        self.flops: list[float] = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        own = runner.message_hub.get_scalar("amounts/flops").current()
+        self.flops.append(sum(all_gather_object(own)) * runner.data_shard.size / runner.world_size)
+
+
+def train(work_dir: Path, hook: MFUHook | None = None, **changes: Any) -> tuple[Runner, list[float]]:
+    amounts = Amounts()
+    hooks = [hook or MFUHook(peak_flops=1e9), amounts]
+    runner = make_runner(
+        work_dir, hooks, **{"kind": Mlp, "default_hooks": {"checkpoint": None, "logger": {"interval": 2}}, **changes}
+    )
+    runner.train()
+    return runner, amounts.flops
+
+
+def records(runner: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (runner.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"strategy": "ddp"},
+        {"strategy": "fsdp"},
+        {"strategy": {"type": "fsdp", "mixed_precision": "bf16"}},
+        {"optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": 2}},
+        {"optim_wrapper": {"optimizer": {"type": "Adam", "lr": 0.1}, "type": "AmpOptimWrapper", "dtype": "bfloat16"}},
+        {"compile": {"backend": "aot_eager"}},
+        {"compile": {"backend": "aot_eager"}, "strategy": "fsdp"},
+        {"train_cfg": {"max_iters": STEPS}},
+    ],
+    ids=["default", "ddp", "fsdp", "fsdp bf16", "accumulating", "autocast", "compiled", "compiled fsdp", "iterations"],
+)
+def test_flops_of_each_iteration(tmp_path: Path, changes):
+    runner, flops = train(tmp_path, **changes)
+    assert flops == [6 * PER_SAMPLE] * STEPS
+    if get_rank() == 0:
+        written = records(runner)
+        assert {record["mode"] for record in written} == {"train", "epoch"}
+        for record in written:
+            assert record["flops_per_second"] / record["samples_per_second"] == pytest.approx(PER_SAMPLE)
+            assert record["mfu"] == pytest.approx(record["flops_per_second"] / (1e9 * get_world_size()))
+            assert "peak_flops" not in record
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_flops_of_a_transformer(tmp_path: Path, strategy):
+    amounts = Amounts()
+    runner = Runner(
+        seeded(Transformer),
+        tmp_path,
+        train_dataloader={"dataset": TensorDataset(INPUTS, TARGETS), "batch_size": BATCH // get_world_size()},
+        train_cfg={"max_iters": 3},
+        optim_wrapper=optim_config(1, True),
+        custom_hooks=[MFUHook(peak_flops=1e9), amounts],
+        strategy=strategy,
+    )
+    model = seeded(Transformer)
+    in_products = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
+    in_products += sum(layer.self_attn.in_proj_weight.numel() for layer in model.layers)
+    width, length = model.head.in_features, INPUTS.shape[1]
+    runner.train()
+    assert amounts.flops == [BATCH * length * (6 * in_products + 12 * len(model.layers) * width * length)] * 3
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_batches_that_repeat_the_last_one_count_for_nothing(tmp_path: Path, strategy):
+    sampler = {"type": "DefaultSampler", "round_up": False}
+    data = {"dataset": TensorDataset(X[:19], Y[:19]), "batch_size": 3, "sampler": sampler}
+    runner, flops = train(tmp_path, train_dataloader=data, strategy=strategy)
+    assert flops == [samples * PER_SAMPLE for samples in (6, 6, 6, 1)] * 2
+    if get_rank() == 0:
+        for record in records(runner):
+            assert record["flops_per_second"] / record["samples_per_second"] == pytest.approx(PER_SAMPLE)
+
+
+@pytest.mark.parametrize("compile_", [False, {"backend": "aot_eager"}])
+def test_counting_does_not_change_training(tmp_path: Path, compile_):
+    seen = []
+    for hooks in ([MFUHook()], []):
+        losses = Losses()
+        make_runner(tmp_path, [*hooks, losses], kind=Mlp, compile=compile_).train()
+        seen.append(losses.by_iter)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("most", [1, 2, 16])
+def test_shapes_beyond_the_most_follow_in_proportion(tmp_path: Path, most):
+    lengths = [2, 5, 3, 9, 2, 7]
+    batches = [(torch.ones(4, length, 3), torch.ones(4, length, 1)) for length in lengths]
+    loader = DataLoader(batches, batch_size=None)
+    runner, flops = train(tmp_path, MFUHook(1e9, max_shapes=most), train_dataloader=loader, train_cfg={"max_epochs": 2})
+    assert flops == pytest.approx([4 * length * PER_SAMPLE for length in lengths] * 2)
+    log = (runner.run_dir / "log.txt").read_text()
+    assert log.count(f"batches have more than {most} shapes") == (most < 5)
+
+
+class Freeze(Hook):
+    def after_train_epoch(self, runner) -> None:
+        runner.model.layers[0].requires_grad_(False)
+
+
+def test_flops_are_counted_anew_after_parameters_are_frozen(tmp_path: Path):
+    hooks = [MFUHook(1e9), amounts := Amounts(), Freeze()]
+    make_runner(tmp_path, hooks, kind=Mlp).train()
+    assert amounts.flops == [6 * PER_SAMPLE] * 4 + [6 * AFTER_FREEZING] * 4
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "dtype"), [({}, "float32"), ({"type": "AmpOptimWrapper", "dtype": "bfloat16"}, "bfloat16")]
+)
+def test_an_unknown_peak_is_measured_in_the_dtype_of_most_flops(tmp_path: Path, wrapper, dtype):
+    optimizer = {"type": "SGD", "lr": 0.1}
+    runner, _ = train(tmp_path, MFUHook(), optim_wrapper={"optimizer": optimizer, **wrapper})
+    assert f"TFLOP/s (measured on cpu, {dtype})" in (runner.run_dir / "log.txt").read_text()
+    assert all(0 < record["mfu"] < 1 for record in records(runner))
+
+
+def test_the_measurement_is_no_part_of_an_iteration(tmp_path: Path):
+    timer = IterTimerHook()
+
+    class Wait(Hook):
+        priority = "ABOVE_NORMAL"
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+            timer.leave_out(100.0)
+
+    runner = make_runner(tmp_path, [Wait()], kind=Mlp, default_hooks={"timer": timer})
+    runner.train()
+    assert all(value < 0 for value in runner.message_hub.get_scalar("train/time").data[0])
+
+
+class Split(Heads):
+    """Sees 2 * 12 tokens per sample on both ranks of a tensor-parallel group."""
+
+
+@ranks(2)
+def test_ranks_that_split_products_need_the_flops(tmp_path: Path):
+    def make(hook: MFUHook) -> Runner:
+        return Runner(
+            seeded(Split),
+            tmp_path,
+            train_dataloader={"dataset": TensorDataset(INPUTS, TARGETS), "batch_size": BATCH},
+            train_cfg={"max_iters": 2},
+            optim_wrapper=optim_config(1, True),
+            custom_hooks=[hook],
+            strategy=FSDPStrategy(tensor_parallel=2),
+        )
+
+    with pytest.raises(ConfigError, match=r"`flops_of` of MFUHook must be given .* 2 ranks and 1 data shards"):
+        make(MFUHook(peak_flops=1e9)).train()
+    runner = make(MFUHook(peak_flops=1e9, flops_of=lambda batch: 100 * batch[0].numel()))
+    runner.train()
+    if get_rank() == 0:
+        (record,) = [record for record in records(runner) if record["mode"] == "epoch"]
+        assert record["flops_per_second"] / record["samples_per_second"] == pytest.approx(100 * INPUTS.shape[1])
+        assert record["mfu"] == pytest.approx(record["flops_per_second"] / 2e9)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.lstm(x)[0] - y).square().mean()
+
+
+def test_operators_that_are_not_counted_are_named_once(tmp_path: Path):
+    runner, flops = train(tmp_path, MFUHook(), kind=Recurrent)
+    assert flops == [0] * STEPS
+    assert (runner.run_dir / "log.txt").read_text().count("no FLOPs are counted for aten::mkldnn_rnn_layer, ") == 1
+    assert not any("mfu" in record for record in records(runner))
+
+
+class FailingMlp(Mlp):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        super().forward(x, y)
+        raise RuntimeError("no")
+
+
+def test_a_failure_ends_the_count(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="no"):
+        train(tmp_path, kind=FailingMlp)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loop_by_hand(tmp_path: Path, strategy):
+    amounts = Amounts()
+    session = Session(tmp_path, strategy=strategy, custom_hooks=[MFUHook(1e9), amounts], log_level="ERROR")
+    model = Mlp().layers
+    data = DataLoader(TensorDataset(X, Y), batch_size=6 // get_world_size())
+    model, _, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    for epoch in session.epochs(3):
+        assert torch._C._len_torch_dispatch_stack() == 0
+        for x, y in loader:
+            if epoch == 0:
+                break  # within the step that is counted
+            session.step((model(x) - y).square().mean())
+    assert amounts.flops == [6 * PER_SAMPLE] * STEPS
+    if get_rank() == 0:
+        assert all("mfu" in record for record in records(session))
+
+
+def test_a_penalty_on_gradients_can_be_counted(tmp_path: Path):
+    amounts = Amounts()
+    session = Session(tmp_path, custom_hooks=[MFUHook(1e9), amounts], log_level="ERROR")
+    model = Mlp().layers
+    data = DataLoader(TensorDataset(X, Y), batch_size=6)
+    model, _, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    for _ in session.epochs(1):
+        for x, _ in loader:
+            x.requires_grad_(True)
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            session.step(slope.square().sum())
+    assert len(set(amounts.flops)) == 1
+    assert amounts.flops[0] > 6 * PER_SAMPLE
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"peak_flops": 0}, "`peak_flops` must be a positive number of FLOP/s, 'measure' or None, but is 0"),
+        ({"peak_flops": float("nan")}, "`peak_flops` must be a positive number"),
+        ({"peak_flops": "A100"}, "but is 'A100'"),
+        ({"peak_flops": True}, "but is True"),
+        ({"flops_of": 6e9, "peak_flops": 1e9}, "`flops_of` must be a function of a batch or None, but is 6000000000"),
+        ({"flops_of": len}, "`peak_flops` must be a number of FLOP/s where `flops_of` is given, but is None"),
+        ({"max_shapes": 0}, "`max_shapes` must be an int of at least 1, but is 0"),
+    ],
+)
+def test_wrong_options_are_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        MFUHook(**options)

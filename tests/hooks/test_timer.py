@@ -1,0 +1,139 @@
+"""Tokens per second, of all ranks together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep import Session
+from lockstep.dist import get_rank, get_world_size
+from lockstep.errors import ConfigError
+from lockstep.hooks import IterTimerHook, MFUHook
+from lockstep.testing import ranks
+
+from .runs import make_runner
+
+LENGTH, PADDING = 7, 2
+IDS = torch.randint(11, (22, LENGTH), generator=torch.Generator().manual_seed(2))
+MASK = torch.arange(LENGTH) < LENGTH - PADDING
+TEXT = [{"input_ids": ids, "attention_mask": MASK.long(), "labels": ids.roll(-1)} for ids in IDS]
+
+
+class Language(nn.Module):
+    """Takes batches as HuggingFace's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.words(input_ids)).flatten(0, 1), labels.flatten())
+
+
+def train(work_dir: Path, tokens_of: Any, **changes: Any) -> Any:
+    hooks = {"checkpoint": None, "logger": {"interval": 2}, "timer": {"tokens_of": tokens_of}}
+    data = {"dataset": TEXT, "batch_size": 6 // get_world_size()}
+    runner = make_runner(
+        work_dir,
+        [MFUHook(1e9)],
+        **{"kind": Language, "default_hooks": hooks, "train_dataloader": data, **changes},
+    )
+    runner.train()
+    return runner
+
+
+def records(run: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def unmasked(batch: dict[str, Tensor]) -> Tensor:
+    return batch["attention_mask"].sum()
+
+
+def rows(batch: dict[str, Tensor]) -> int:
+    return batch["input_ids"].shape[0]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(
+    ("tokens_of", "per_sample"),
+    [("input_ids", LENGTH), (unmasked, LENGTH - PADDING), (rows, 1)],
+    ids=["an entry", "a mask", "a function"],
+)
+def test_records_hold_the_tokens_of_all_ranks(tmp_path: Path, tokens_of, per_sample):
+    runner = train(tmp_path, tokens_of)
+    if get_rank() == 0:
+        written = records(runner)
+        assert len(written) == 6
+        for record in written:  # also of the last batches, of which one rank repeats another's
+            assert record["tokens_per_second"] / record["samples_per_second"] == pytest.approx(per_sample)
+        log = (runner.run_dir / "log.txt").read_text()
+        assert "samples/s" in log
+        assert "tokens/s" in log
+        assert "MFU " in log
+
+
+@ranks(2)
+def test_a_batch_that_counts_for_nothing_has_no_tokens(tmp_path: Path):
+    data = {"dataset": TEXT[:3], "batch_size": 1, "sampler": {"type": "DefaultSampler", "round_up": False}}
+    runner = train(tmp_path, "input_ids", train_dataloader=data)
+    tokens = runner.message_hub.get_scalar("amounts/tokens").data[0]
+    assert tokens == ([LENGTH, LENGTH] * 2 if get_rank() == 0 else [LENGTH, 0] * 2)
+
+
+def test_a_model_may_return_values_of_these_names(tmp_path: Path):
+    class Named(Language):
+        def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+            loss = super().forward(**batch)
+            return {"loss": loss, "tokens": loss.new_tensor(3.0), "flops": loss.new_tensor(5.0)}
+
+    runner = train(tmp_path, "input_ids", kind=Named)
+    for record in records(runner):
+        assert (record["tokens"], record["flops"]) == (3.0, 5.0)
+        assert record["tokens_per_second"] / record["samples_per_second"] == pytest.approx(LENGTH)
+
+
+def test_a_loop_by_hand(tmp_path: Path):
+    session = Session(tmp_path, default_hooks={"timer": {"tokens_of": "input_ids"}}, log_level="ERROR")
+    model = Language()
+    data = torch.utils.data.DataLoader(TEXT, batch_size=6)
+    model, _, loader = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    for _ in session.epochs(1):
+        for batch in loader:
+            session.step(model(**batch))
+    (record,) = [record for record in records(session) if record["mode"] == "epoch"]
+    assert record["tokens_per_second"] / record["samples_per_second"] == pytest.approx(LENGTH)
+
+
+def test_without_tokens_there_are_none(tmp_path: Path):
+    runner = train(tmp_path, None)
+    assert not any("tokens_per_second" in record for record in records(runner))
+
+
+@pytest.mark.parametrize(
+    ("tokens_of", "error", "says"),
+    [
+        ("tokens", ConfigError, "which has input_ids, attention_mask, labels, but is 'tokens'"),
+        (lambda batch: "many", TypeError, "`tokens_of` must return a number, but returned 'many'"),
+        (lambda batch: batch["labels"], TypeError, "`tokens_of` must return a number, but returned tensor"),
+    ],
+)
+def test_what_is_no_number_is_refused(tmp_path: Path, tokens_of, error, says):
+    with pytest.raises(error, match=says):
+        train(tmp_path, tokens_of)
+
+
+def test_batches_without_names_need_a_function(tmp_path: Path):
+    runner = make_runner(tmp_path, [], default_hooks={"timer": {"tokens_of": "input_ids"}})
+    with pytest.raises(ConfigError, match=r"must be a function of the batch where batches are not dicts, .* is a list"):
+        runner.train()
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ConfigError, match=r"`tokens_of` must be a function of a batch, the name .* but is 5"):
+        IterTimerHook(tokens_of=5)
