@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from lockstep.errors import ConfigError
 from lockstep.hooks.flops import StepFlops
@@ -129,7 +130,15 @@ def test_operators_without_a_formula_are_named():
 
     with StepFlops() as flops:
         product(torch.ones(2, 2))
-    assert "lockstep_tests::product" in flops.unseen
+    assert (flops.total, flops.unseen) == (0, {"lockstep_tests::product"})
+    packet = torch.ops.lockstep_tests.product
+    try:
+        register_flop_formula(packet)(lambda shape, *, out_shape=None: 2 * shape[0] * shape[1] * shape[0])
+        with StepFlops() as flops:
+            product(torch.ones(2, 2))
+    finally:
+        flop_registry.pop(packet, None)
+    assert (flops.total, flops.unseen) == (16, set())
     with StepFlops() as flops:
         mlp()(torch.ones(B, IN)).softmax(1).sum().backward()
     assert not flops.unseen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Session
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
-from lockstep.hooks import Hook, IterTimerHook, MFUHook
+from lockstep.hooks import Hook, IterTimerHook, MFUHook, mfu
 from lockstep.runner import Runner
 from lockstep.strategy import FSDPStrategy
 from lockstep.testing import ranks
@@ -149,6 +150,29 @@ def test_shapes_beyond_the_most_follow_in_proportion(tmp_path: Path, most):
     assert log.count(f"batches have more than {most} shapes") == (most < 5)
 
 
+@dataclass
+class Pair:
+    first: Tensor
+    second: Any
+
+
+@pytest.mark.parametrize(
+    ("batch", "shapes"),
+    [
+        (torch.ones(2, 3), [(2, 3)]),
+        (
+            {"a": torch.ones(2), "b": ["name", torch.ones(3), {"c": torch.ones(())}], "d": 4, "e": None},
+            [(2,), (3,), ()],
+        ),
+        (Pair(torch.ones(5), (torch.ones(1), "x")), [(5,), (1,)]),
+        ([Pair(torch.ones(5), 1)] * 2, [(5,), (5,)]),
+        (object(), []),
+    ],
+)
+def test_the_shapes_of_a_batch(batch, shapes):
+    assert mfu._shapes_of(batch) == tuple(map(torch.Size, shapes))
+
+
 class Freeze(Hook):
     def after_train_epoch(self, runner) -> None:
         runner.model.layers[0].requires_grad_(False)
@@ -234,8 +258,9 @@ class FailingMlp(Mlp):
 
 
 def test_a_failure_ends_the_count(tmp_path: Path):
-    with pytest.raises(RuntimeError, match="no"):
+    with pytest.raises(RuntimeError, match="no") as caught:
         train(tmp_path, kind=FailingMlp)
+    assert any("while MFUHook counted the FLOPs of this step" in note for note in caught.value.__notes__)
     assert torch._C._len_torch_dispatch_stack() == 0
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, ValuesView
+import sys
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.hooks.flops import StepFlops
 from lockstep.hooks.peak_flops import PeakFlops, peak_flops
@@ -139,6 +141,11 @@ class MFUHook(Hook):
         if self._counting is not None:
             counting, self._counting = self._counting, None
             counting.__exit__(None, None, None)
+            if (error := sys.exception()) is not None:
+                error.add_note(
+                    "while MFUHook counted the FLOPs of this step. If the step succeeds without the hook, give its "
+                    "FLOPs by MFUHook(flops_of=...)"
+                )
 
     def _keep(self, counted: StepFlops, runner: TrainRun) -> None:
         seconds = perf_counter() - self._began
@@ -161,6 +168,8 @@ class MFUHook(Hook):
             )  # fmt: skip
 
     def _find_peak(self, dtype: torch.dtype, runner: TrainRun) -> None:
+        if get_device() != "cpu":
+            torch.accelerator.synchronize()  # what is left of the step is no part of the measurement
         start = perf_counter()
         self._peak = peak_flops(dtype, measure=self._measure)
         for hook in runner.hooks:
@@ -189,9 +198,14 @@ def _positive(peak_flops: Any) -> float:
 
 
 def _shapes_of(batch: Any) -> _Shapes:
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(values, ValuesView | list | tuple) and all(isinstance(value, Tensor) for value in values):
-        return tuple(value.shape for value in values)  # most batches, in a tenth of the time
+    """Return the shapes of all tensors; on the containers of most batches it is ten times as fast as `tree_leaves`."""
+    if isinstance(batch, Tensor):
+        return (batch.shape,)
+    if isinstance(batch, str | int | float | None):
+        return ()
+    if isinstance(batch, Mapping | list | tuple):
+        parts = batch.values() if isinstance(batch, Mapping) else batch
+        return tuple(shape for part in parts for shape in _shapes_of(part))
     return tuple(leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
