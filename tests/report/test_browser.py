@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.report import page_html, read_run
 
-from .samples import write_whole_run
+from .samples import write_search, write_whole_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = """
@@ -33,9 +33,9 @@ def browse(tmp_path: Path) -> Browse:
     """Return a function that opens the report of a run, runs a script in it and returns the page as it is then."""
     if CHROMIUM is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("chromium is not installed")
-    html = page_html(read_run(write_whole_run(tmp_path / "run")))
 
-    def browse(script: str = "") -> str:
+    def browse(script: str = "", write: Callable[[Path], Path] = write_whole_run) -> str:
+        html = page_html(read_run(write(tmp_path / f"run{len(list(tmp_path.iterdir()))}")))
         page = tmp_path / "page.html"
         page.write_text(html.replace("</body>", f"<script>{script}</script></body>"))
         done = subprocess.run(
@@ -93,6 +93,25 @@ def test_keys_move_the_cursor_too(browse: Browse):
     press = "area.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}));"
     script = "const area = document.querySelector('.heatmap .plot');" + 25 * press
     assert 'data-place="iteration 75, epoch 2"' in browse(script)
+
+
+def test_keys_leave_a_point_of_a_curve_with_few_of_them(browse: Browse):
+    press = "area.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}));"
+    script = "const area = document.querySelector('.chart .plot');" + 12 * press
+    assert 'data-place="iteration 90, epoch 2"' in browse(script)
+
+
+def test_a_search_reads_out_the_loss_at_the_rate_under_the_pointer(browse: Browse):
+    dom = browse(move_to(".search .plot", 0.78, 0.5), write_search)
+    assert 'data-place="learning rate 0.1"' in dom
+    assert outputs_of(dom) == ["1", "1"]
+    assert 'class="cursor" data-place="learning rate 0.1" style="left: 80%;"' in dom
+
+
+def test_a_loss_that_leaves_the_axis_has_no_dot(browse: Browse):
+    dom = browse(move_to(".search .plot", 1.0, 0.5), write_search)
+    assert outputs_of(dom) == ["3,000", "3,000"]
+    assert dom.count('class="dot" hidden=""') == 2
 
 
 def test_the_policy_of_the_page_is_in_force(browse: Browse):

@@ -73,11 +73,11 @@ def chart_html(chart: Chart, across: Scale) -> tuple[str, dict[str, Any]]:
     extremes = [value for curve in tops for bucket in curve for value in (bucket.low, bucket.high)]
     up = fitted(extremes, from_zero=chart.from_zero or chart.stacked)
     log = None if chart.stacked or chart.from_zero else fitted_log(extremes)
-    layers = _layer(chart, tops, across, up, "linear")
+    layers = layer_html(chart, tops, across, up, "linear")
     if log is not None:
-        layers += _layer(chart, tops, across, log, "log")
+        layers += layer_html(chart, tops, across, log, "log")
     legend = "".join(
-        f'<li style="--c:var(--c{index % 6})">{escape(line.name)} <output>{_latest(curve)}</output></li>'
+        legend_html(index, line.name, latest(curve))
         for index, (line, curve) in enumerate(zip(chart.lines, curves, strict=True))
     )
     toggle = '<button type="button" aria-pressed="false">log</button>' if log is not None else ""
@@ -88,7 +88,7 @@ def chart_html(chart: Chart, across: Scale) -> tuple[str, dict[str, Any]]:
         f'{layers}{across_html(across)}<div class="cursor" hidden></div></div></figure>'
     )
     values = {
-        "lines": [_values(curve) for curve in curves],
+        "lines": [values_of(curve) for curve in curves],
         "stacked": chart.stacked,
         "linear": [up.low, up.high],
         "log": None if log is None else [log.low, log.high],
@@ -107,7 +107,8 @@ def buckets(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[Bucket]:
     return [_bucket(points[begin : begin + size]) for begin in range(0, len(points), size)]
 
 
-def _layer(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scale, kind: str) -> str:
+def layer_html(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scale, kind: str) -> str:
+    """Return the curves on one pair of axes, with the labels beside them; `kind` is the layer's class."""
     ticks = up.ticks()
     rules = "".join(f"M{_position(across.low, tick, across, up)}h{SIDE}" for tick in ticks)
     labels = "".join(f'<span style="bottom:{100 * up.at(tick):.2f}%">{shown(tick)}</span>' for tick in ticks)
@@ -130,6 +131,11 @@ def _layer(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scal
         f'<div class="layer {kind}"><svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">'
         f'<path class="rules" d="{rules}"/>{"".join(drawn)}</svg><div class="up">{labels}</div></div>'
     )
+
+
+def legend_html(index: int, name: str, value: str) -> str:
+    """Return the entry of a curve in the legend, with a value that the script replaces."""
+    return f'<li style="--c:var(--c{index % 6})">{escape(name)} <output>{value}</output></li>'
 
 
 def unit_html(unit: str) -> str:
@@ -167,11 +173,13 @@ def _position(x: float, value: float | None, across: Scale, up: Scale) -> str:
     return "" if value is None else f"{SIDE * across.at(x):.4g} {SIDE * (1 - up.at(value)):.4g}"
 
 
-def _latest(curve: Sequence[Bucket]) -> str:
+def latest(curve: Sequence[Bucket]) -> str:
+    """Return the last value of a curve."""
     return "not finite" if curve[-1].mean is None else shown(curve[-1].mean)
 
 
-def _values(curve: Sequence[Bucket]) -> dict[str, Any]:
+def values_of(curve: Sequence[Bucket]) -> dict[str, Any]:
+    """Return the points of a curve for the script."""
     return {
         "x": [bucket.x for bucket in curve],
         "y": [None if bucket.mean is None else float(f"{bucket.mean:.5g}") for bucket in curve],
@@ -179,7 +187,7 @@ def _values(curve: Sequence[Bucket]) -> dict[str, Any]:
 
 
 def _spoken(chart: Chart, curves: Sequence[list[Bucket]]) -> str:
-    ends = [f"{line.name} ends at {_latest(curve)}" for line, curve in zip(chart.lines, curves, strict=True)]
+    ends = [f"{line.name} ends at {latest(curve)}" for line, curve in zip(chart.lines, curves, strict=True)]
     return f"{chart.title} by iteration: {', '.join(ends)}"
 
 

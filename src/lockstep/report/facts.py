@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.report.best import best
 from lockstep.report.chart import Point, unit_html
 from lockstep.report.contents import metric_names, points_of
+from lockstep.report.lr_search import suggestion_of
 from lockstep.report.records import MODES, Run, number
 from lockstep.report.scale import shown
 
@@ -22,6 +23,8 @@ _VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")
 def tiles_html(run: Run) -> str:
     """Return the key numbers of a run as HTML tiles."""
     tiles = []
+    if (rate := suggestion_of(run)) is not None:
+        tiles.append(_tile("suggested learning rate", shown(float(f"{rate:.2g}")), note="steepest descent"))
     if losses := points_of(run.train, "loss"):
         tiles.append(_tile("final loss", shown(losses[-1][1]), note="train"))
     tiles += [_metric_tile(run, name) for name in metric_names(run)[:_TILE_METRICS]]

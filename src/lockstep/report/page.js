@@ -2,7 +2,6 @@
 "use strict";
 (() => {
   const values = JSON.parse(document.getElementById("values").textContent);
-  const [first, last] = values.across;
   const plain = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
   const shown = (value) => {
     if (value === null) return "not finite";
@@ -21,17 +20,26 @@
     return x - places[low] <= places[high] - x ? low : high;
   };
 
-  const along = (x) => `${(100 * (x - first)) / (last - first)}%`;
+  // An axis from left to right: where on it a value lies (from 0 to 1), the value at a place, and its name in words.
+  const axis = ([low, high], named, isLog) => {
+    const [to, from] = isLog ? [Math.log, Math.exp] : [Number, Number];
+    return {
+      named,
+      share: (x) => (to(x) - to(low)) / (to(high) - to(low)),
+      at: (share) => from(to(low) + Math.min(1, Math.max(0, share)) * (to(high) - to(low))),
+    };
+  };
+  const percent = (share) => `${100 * share}%`;
 
-  const placeOf = (x) => {
+  const iterations = axis(values.across, (x) => {
     const iteration = Math.round(x);
     const epoch = values.epochs.find(([, end]) => iteration <= end);
     return `iteration ${plain.format(iteration)}` + (epoch ? `, epoch ${epoch[0]}` : "");
-  };
+  });
 
   class Chart {
-    constructor(figure, { lines, stacked, linear, log }) {
-      Object.assign(this, { figure, lines, stacked, linear, log });
+    constructor(figure, { lines, stacked, linear, log }, across) {
+      Object.assign(this, { figure, lines, stacked, linear, log, across });
       this.outputs = [...figure.querySelectorAll("output")];
       this.latest = this.outputs.map((output) => output.textContent);
       this.cursor = figure.querySelector(".cursor");
@@ -60,9 +68,10 @@
         const at = nearest(places, x), value = y[at], dot = this.dots[index];
         this.outputs[index].textContent = shown(value);
         below = this.stacked ? below + value : value;
-        dot.hidden = value === null;
-        dot.style.left = along(places[at]);
-        dot.style.bottom = `${100 * this.height(below)}%`;
+        const height = this.height(below);
+        dot.hidden = value === null || height > 1;
+        dot.style.left = percent(this.across.share(places[at]));
+        dot.style.bottom = percent(height);
       });
     }
 
@@ -100,46 +109,54 @@
     }
   }
 
-  const charts = [...document.querySelectorAll(".chart")].map((figure, i) => new Chart(figure, values.charts[i]));
-  const heatmaps = [...document.querySelectorAll(".heatmap")].map((figure, i) => new HeatMap(figure, values.heatmaps[i]));
-  const plots = [...charts, ...heatmaps];
-  let place = last;
-
-  const show = (x, active) => {
-    place = Math.min(last, Math.max(first, active.snap(x)));
-    for (const plot of plots) {
-      plot.figure.classList.toggle("active", plot === active);
-      plot.cursor.hidden = false;
-      plot.cursor.style.left = along(place);
-      plot.cursor.dataset.place = placeOf(place);
-      plot.show(place);
-    }
-  };
-  const rest = () => {
-    for (const plot of plots) {
-      plot.cursor.hidden = true;
-      plot.rest();
-    }
-  };
-
-  for (const plot of plots) {
-    const area = plot.figure.querySelector(".plot");
-    area.addEventListener("pointermove", (event) => {
-      const box = area.getBoundingClientRect();
-      if (plot.size) {
-        const rank = Math.floor(((event.clientY - box.top) / box.height) * plot.size);
-        heatmaps.forEach((heatmap) => { heatmap.rank = Math.min(plot.size - 1, Math.max(0, rank)); });
+  // Moves one cursor over plots that share an axis.
+  const connect = (plots, across) => {
+    let place = 1;
+    const show = (share, active) => {
+      place = Math.min(1, Math.max(0, share)); // not snapped, or keys could not leave a point
+      const x = across.at(across.share(active.snap(across.at(share))));
+      for (const plot of plots) {
+        plot.figure.classList.toggle("active", plot === active);
+        plot.cursor.hidden = false;
+        plot.cursor.style.left = percent(across.share(x));
+        plot.cursor.dataset.place = across.named(x);
+        plot.show(x);
       }
-      show(first + ((event.clientX - box.left) / box.width) * (last - first), plot);
-    });
-    area.addEventListener("pointerleave", rest);
-    area.addEventListener("blur", rest);
-    area.addEventListener("keydown", (event) => {
-      const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (!way) return;
-      event.preventDefault();
-      show(place + (way * (last - first)) / 100, plot);
-    });
+    };
+    const rest = () => {
+      for (const plot of plots) {
+        plot.cursor.hidden = true;
+        plot.rest();
+      }
+    };
+    for (const plot of plots) {
+      const area = plot.figure.querySelector(".plot");
+      area.addEventListener("pointermove", (event) => {
+        const box = area.getBoundingClientRect();
+        if (plot.size) {
+          const rank = Math.floor(((event.clientY - box.top) / box.height) * plot.size);
+          heatmaps.forEach((heatmap) => { heatmap.rank = Math.min(plot.size - 1, Math.max(0, rank)); });
+        }
+        show((event.clientX - box.left) / box.width, plot);
+      });
+      area.addEventListener("pointerleave", rest);
+      area.addEventListener("blur", rest);
+      area.addEventListener("keydown", (event) => {
+        const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+        if (!way) return;
+        event.preventDefault();
+        show(place + way / 100, plot);
+      });
+    }
+  };
+
+  const all = (kind) => [...document.querySelectorAll(kind)];
+  const charts = all(".chart").map((figure, i) => new Chart(figure, values.charts[i], iterations));
+  const heatmaps = all(".heatmap").map((figure, i) => new HeatMap(figure, values.heatmaps[i]));
+  connect([...charts, ...heatmaps], iterations);
+  if (values.search) {
+    const rates = axis(values.search.across, (x) => `learning rate ${shown(x)}`, true);
+    connect([new Chart(document.querySelector(".search"), values.search, rates)], rates);
   }
   document.documentElement.dataset.ready = "yes";
 })();

@@ -14,6 +14,7 @@ from lockstep.report.chart import chart_html
 from lockstep.report.contents import charts_of, heatmaps_of
 from lockstep.report.facts import environment_html, evaluations_html, started, tiles_html
 from lockstep.report.heatmap import heatmap_html
+from lockstep.report.lr_search import lr_search_html
 from lockstep.report.records import Run, number
 from lockstep.report.scale import Scale
 
@@ -34,11 +35,13 @@ def page_html(run: Run) -> str:
     across = _across(run)
     charts = [chart_html(chart, across) for chart in charts_of(run)]
     heatmaps = [heatmap_html(heatmap, across) for heatmap in heatmaps_of(run)]
+    search = lr_search_html(run)
     values = {
         "across": [across.low, across.high],
         "epochs": _epochs(run),
         "charts": [values for _, values in charts],
         "heatmaps": [values for _, values in heatmaps],
+        "search": search and search[1],
     }
     title = escape(f"{run.folder.resolve().parent.name} {run.folder.resolve().name}")
     return "".join(
@@ -50,6 +53,7 @@ def page_html(run: Run) -> str:
             f"<title>{title}</title><style>{_asset('page.css')}</style></head><body>",
             _header(run),
             f"<main>{tiles_html(run)}",
+            _section("Search for a learning rate", "one update at each rate", search[0] if search else ""),
             _section("Curves", "by iteration", "".join(html for html, _ in charts)),
             _section("Time by rank", "mean over the iterations between two records", "".join(h for h, _ in heatmaps)),
             f'<div class="pair">{evaluations_html(run)}{environment_html(run)}</div>',
@@ -97,10 +101,10 @@ def _across(run: Run) -> Scale:
     """Return the axis of iterations that all curves share."""
     iterations = [record["iter"] for record in (*run.train, *run.evaluations, *run.ranks)]
     starts = [row["iter"] - row["count"] for row in run.ranks if isinstance(row.get("count"), int)]
-    low = max(0, min([*iterations, *starts]))
-    if low < 0.05 * max(iterations):
+    low = max(0, min([*iterations, *starts], default=0))
+    if low < 0.05 * max(iterations, default=1):
         low = 0
-    return Scale(float(low), float(max(*iterations, low + 1)))
+    return Scale(float(low), float(max([*iterations, low + 1])))
 
 
 def _epochs(run: Run) -> list[tuple[int, int]]:

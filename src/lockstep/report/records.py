@@ -15,6 +15,7 @@ Record: TypeAlias = Mapping[str, Any]
 _RECORDS = "metrics.jsonl"
 _RANKS = "ranks.jsonl"
 MODES = ("val", "test")
+_LR_SEARCH = "lr_search"
 _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
@@ -27,6 +28,7 @@ class Run:
         train: means over a few iterations each.
         evaluations: metrics of validations and tests.
         ranks: times by rank; see `lockstep.hooks.rank_times`.
+        lr_search: the last search for a learning rate; see `lockstep.runner.lr_finder`.
         environment: host, devices and versions of the run.
         config: the config as Python source.
         faults: one line for each file that could not be read completely.
@@ -36,6 +38,7 @@ class Run:
     train: list[Record]
     evaluations: list[Record]
     ranks: list[Record] = field(default_factory=list)
+    lr_search: list[Record] = field(default_factory=list)
     environment: Record = field(default_factory=dict)
     config: str = ""
     faults: list[str] = field(default_factory=list)
@@ -79,17 +82,22 @@ def read_run(folder: Path) -> Run:
     """
     faults: list[str] = []
     records = [
-        record for record in _json_lines(folder / _RECORDS, faults) if record.get("mode") in ("train", "epoch", *MODES)
+        record
+        for record in _json_lines(folder / _RECORDS, faults)
+        if record.get("mode") in ("train", "epoch", _LR_SEARCH, *MODES)
     ]
     if not records:
         found = f", only what cannot be read ({faults[0]})" if faults else ""
         raise ReportError(f"`{folder / _RECORDS}` has no record yet{found}; there is nothing to show of this run")
     config = folder / "config.py"
+    searches = [record for record in records if record["mode"] == _LR_SEARCH]
+    began = max((place for place, record in enumerate(searches) if record["iter"] == 1), default=0)
     return Run(
         folder=folder,
         train=[record for record in records if record["mode"] == "train"],
         evaluations=[record for record in records if record["mode"] in MODES],
         ranks=list(_json_lines(folder / _RANKS, faults)),
+        lr_search=searches[began:],
         environment=_json_object(folder / "environment.json", faults),
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         faults=faults,
