@@ -1,4 +1,4 @@
-"""`lockstep train` and `lockstep test`: run a config in this process, in ranks found, or in ranks started here."""
+"""`lockstep train`, `test` and `find-lr`: run a config in this process, in ranks found, or in ranks started here."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ from lockstep.config import Config, ResolvedConfig
 from lockstep.errors import ConfigError, TopologyError, counted
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.notices import said_before_torch, say
+from lockstep.report import read_run, write_page
 from lockstep.topology import infer_launcher, read_topology
 
 if TYPE_CHECKING:
     from lockstep.runner import Runner
+    from lockstep.runner.lr_finder import LRSearch
 
 Mode: TypeAlias = Literal["train", "val", "test"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job(RankOptions, ABC):
+class Job(RankOptions, ABC):
     """Base class of commands that run a config: the config, the changes to it, and the ranks that run it."""
 
     config: ConfigPath
@@ -128,7 +130,7 @@ class _Job(RankOptions, ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Train(_Job):
+class Train(Job):
     """Train what CONFIG describes.
 
     It runs in this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in their ranks.
@@ -151,7 +153,7 @@ class Train(_Job):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Test(_Job):
+class Test(Job):
     """Test the model of a checkpoint on the test data of CONFIG, or on its validation data if it has no test data.
 
     It runs in this process; in --nproc ranks that are started here; or, under torchrun, mpirun or srun, in their ranks.
@@ -182,20 +184,66 @@ class Test(_Job):
         self.start(max_restarts=0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindLR(Job):
+    """Search a learning rate for the training that CONFIG describes, and draw the loss over it.
+
+    The model trains at rising rates; nothing is saved but the records. It runs in this process; in --nproc ranks that
+    are started here; or, under torchrun, mpirun or srun, in their ranks.
+    """
+
+    start_lr: Annotated[float, typer.Option("--start", metavar="RATE", help="The first rate.")] = 1e-7
+    end_lr: Annotated[float, typer.Option("--end", metavar="RATE", help="The last rate.")] = 1.0
+    steps: Annotated[int, typer.Option(metavar="N", help="Number of updates, one at each rate; at least 10.")] = 100
+
+    def complete(self, cfg: Config) -> None:
+        """Begin with the weights of `load_from`, if any, rather than inside of a training."""
+        cfg.resume = False
+
+    def mode(self, cfg: Config) -> Mode:
+        """Return "train"."""
+        return "train"
+
+    def run(self) -> None:
+        """Check the range, and search."""
+        from lockstep.runner.lr_finder import check_range  # imports torch
+
+        check_range(self.start_lr, self.end_lr, self.steps)
+        self.start(max_restarts=0)
+
+    def execute(self, cfg: Config) -> None:
+        """Search, and print what has been found."""
+        from lockstep.runner import Runner  # imports torch
+
+        runner = Runner.from_cfg(cfg)
+        found = runner.find_lr(self.start_lr, self.end_lr, self.steps)
+        if runner.rank == 0:
+            page = runner.run.run_dir / "report.html"
+            write_page(read_run(page.parent), page)
+            for name, text in {**_advice(found, runner), "picture": str(page)}.items():
+                runner.console.print(f"{name:7} {text}", soft_wrap=True)
+
+
 def run_as_rank() -> None:
-    """Run the job for which `lockstep train` or `lockstep test` has started this rank."""
+    """Run the job for which a command has started this rank."""
     asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
     sys.argv = asked["argv"]  # the run records what the user typed
     options = asked["options"]
     options |= {name: Path(options[name]) for name in ("config", "work_dir", "checkpoint") if options.get(name)}
-    job = {"Train": Train, "Test": Test}[asked["job"]](**options)
+    job = {"Train": Train, "Test": Test, "FindLR": FindLR}[asked["job"]](**options)
     import_from_beside(job.config)
     cfg = job.read() if asked["resolved"] is None else ResolvedConfig(**asked["resolved"]).config()
     cfg.launcher = "pytorch"
     job.execute(cfg)
 
 
-def _start_ranks(job: _Job, cfg: Config, spec: JobSpec, max_restarts: int) -> None:
+def config_of(job: Job) -> Config:
+    """Return the config of a job, read anew in a rank."""
+    import_from_beside(job.config)
+    return job.read()
+
+
+def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int) -> None:
     """Start ranks that run a config, and return when they have ended."""
     from lockstep.runner import Runner  # imports torch
     from lockstep.runner.start import make_folder
@@ -238,6 +286,25 @@ def _check_ranks_found(launcher: str, options: RankOptions) -> None:
             )
     if topology.rank == 0:
         say(f"joining the ranks found ({launcher}): {topology.world_size}")
+
+
+def _advice(found: LRSearch, runner: Runner) -> dict[str, str]:
+    """Return what a search says of the rate, and how to use it."""
+    rate = found.suggestion
+    if rate is None:
+        return {"rate": f"none: the loss does not fall between {found.lrs[0]:g} and {found.lrs[-1]:g}. See the picture"}
+    told = {"rate": f"{rate:.2g}, where the loss falls most steeply"}
+    optim = runner.args.optim_wrapper
+    if optim is None and runner.run.strategy.own_optim_wrapper is None:
+        told["use"] = f"--cfg-options optim_wrapper.optimizer.type=AdamW optim_wrapper.optimizer.lr={rate:.2g}"
+    elif isinstance(optim, Mapping) and isinstance(optim.get("optimizer"), Mapping):
+        told["use"] = f"--cfg-options optim_wrapper.optimizer.lr={rate:.2g}"
+    if len(set(found.factors)) > 1:
+        several = ", ".join(f"{rate * factor:.2g}" for factor in dict.fromkeys(found.factors))
+        told["groups"] = f"parameter groups then have the rates {several}"
+    if found.still_falls:
+        told["note"] = f"the loss still falls at the highest rate: search on, with --end {10 * found.lrs[-1]:g}"
+    return told
 
 
 def _print_table(mode: Literal["val", "test"], metrics: Mapping[str, Any], runner: Runner) -> None:

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from lockstep.cli.batch_size import FindBatchSize
 from lockstep.cli.config import check, diff, print_config
 from lockstep.cli.doctor import doctor, strategies
 from lockstep.cli.errors import print_error
-from lockstep.cli.jobs import Test, Train
+from lockstep.cli.jobs import FindLR, Test, Train
 from lockstep.cli.options import MaxRestarts, RankOptions, command
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
 from lockstep.errors import INPUT_ERRORS, LaunchError, nearest
@@ -116,6 +117,8 @@ app = typer.Typer(
 )
 app.command("train", cls=CfgOptionsCommand)(command(Train))
 app.command("test", cls=CfgOptionsCommand)(command(Test))
+app.command("find-lr", cls=CfgOptionsCommand)(command(FindLR))
+app.command("find-batch-size", cls=CfgOptionsCommand)(command(FindBatchSize))
 app.command("launch", cls=ScriptCommand)(command(Launch))
 app.command("doctor")(doctor)
 app.command("strategies")(strategies)

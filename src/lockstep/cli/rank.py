@@ -1,4 +1,4 @@
-"""The entry point of a rank of `lockstep train` or `lockstep test`: ``python -m lockstep.cli.rank``."""
+"""The entry point of a rank that a command such as `lockstep train` has started: ``python -m lockstep.cli.rank``."""
 
 from __future__ import annotations
 

@@ -89,6 +89,7 @@ class OptimWrapper:
         """
         self._inner_count = init_counts
         self._max_counts = max_counts
+        self._grad_norm = None
         if self.accumulative_counts == 1:
             return
         if max_counts is not None:

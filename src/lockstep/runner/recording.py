@@ -26,25 +26,35 @@ from lockstep.strategy import Strategy
 from lockstep.version import __version__
 
 
-def begin_records(run: Run) -> None:
-    """Write `environment.json` into the run's folder, and open the visualizers.
+def write_environment(run: Run) -> None:
+    """Write `environment.json` into the run's folder, if it is not there yet.
 
-    **Collective**: every rank; rank 0 writes and opens.
+    **Collective**: every rank; rank 0 writes.
+    """
+    ranks = gather_object(_describe_rank()) or []
+    run_on_main(lambda: _write_environment(run, ranks))
+
+
+def begin_records(run: Run, *, adds_config: bool) -> None:
+    """Open the visualizers, and hand them the config if asked to.
+
+    **Collective**: every rank; rank 0 opens.
 
     Raises:
         Exception: a visualizer cannot be opened, for whatever reason; PeerError on the other ranks.
     """
-    ranks = gather_object(_describe_rank())
-    run_on_main(lambda: _begin(run, ranks or []))
+    run_on_main(lambda: _begin(run, adds_config))
 
 
-def _begin(run: Run, ranks: list[dict[str, Any]]) -> None:
+def _write_environment(run: Run, ranks: list[dict[str, Any]]) -> None:
     file = run.run_dir / "environment.json"
-    first = not file.exists()
-    if first:
+    if not file.exists():
         file.write_text(json.dumps(_describe_run(run, ranks), indent=1) + "\n", encoding="utf-8")
+
+
+def _begin(run: Run, adds_config: bool) -> None:
     run.visualizer.open(run.run_dir)
-    if first and isinstance(run.cfg, Mapping):
+    if adds_config and isinstance(run.cfg, Mapping):
         run.visualizer.add_config(run.cfg if isinstance(run.cfg, Config) else Config(run.cfg))
 
 

@@ -270,11 +270,13 @@ class TrainRun(Run):
         optim_wrapper: updates the model.
         train_dataloader: this rank's shard of the training data.
         train_loop: the loop that trains.
+        initial_lrs: the learning rate of each parameter group before a schedule acts.
     """
 
     optim_wrapper: OptimWrapper
     train_dataloader: Any
     train_loop: AnyTrainLoop = field(init=False)
+    initial_lrs: list[Any] = field(default_factory=list)
     make_train_loop: InitVar[Callable[[TrainRun], AnyTrainLoop]]
 
     def __post_init__(self, make_train_loop: Callable[[TrainRun], AnyTrainLoop]) -> None:

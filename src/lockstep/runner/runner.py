@@ -22,6 +22,7 @@ from lockstep.registry import RUNNERS, in_default_scope
 from lockstep.runner import build, recording, resuming, start
 from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments
 from lockstep.runner.hook import Hook, HookList
+from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
 from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
 from lockstep.runner.weights import REVISE_KEYS, Weights, load_weights
@@ -138,6 +139,8 @@ class Runner(_PartsOfRun):
         self._load_from = None if args.load_from is None else Weights(Path(args.load_from))
         self._workspace: Workspace | None = None
         self._run: Run | None = None
+        self._has_trained = False
+        self._is_shown = False  # whether visualizers have the config
 
     @classmethod
     def from_cfg(cls, cfg: Mapping[str, Any]) -> Runner:
@@ -160,15 +163,54 @@ class Runner(_PartsOfRun):
 
         **Collective**: every rank of the job.
         """
-        args = self.args
-        if args.train_dataloader is None:
-            raise ConfigError("`train_dataloader` must be given to train, but is None")
-        if isinstance(self._run, TrainRun):
-            raise RuntimeError("this Runner has trained already; make another one to train again")
+        self._check_can_train("train")
         with self.training() as run:
             run.train_loop.run()
             run.call_hook("after_run")
         return run.model
+
+    def find_lr(
+        self, start: float = 1e-7, end: float = 1.0, steps: int = 100, divergence: float = DIVERGENCE
+    ) -> LRSearch:
+        """Search a learning rate by updates at rising rates, and leave model, optimizer and data as they were.
+
+        `train()` may follow, and trains as it would have without the search. See `search_lr` for what is done.
+
+        Args:
+            start: the first rate.
+            end: the last rate.
+            steps: number of updates, at least 10.
+            divergence: stop when the smoothed loss exceeds its minimum by this factor.
+
+        Returns:
+            The losses at each rate, and the rate at which the loss falls most steeply. They are in the run's records,
+            and on the page that `lockstep report` writes.
+
+        **Collective**: every rank of the job.
+
+        Raises:
+            ConfigError: an argument is out of range, there is no training data, or this training has no rate to search.
+        """
+        check_range(start, end, steps, divergence)
+        self._check_can_train("search a learning rate")
+        with self.rehearsing("searched") as run:
+            return search_lr(run, start, end, steps, divergence)
+
+    @contextmanager
+    def rehearsing(self, what: str) -> Iterator[TrainRun]:
+        """Build the run that `train()` will use, but call none of its hooks: for a search that comes before.
+
+        Whoever rehearses must leave the run as it was. After an error this Runner can't train any more.
+
+        **Collective**: every rank of the job.
+        """
+        with self._running(what) as space:
+            run = self._train_run(space)
+            self._has_trained = True
+            self._hook_and_load(run)
+            recording.write_environment(run)
+            yield run
+            self._has_trained = False
 
     @contextmanager
     def training(
@@ -184,26 +226,9 @@ class Runner(_PartsOfRun):
 
         **Collective**: every rank of the job.
         """
-        args = self.args
         with self._running("trained") as space:
-            strategy, model = self._strategy_and_model(training=True)
-            optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
-            optim_wrapper, parts = self._prepare(space, strategy, model, optim)
-            assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
-            train_dataloader = self._dataloader("train", space, parts["data_shard"])
-            if make_train_loop is None:
-                train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
-                make_train_loop = partial(build.build_train_loop, train_cfg)
-            run = TrainRun(
-                **parts, optim_wrapper=optim_wrapper, train_dataloader=train_dataloader, make_train_loop=make_train_loop
-            )
-            if args.auto_scale_lr is not None:
-                build.scale_lr(args.auto_scale_lr, run)
-            if param_schedulers is None:
-                param_schedulers = build.build_schedulers(args.param_scheduler, run)
-            run.param_schedulers = param_schedulers
-            if args.val_dataloader is not None:
-                self._make_eval_loop("val", run)
+            run = self._train_run(space, make_train_loop, param_schedulers)
+            self._has_trained = True
             self._begin(run)
             yield run
 
@@ -304,6 +329,43 @@ class Runner(_PartsOfRun):
             message_hub=self.message_hub,
         )
 
+    def _check_can_train(self, verb: str) -> None:
+        if self.args.train_dataloader is None:
+            raise ConfigError(f"`train_dataloader` must be given to {verb}, but is None")
+        if self._has_trained:
+            raise RuntimeError("this Runner has trained already; make another one to train again")
+
+    def _train_run(
+        self,
+        space: Workspace,
+        make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
+        param_schedulers: list[Any] | None = None,
+    ) -> TrainRun:
+        """Return the run of a rehearsal, or build one; for the arguments, see `training`."""
+        if isinstance(self._run, TrainRun):
+            return self._run
+        args = self.args
+        strategy, model = self._strategy_and_model(training=True)
+        optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
+        optim_wrapper, parts = self._prepare(space, strategy, model, optim)
+        assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
+        train_dataloader = self._dataloader("train", space, parts["data_shard"])
+        if make_train_loop is None:
+            train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
+            make_train_loop = partial(build.build_train_loop, train_cfg)
+        run = TrainRun(
+            **parts, optim_wrapper=optim_wrapper, train_dataloader=train_dataloader, make_train_loop=make_train_loop
+        )
+        if args.auto_scale_lr is not None:
+            build.scale_lr(args.auto_scale_lr, run)
+        run.initial_lrs = [group.get("initial_lr", group.get("lr")) for group in optim_wrapper.param_groups]
+        if param_schedulers is None:
+            param_schedulers = build.build_schedulers(args.param_scheduler, run)
+        run.param_schedulers = param_schedulers
+        if args.val_dataloader is not None:
+            self._make_eval_loop("val", run)
+        return run
+
     def _strategy_and_model(self, *, training: bool) -> tuple[Strategy, nn.Module]:
         """Return the strategy and model of the previous run, or new ones, which are not yet prepared."""
         if self._run is not None:
@@ -346,21 +408,28 @@ class Runner(_PartsOfRun):
         return loop
 
     def _begin(self, run: Run) -> None:
-        """Build the run's hooks, restore its state, and call `before_run`; for an existing run, only the last."""
-        if run is not self._run:
-            run.tell_hub()
-            for hook in build.default_hooks(self.args.default_hooks, run):
-                run.register_hook(hook)
-            for hook, priority in self._custom_hooks:
-                run.register_hook(hook, priority)
-            self._run = run
-            if isinstance(run, TrainRun) and run.resume_from is not None:
-                resuming.resume_run(run, run.resume_from)
-            elif self._load_from is not None:
-                core = unwrap_model(run.model)
-                load_weights(run.strategy, core, self._load_from, training=isinstance(run, TrainRun))
-        recording.begin_records(run)
+        """Complete the run, open its records, and call `before_run`."""
+        self._hook_and_load(run)
+        recording.write_environment(run)
+        recording.begin_records(run, adds_config=not self._is_shown)
+        self._is_shown = True
         run.call_hook("before_run")
+
+    def _hook_and_load(self, run: Run) -> None:
+        """Build the run's hooks, and restore its state; for an existing run, do nothing."""
+        if run is self._run:
+            return
+        run.tell_hub()
+        for hook in build.default_hooks(self.args.default_hooks, run):
+            run.register_hook(hook)
+        for hook, priority in self._custom_hooks:
+            run.register_hook(hook, priority)
+        self._run = run
+        if isinstance(run, TrainRun) and run.resume_from is not None:
+            resuming.resume_run(run, run.resume_from)
+        elif self._load_from is not None:
+            core = unwrap_model(run.model)
+            load_weights(run.strategy, core, self._load_from, training=isinstance(run, TrainRun))
 
     def _dataloader(self, mode: str, space: Workspace, shard: DataShard) -> Any:
         loader = getattr(self.args, f"{mode}_dataloader")

@@ -1,0 +1,153 @@
+"""`lockstep find-batch-size`: try batch sizes for a config, each in ranks that are started for it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep.cli.jobs import Job, Mode, config_of
+from lockstep.config import Config
+from lockstep.errors import ConfigError, TopologyError, counted
+from lockstep.topology import infer_launcher
+
+if TYPE_CHECKING:
+    from lockstep.runner import Runner
+    from lockstep.runner.batch_size_finder import BatchSizeSearch, Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindBatchSize(Job):
+    """Search the largest batch size per rank with which the training that CONFIG describes fits into memory.
+
+    Each size is tried by --nproc ranks that are started for it; they train for some updates and end. The size is
+    doubled until a rank runs out of memory, or the data end. Learning rates are not changed.
+    """
+
+    max_batch_size: Annotated[int | None, typer.Option(metavar="N", help="The last size to try, per rank.")] = None
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="Go on between the largest size that fits and the one that does not.")
+    ] = False
+    updates: Annotated[int, typer.Option(min=2, metavar="N", help="Updates of the model with each size.")] = 3
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="What each rank may allocate on CPUs, as 8GiB. Default: its share of what is free."
+        ),
+    ] = None
+
+    def complete(self, cfg: Config) -> None:
+        """Begin with the weights of `load_from`, if any, rather than inside of a training."""
+        cfg.resume = False
+
+    def mode(self, cfg: Config) -> Mode:
+        """Return "train"."""
+        return "train"
+
+    def run(self) -> None:
+        """Search, and print what has been found."""
+        self._check_ranks()
+        memory = None if self.memory is None else parse_bytes(self.memory)
+        cfg = self.read()
+        from lockstep.lint import check_config  # imports torch
+        from lockstep.runner.batch_size_finder import as_json, batch_size_in, search_batch_size
+        from lockstep.runner.start import make_folder
+
+        if self.check:
+            check_config(cfg, needed=("model", "train_dataloader"))
+        start = batch_size_in(cfg)
+        make_folder(Path(cfg.work_dir))
+        print("batch size per rank")
+        found = search_batch_size(
+            _OfJob(type(self).__name__, asdict(self)),
+            nproc=self.nproc or 1,
+            start=start,
+            max_batch_size=self.max_batch_size,
+            bisect=self.bisect,
+            updates=self.updates,
+            memory=memory,
+            on_trial=_print_trial,
+        )
+        file = Path(cfg.work_dir) / "batch_size_search.json"
+        file.write_text(as_json(found) + "\n", encoding="utf-8")
+        _print_result(found, start, file)
+
+    def _check_ranks(self) -> None:
+        """Check that this process may start ranks, all of them on this machine.
+
+        Raises:
+            TopologyError: it is a rank itself, or the ranks would be on several machines.
+        """
+        if self.job_spec().nnodes > 1:
+            raise TopologyError(
+                f"`--nnodes` must be 1 to search a batch size, but is {self.nnodes}. Search on one machine, with "
+                "--nproc; what fits there fits on more of them, too"
+            )
+        launcher = self.launcher or infer_launcher(os.environ)
+        if launcher != "none":
+            raise TopologyError(
+                "`lockstep find-batch-size` must be started once, because it starts ranks for each size, but this "
+                f"process is a rank itself ({launcher}). Start it without {launcher}, with --nproc, or give "
+                "--launcher none"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _OfJob:
+    """Makes the Runner for a batch size in a rank, which reads the config itself."""
+
+    job: str
+    options: dict[str, Any]
+
+    def __call__(self, batch_size: int) -> Runner:
+        from lockstep.runner import Runner
+
+        cfg = config_of(FindBatchSize(**self.options))
+        cfg.merge_from_dict({"train_dataloader.batch_size": batch_size})
+        cfg.launcher = "pytorch"
+        return Runner.from_cfg(cfg)
+
+
+def parse_bytes(text: str) -> int:
+    """Return a number of bytes that is given as a number, alone or with a unit such as MiB or GiB.
+
+    Raises:
+        ConfigError: it is none.
+
+    Example:
+        >>> parse_bytes("1.5GiB"), parse_bytes("800 MB")
+        (1610612736, 800000000)
+    """
+    units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    try:
+        size = int(float(digits) * units[text[len(digits) :].lower()])
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise ConfigError(f"`--memory` must be a number of bytes, such as 800MB or 8GiB, but is {text!r}")
+    return size
+
+
+def _print_trial(trial: Trial) -> None:
+    line = f"{trial.batch_size:10}  {trial.outcome}"
+    if trial.memory_mib is not None:
+        line += f"  {trial.memory_mib:,.0f} MiB  {trial.samples_per_second:,.0f} samples/s"
+    print(line, flush=True)
+
+
+def _print_result(found: BatchSizeSearch, start: int, file: Path) -> None:
+    size, nproc = found.batch_size, found.nproc
+    ended = {
+        "memory": "a larger one runs out of memory",
+        "limit": "the limit",
+        "samples": "all samples that a rank has",
+    }
+    print(f"found    {size} per rank, {size * nproc} on {counted(nproc, 'rank')}: {ended[found.ended_by]}")
+    print(f"use      --cfg-options train_dataloader.batch_size={size}")
+    if size != start:
+        print(f"note     the config's learning rate is meant for {start} per rank, and stays as it is")
+    print(f"written  {file}")

@@ -1,0 +1,233 @@
+"""The search for a learning rate: updates at rising rates, and the rate at which the loss falls most steeply."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.optim import OptimWrapperDict
+from lockstep.runner.rehearsal import rehearse, run_kept
+from lockstep.runner.run import TrainRun
+
+LR_SEARCH = "lr_search"  # the mode of its records
+DIVERGENCE = 4.0  # as in fastai's and Lightning's finders
+_FEWEST_STEPS = 10
+_WIDTH = 0.05  # of the window that smooths the losses: its standard deviation, as a share of the range
+_PLATEAU = 0.75  # of the whole fall: the loss begins to fall for good where it was last so high
+_DECAY = 0.9  # of the running mean by which the search notices that the loss diverges
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LRSearch:
+    """What a search for a learning rate has found; the same on every rank.
+
+    Attributes:
+        lrs: the rates, ascending: values for the optimizer's argument `lr`.
+        losses: the loss at each rate: the mean over the samples of the update, on all ranks.
+        smoothed: the smoothed losses.
+        suggestion: the rate at which the smoothed loss falls most steeply before it rises; None if it does not fall.
+        factors: the rate of each parameter group, as a multiple of `lrs`.
+        has_diverged: whether the search stopped early because the loss diverged.
+        run_dir: the folder of the run, whose records hold these values.
+    """
+
+    lrs: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    suggestion: float | None
+    factors: list[float] = field(default_factory=lambda: [1.0])
+    has_diverged: bool = False
+    run_dir: Path | None = None
+
+    @property
+    def still_falls(self) -> bool:
+        """Whether the loss is lowest at the highest rate, so that higher ones should be tried."""
+        finite = [loss for loss in self.smoothed if math.isfinite(loss)]
+        return not self.has_diverged and self.smoothed[-1] == min(finite)
+
+
+def check_range(start: float, end: float, steps: int, divergence: float = DIVERGENCE) -> None:
+    """Check the arguments of a search, before anything is built.
+
+    Raises:
+        ConfigError: one of them is out of range.
+    """
+    if not (_is_number(start) and start > 0):
+        raise ConfigError(f"`start` must be a rate above 0, but is {start!r}")
+    if not (_is_number(end) and end > start):
+        raise ConfigError(f"`end` must be a rate above `start`, which is {start!r}, but is {end!r}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < _FEWEST_STEPS:
+        raise ConfigError(f"`steps` must be an int of at least {_FEWEST_STEPS}, but is {steps!r}")
+    if not (_is_number(divergence) and divergence > 1):
+        raise ConfigError(f"`divergence` must be a factor above 1, but is {divergence!r}")
+
+
+def search_lr(run: TrainRun, start: float, end: float, steps: int, divergence: float) -> LRSearch:
+    """Train `run` at rates from `start` to `end`, note the losses, and restore it.
+
+    The rate is multiplied by the same factor after each update; parameter groups keep the ratio of their rates. Updates
+    are those of the training: same strategy, accumulation, mixed precision, clipping and weights of samples. Hooks and
+    schedules do not act. The search ends early when the loss is no longer finite, or its running mean exceeds its
+    minimum by the factor `divergence`.
+
+    Args:
+        run: a run that has been built, and has not trained yet.
+        start: the first rate.
+        end: the last rate.
+        steps: number of updates.
+        divergence: as above.
+
+    **Collective**: every rank. **Cost**: as `rehearse` and `run_kept`.
+
+    **Source**: the range test of Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section 3.3, with
+    an exponential rise, the stopping rule and the steepest descent of fastai's and Lightning's finders.
+
+    Raises:
+        ConfigError: the rate of this training can't be searched, or the first loss is not finite.
+    """
+    factors = _factors(run)
+    groups = run.optim_wrapper.param_groups
+    lrs: list[float] = []
+    losses: list[float] = []
+    has_diverged = False
+    with run_kept(run):
+        rates = [start * (end / start) ** (step / (steps - 1)) for step in range(steps)]
+        updates = rehearse(run)
+        for lr in rates:
+            for group, factor in zip(groups, factors, strict=True):
+                _set_lr(group, lr * factor)
+            loss = next(updates).loss
+            if loss is None:
+                raise ConfigError(
+                    "`train_step` of the model must return its total under 'loss' to search a learning rate, but "
+                    "returned none"
+                )
+            if not lrs and not math.isfinite(loss):
+                raise ConfigError(
+                    f"the loss must be finite before training, but is {loss} at the first rate, {lr:g}. Check the "
+                    "model and the data; torch.autograd.set_detect_anomaly(True) names the operation"
+                )
+            lrs.append(lr)
+            losses.append(loss)
+            if has_diverged := _diverges(losses, divergence):
+                break
+        updates.close()
+    smoothed = smooth(losses, _WIDTH * (steps - 1))
+    found = LRSearch(lrs, losses, smoothed, _steepest(lrs, losses, smoothed), factors, has_diverged, run.run_dir)
+    _record(run, found)
+    return found
+
+
+def smooth(losses: Sequence[float], width: float) -> list[float]:
+    """Return means weighted by a Gaussian of standard deviation `width`, in steps; without losses that are not finite.
+
+    The window is centred, because a running mean lags behind: its steepest descent comes at too high a rate.
+
+    Example:
+        >>> smooth([1.0, 1.0, math.inf], 0.5)
+        [1.0, 1.0, inf]
+    """
+    known = [(place, loss) for place, loss in enumerate(losses) if math.isfinite(loss)]
+    means = []
+    for place, loss in enumerate(losses):
+        weights = [math.exp(-0.5 * ((place - other) / width) ** 2) for other, _ in known]
+        total = sum(weight * value for weight, (_, value) in zip(weights, known, strict=True))
+        means.append(total / sum(weights) if math.isfinite(loss) else loss)
+    return means
+
+
+def _steepest(lrs: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> float | None:
+    """Return the rate of the steepest descent before the loss first rises; None if it falls by less than its noise."""
+    count = sum(map(math.isfinite, smoothed))
+    noise = 2 * median(abs(losses[step] - losses[step - 1]) for step in range(1, count)) if count > 1 else 0.0
+    lowest = 0
+    for step in range(count):
+        fall = smoothed[0] - smoothed[lowest]
+        if smoothed[step] < smoothed[lowest]:
+            lowest = step
+        elif fall > noise and smoothed[step] - smoothed[lowest] > fall / 2:
+            break  # a loss that has jumped up may fall back steeply
+    if lowest < 2 or smoothed[0] - smoothed[lowest] <= noise:
+        return None
+    top = max(smoothed[:lowest])
+    high = smoothed[lowest] + _PLATEAU * (top - smoothed[lowest])
+    begin = max(step for step in range(lowest) if smoothed[step] >= high)  # dips of the noise lie before
+    return lrs[min(range(max(1, begin), lowest), key=lambda step: smoothed[step + 1] - smoothed[step - 1])]
+
+
+def _diverges(losses: Sequence[float], divergence: float) -> bool:
+    if not math.isfinite(losses[-1]):
+        return True
+    mean, means = 0.0, []
+    for count, loss in enumerate(losses, start=1):
+        mean = _DECAY * mean + (1 - _DECAY) * loss
+        means.append(mean / (1 - _DECAY**count))
+    lowest = min(means)
+    return means[-1] - lowest > (divergence - 1) * abs(lowest)
+
+
+def _factors(run: TrainRun) -> list[float]:
+    """Return the rate of each parameter group as a multiple of the optimizer's argument `lr`.
+
+    Raises:
+        ConfigError: the rate of this training can't be searched.
+    """
+    wrapper = run.optim_wrapper
+    if isinstance(wrapper, OptimWrapperDict):
+        raise ConfigError(
+            f"`optim_wrapper` must have one optimizer to search its learning rate, but has {len(wrapper)} "
+            f"({', '.join(wrapper)}), whose losses differ. Search with one of them in a training of its own"
+        )
+    name = type(wrapper.optimizer).__name__
+    if wrapper.needs_closure:
+        raise ConfigError(
+            f"the optimizer must make one update for each loss to search its learning rate, but {name} evaluates each "
+            "batch several times. Keep its default, or use AdamW or SGD"
+        )
+    if (own := run.strategy.own_schedule) is not None:
+        raise ConfigError(f"{own} must be left out while the learning rate is searched, because it would change it")
+    rates = run.initial_lrs
+    known = [float(rate) for rate in rates if isinstance(rate, Tensor | int | float) and rate > 0]
+    if len(known) < len(rates):
+        raise ConfigError(
+            f"the learning rates of {name} must be above 0 to be searched in their ratio, but are {rates}. Give "
+            "`lr` any such value"
+        )
+    default = getattr(wrapper.optimizer, "defaults", {}).get("lr")
+    reference = float(default) if isinstance(default, Tensor | int | float) and default > 0 else known[0]
+    return [rate / reference for rate in known]
+
+
+def _set_lr(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def _record(run: TrainRun, found: LRSearch) -> None:
+    """Write one record for each update; the last one has the suggestion."""
+    if run.rank == 0:
+        rows = list(zip(found.lrs, found.losses, found.smoothed, strict=True))
+        for step, (lr, loss, smoothed) in enumerate(rows, start=1):
+            record = {"mode": LR_SEARCH, "epoch": 1, "iter": step, "lr": lr, "loss": loss, "smoothed_loss": smoothed}
+            last = {"suggestion": found.suggestion} if step == len(rows) else {}
+            run.records.write({**record, **last}, flush=bool(last))
+    _logger.info(
+        "searched %d learning rates from %.3g to %.3g: %s",
+        len(found.lrs), found.lrs[0], found.lrs[-1],
+        "the loss does not fall at any of them" if found.suggestion is None else f"{found.suggestion:.2g} is suggested",
+    )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
