@@ -16,7 +16,7 @@ from time import perf_counter
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "pages"))
-from blocks import blocks_of  # noqa: E402 - of the tests, which are not installed
+from blocks import blocks_of, write_file  # noqa: E402 - of the tests, which are not installed
 
 COMMANDS = (
     "lockstep --version",
@@ -45,7 +45,7 @@ def main() -> None:
             run(command, environment, folder)
         for block in blocks_of(ROOT / "docs" / "first-steps.md"):
             if block.title:
-                (folder / block.title).write_text(block.code)
+                write_file(block, folder)
             elif block.language == "bash":
                 run(block.code, environment, folder)
         print(f"{perf_counter() - began:6.1f} s  in all", flush=True)

@@ -59,8 +59,23 @@ def blocks_of(page: Path) -> Iterator[Block]:
         yield Block(found["language"], code, line, "" if title is None else title[1])
 
 
+def write_files(page: Path, folder: Path) -> None:
+    """Write the files that a page shows."""
+    for block in blocks_of(page):
+        if block.title:
+            write_file(block, folder)
+
+
+def write_file(block: Block, folder: Path) -> None:
+    """Write a block to the file that it names."""
+    path = folder / block.title
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.code)
+
+
 def run_python(page: Path) -> None:
     """Run the Python blocks of a page in one namespace; tracebacks show the page's lines."""
+    sys.path.insert(0, "")  # for the files that the page shows
     namespace = {"__name__": "__main__"}
     for block in blocks_of(page):
         if block.language in ("python", "setup") and not block.title:

@@ -65,11 +65,13 @@ def test_every_block_says_what_it_is(page: Path):
 
 @those_with("python")
 def test_its_python_runs_in_one_process(page: Path, folder: Path):
+    blocks.write_files(page, folder)
     run([sys.executable, str(Path(blocks.__file__)), str(page)], folder)
 
 
 @those_with("python")
 def test_its_python_runs_on_two_ranks(page: Path, folder: Path):
+    blocks.write_files(page, folder)
     run(["lockstep", "launch", str(Path(blocks.__file__)), "--nproc", "2", "--", str(page)], folder)
 
 
@@ -77,8 +79,7 @@ def test_its_python_runs_on_two_ranks(page: Path, folder: Path):
 def test_its_commands_run_on_the_files_that_it_shows(page: Path, folder: Path):
     for block in blocks.blocks_of(page):
         if block.title:
-            (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
-            (folder / block.title).write_text(block.code)
+            blocks.write_file(block, folder)
         elif block.language == "bash":
             run(["bash", "-euo", "pipefail", "-c", block.code], folder)
 
