@@ -6,6 +6,7 @@ import sys
 from textwrap import dedent
 
 import pytest
+import torch  # noqa: F401 - so that commands in this process do not say that they load it
 from typer.testing import CliRunner
 
 from lockstep.cli.main import app
