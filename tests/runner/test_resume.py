@@ -140,6 +140,8 @@ def test_a_validation_between_the_checkpoint_and_the_end_is_made_up_for(tmp_path
 @ranks(2)
 def test_there_is_nothing_to_resume_at_first(tmp_path: Path):
     assert set(run(tmp_path, resume=True)) == set(range(12))
+    log = next(tmp_path.glob("*/log.txt")).read_text()
+    assert f"no checkpoint to resume from in {tmp_path}: training begins anew" in log
 
 
 def last(work_dir: Path) -> Path:
