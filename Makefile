@@ -57,6 +57,7 @@ test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an envi
 	.venv-colossalai/bin/python -m pip install --quiet --no-deps --requirement requirements/colossalai.txt
 	@touch $@
 
+# Aim is built for Python 3.11 and 3.12 only.
 .PHONY: test-trackers
 test-trackers: .venv-trackers/.ready  ## Comet, Aim, ClearML, Neptune and DVCLive, each offline, in an environment of their own
 	.venv-trackers/bin/python -m pytest tests/trackers $(PYTEST_ARGS)

@@ -1,7 +1,6 @@
 """Two short trainings with one tracker in work_dirs/digits: the first ends well, the second fails in iteration 3.
 
-Called with the visualizer as JSON, and "fails" if the second is wanted. A connection to another machine is refused, and
-its host added to network.txt.
+Called with the visualizer as JSON. A connection to another machine is refused, and its host added to network.txt.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ def refuse_network(event: str, args: tuple[Any, ...]) -> None:
 
 sys.addaudithook(refuse_network)
 
-import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
@@ -73,6 +71,7 @@ def train(visualizer: dict[str, Any], name: str, fails: bool) -> None:
 if __name__ == "__main__":
     visualizer = json.loads(sys.argv[1])
     train(visualizer, "first", fails=False)
-    if len(sys.argv) > 2:
-        with pytest.raises(ValueError, match="a bad batch"):
-            train(visualizer, "second", fails=True)
+    try:
+        train(visualizer, "second", fails=True)
+    except ValueError as error:
+        print("ended by", error)

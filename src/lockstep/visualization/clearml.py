@@ -20,7 +20,7 @@ class ClearMLVisualizer:
     """Reports to a task of ClearML.
 
     ClearML's own recording of frameworks and command lines, which changes their functions, is off unless `init_kwargs`
-    turn it on.
+    turn it on. It reports from a thread, not from a fork of this process.
 
     Args:
         init_kwargs: arguments of `clearml.Task.init`, for example `dict(tags=["small"])`. By default the project has
@@ -32,7 +32,7 @@ class ClearMLVisualizer:
         offline: let ClearML keep everything in files from now on in this process, as its environment variable
             `CLEARML_OFFLINE_MODE=1` does. `Task.import_offline_session` sends them.
 
-    **Cost**: ClearML takes several seconds to close a task.
+    **Cost**: closing waits for ClearML's analysis of the repository and of the packages that are imported.
     """
 
     def __init__(
@@ -54,6 +54,9 @@ class ClearMLVisualizer:
         """Start a task."""
         from clearml import Task
 
+        # ClearML 2.1 reports from a fork of the training process, whatever threads and devices that has. The fork holds
+        # the pipes of programs that a thread of ClearML starts in the meantime, and close() then waits for minutes.
+        Task._report_subprocess_enabled = False
         if self._offline:
             Task.set_offline(True)
         self._run_dir = run_dir
