@@ -220,3 +220,20 @@ def test_dvclive(trainings: dict[str, Training]):
         assert (folder / "plots" / "images" / "digits" / "seven" / "2.png").read_bytes().startswith(b"\x89PNG")
     # Nothing was written beside the run's folder.
     assert {path.name for path in training.folder.iterdir()} <= {"work_dirs"}
+
+
+GOES_ON = """
+from pathlib import Path
+from lockstep.visualization import DVCLiveVisualizer
+for step in (1, 2):
+    visualizer = DVCLiveVisualizer()
+    visualizer.open(Path())
+    visualizer.add_scalars({"loss": step / 2}, step)
+    visualizer.close()
+"""
+
+
+def test_dvclive_goes_on_where_the_same_run_has_been(tmp_path: Path):
+    done = subprocess.run([sys.executable, "-c", GOES_ON], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "dvclive" / "plots" / "metrics" / "loss.tsv").read_text() == "step\tloss\n1\t0.5\n2\t1.0\n"
