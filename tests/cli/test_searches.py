@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -42,6 +43,9 @@ LIMITED = """
             raise ValueError("the shapes do not fit")
 """
 
+# All data in one batch, so that no loss is above another by chance.
+WHOLE, HALF = "train_dataloader.batch_size=8", "train_dataloader.batch_size=4"
+
 
 def the_search(folder: Path, work_dir: str = "work_dirs/line") -> dict:
     return json.loads((folder / work_dir / "batch_size_search.json").read_text())
@@ -54,8 +58,8 @@ def limited(folder):
 
 
 def test_a_rate_is_found_and_drawn(here, folder):
-    code, out, err = here("find-lr", "line.py", "--start", "1e-6", "--end", "0.1")
-    assert (code, err) == (0, "")
+    code, out, err = here("find-lr", "line.py", "--start", "1e-6", "--end", "0.1", WHOLE)
+    assert code == 0, err
     rate = re.search(r"^rate +(\S+), where the loss falls most steeply$", out, re.MULTILINE).group(1)
     assert f"use     --cfg-options optim_wrapper.optimizer.lr={rate}\n" in out
     picture = Path(re.search(r"^picture (.+)$", out, re.MULTILINE).group(1))
@@ -68,7 +72,7 @@ def test_a_rate_is_found_and_drawn(here, folder):
 def test_a_rate_for_the_default_optimizer_and_no_rate(here, folder):
     lines = (folder / "line.py").read_text().splitlines()
     (folder / "plain.py").write_text("\n".join(line for line in lines if not line.startswith("optim_wrapper")))
-    _, out, _ = here("find-lr", "plain.py", "--start", "1e-3", "--end", "10")
+    _, out, _ = here("find-lr", "plain.py", "--start", "1e-3", "--end", "10", WHOLE)
     (use,) = re.findall(r"^use +--cfg-options (.+)$", out, re.MULTILINE)
     assert use.startswith("optim_wrapper.optimizer.type=AdamW optim_wrapper.optimizer.lr=")
     code, out, err = here("train", "plain.py", *use.split())
@@ -79,8 +83,8 @@ def test_a_rate_for_the_default_optimizer_and_no_rate(here, folder):
 
 
 def test_two_ranks_search_a_rate_together(lockstep, folder):
-    code, out, err = lockstep("find-lr", "line.py", "--nproc", "2", "--strategy", "fsdp", "--work-dir", "runs")
-    assert (code, err) == (0, "lockstep: starting 2 ranks\n")
+    code, out, err = lockstep("find-lr", "line.py", HALF, "--nproc", "2", "--strategy", "fsdp", "--work-dir", "runs")
+    assert (code, err.count("lockstep: starting 2 ranks\n")) == (0, 1)
     assert out.count("where the loss falls most steeply") == 1
     assert len(list(folder.glob("runs/*/report.html"))) == 1
 
@@ -105,7 +109,8 @@ def test_bad_input_for_a_rate(here, words, says):
 def test_one_rank_that_runs_out_of_memory_decides_for_all(lockstep, limited, strategy):
     words = ("find-batch-size", "line.py", "model.type=limited.OutOfMemory", "train_dataloader.batch_size=1")
     code, out, err = lockstep(*words, "--nproc", "2", "--strategy", strategy)
-    assert (code, err) == (0, 3 * "lockstep: starting 2 ranks\n")
+    assert (code, err.count("lockstep: starting 2 ranks\n")) == (0, 3)
+    assert "Traceback" not in err
     assert re.findall(r"^ +(\d+)  (fits|out of memory)", out, re.MULTILINE) == [
         ("1", "fits"),
         ("2", "fits"),
@@ -118,6 +123,7 @@ def test_one_rank_that_runs_out_of_memory_decides_for_all(lockstep, limited, str
     assert sorted(path.name for path in (limited / "work_dirs/line").iterdir()) == ["batch_size_search.json"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems limit no process's data")
 def test_memory_that_is_really_not_there(lockstep, limited):
     words = ("find-batch-size", "line.py", "model.type=limited.Large", "--memory", "7GiB")
     assert lockstep(*words, "--bisect", "--work-dir", "runs")[0] == 0
@@ -149,7 +155,7 @@ def test_other_errors_end_the_search(lockstep, limited):
     ("more", "size", "why"),
     [
         ([], 4, "all samples that a rank has"),
-        (["--max-batch-size", "3"], 3, "the limit"),
+        (["--max-batch-size", "3", "auto_scale_lr={'enable':True,'base_batch_size':4}"], 3, "the limit"),
         (["train_dataloader.drop_last=True"], 4, "all samples that a rank has"),
     ],
 )
@@ -157,6 +163,7 @@ def test_a_search_ends_with_the_data_or_at_its_limit(lockstep, folder, more, siz
     code, out, _ = lockstep("find-batch-size", "line.py", "--nproc", "2", *more)
     assert code == 0
     assert f"found    {size} per rank, {2 * size} on 2 ranks: {why}\n" in out
+    assert ("`auto_scale_lr` multiplies the learning rate" in out) == ("auto_scale_lr" in str(more))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class FindBatchSize(Job):
         )
         file = Path(cfg.work_dir) / "batch_size_search.json"
         file.write_text(as_json(found) + "\n", encoding="utf-8")
-        _print_result(found, start, file)
+        _print_result(found, start, file, scales_lr=bool((cfg.get("auto_scale_lr") or {}).get("enable")))
 
     def _check_ranks(self) -> None:
         """Check that this process may start ranks, all of them on this machine.
@@ -139,7 +139,7 @@ def _print_trial(trial: Trial) -> None:
     print(line, flush=True)
 
 
-def _print_result(found: BatchSizeSearch, start: int, file: Path) -> None:
+def _print_result(found: BatchSizeSearch, start: int, file: Path, *, scales_lr: bool) -> None:
     size, nproc = found.batch_size, found.nproc
     ended = {
         "memory": "a larger one runs out of memory",
@@ -148,6 +148,8 @@ def _print_result(found: BatchSizeSearch, start: int, file: Path) -> None:
     }
     print(f"found    {size} per rank, {size * nproc} on {counted(nproc, 'rank')}: {ended[found.ended_by]}")
     print(f"use      --cfg-options train_dataloader.batch_size={size}")
-    if size != start:
+    if scales_lr:
+        print("note     `auto_scale_lr` multiplies the learning rate with the batch size")
+    elif size != start:
         print(f"note     the config's learning rate is meant for {start} per rank, and stays as it is")
     print(f"written  {file}")

@@ -197,7 +197,10 @@ class FindLR(Job):
     steps: Annotated[int, typer.Option(metavar="N", help="Number of updates, one at each rate; at least 10.")] = 100
 
     def complete(self, cfg: Config) -> None:
-        """Begin with the weights of `load_from`, if any, rather than inside of a training."""
+        """Check the range, and begin with the weights of `load_from`, if any, rather than inside of a training."""
+        from lockstep.runner.lr_finder import check_range  # imports torch
+
+        check_range(self.start_lr, self.end_lr, self.steps)
         cfg.resume = False
 
     def mode(self, cfg: Config) -> Mode:
@@ -205,10 +208,7 @@ class FindLR(Job):
         return "train"
 
     def run(self) -> None:
-        """Check the range, and search."""
-        from lockstep.runner.lr_finder import check_range  # imports torch
-
-        check_range(self.start_lr, self.end_lr, self.steps)
+        """Search."""
         self.start(max_restarts=0)
 
     def execute(self, cfg: Config) -> None:
