@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -68,25 +69,46 @@ def test_records_wait_for_others_unless_they_are_old(tmp_path: Path, monkeypatch
         assert written(runner.run_dir) == [2, 4, 6]
 
 
-class FullDisk(Hook):
-    """Fails at the end of training: rank 0 as a visualizer that cannot take the second record, the others as a hook."""
+class Interrupted(Hook):
+    """Ctrl-C at the end of training: on rank 0 while the second record is shown, on the others in a hook."""
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         if step == 4:
-            raise OSError("no space left")
+            raise KeyboardInterrupt
 
     def after_train_epoch(self, runner) -> None:
         if runner.rank != 0:
+            raise KeyboardInterrupt
+
+
+class FullDisk:
+    """A visualizer that cannot take the second record."""
+
+    def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
+        if step == 4:
             raise OSError("no space left")
 
 
 @ranks(2)
 def test_a_record_that_cannot_be_shown_costs_no_other(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(logger, "_BATCH_SECONDS", 60.0)
-    disk, without = FullDisk(), {"logger": None, "checkpoint": None, "nan_check": None}
-    hooks, changes = [LoggerHook(interval=2), disk], {"train_cfg": {"max_iters": 8}, "visualizer": disk}
+    without = {"logger": None, "checkpoint": None}
+    changes = {"train_cfg": {"max_iters": 8}, "visualizer": FullDisk()}
+    runner = make_runner(tmp_path, [LoggerHook(interval=2)], default_hooks=without, **changes)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the visualizer FullDisk has failed")
+        runner.train()
+    if get_rank() == 0:
+        assert written(runner.run_dir) == [2, 4, 6, 8]
+
+
+@ranks(2)
+def test_an_interruption_while_a_record_is_shown_costs_no_other(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(logger, "_BATCH_SECONDS", 60.0)
+    key, without = Interrupted(), {"logger": None, "checkpoint": None, "nan_check": None}
+    hooks, changes = [LoggerHook(interval=2), key], {"train_cfg": {"max_iters": 8}, "visualizer": key}
     runner = make_runner(tmp_path, hooks, default_hooks=without, **changes)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(KeyboardInterrupt):
         runner.train()
     if get_rank() == 0:
         assert written(runner.run_dir) == [2, 4, 6, 8]
