@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.cli.batch_size import parse_bytes
 from lockstep.errors import ConfigError
+from lockstep.report.scale import shown
 
 # Models that fail from some batch size on.
 LIMITED = """
@@ -63,7 +64,7 @@ def test_a_rate_is_found_and_drawn(here, folder):
     rate = re.search(r"^rate +(\S+), where the loss falls most steeply$", out, re.MULTILINE).group(1)
     assert f"use     --cfg-options optim_wrapper.optimizer.lr={rate}\n" in out
     picture = Path(re.search(r"^picture (.+)$", out, re.MULTILINE).group(1))
-    assert f"<span>{float(rate):.4g} suggested</span>" in picture.read_text()
+    assert f"<span>{shown(float(rate))} suggested</span>" in picture.read_text()
     lines = [json.loads(line) for line in (picture.parent / "metrics.jsonl").read_text().splitlines()]
     assert {line["mode"] for line in lines} == {"lr_search"}
     assert here("train", "line.py", f"optim_wrapper.optimizer.lr={rate}")[0] == 0
