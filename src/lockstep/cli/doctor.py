@@ -18,7 +18,10 @@ from lockstep.launch import JobSpec
 from lockstep.topology import infer_launcher, read_topology
 from lockstep.version import __version__
 
-_OPTIONAL = ("scikit-learn", "deepspeed", "colossalai", "tensorboard", "mlflow", "wandb", "pytest")
+_OPTIONAL = (
+    *("scikit-learn", "deepspeed", "colossalai", "pytest", "tensorboard", "mlflow", "wandb"),
+    *("comet-ml", "aim", "clearml", "neptune", "dvclive"),
+)
 
 
 def doctor() -> None:
