@@ -143,13 +143,14 @@ def test_training_afterwards_is_as_without_the_search(tmp_path, size, strategy, 
     run_ranks(size, compare_with_and_without, tmp_path, strategy, changes, by_config)
 
 
-@pytest.mark.parametrize("loader", [by_workers, by_own_generator, by_stream])
+_EPOCHS, _ITERS = {"max_epochs": 2}, {"by_epoch": False, "max_iters": 30}
+
+
 @pytest.mark.parametrize(
-    "train_cfg", [{"max_epochs": 2}, {"by_epoch": False, "max_iters": 20}], ids=["epochs", "iters"]
+    ("loader", "train_cfg"),
+    [(by_workers, _EPOCHS), (by_own_generator, _EPOCHS), (by_own_generator, _ITERS), (by_stream, _ITERS)],
 )
 def test_the_position_in_the_data_is_kept(tmp_path, loader, train_cfg):
-    if loader is by_stream and "max_epochs" in train_cfg:
-        train_cfg = {"by_epoch": False, "max_iters": 30}
     compare_with_and_without(tmp_path, None, {"train_cfg": train_cfg}, loader)
 
 
