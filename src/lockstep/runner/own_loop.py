@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -98,12 +98,18 @@ class OwnLoop(TrainLoop):
         run.call_hook("before_train_epoch")
         self._begin_training()
         device, done = torch.device(get_device()), self.iter - self.epoch * (self.epoch_length or 0)
+        is_plain = unwrap_model(run.model) is run.model and type(run.optim_wrapper) is OptimWrapper
+        nothing: AbstractContextManager[None] = nullcontext()
         for batch_idx, turn in enumerate(self.passes.turns(done), start=done):
             self.samples, self.counts, self._values = turn.samples, turn.is_own, {}
             run.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
             hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
-            with self._stepping(), nullcontext() if turn.is_own else buffers_kept(run.model):
-                yield move_to_device(turn.batch, device)
+            self._is_stepping = True
+            try:
+                with nothing if is_plain else self._led(), nothing if turn.is_own else buffers_kept(run.model):
+                    yield move_to_device(turn.batch, device)
+            finally:
+                self._is_stepping = False
             hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
             self._save_what_was_asked_for()
             self.iter += 1
@@ -160,22 +166,10 @@ class OwnLoop(TrainLoop):
         self.epoch += 1
 
     @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Lead calls of the user's module through the strategy, for one iteration."""
-        self._is_stepping = True
-        try:
-            with self._led():
-                yield
-        finally:
-            self._is_stepping = False
-
-    @contextmanager
     def _led(self) -> Iterator[None]:
+        """Lead calls of the user's module through the strategy, for one iteration."""
         model, optim_wrapper = self.runner.model, self.runner.optim_wrapper
         core = unwrap_model(model)
-        if model is core and type(optim_wrapper) is OptimWrapper:
-            yield
-            return
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with optim_wrapper.optim_context(model):
