@@ -1,7 +1,8 @@
 """Try the wheel in `dist/` as a stranger would: python tools/try_wheel.py.
 
-It is installed into a fresh environment, by the constraints of this repository. There the commands run, and then the
-page *First steps*, block by block, in an empty folder. The time of each is printed.
+It is installed into a fresh environment, by the constraints of this repository, with what it requires alone. There the
+commands run, and the first page of the documentation on two ranks; then the page *First steps*, block by block, in an
+empty folder. The time of each is printed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 from time import perf_counter
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "pages"))
+BLOCKS = ROOT / "tests" / "pages" / "blocks.py"
+sys.path.insert(0, str(BLOCKS.parent))
 from blocks import blocks_of, write_file  # noqa: E402 - of the tests, which are not installed
 
 COMMANDS = (
@@ -37,12 +39,12 @@ def main() -> None:
         began = perf_counter()
         venv.create(environment, with_pip=True)
         pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-        subprocess.run(
-            [*pip, "--constraint", str(ROOT / "constraints.txt"), str(wheels[0]), "scikit-learn"], check=True
-        )
-        print(f"{perf_counter() - began:6.1f} s  pip install {wheels[0].name} scikit-learn", flush=True)
-        for command in COMMANDS:
+        pip += ["--constraint", str(ROOT / "constraints.txt")]
+        subprocess.run([*pip, str(wheels[0])], check=True)
+        print(f"{perf_counter() - began:6.1f} s  pip install {wheels[0].name}", flush=True)
+        for command in (*COMMANDS, f"lockstep launch {BLOCKS} --nproc 2 -- {ROOT / 'docs' / 'index.md'}"):
             run(command, environment, folder)
+        subprocess.run([*pip, "scikit-learn"], check=True)
         for block in blocks_of(ROOT / "docs" / "first-steps.md"):
             if block.title:
                 write_file(block, folder)
