@@ -118,6 +118,18 @@ def load_to_cpu(path: Path) -> tuple[dict[str, Tensor], float]:
     return model.state_dict(), model(INPUTS[:4], TARGETS[:4]).item()
 
 
+def five_iterations(work_dir: Path, *hooks: Hook) -> Runner:
+    """Return a runner with these hooks."""
+    return Runner(
+        seeded(Heads),
+        work_dir,
+        train_dataloader={"dataset": TensorDataset(INPUTS, TARGETS), "batch_size": BATCH},
+        train_cfg={"max_iters": 5},
+        optim_wrapper=optim_config(),
+        custom_hooks=list(hooks),
+    )
+
+
 def snapshots(work_dir: Path) -> tuple[list[str], dict[str, Any]]:
     """Run out of memory in the fourth iteration; return the names of the snapshots, and the content of the last."""
 
@@ -126,14 +138,7 @@ def snapshots(work_dir: Path) -> tuple[list[str], dict[str, Any]]:
             if runner.iter == 3:
                 torch.empty(2**50, device=get_device())
 
-    runner = Runner(
-        seeded(Heads),
-        work_dir,
-        train_dataloader={"dataset": TensorDataset(INPUTS, TARGETS), "batch_size": BATCH},
-        train_cfg={"max_iters": 5},
-        optim_wrapper=optim_config(),
-        custom_hooks=[MemorySnapshotHook(iterations=[2]), Greedy()],
-    )
+    runner = five_iterations(work_dir, MemorySnapshotHook(iterations=[2]), Greedy())
     with suppress(torch.OutOfMemoryError):
         runner.train()
     files = sorted((runner.run_dir / "memory").iterdir())
@@ -142,14 +147,7 @@ def snapshots(work_dir: Path) -> tuple[list[str], dict[str, Any]]:
 
 def utilization(work_dir: Path) -> tuple[float, dict[str, Any]]:
     """Return the FLOPs of a sample, and the last record of a run with MFU."""
-    runner = Runner(
-        seeded(Heads),
-        work_dir,
-        train_dataloader={"dataset": TensorDataset(INPUTS, TARGETS), "batch_size": BATCH},
-        train_cfg={"max_iters": 5},
-        optim_wrapper=optim_config(),
-        custom_hooks=[MFUHook(peak_flops="measure")],
-    )
+    runner = five_iterations(work_dir, MFUHook(peak_flops="measure"))
     runner.train()
     record = json.loads((runner.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     return record["flops_per_second"] / record["samples_per_second"], record

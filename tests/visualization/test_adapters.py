@@ -19,8 +19,7 @@ from lockstep.config import Config
 from lockstep.errors import ConfigError
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization import Closes, CsvVisualizer, Opens, ShowsConfig, ShowsImages, ShowsScalars
-from lockstep.visualization.artifacts import with_suffix
-from lockstep.visualization.library import is_installed
+from lockstep.visualization.library import is_installed, with_suffix
 from lockstep.visualization.mlflow import flat_options
 
 LIBRARIES = {"TensorBoardVisualizer": "tensorboard", "MLflowVisualizer": "mlflow", "WandbVisualizer": "wandb"}

@@ -10,8 +10,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.artifacts import with_suffix
-from lockstep.visualization.library import opened, require
+from lockstep.visualization.library import opened, require, with_suffix
 from lockstep.visualization.png import as_picture
 
 

@@ -1,8 +1,10 @@
-"""Checks for optional libraries that only visualizers need."""
+"""What the visualizers share that write through an optional library."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeVar
 
 from lockstep.errors import ConfigError
@@ -36,3 +38,14 @@ def opened(held: T | None, visualizer: object) -> T:
     if held is None:
         raise RuntimeError(f"{type(visualizer).__name__} must be opened before it is used; a Runner does so")
     return held
+
+
+def with_suffix(folder: Path, suffixes: str | Sequence[str]) -> list[Path]:
+    """Return the files of a folder whose names end in one of the suffixes, sorted; those of its folders are left out.
+
+    Args:
+        folder: a folder that exists.
+        suffixes: one or several, such as `(".py", ".json")`.
+    """
+    ends = (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.name.endswith(ends))
