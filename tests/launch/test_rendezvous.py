@@ -127,13 +127,18 @@ def test_a_node_that_is_stopped_ends_the_others_with_its_exit_code(scripts, rdzv
     assert [code for code, _, _ in ends(jobs)] == [130, 130]
 
 
-def test_interrupting_a_node_that_waits_ends_it(scripts, rdzv):
+@pytest.mark.parametrize("loading", [True, False])
+def test_interrupting_a_node_that_waits_ends_it(scripts, rdzv, loading):
     script = scripts.write("")
     job = scripts.start("--nnodes", "2", "--rdzv", rdzv, script)
     assert "starting 1 rank on node 0 of 2" in job.stderr.readline()
-    time.sleep(0.5)
+    if loading:
+        time.sleep(0.3)  # in the midst of torch's import, which would lose the interruption or abort
+    else:
+        assert "waiting for node 1" in job.stderr.readline()
     job.send_signal(signal.SIGINT)
-    assert job.wait(timeout=10) == 130
+    assert job.wait(timeout=60) == 130
+    assert "terminate called" not in job.stderr.read()
 
 
 def test_missing_nodes_are_named(node):

@@ -12,7 +12,7 @@ import typer
 from lockstep.cli.jobs import Job, Mode, config_of
 from lockstep.config import Config
 from lockstep.errors import ConfigError, TopologyError, counted
-from lockstep.launch.notices import said_before_torch
+from lockstep.launch.loading import loading_torch
 from lockstep.topology import infer_launcher
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class FindBatchSize(Job):
         """Search, and print what has been found."""
         self._check_ranks()
         memory = None if self.memory is None else parse_bytes(self.memory)
-        with said_before_torch(f"loading torch to search a batch size for {self.config}"):
+        with loading_torch(f"loading torch to search a batch size for {self.config}"):
             cfg = self.read()
             from lockstep.lint import check_config  # imports torch
             from lockstep.runner.batch_size_finder import as_json, batch_size_in, search_batch_size

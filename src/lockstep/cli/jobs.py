@@ -7,7 +7,6 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -27,7 +26,8 @@ from lockstep.cli.options import (
 from lockstep.config import Config, ResolvedConfig
 from lockstep.errors import ConfigError, TopologyError, counted
 from lockstep.launch import JobSpec, launch
-from lockstep.launch.notices import said_before_torch, say
+from lockstep.launch.loading import loading_torch
+from lockstep.launch.notices import say
 from lockstep.report import read_run, write_page
 from lockstep.topology import infer_launcher, read_topology
 
@@ -110,17 +110,18 @@ class Job(RankOptions, ABC):
         here = launcher != "none" or (spec.nproc == 1 and spec.nnodes == 1 and max_restarts == 0)
         if launcher != "none":
             _check_ranks_found(launcher, self)
-        with nullcontext() if launcher != "none" else said_before_torch(self._loading(None if here else spec)):
+        with loading_torch(self._loading(None if here else spec) if launcher == "none" else None):
             cfg = self.read()
-            cfg.launcher = launcher
-            if self.check:
-                from lockstep.lint import check_config  # imports torch
+            import torch  # noqa: F401  # needed by all that follows; the config may not have imported it
+        cfg.launcher = launcher
+        if self.check:
+            from lockstep.lint import check_config  # imports torch
 
-                check_config(cfg, needed=("model", f"{self.mode(cfg)}_dataloader"))
-            if here:
-                self.execute(cfg)
-            else:
-                _start_ranks(self, cfg, spec, max_restarts)
+            check_config(cfg, needed=("model", f"{self.mode(cfg)}_dataloader"))
+        if here:
+            self.execute(cfg)
+        else:
+            _start_ranks(self, cfg, spec, max_restarts)
 
     def _loading(self, spec: JobSpec | None) -> str:
         if spec is None:

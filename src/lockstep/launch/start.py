@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lockstep.errors import LaunchError, counted
 from lockstep.launch.job_spec import JobSpec
+from lockstep.launch.loading import loading_torch
 from lockstep.launch.network import interface_towards
 from lockstep.launch.notices import say
 
@@ -68,6 +69,7 @@ def launch(
     if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         additions["GLOO_SOCKET_IFNAME"] = interface
 
-    from lockstep.launch.elastic import run_ranks  # imports torch
+    with loading_torch():
+        from lockstep.launch.elastic import run_ranks  # imports torch
 
     run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds)
