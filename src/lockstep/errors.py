@@ -13,6 +13,8 @@ LockstepError
     └── CollectiveTimeoutError (TimeoutError)   a rank did not arrive in time
 ```
 
+`Preempted` is no error: a signal asked the training to stop, and it has.
+
 Wrong arguments to a function raise Python's own `TypeError` and `ValueError`. Messages read "`x` must be P, but is V
 (rank r of n)", then what to do; `did_you_mean` gives the hint for an unknown name. An error that was sent between ranks
 names the rank on which it occurred.
@@ -139,3 +141,19 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     if not known:
         return ": there are none at all."
     return f". Known: {', '.join(f'`{name}`' for name in known)}."
+
+
+class Preempted(SystemExit):
+    """A signal asked the training to stop, and all ranks have stopped after the same iteration.
+
+    A script that does not catch it ends with exit code 75 (EX_TEMPFAIL of sysexits.h): start it again, to resume.
+
+    Attributes:
+        reason: which rank got which signal.
+    """
+
+    EXIT_CODE = 75
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(self.EXIT_CODE)
+        self.reason = reason

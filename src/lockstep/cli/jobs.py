@@ -17,6 +17,7 @@ from lockstep.cli.config import apply_options, import_from_beside, read_config
 from lockstep.cli.options import (
     CfgOptions,
     ConfigPath,
+    GraceSeconds,
     MaxRestarts,
     RankOptions,
     complete_launchers,
@@ -103,7 +104,7 @@ class Job(RankOptions, ABC):
         if runner.rank == 0:
             _print_table(mode, metrics, runner)
 
-    def start(self, max_restarts: int) -> None:
+    def start(self, max_restarts: int = 0, grace_seconds: int = 60) -> None:
         """Run the config in this process, or in ranks that are started here."""
         spec = self.job_spec()
         launcher = self.launcher or infer_launcher(os.environ)
@@ -121,7 +122,7 @@ class Job(RankOptions, ABC):
         if here:
             self.execute(cfg)
         else:
-            _start_ranks(self, cfg, spec, max_restarts)
+            _start_ranks(self, cfg, spec, max_restarts, grace_seconds)
 
     def _loading(self, spec: JobSpec | None) -> str:
         if spec is None:
@@ -138,6 +139,7 @@ class Train(Job):
     """
 
     max_restarts: MaxRestarts = 0
+    grace_seconds: GraceSeconds = 60
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in the work dir.")] = False
 
     def complete(self, cfg: Config) -> None:
@@ -150,7 +152,7 @@ class Train(Job):
 
     def run(self) -> None:
         """Train."""
-        self.start(self.max_restarts)
+        self.start(self.max_restarts, self.grace_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,7 @@ class Test(Job):
 
     def run(self) -> None:
         """Test."""
-        self.start(max_restarts=0)
+        self.start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +212,7 @@ class FindLR(Job):
 
     def run(self) -> None:
         """Search."""
-        self.start(max_restarts=0)
+        self.start()
 
     def execute(self, cfg: Config) -> None:
         """Search, and print what has been found."""
@@ -244,7 +246,7 @@ def config_of(job: Job) -> Config:
     return job.read()
 
 
-def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int) -> None:
+def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int, grace_seconds: int) -> None:
     """Start ranks that run a config, and return when they have ended."""
     from lockstep.runner import Runner  # imports torch
     from lockstep.runner.start import make_folder
@@ -260,7 +262,14 @@ def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int) -> Non
         "resolved": None if resolved is None else asdict(resolved),
     }
     payload = json.dumps(asked, default=str)  # paths become strings
-    launch(["-m", "lockstep.cli.rank"], spec, max_restarts=max_restarts, log_dir=log_dir, payload=payload)
+    launch(
+        ["-m", "lockstep.cli.rank"],
+        spec,
+        max_restarts=max_restarts,
+        log_dir=log_dir,
+        payload=payload,
+        grace_seconds=grace_seconds,
+    )
 
 
 def default_work_dir(config: Path) -> Path:

@@ -17,7 +17,7 @@ from lockstep.cli.config import check, diff, print_config
 from lockstep.cli.doctor import doctor, strategies
 from lockstep.cli.errors import print_error
 from lockstep.cli.jobs import FindLR, Test, Train
-from lockstep.cli.options import MaxRestarts, RankOptions, command
+from lockstep.cli.options import GraceSeconds, MaxRestarts, RankOptions, command
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
 from lockstep.errors import INPUT_ERRORS, LaunchError, nearest
 from lockstep.launch import launch
@@ -50,6 +50,7 @@ class Launch(RankOptions):
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="A script and its arguments.")]
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False
     max_restarts: MaxRestarts = 0
+    grace_seconds: GraceSeconds = 60
     log_dir: Annotated[
         Path | None, typer.Option(help="Write what ranks other than 0 print to rank_N.log in this folder.")
     ] = None
@@ -59,7 +60,13 @@ class Launch(RankOptions):
         job = self.job_spec()
         _check_target(self.script[0], self.module)
         words = ["-m", *self.script] if self.module else self.script
-        launch(words, job, max_restarts=self.max_restarts, log_dir=self.log_dir)
+        launch(
+            words,
+            job,
+            max_restarts=self.max_restarts,
+            log_dir=self.log_dir,
+            grace_seconds=self.grace_seconds,
+        )
 
 
 def _check_target(name: str, module: bool) -> None:

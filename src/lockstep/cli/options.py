@@ -40,6 +40,9 @@ CfgOptions = Annotated[
         help="Change the config: a.b=1 c.0=[1,2]. The name of this option may be left out.",
     ),
 ]
+GraceSeconds = Annotated[
+    int, rank_option(min=0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
+]
 MaxRestarts = Annotated[int, rank_option(min=0, help="How often all ranks start again after one failed.")]
 
 

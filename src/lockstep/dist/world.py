@@ -286,6 +286,21 @@ def _not_met(error: Exception, topology: Topology) -> Exception:
     )
 
 
+def side_store() -> Store:
+    """Return a new connection to the store at which the ranks met.
+
+    A thread may wait at it without stopping the others. Keys are those of the default group.
+
+    Raises:
+        DistError: the store can't be shared, or there is none.
+    """
+    try:
+        met: Any = torch_dist.distributed_c10d._get_default_store()
+        return cast("Store", met.clone())  # torch's stubs lack it
+    except Exception as error:
+        raise DistError(f"the ranks have no store that can be shared: {error}") from error
+
+
 def _end_group() -> None:
     held = ref(groups.resolve().pg)
     groups.forget_groups()

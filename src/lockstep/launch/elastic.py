@@ -11,26 +11,29 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from lockstep.errors import LaunchError
-from lockstep.launch.failures import describe, exit_code, first_failed, is_follow_up
+from lockstep.errors import LaunchError, Preempted
+from lockstep.launch.failures import describe, exit_code, first_failed, is_follow_up, is_preempted
 from lockstep.launch.job_spec import JobSpec
 from lockstep.launch.notices import say
 from lockstep.launch.rendezvous import NodeFailedError, NodesRendezvous
+from lockstep.launch.worker import STOPPED_FILE
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
 # How long to wait for the report of the rank that failed first, after other ranks have reported its failure.
 _SECONDS_FOR_CAUSE = 3.0
 
@@ -43,6 +46,7 @@ def run_ranks(
     logs: str | None,
     payload: str | None,
     rdzv_timeout_seconds: float,
+    grace_seconds: int,
 ) -> None:
     """Run what `launch` describes; `additions` are environment variables for the ranks."""
     rendezvous = NodesRendezvous(job, rdzv_timeout_seconds, say)
@@ -55,12 +59,21 @@ def run_ranks(
         max_restarts=max_restarts,
     )
     try:
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_restored(), _torch_quiet():
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_handled(), _torch_quiet():
             if payload is not None:
                 file = Path(folder, "payload")
                 file.write_text(payload, encoding="utf-8")
                 additions["LOCKSTEP_PAYLOAD"] = str(file)
-            result = _Agent(spec, rendezvous, _RankSetup(folder, additions, rendezvous), logs).run()
+            stopped = additions[STOPPED_FILE] = str(Path(folder, "stopped"))
+            setup = _RankSetup(folder, additions, rendezvous)
+            result = _Agent(spec, rendezvous, setup, logs, Path(stopped), grace_seconds).run()
+    except _PreemptedError:
+        rendezvous.await_others()
+        raise LaunchError(
+            "a signal asked the training to stop: all ranks have completed their iteration, saved it, and ended. Start "
+            f"the job again with resume=True to go on (exit code {Preempted.EXIT_CODE})",
+            exit_code=Preempted.EXIT_CODE,
+        ) from None
     except NodeFailedError as error:
         raise LaunchError(str(error), exit_code=error.exit_code) from error
     except RendezvousError as error:
@@ -95,16 +108,50 @@ class _Agent(LocalElasticAgent):
     """torch's agent with messages for the user, a complete list of failed ranks, and lockstep's exit barrier."""
 
     _cause_awaited_since: float | None = None
+    _preempted_since: float | None = None
 
-    def __init__(self, spec: WorkerSpec, rendezvous: NodesRendezvous, setup: _RankSetup, log_dir: str | None) -> None:
-        super().__init__(spec, setup)
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        rendezvous: NodesRendezvous,
+        setup: _RankSetup,
+        log_dir: str | None,
+        stopped: Path,
+        grace_seconds: int,
+    ) -> None:
+        super().__init__(spec, setup, shutdown_timeout=grace_seconds)
         self._nodes = rendezvous
         self._log_dir = log_dir
+        self._stopped = stopped
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the ranks; raise `_PreemptedError` if all have stopped at a signal and saved."""
+        try:
+            return super().run(role)  # type: ignore[no-any-return]
+        except SignalException:
+            recorded = self._recorded(self._worker_group)
+            if len(recorded) == len(self._worker_group.workers) and all(map(is_preempted, recorded)):
+                raise _PreemptedError from None
+            raise
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._stopped.unlink(missing_ok=True)
+        return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._stopped.touch()  # a rank that would save first must not: others are gone
+        super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._awaits_cause(worker_group):
+        if self._awaits_cause(worker_group) or self._awaits_preempted(worker_group):
             return RunResult(state=WorkerState.HEALTHY)
+        recorded = {failure.local_rank: failure for failure in self._recorded(worker_group)}
+        preempted = {rank for rank, failure in recorded.items() if is_preempted(failure)}
+        if any(_exit_status(worker.id) and worker.local_rank not in preempted for worker in worker_group.workers):
+            self._stopped.touch()  # torch now stops the others
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed() and all(map(is_preempted, result.failures.values())):
+            raise _PreemptedError
         if result.is_failed():
             self._cause_awaited_since = None
             # torch reports the ranks that had ended when it checked; the rank that raised first may end later.
@@ -123,10 +170,21 @@ class _Agent(LocalElasticAgent):
             return False
         reported = {failure.local_rank for failure in recorded}
         silent = [worker for worker in worker_group.workers if worker.local_rank not in reported]
-        if not silent or any(_has_ended(worker.id) for worker in silent):
+        if not silent or any(_exit_status(worker.id) is not None for worker in silent):
             return False
         self._cause_awaited_since = self._cause_awaited_since or time.monotonic()
         return time.monotonic() - self._cause_awaited_since < _SECONDS_FOR_CAUSE
+
+    def _awaits_preempted(self, worker_group: WorkerGroup) -> bool:
+        """Return whether some ranks have stopped at a signal, and the others are about to."""
+        recorded = self._recorded(worker_group)
+        if not recorded or not all(map(is_preempted, recorded)):
+            return False
+        statuses = [_exit_status(worker.id) for worker in worker_group.workers]
+        if None not in statuses or statuses.count(None) + len(recorded) < len(statuses):
+            return False
+        self._preempted_since = self._preempted_since or time.monotonic()
+        return time.monotonic() - self._preempted_since < self._shutdown_timeout
 
     def _recorded(self, worker_group: WorkerGroup) -> list[ProcessFailure]:
         """Return the failures for which ranks of this node have written an error file."""
@@ -140,6 +198,9 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if death_sig == signal.SIGINT:
             say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
+        elif not self._stopped.exists() and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGUSR1):  # once more must not keep the ranks from saving
+                signal.signal(number, signal.SIG_IGN)
         super()._shutdown(death_sig, *args, **kwargs)
 
     def _exit_barrier(self) -> None:
@@ -147,12 +208,17 @@ class _Agent(LocalElasticAgent):
         self._nodes.await_others()
 
 
-def _has_ended(pid: int) -> bool:
-    """Return whether a child process has ended, without reaping it."""
+class _PreemptedError(Exception):
+    """All ranks of this node have stopped at a signal, and saved."""
+
+
+def _exit_status(pid: int) -> int | None:
+    """Return the exit code of a child process, or its signal, without reaping it; None while it runs."""
     try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # reaped already
-        return True
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # reaped already, so that it did not fail
+        return 0
+    return None if ended is None else ended.si_status
 
 
 class _RankSetup(DefaultLogsSpecs):
@@ -172,12 +238,16 @@ class _RankSetup(DefaultLogsSpecs):
 
 
 @contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Restore at the end the signal handlers that torch's agent replaces."""
+def _signals_handled() -> Iterator[None]:
+    """Let torch's agent pass on SIGUSR1, too; restore at the end the signal handlers that it replaces."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
+    given = os.environ.get(_SIGNALS_VARIABLE)
+    os.environ[_SIGNALS_VARIABLE] = given or ",".join(number.name for number in _SIGNALS)
     try:
         yield
     finally:
+        if given is None:
+            del os.environ[_SIGNALS_VARIABLE]
         with suppress(ValueError):  # not the main thread: the agent has replaced nothing
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lockstep.errors import Preempted
 from lockstep.launch.worker import rank_log
 
 # Signals that kill a rank from outside or after a crash. SIGABRT is not among them: it often follows another failure.
@@ -53,6 +54,11 @@ def is_follow_up(failure: ProcessFailure) -> bool:
     return _kind(failure) == "PeerError"
 
 
+def is_preempted(failure: ProcessFailure) -> bool:
+    """Return whether a rank has stopped at a signal, and saved."""
+    return _kind(failure) == Preempted.__name__
+
+
 def _by_suspicion(failures: Mapping[int, ProcessFailure]) -> list[int]:
     return sorted(failures, key=lambda rank: (_suspicion(failures[rank]), rank))
 
@@ -62,8 +68,10 @@ def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
     extra = _extra(failure)
     if "time" in extra:  # also if the agent had to stop it afterwards
         return (2 if is_follow_up(failure) else 1), float(extra["time"])
+    if _stopped(failure):
+        return 4, 0.0
     if failure.exitcode < 0:
-        return (0 if -failure.exitcode in _DEADLY else 4 if _stopped(failure) else 3), 0.0
+        return (0 if -failure.exitcode in _DEADLY else 3), 0.0
     return 1, 0.0
 
 
@@ -83,7 +91,7 @@ def _kind(failure: ProcessFailure) -> str:
 
 def _stopped(failure: ProcessFailure) -> bool:
     """Return whether the agent stopped this rank because another one had failed."""
-    return failure.exitcode == -signal.SIGTERM and "type" not in _extra(failure)
+    return failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM) and "type" not in _extra(failure)
 
 
 def _signal_name(failure: ProcessFailure) -> str:

@@ -21,6 +21,7 @@ def launch(
     log_dir: str | os.PathLike[str] | None = None,
     payload: str | None = None,
     rdzv_timeout_seconds: float = 900.0,
+    grace_seconds: int = 60,
 ) -> None:
     """Run a script or module on several ranks, and return when all of them have succeeded.
 
@@ -35,12 +36,13 @@ def launch(
             print to the terminal.
         payload: a string for the ranks; they read it from the file that the variable LOCKSTEP_PAYLOAD names.
         rdzv_timeout_seconds: how long to wait for all nodes.
+        grace_seconds: how long ranks may take to end after a signal, before they are killed.
 
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
         LaunchError: `log_dir` cannot be created, a rank failed (the message names it and shows its traceback,
             `exit_code` is its exit code), not all nodes joined in time, or a signal stopped the ranks and this process
-            ignores it.
+            ignores it; or a signal stopped the ranks and they saved a training, with `exit_code` 75.
     """
     if max_restarts < 0:
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
@@ -72,4 +74,4 @@ def launch(
     with loading_torch():
         from lockstep.launch.elastic import run_ranks  # imports torch
 
-    run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds)
+    run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds, grace_seconds)

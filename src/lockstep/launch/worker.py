@@ -37,6 +37,8 @@ from lockstep.errors import INPUT_ERRORS
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
 _SECONDS_TO_CLEAN_UP = 10
 _PR_SET_PDEATHSIG = 1
+STOPPED_FILE = "LOCKSTEP_STOPPED_FILE"
+"""Variable that names a file: it is there while the agent stops its ranks because one has failed."""
 
 
 def main(argv: list[str]) -> None:

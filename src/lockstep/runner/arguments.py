@@ -26,6 +26,7 @@ Content: TypeAlias = Literal[
 
 ConfigDict: TypeAlias = Mapping[str, Any]
 
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 DEFAULT_TRAIN_CFG: Mapping[str, Any] = {"by_epoch": True, "max_epochs": 3, "val_interval": 1}
 DEFAULT_OPTIM_WRAPPER: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "lr": 1e-3}}
 DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
@@ -105,6 +106,9 @@ class RunnerArguments:
     log_processor: Any = None
     cfg: Any = None
     loss: Annotated[Any, Argument(holds="model")] = None
+    stop_signals: Annotated[Sequence[str], Argument("names of signals, as in ['SIGTERM'], or an empty list")] = (
+        STOP_SIGNALS
+    )
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ARGUMENTS}

@@ -88,6 +88,11 @@ class TrainLoop(ABC):
                 len(names), ", ".join(names),
             )  # fmt: skip
 
+    def _turns(self, done: int) -> Iterator[Turn]:
+        """Return the turns of a pass after the first `done`; between two updates, a signal may end the training."""
+        run = self.runner
+        return run.preemption.points(self.passes.turns(done), may_stop=run.optim_wrapper.should_update)
+
     def _run_iter(self, batch_idx: int, turn: Turn) -> None:
         runner, data_batch, optim_wrapper = self.runner, turn.batch, self.runner.optim_wrapper
         self.samples = turn.samples
@@ -189,7 +194,7 @@ class EpochBasedTrainLoop(TrainLoop):
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
         done = self.iter - self.epoch * self.epoch_length
-        for batch_idx, turn in enumerate(self.passes.turns(done), start=done):
+        for batch_idx, turn in enumerate(self._turns(done), start=done):
             self._run_iter(batch_idx, turn)
         self.runner.call_hook("after_train_epoch")
         self.epoch += 1
@@ -245,7 +250,7 @@ class IterBasedTrainLoop(TrainLoop):
         while True:
             set_epoch(self.dataloader, self.epoch)
             empty = True
-            for turn in self.passes.turns(done):
+            for turn in self._turns(done):
                 empty = False
                 yield turn
             if empty and not done:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.dataset import set_epoch
 from lockstep.device import get_device
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, Preempted
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.preprocessor import move_to_device
 from lockstep.model.wrapper import driving, forwarded
@@ -21,7 +21,7 @@ from lockstep.optim import OptimWrapper
 from lockstep.runner.loops import NO_BATCHES, TrainLoop
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
-from lockstep.runner.uneven_inputs import Passes, buffers_kept
+from lockstep.runner.uneven_inputs import Passes, Turn, buffers_kept
 from lockstep.tree import tree_map
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -100,7 +100,7 @@ class OwnLoop(TrainLoop):
         device, done = torch.device(get_device()), self.iter - self.epoch * (self.epoch_length or 0)
         is_plain = unwrap_model(run.model) is run.model and type(run.optim_wrapper) is OptimWrapper
         nothing: AbstractContextManager[None] = nullcontext()
-        for batch_idx, turn in enumerate(self.passes.turns(done), start=done):
+        for batch_idx, turn in enumerate(self._saved_turns(done), start=done):
             self.samples, self.counts, self._values = turn.samples, turn.is_own, {}
             run.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
             hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
@@ -115,15 +115,29 @@ class OwnLoop(TrainLoop):
             self.iter += 1
         self._end_epoch()
 
+    def _saved_turns(self, done: int) -> Iterator[Turn]:
+        try:
+            yield from self._turns(done)
+        except Preempted as stop:
+            self.runner.save_preempted(stop)
+            raise
+
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Yield equally many batches on every rank; training then draws the same random numbers as without."""
         model, device = self.runner.model, torch.device(get_device())
         context = model.evaluation_context() if isinstance(model, ModelWrapper) else nullcontext()
         set_epoch(loader, 0)
-        with random_state_kept(), context:
-            for turn in Passes(loader).turns():
-                self.counts = turn.is_own
-                yield move_to_device(turn.batch, device)
+        turns = Passes(loader).turns()
+        if not self._is_stepping:  # in the midst of an iteration nothing can be saved
+            turns = self.runner.preemption.points(turns)
+        try:
+            with random_state_kept(), context:
+                for turn in turns:
+                    self.counts = turn.is_own
+                    yield move_to_device(turn.batch, device)
+        except Preempted as stop:
+            self.runner.save_preempted(stop)
+            raise
         self.counts = True
 
     def log(self, values: Mapping[str, Any]) -> None:

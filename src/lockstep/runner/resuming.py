@@ -81,6 +81,7 @@ def resume_run(run: TrainRun, directory: Path) -> None:
         loop.passes.restore(own["data"], partial(set_random_state, own["random"]))
     else:
         _restart_random_state(run, saved_by=meta["world_size"])
+    run.saved_iter = loop.iter
     run.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
     _logger.info("resumed from %s: epoch %d, iter %d", directory, loop.epoch, loop.iter)
 

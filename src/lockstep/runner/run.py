@@ -24,11 +24,13 @@ from lockstep.checkpoint import point_to_checkpoint, save_state
 from lockstep.dataset import DataShard
 from lockstep.dataset.random_state import random_state
 from lockstep.dist import infer_launcher, run_on_main
+from lockstep.errors import Preempted
 from lockstep.evaluator import Evaluator
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.arguments import RunnerArguments
+from lockstep.runner.preemption import Preemption
 from lockstep.runner.uneven_inputs import Passes
 from lockstep.runner.weights import REVISE_KEYS, Weights, load_weights
 from lockstep.strategy import Strategy
@@ -163,6 +165,7 @@ class Run(Workspace):
         val_loop: the loop that validates; None without one.
         test_loop: the loop that tests; None without one.
         last_evaluation: the one of these two loops that ran last; None before.
+        preemption: ends a training at a signal.
     """
 
     strategy: Strategy
@@ -174,6 +177,7 @@ class Run(Workspace):
     val_loop: AnyEvalLoop | None = None
     test_loop: AnyEvalLoop | None = None
     last_evaluation: AnyEvalLoop | None = None
+    preemption: Preemption = field(default_factory=Preemption)
 
     @property
     def epoch(self) -> int:
@@ -271,12 +275,14 @@ class TrainRun(Run):
         train_dataloader: this rank's shard of the training data.
         train_loop: the loop that trains.
         initial_lrs: the learning rate of each parameter group before a schedule acts.
+        saved_iter: number of iterations after which the last checkpoint was saved.
     """
 
     optim_wrapper: OptimWrapper
     train_dataloader: Any
     train_loop: AnyTrainLoop = field(init=False)
     initial_lrs: list[Any] = field(default_factory=list)
+    saved_iter: int = 0
     make_train_loop: InitVar[Callable[[TrainRun], AnyTrainLoop]]
 
     def __post_init__(self, make_train_loop: Callable[[TrainRun], AnyTrainLoop]) -> None:
@@ -377,8 +383,21 @@ class TrainRun(Run):
         if is_last:
             # Every rank that returns from here finds it.
             run_on_main(partial(point_to_checkpoint, self.work_dir, directory))
+            self.saved_iter = iteration
         _logger.debug("saved %s", directory)
         return directory
+
+    def save_preempted(self, stop: Preempted) -> None:
+        """Save where a signal has stopped the training, unless that has been saved already.
+
+        **Collective**: every rank.
+        """
+        if self.iter > self.saved_iter:
+            self.save_checkpoint(self.run_dir, f"iter_{self.iter}", epoch=self.epoch, iteration=self.iter)
+        _logger.warning(
+            "%s: stopped after iteration %d, which is saved. Start again with resume=True to go on (exit code %d)",
+            stop.reason, self.iter, stop.EXIT_CODE,
+        )  # fmt: skip
 
     def _complete(self, *, by_epoch: bool) -> tuple[int, int]:
         """Return how many epochs and iterations are complete, at the end of an epoch or else of an iteration."""

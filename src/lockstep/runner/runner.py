@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.dataset import DataShard, agree_on_shard, build_dataloader
 from lockstep.device import get_device
 from lockstep.dist import get_dist_info
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, Preempted
 from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
@@ -23,6 +23,7 @@ from lockstep.runner import build, recording, resuming, start
 from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments
 from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
+from lockstep.runner.preemption import spare_workers
 from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
 from lockstep.runner.weights import REVISE_KEYS, Weights, load_weights
@@ -120,6 +121,8 @@ class Runner(_PartsOfRun):
         loss: for a model whose `forward` returns outputs: `loss(outputs, targets)`, such as `nn.CrossEntropyLoss()`, or
             a function `loss(outputs, batch)`, or the config of one. Validation then computes the metric `loss` and
             needs no evaluator; see `OutsideLoss` for the forms of a batch.
+        stop_signals: signals that ask the training to stop, sent to any rank: all ranks complete the same iteration,
+            save it, and end with exit code 75. An empty list leaves the signals as they are.
 
     Example::
 
@@ -162,10 +165,17 @@ class Runner(_PartsOfRun):
         """Train, validate when due, and return the model.
 
         **Collective**: every rank of the job.
+
+        Raises:
+            Preempted: a signal of `stop_signals` asked the training to stop, and the ranks have saved it.
         """
         self._check_can_train("train")
         with self.training() as run:
-            run.train_loop.run()
+            try:
+                run.train_loop.run()
+            except Preempted as stop:
+                run.save_preempted(stop)
+                raise
             run.call_hook("after_run")
         return run.model
 
@@ -230,7 +240,8 @@ class Runner(_PartsOfRun):
             run = self._train_run(space, make_train_loop, param_schedulers)
             self._has_trained = True
             self._begin(run)
-            yield run
+            with run.preemption.watching(self.args.stop_signals):
+                yield run
 
     def val(self) -> dict[str, Any]:
         """Validate, and return the metrics, the same on every rank.
@@ -436,10 +447,13 @@ class Runner(_PartsOfRun):
     def _dataloader(self, mode: str, space: Workspace, shard: DataShard) -> Any:
         loader = getattr(self.args, f"{mode}_dataloader")
         try:
-            return build_dataloader(loader, seed=space.seed, evaluation=mode != "train", shard=shard[:2])
+            built = build_dataloader(loader, seed=space.seed, evaluation=mode != "train", shard=shard[:2])
         except Exception as error:
             error.add_note(f"while building `{mode}_dataloader`")
             raise
+        if self.args.stop_signals:
+            spare_workers(built)
+        return built
 
     def _or_default(self, name: str, default: Mapping[str, Any]) -> Any:
         given = getattr(self.args, name)

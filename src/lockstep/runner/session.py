@@ -56,7 +56,7 @@ class Session:
         resume: resume from `load_from`, or from the last checkpoint in the work_dir if there is one.
         load_from: a checkpoint, or a file of weights.
         **options: further arguments of `Runner`: `launcher`, `env_cfg`, `randomness`, `visualizer`, `default_hooks`,
-            `custom_hooks`, `experiment_name`, `log_level`, `compile`, `default_scope`.
+            `custom_hooks`, `experiment_name`, `log_level`, `compile`, `default_scope`, `stop_signals`.
 
     **Collective**: every rank.
 
