@@ -143,7 +143,7 @@ def test_a_position_is_kept_exactly(kind, workers, done):
     assert seen(again) == rest
     if workers == 0:  # nothing of the past has been made again
         source = again.dataset.dataset if kind is Numbers else again.dataset._source
-        assert source.made == 23 - position["workers"][0]["dataset"]["next"]
+        assert source.made == 23 - position["workers"]["0"]["dataset"]["next"]
     # The passes after that are whole ones.
     set_epoch(again, 2)
     fresh = begun(2)
@@ -168,9 +168,9 @@ def test_a_pass_that_was_left_is_forgotten(workers):
 
 @ranks(2)
 def test_a_position_of_other_workers_is_not_taken():
-    data = loader(Numbers(), workers=2)
+    data = loader(Parted(), workers=2)
     next(iter(data))
-    assert not restore_position(loader(Numbers(), workers=0), position_of(data))
+    assert not restore_position(loader(Parted(), workers=0), position_of(data))
     assert position_of(loader(Plain())) is None
     assert not restore_position(loader(Plain()), None)
 

@@ -177,8 +177,9 @@ def test_hooks_may_save_when_and_where_they_want(tmp_path: Path):
     runner = train(tmp_path, {"interval": -1, "save_last": False}, Scripted("accuracy", [1.0] * 2),
                    train_cfg={"max_epochs": 2}, custom_hooks=[Saving()])  # fmt: skip
     place = [
-        tuple(read_meta(folder)[key] for key in ("epoch", "iter", "batches_into_epoch"))
+        (meta["epoch"], meta["iter"], meta["position"]["batches"])
         for folder in (tmp_path / "mine", tmp_path / "end_1", tmp_path / "end_2", runner.run_dir / "validated")
+        for meta in [read_meta(folder)]
     ]
     length = runner.max_iters // 2
     assert place == [(*divmod(3, length)[:1], 3, 3 % length), (1, length, 0), (2, 2 * length, 0), (2, 2 * length, 0)]

@@ -172,7 +172,7 @@ def test_without_a_position_the_past_is_read_again_and_this_is_said(tmp_path: Pa
     assert first | second == whole
     if get_rank() == 0:
         (log,) = [path.read_text() for path in tmp_path.glob("work/*/log.txt") if "resumed" in path.read_text()]
-        assert "2 batches of Forgetful are read and discarded, to go on after them" in log
+        assert "12 samples of Forgetful are made again and discarded, to go on after them" in log
 
 
 class Stateful:

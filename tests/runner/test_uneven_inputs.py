@@ -13,7 +13,7 @@ from lockstep.dataset import build_dataloader
 from lockstep.dist import barrier, get_rank, get_world_size
 from lockstep.evaluator import BaseMetric
 from lockstep.runner import Runner
-from lockstep.runner.uneven_inputs import Passes
+from lockstep.runner.uneven_inputs import Passes, Place
 from lockstep.testing import ranks
 
 X = torch.linspace(-1, 1, 20).reshape(10, 2)
@@ -79,7 +79,7 @@ def test_nothing_is_told_where_samplers_know(samples, own):
 @ranks(2)
 def test_going_on_inside_a_pass_that_is_over_for_some():
     passes = Passes([1, 2, 3] if get_rank() == 0 else [4])
-    assert [turn.batch for turn in passes.turns(done=2)] == [3]
+    assert [turn.batch for turn in passes.turns(Place(turns=2))] == [3]
 
 
 @ranks(2)

@@ -6,8 +6,17 @@ from torch.utils.data import default_collate
 
 from lockstep.dataset.amounts import Amount, amount_of, batch_size_of
 from lockstep.dataset.compose import Compose
+from lockstep.dataset.deal import Deal, deal_of
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
-from lockstep.dataset.position import position_of, restore_position, set_epoch, skip_batches
+from lockstep.dataset.position import (
+    begun_at,
+    head_of,
+    position_of,
+    restore_position,
+    set_epoch,
+    skip_batches,
+    without_batches,
+)
 from lockstep.dataset.rank_aware import is_rank_aware
 from lockstep.dataset.sampler import DataShard, DefaultSampler, InfiniteSampler, agree_on_shard
 from lockstep.dataset.sharded import ShardedSampler, length_of
@@ -16,14 +25,18 @@ __all__ = [
     "Amount",
     "Compose",
     "DataShard",
+    "Deal",
     "DefaultSampler",
     "InfiniteSampler",
     "ShardedSampler",
     "agree_on_shard",
     "amount_of",
     "batch_size_of",
+    "begun_at",
     "build_dataloader",
+    "deal_of",
     "default_collate",
+    "head_of",
     "is_rank_aware",
     "length_of",
     "position_of",
@@ -31,4 +44,5 @@ __all__ = [
     "restore_position",
     "set_epoch",
     "skip_batches",
+    "without_batches",
 ]

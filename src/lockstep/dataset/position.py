@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lockstep.dataset.sampler import DealingSampler, WorkerSeeds
+from lockstep.dataset.sampler import DealingSampler, DefaultSampler, WorkerSeeds
 from lockstep.dataset.sharded import drawn_from
 from lockstep.dataset.stream import StreamLoader
+from lockstep.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 
@@ -27,6 +31,52 @@ def set_epoch(loader: Any, epoch: int) -> None:
             return
 
 
+def begun_at(
+    loader: Any, position: int, head: Sequence[int] = (), states: Sequence[Mapping[str, Any]] = ()
+) -> DataLoader[Any]:
+    """Return a loader whose next pass begins inside the global order of `loader`, which is not read up to there.
+
+    Only a stream that can't say where it is makes the samples up to there, and discards them.
+
+    Args:
+        loader: a loader that `deal_of` knows.
+        position: number of items of the order that lie before, on all ranks together.
+        head: what `head_of` returned in the run that is resumed.
+        states: for a stream, what `position_of` returned on ranks of that run.
+
+    Returns:
+        `loader`, or a copy of it for this one pass.
+    """
+    if isinstance(loader, StreamLoader):
+        if not loader.dataset.has_position:
+            _logger.warning(
+                "%d samples of %s are made again and discarded, to go on after them. A dataset with state_dict and "
+                "load_state_dict can do without",
+                position, type(loader.dataset.dataset).__name__,
+            )  # fmt: skip
+        loader.begin_at(position, states)
+        return loader
+    sampler, _ = drawn_from(loader)
+    if isinstance(sampler, DealingSampler):
+        sampler.begin_at(position, head)
+        return loader  # type: ignore[no-any-return]
+    # Torch's DistributedSampler draws the same orders as a DefaultSampler with its seed.
+    shard = sampler.rank, sampler.num_replicas
+    dealing = DefaultSampler(sampler.dataset, sampler.shuffle, sampler.seed, shard=shard)
+    dealing.set_epoch(sampler.epoch)
+    dealing.begin_at(position, head)
+    batches = loader.batch_sampler
+    if batches is None:
+        return _with_parts(loader, sampler=dealing)
+    return _with_parts(loader, batch_sampler=BatchSampler(dealing, batches.batch_size, batches.drop_last))
+
+
+def head_of(loader: Any) -> list[int]:
+    """Return the first items of the present pass's global order, or checksums of them, to know it again by."""
+    sampler, _ = drawn_from(loader)
+    return sampler.head if isinstance(sampler, DealingSampler) else []
+
+
 def skip_batches(loader: Any, count: int) -> bool:
     """Skip the first `count` batches of the next pass without reading them, if the loader can.
 
@@ -42,15 +92,40 @@ def skip_batches(loader: Any, count: int) -> bool:
     return True
 
 
+def without_batches(loader: Any, count: int) -> Any:
+    """Return a copy of a loader, for one pass that leaves out its first `count` batches without reading them.
+
+    Its sampler is drawn from, and what it draws is discarded.
+
+    Returns:
+        The copy, or None if that can't be done: for anything but a `DataLoader` of a map-style dataset whose
+        `__iter__` is torch's.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return _with_parts(loader, **{name: _Rest(getattr(loader, name), count)})
+
+
 def position_of(loader: Any) -> Any:
     """Return a loader's position in its pass, after the last batch that was taken; None if it can't resume there.
 
     A `StreamLoader` can resume if its dataset can. Other loaders can if they have `state_dict` and `load_state_dict`,
     such as torchdata's `StatefulDataLoader`.
+
+    Raises:
+        ConfigError: it holds something else than dicts with str keys, lists, JSON values and tensors.
     """
     if isinstance(loader, StreamLoader) and not loader.dataset.has_position:
         return None
-    return loader.state_dict() if hasattr(loader, "load_state_dict") else None
+    if not hasattr(loader, "load_state_dict"):
+        return None
+    state = loader.state_dict()
+    whose = loader.dataset.dataset if isinstance(loader, StreamLoader) else loader
+    check_plain(state, f"{type(whose).__name__}.state_dict()")
+    return state
 
 
 def restore_position(loader: Any, position: Any) -> bool:
@@ -63,3 +138,50 @@ def restore_position(loader: Any, position: Any) -> bool:
         _logger.warning("the position in the data can't be restored: %s", error)
         return False
     return True
+
+
+def check_plain(state: Any, name: str, path: str = "") -> None:
+    """Raise an error for a state that a checkpoint can't hold, and say where in it the reason lies.
+
+    Raises:
+        ConfigError: it holds something else than dicts with str keys, lists, JSON values and tensors.
+    """
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            if not isinstance(key, str):
+                raise ConfigError(_not_plain(name, path, f"the key {key!r} of type {type(key).__name__}"))
+            check_plain(value, name, f"{path}[{key!r}]")
+    elif isinstance(state, list):
+        for index, value in enumerate(state):
+            check_plain(value, name, f"{path}[{index}]")
+    elif type(state) not in (bool, int, float, str, type(None)) and not isinstance(state, Tensor):
+        raise ConfigError(_not_plain(name, path, f"a {type(state).__name__}"))
+
+
+def _not_plain(name: str, path: str, what: str) -> str:
+    return (
+        f"`{name}` must hold dicts with str keys, lists, numbers, strings, None and tensors alone, to be saved in a "
+        f"checkpoint, but holds {what}{f' at {path}' if path else ''}. Convert it, as a tuple to a list, and back in "
+        "`load_state_dict`"
+    )
+
+
+class _Rest:
+    """What a sampler or a batch sampler yields after its first `count` items."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self.sampler = sampler
+        self._count = count
+
+    def __iter__(self) -> Any:
+        items = iter(self.sampler)
+        for _ in zip(range(self._count), items, strict=False):
+            pass
+        return items
+
+
+def _with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with other samplers, which has workers of its own."""
+    changed = copy.copy(loader)
+    vars(changed).update(parts, _iterator=None)
+    return changed

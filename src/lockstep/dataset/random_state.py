@@ -14,22 +14,46 @@ from lockstep.dist import broadcast_object
 from lockstep.dist.groups import GroupLike
 
 
-def random_state(*, accelerator: bool = True) -> dict[str, Any]:
-    """Return the state of every random generator of this process: Python's, numpy's, torch's, the accelerator's."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if accelerator and get_device() != "cpu":
+def random_state() -> dict[str, Any]:
+    """Return the state of every random generator of this process: Python's, numpy's, torch's, the accelerator's.
+
+    Returns:
+        Nested dicts of tensors and JSON values; about 8 kB.
+    """
+    state = generator_states()
+    version, words, gauss = state["python"]
+    state["python"] = {"version": version, "words": torch.tensor(words), "gauss": gauss}
+    if "numpy" in state:
+        name, keys, position, has_gauss, gauss = state["numpy"]
+        words = torch.tensor(keys.tolist())
+        state["numpy"] = {"name": name, "words": words, "position": position, "has_gauss": has_gauss, "gauss": gauss}
+    if get_device() != "cpu":
         state["device"] = torch.get_device_module(get_device()).get_rng_state()
-    if "numpy" in sys.modules:  # if not imported, it draws no random numbers
-        state["numpy"] = sys.modules["numpy"].random.get_state()
     return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore a state that `random_state` returned; generators that this process does not have are skipped."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
+    own = {"python": _python_state(state["python"]), "torch": state["torch"]}
+    if "numpy" in state and "numpy" in sys.modules:
+        own["numpy"] = _numpy_state(state["numpy"])
+    set_generator_states(own)
     if "device" in state and get_device() != "cpu":
         torch.get_device_module(get_device()).set_rng_state(state["device"])
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of the generators of Python, torch (CPU) and numpy, as each of them gives it."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:  # if not imported, it draws no random numbers
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    return state
+
+
+def set_generator_states(state: Mapping[str, Any]) -> None:
+    """Restore what `generator_states` returned."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(state["numpy"])
 
@@ -44,3 +68,16 @@ def sync_random_state(group: GroupLike) -> None:
     **Collective**: every rank of the group. **Cost**: about 10 kB.
     """
     set_random_state(broadcast_object(random_state(), src=0, group=group))
+
+
+def _python_state(state: Any) -> Any:
+    if not isinstance(state, Mapping):  # of a checkpoint of lockstep 0.x's first format
+        return state
+    return state["version"], tuple(state["words"].tolist()), state["gauss"]
+
+
+def _numpy_state(state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    array = sys.modules["numpy"].array(state["words"].tolist(), dtype="uint32")
+    return state["name"], array, state["position"], state["has_gauss"], state["gauss"]

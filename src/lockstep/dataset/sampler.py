@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+import logging
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch.utils.data import Sampler
@@ -12,14 +14,22 @@ from lockstep.dist import all_gather, get_dist_info, get_rank, get_world_size, s
 from lockstep.errors import ConfigError, counted
 from lockstep.registry import DATA_SAMPLERS
 
+_logger = logging.getLogger(__name__)
+TOLD = 8  # as many items of an order say whether it is the same
+
 
 class DealingSampler(Sampler[Any]):
     """Base class of samplers that split items over the ranks round-robin.
+
+    A pass may begin inside the global order, at any position; from there on its items are split anew.
 
     Args:
         seed: seed of the order; the same on every rank. By default rank 0 draws one.
         round_up: whether items are repeated until every rank has equally many.
         shard: this rank's shard and the number of shards; by default its rank and the world size.
+
+    Attributes:
+        head: the first items of the order of the last pass, or checksums of them; they tell it from another order.
 
     **Collective**: every rank, if `seed` is None.
     """
@@ -29,15 +39,40 @@ class DealingSampler(Sampler[Any]):
         self.seed = sync_random_seed() if seed is None else seed
         self.round_up = round_up
         self.epoch = 0
-        self._skipped = 0
+        self.head: list[int] = []
+        self._begin = 0
+        self._expected: Sequence[int] = ()
+
+    def begin_at(self, position: int, head: Sequence[int] = ()) -> None:
+        """Let the next pass begin inside the global order, to resume there.
+
+        Args:
+            position: number of items at the beginning of the order that are left out, on all ranks together.
+            head: what `head` was in the run that is resumed. If the order begins otherwise, a warning says so.
+        """
+        self._begin, self._expected = position, head
 
     def skip(self, items: int) -> None:
-        """Skip the first `items` items of this rank in the next pass, to resume inside it."""
-        self._skipped = items
+        """Skip the first `items` items of this rank, and as many of every other one, in the next pass."""
+        self.begin_at(items * self.world_size)
 
-    def _take_skipped(self) -> int:
-        skipped, self._skipped = self._skipped, 0
-        return skipped
+    def _take_begin(self) -> int:
+        begin, self._begin = self._begin, 0
+        if not begin:
+            self._expected = ()
+        return begin
+
+    def _note_head(self, items: Sequence[Any]) -> None:
+        """Keep what tells this order from another one, and compare it with that of the run that is resumed."""
+        self.head = [item if isinstance(item, int) else crc32(repr(item).encode()) for item in items[:TOLD]]
+        if any(now != then for now, then in zip(self.head, self._expected, strict=False)):
+            self._expected = ()
+            _logger.warning(
+                "the order of epoch %d begins with other items than in the run that is resumed: in the rest of the "
+                "epoch, some samples are seen again and others are left out. An order must depend on nothing but the "
+                "seed, the epoch and the data",
+                self.epoch + 1,
+            )
 
     def _require(self, items: int, name: str) -> None:
         """Raise a `ConfigError` if each rank must have an item, but there are fewer items than ranks."""
@@ -47,7 +82,7 @@ class DealingSampler(Sampler[Any]):
                 f"(rank {self.rank} of {self.world_size}). Use fewer ranks"
             )
 
-    def _share(self, items: int) -> int:
+    def share(self, items: int) -> int:
         """Return how many of `items` items this rank gets."""
         if self.round_up:
             return -(-items // self.world_size)
@@ -93,18 +128,19 @@ class DefaultSampler(DealingSampler):
     ) -> None:
         super().__init__(seed, round_up, shard)
         self.shuffle = shuffle
-        self._size = len(dataset)
-        self._require(self._size, "dataset")
+        self.size = len(dataset)
+        self._require(self.size, "dataset")
 
     def __iter__(self) -> Iterator[int]:
-        order = _global_order(self._size, self.seed + self.epoch if self.shuffle else None)
+        order, begin = _global_order(self.size, self.seed + self.epoch if self.shuffle else None), self._take_begin()
+        self._note_head(order[:TOLD])
         if self.round_up:
-            order += order[: -len(order) % self.world_size]
-        return iter(order[self.rank :: self.world_size][self._take_skipped() :])
+            order += order[: -max(0, len(order) - begin) % self.world_size]
+        return iter(order[begin + self.rank :: self.world_size])
 
     def __len__(self) -> int:
         """Return the number of samples that this rank sees in an epoch."""
-        return self._share(self._size)
+        return self.share(self.size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass."""
@@ -144,17 +180,17 @@ class InfiniteSampler(DealingSampler):
     ) -> None:
         super().__init__(seed, False, shard)
         self.shuffle = shuffle
-        self._size = len(dataset)
-        if self._size == 0:
+        self.size = len(dataset)
+        if self.size == 0:
             raise ConfigError(
                 f"`dataset` must have at least one sample, but has none (rank {self.rank} of {self.world_size})"
             )
 
     def __iter__(self) -> Iterator[int]:
-        position = self.rank + self._take_skipped() * self.world_size
+        position = self._take_begin() + self.rank
         while True:
-            epoch, offset = divmod(position, self._size)
-            own = _global_order(self._size, self.seed + epoch if self.shuffle else None)[offset :: self.world_size]
+            epoch, offset = divmod(position, self.size)
+            own = _global_order(self.size, self.seed + epoch if self.shuffle else None)[offset :: self.world_size]
             yield from own
             position += len(own) * self.world_size
 

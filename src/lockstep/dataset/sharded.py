@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lockstep.dataset.random_state import random_state, set_random_state
+from lockstep.dataset.random_state import generator_states, set_generator_states
 from lockstep.dataset.rank_aware import parts_of
-from lockstep.dataset.sampler import DealingSampler
+from lockstep.dataset.sampler import TOLD, DealingSampler
 
 # Torch's samplers that draw only from their `generator`.
 _BY_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -28,9 +28,15 @@ def drawn_from(loader: Any) -> tuple[Any, int]:
     That is a sampler of indices if torch's own `BatchSampler` makes the batches; otherwise a sampler of batches.
     """
     batches = getattr(loader, "batch_sampler", None)
-    if type(batches) is BatchSampler:
-        return batches.sampler, batches.batch_size
+    if is_torchs(batches, BatchSampler):
+        return batches.sampler, batches.batch_size  # type: ignore[union-attr]
     return getattr(loader, "sampler", None) if batches is None else batches, 1
+
+
+def is_torchs(part: Any, kind: type) -> bool:
+    """Return whether a part of a loader is of a class of torch, and not of a subclass; torchdata's variant counts."""
+    own = type(part)
+    return own is kind or (own.__name__ == kind.__name__ and own.__module__.partition(".")[0] == "torchdata")
 
 
 def length_of(items: Any) -> int | None:
@@ -90,8 +96,7 @@ class ShardedSampler(DealingSampler):
             self._require(items, "sampler")
 
     def __iter__(self) -> Iterator[Any]:
-        # Skipped items are drawn, but their samples are not read.
-        return islice(self._own(self.seed + self.epoch), self._take_skipped(), None)
+        return self._own(self.seed + self.epoch)
 
     def __len__(self) -> int:
         """Return the number of items that this rank sees in a pass.
@@ -99,7 +104,7 @@ class ShardedSampler(DealingSampler):
         Raises:
             TypeError: the sampler has no length.
         """
-        return self._share(len(self.sampler))  # type: ignore[arg-type]
+        return self.share(len(self.sampler))  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass, here and in the inner sampler."""
@@ -109,16 +114,33 @@ class ShardedSampler(DealingSampler):
                 part.set_epoch(epoch)
 
     def _own(self, seed: int) -> Iterator[Any]:
-        first: list[Any] = []
-        for row in self._rows(seed):
-            first = first or row
-            if self.rank < len(row):
-                yield row[self.rank]
-            elif self.round_up:
-                yield first[(self.rank - len(row)) % len(first)]
+        # Draw only as much as one batch needs: a sampler's draws may depend on the training so far.
+        draw, size = self._drawing(seed), self.batch_size * self.world_size
+        left_out = self._take_begin()
+        head: list[Any] = []
+        while True:
+            # Items before the beginning are drawn, but their samples are not read.
+            wanted = min(size, left_out) or size
+            drawn = draw(wanted)
+            if len(head) < max(self.world_size, TOLD):
+                head += drawn
+                self._note_head(head)
+            if left_out == 0:
+                yield from self._of_rank(drawn, head)
+            left_out -= min(wanted, left_out)
+            if len(drawn) < wanted:
+                return
 
-    def _rows(self, seed: int) -> Iterator[list[Any]]:
-        """Yield rows with one item for each rank; the last row may be shorter."""
+    def _of_rank(self, drawn: list[Any], head: list[Any]) -> list[Any]:
+        """Return this rank's share of what was drawn; `head` is the beginning of the order, which fills up rows."""
+        own = drawn[self.rank :: self.world_size]
+        rest = len(drawn) % self.world_size
+        if self.round_up and 0 < rest <= self.rank:
+            own.append(head[(self.rank - rest) % len(head)])
+        return own
+
+    def _drawing(self, seed: int) -> Callable[[int], list[Any]]:
+        """Return a function that draws the next items, so many or, at the end of the order, fewer."""
         drawing: Callable[[], AbstractContextManager[None]] = partial(_in_states, {})
         if type(self.sampler) in _BY_GENERATOR:
             sampler, drawing = copy.copy(self.sampler), nullcontext
@@ -128,28 +150,25 @@ class ShardedSampler(DealingSampler):
             with drawing():
                 _seed_generators(self.sampler, seed)
                 items = iter(self.sampler)
-        # Draw only as much as one batch needs: a sampler's draws may depend on the training so far.
-        size = self.batch_size * self.world_size
-        while True:
+
+        def draw(count: int) -> list[Any]:
             with drawing():
-                drawn = list(islice(items, size))
-            for begin in range(0, len(drawn), self.world_size):
-                yield drawn[begin : begin + self.world_size]
-            if len(drawn) < size:
-                return
+                return list(islice(items, count))
+
+        return draw
 
 
 @contextmanager
 def _in_states(states: dict[str, Any]) -> Iterator[None]:
     """Inside, the global generators continue from `states`; at the end `states` is updated and they are restored."""
-    outside = random_state(accelerator=False)
+    outside = generator_states()
     if states:
-        set_random_state(states)
+        set_generator_states(states)
     try:
         yield
     finally:
-        states.update(random_state(accelerator=False))
-        set_random_state(outside)
+        states.update(generator_states())
+        set_generator_states(outside)
 
 
 def _seed_generators(sampler: Any, seed: int) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
 from lockstep.dataset.sampler import DefaultSampler, WorkerSeeds
-from lockstep.dataset.sharded import ShardedSampler, drawn_from, length_of
+from lockstep.dataset.sharded import ShardedSampler, drawn_from, is_torchs, length_of
 from lockstep.dist import get_dist_info, get_world_size
 from lockstep.errors import ConfigError, counted
 
@@ -59,7 +59,8 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
             f"{' and '.join(differing)} differ between ranks, as if each rank had data of its own. If that is by "
             "accident, as after a random split without a seed, all ranks must make them alike"
         )
-    if get_world_size() == 1 and (type(loader) is not DataLoader or (evaluation and _is_sequential(sampler))):
+    is_plain = type(loader) is DataLoader or (not evaluation and hasattr(loader, "load_state_dict"))
+    if get_world_size() == 1 and (not is_plain or (evaluation and _is_sequential(sampler))):
         return logging.INFO, "one process sees all of it"
     if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
         return logging.WARNING, "it has begun to read before the training, so that every rank sees all samples"
@@ -91,12 +92,13 @@ def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
 
 
 def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[int, int]) -> DataLoader[Any]:
-    batches, (sampler, batch_size) = loader.batch_sampler, drawn_from(loader)
-    in_samples = type(batches) is BatchSampler
+    batches: Any = loader.batch_sampler
+    sampler, batch_size = drawn_from(loader)
+    in_samples = is_torchs(batches, BatchSampler)
     # Batches are not repeated to give each rank equally many: `Passes` handles unequal numbers of batches.
     dealt = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
     parts: dict[str, Any] = {"_iterator": None}
-    if type(batches) is BatchSampler:
+    if in_samples:
         parts |= {"sampler": dealt, "batch_sampler": BatchSampler(dealt, batch_size, batches.drop_last)}
     else:
         parts["sampler" if batches is None else "batch_sampler"] = dealt
@@ -110,13 +112,13 @@ def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[
 
 
 def _is_sequential(sampler: Any) -> bool:
-    return type(sampler) is SequentialSampler
+    return is_torchs(sampler, SequentialSampler)
 
 
 def _is_permutation(sampler: Any) -> bool:
-    if type(sampler) is not RandomSampler or sampler.replacement:
+    if not is_torchs(sampler, RandomSampler) or sampler.replacement:
         return False
-    return sampler.num_samples == len(sampler.data_source)
+    return bool(sampler.num_samples == len(sampler.data_source))
 
 
 def _tell(loader: Any, sampler: Any, dealt: DefaultSampler | ShardedSampler, items: str, shards: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -13,19 +14,24 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lockstep.errors import ConfigError
 
 
-class Resumption(NamedTuple):
-    """The position at which a pass resumes.
+class Begin(NamedTuple):
+    """Where a pass begins.
 
     Attributes:
-        batches: number of batches of the pass that this rank has taken.
-        workers: for each worker that made one of these batches, the position after its last one.
+        position: samples of the stream that lie before, on all ranks together.
+        furthest: a state of the stream at or before that position; None for its beginning. It holds for every rank and
+            worker, as each goes through the whole stream.
+        batches: for a stream that splits itself, the number of batches of the pass that this rank has taken.
+        workers: for such a stream, the position of each worker that made one of these batches, by its number.
     """
 
-    batches: int
-    workers: Mapping[int, Mapping[str, Any]]
+    position: int = 0
+    furthest: Mapping[str, Any] | None = None
+    batches: int = 0
+    workers: Mapping[str, Mapping[str, Any]] = {}
 
 
-_BEGINNING = Resumption(0, {})
+_BEGINNING = Begin()
 
 
 class StreamShard(IterableDataset[Any]):
@@ -42,8 +48,9 @@ class StreamShard(IterableDataset[Any]):
     Before each pass `set_epoch(epoch)` is called if the dataset has it. The dataset must yield the same order in every
     process: to shuffle, it must draw from a generator that it seeds with a fixed seed and the epoch.
 
-    A dataset that has `state_dict` and `load_state_dict` resumes where it was saved. Its `state_dict` must describe the
-    position after the last sample that it has yielded.
+    A dataset that has `state_dict` and `load_state_dict` resumes where it was saved, on any number of ranks and
+    workers. Its `state_dict` must describe the position after the last sample that it has yielded. Without them, the
+    samples up to there are made again and discarded.
 
     Args:
         dataset: the whole stream.
@@ -63,7 +70,7 @@ class StreamShard(IterableDataset[Any]):
         self.has_position = all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict"))
         # In shared memory, so that persistent workers see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._resumption = _BEGINNING
+        self._begin = _BEGINNING
         self._source: Any = dataset
         self._beginning: Any = None
         self._worker = 0
@@ -85,30 +92,37 @@ class StreamShard(IterableDataset[Any]):
         """Choose the order of the next pass."""
         self._epoch.fill_(epoch)
 
-    def resume(self, resumption: Resumption) -> None:
+    def begin_at(self, begin: Begin) -> None:
         """Choose where the next pass begins."""
-        self._resumption = resumption
+        self._begin = begin
 
-    def position(self) -> dict[int, dict[str, Any]]:
+    def position(self) -> dict[str, dict[str, Any]]:
         """Return `{worker: state}` to resume after the last sample that it yielded; empty if the dataset can't."""
         if not self.has_position:
             return {}
-        return {self._worker: {"taken": self._taken, "dataset": copy.deepcopy(self._source.state_dict())}}
+        return {str(self._worker): {"taken": self._taken, "dataset": copy.deepcopy(self._source.state_dict())}}
 
     def __iter__(self) -> Iterator[Any]:
         # Persistent workers begin their next pass at its beginning.
-        resumption, self._resumption = self._resumption, _BEGINNING
+        begin, self._begin = self._begin, _BEGINNING
         info = get_worker_info()
         own, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        # The loader asks worker 0 for the next batch; before the resumption another worker may have been next.
-        self._worker = (own + resumption.batches) % workers
-        self._begin(resumption.workers.get(self._worker), workers)
-        for index, sample in enumerate(self._source, start=self._taken):
+        # The loader asks worker 0 for the next batch; in a stream that splits itself, another one may have its turn.
+        self._worker = (own + begin.batches) % workers
+        self._open(begin.furthest if self.deals_out else begin.workers.get(str(self._worker)), workers)
+        samples = iter(self._source)
+        # Now, as what makes them may draw random numbers, which the training does not continue with.
+        for _ in islice(samples, max(0, begin.position - self._taken)):
+            self._taken += 1
+        return self._own(samples, begin.position, workers)
+
+    def _own(self, samples: Iterator[Any], begin: int, workers: int) -> Iterator[Any]:
+        for index, sample in enumerate(samples, start=self._taken):
             self._taken = index + 1
-            if self._is_own(index, workers):
+            if self._is_own(index - begin, workers):
                 yield sample
 
-    def _begin(self, position: Mapping[str, Any] | None, workers: int) -> None:
+    def _open(self, position: Mapping[str, Any] | None, workers: int) -> None:
         """Open this worker's source at `position`, or at its beginning if that is None."""
         if self._asks_for_parts:
             self._set_epoch()
@@ -124,7 +138,7 @@ class StreamShard(IterableDataset[Any]):
             self._set_epoch()
         self._taken = 0
         if position is not None:
-            self._source.load_state_dict(position["dataset"])
+            self._source.load_state_dict(copy.deepcopy(position["dataset"]))
             self._taken = position["taken"]
 
     def _set_epoch(self) -> None:
@@ -153,16 +167,20 @@ class StreamLoader(DataLoader[Any]):
     dataset: StreamShard
 
     def __init__(self, dataset: StreamShard, collate_fn: Callable[[Any], Any], **kwargs: Any) -> None:
-        self._position = self._resumption = _BEGINNING
+        self._begin = self._at = _BEGINNING
         super().__init__(dataset, collate_fn=partial(_with_position, collate_fn, dataset), **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._position, self._resumption = self._resumption, _BEGINNING
-        self.dataset.resume(self._position)
-        for batch, made_by in super().__iter__():
-            self._position = Resumption(self._position.batches + 1, {**self._position.workers, **made_by})
+        self._at, self._begin = self._begin, _BEGINNING
+        self.dataset.begin_at(self._at)
+        return self._noting(super().__iter__())
+
+    def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch, made_by in batches:
+            batches_taken, workers = self._at.batches + 1, {**self._at.workers, **made_by}
+            self._at = self._at._replace(batches=batches_taken, workers=workers)
             yield batch
-        self._position = _BEGINNING
+        self._at = _BEGINNING
 
     def __len__(self) -> int:
         """Return the number of batches that this rank sees in a pass, if the dataset has a length.
@@ -177,22 +195,44 @@ class StreamLoader(DataLoader[Any]):
         samples, size = len(range(rank, len(whole), ranks)), self.dataset.batch_size
         return samples // size if self.drop_last else -(-samples // size)
 
+    def begin_at(self, position: int, states: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Let the next pass begin inside the stream, which is split from there on.
+
+        Args:
+            position: samples of the stream that lie before, on all ranks together.
+            states: states of ranks that had gone so far; the one that is nearest to `position` is used.
+        """
+        known = [one for state in states for one in state["workers"].values() if one["taken"] <= position]
+        self._at = self._begin = Begin(position, max(known, key=lambda one: int(one["taken"]), default=None))
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's position in its pass, after the last batch that was taken."""
-        return {"batches": self._position.batches, "workers": dict(self._position.workers), "layout": self._layout()}
+        workers, furthest = dict(self._at.workers), self._at.furthest
+        if self.dataset.deals_out:
+            known = [*workers.items(), *([] if furthest is None else [("0", furthest)])]
+            workers = dict(sorted(known, key=lambda one: int(one[1]["taken"]))[-1:])
+        return {
+            "begin": self._at.position, "batches": self._at.batches, "workers": workers, "layout": self._layout()
+        }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin the next pass at a position that `state_dict` returned.
 
         Raises:
-            ValueError: it was saved with another rank, number of ranks, number of workers or batch size.
+            ValueError: the stream splits itself, and it was saved with another rank, number of ranks, number of workers
+                or batch size.
         """
-        if state_dict["layout"] != self._layout():
+        layout, batches = list(state_dict["layout"]), state_dict["batches"]
+        if self.dataset.deals_out:
+            _, ranks, _, batch_size = layout
+            self.begin_at(state_dict.get("begin", 0) + batches * batch_size * ranks, [state_dict])
+            return
+        if layout != self._layout():
             raise ValueError(
-                f"[rank, ranks, workers, batch size] must be {state_dict['layout']}, as they were saved, but are "
-                f"{self._layout()}"
+                f"[rank, ranks, workers, batch size] must be {layout}, as they were saved, but are {self._layout()}"
             )
-        self._position = self._resumption = Resumption(state_dict["batches"], dict(state_dict["workers"]))
+        workers = {str(worker): state for worker, state in state_dict["workers"].items()}
+        self._at = self._begin = Begin(batches=batches, workers=workers)
 
     def _layout(self) -> list[int]:
         return [*self.dataset.shard, max(1, self.num_workers), self.dataset.batch_size]

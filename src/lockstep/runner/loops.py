@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.model import train_step_of, unwrap_model
 from lockstep.registry import LOOPS
 from lockstep.runner.run import TrainRun
-from lockstep.runner.uneven_inputs import Passes, Turn, buffers_kept
+from lockstep.runner.uneven_inputs import BEGINNING, Passes, Place, Turn, buffers_kept
 
 CountSamples: TypeAlias = Callable[[Any], int]
 
@@ -27,6 +27,9 @@ class TrainLoop(ABC):
         epoch: number of complete passes through the data.
         iter: number of complete iterations.
         epoch_length: iterations in a pass, as many as the rank with the most batches needs; None if that is not known.
+        epoch_begin: `iter` at the beginning of the present epoch.
+        epoch_end: `iter` at its end; None if that is not known. An epoch in which training resumed, with a global batch
+            of another size, has more or fewer iterations than `epoch_length`.
         samples: number of this rank's samples in the present batch that count; 0 if this rank has run out of batches
             and others have not.
         stop_training: set it to end the training after the present epoch or iteration.
@@ -60,6 +63,9 @@ class TrainLoop(ABC):
         self._intervals = _Intervals(val_interval, dynamic_intervals)
         self.epoch = 0
         self.iter = 0
+        self.epoch_begin = 0
+        self.epoch_end = self.epoch_length
+        self._begin = BEGINNING
         self.samples = 0
         self.stop_training = False
         self._left_out: set[str] = set()
@@ -67,6 +73,35 @@ class TrainLoop(ABC):
     @abstractmethod
     def run(self) -> None:
         """Train until the end."""
+
+    def position(self, epoch: int, iteration: int) -> dict[str, Any]:
+        """Return the position in the data after so many complete epochs and iterations; see `Passes.position`."""
+        return self.passes.position(epoch, iteration - self.epoch_begin if epoch == self.epoch else 0)
+
+    def restore(self, iteration: int, position: Mapping[str, Any]) -> Place | None:
+        """Continue after so many iterations, at a position in the data that `position` returned.
+
+        Returns:
+            The place in the present epoch; None if the position can't be found, so that its epoch begins anew.
+        """
+        place, deal = self.passes.place_of(position), self.passes.deal
+        self.iter = iteration
+        self.epoch = 0 if deal is not None and deal.is_endless else position["epoch"]
+        self._begin = place or BEGINNING
+        self.epoch_begin = iteration - self._begin.turns
+        left = self.passes.turns_after(self._begin)
+        self.epoch_end = None if left is None else iteration + left
+        return place
+
+    def _complete_epoch(self) -> None:
+        """Count the present epoch, and begin the next one."""
+        self.epoch += 1
+        self.epoch_begin, self._begin = self.iter, BEGINNING
+        self.epoch_end = None if self.epoch_length is None else self.iter + self.epoch_length
+
+    def _iters_until(self, max_epochs: int) -> int:
+        """Return `iter` at the end of epoch `max_epochs`."""
+        return (self.epoch_end or 0) + (max_epochs - self.epoch - 1) * (self.epoch_length or 0)
 
     def _prepare(self) -> None:
         runner = self.runner
@@ -88,10 +123,10 @@ class TrainLoop(ABC):
                 len(names), ", ".join(names),
             )  # fmt: skip
 
-    def _turns(self, done: int) -> Iterator[Turn]:
-        """Return the turns of a pass after the first `done`; between two updates, a signal may end the training."""
+    def _turns(self) -> Iterator[Turn]:
+        """Return the turns of the present pass; between two updates, a signal may end the training."""
         run = self.runner
-        return run.preemption.points(self.passes.turns(done), may_stop=run.optim_wrapper.should_update)
+        return run.preemption.points(self.passes.turns(self._begin), may_stop=run.optim_wrapper.should_update)
 
     def _run_iter(self, batch_idx: int, turn: Turn) -> None:
         runner, data_batch, optim_wrapper = self.runner, turn.batch, self.runner.optim_wrapper
@@ -168,24 +203,30 @@ class EpochBasedTrainLoop(TrainLoop):
         self.max_epochs: int = _positive("max_epochs", max_epochs)
         self.max_iters = self.max_epochs * self.epoch_length
 
+    def restore(self, iteration: int, position: Mapping[str, Any]) -> Place | None:
+        """Continue after so many iterations, at a position in the data; `max_iters` is as the rest of it needs."""
+        place = super().restore(iteration, position)
+        self.max_iters = max(iteration, self._iters_until(self.max_epochs))
+        return place
+
     def run(self) -> None:
         """Train until `max_epochs`, validating in between."""
         self._prepare()
         self.runner.call_hook("before_train")
-        if self.iter == self.epoch * self.epoch_length:
+        if self.iter == self.epoch_begin:
             self._make_up_validation(self.epoch, self.max_epochs)
         while self.epoch < self.max_epochs and not self.stop_training:
+            begin, end = self.epoch_begin, self.epoch_end
             self._run_epoch()
             self._validate_if_due(self.epoch, self.max_epochs)
-            self._check_length()
+            self._check_length(self.epoch_begin - begin, (end or 0) - begin)
         self.runner.call_hook("after_train")
 
-    def _check_length(self) -> None:
+    def _check_length(self, done: int, expected: int) -> None:
         """Raise an error if an epoch was of another length: schedules and checkpoints rely on equal epochs."""
-        done = self.iter - (self.epoch - 1) * self.epoch_length
-        if self.epoch < self.max_epochs and not self.stop_training and done != self.epoch_length:
+        if self.epoch < self.max_epochs and not self.stop_training and done != expected:
             raise ConfigError(
-                f"`train_dataloader` must have {self.epoch_length} iterations in every epoch, as its length says, but "
+                f"`train_dataloader` must have {expected} iterations in every epoch, as its length says, but "
                 f"had {done} in epoch {self.epoch}. Let the sampler's `__len__` say what it yields, the same in every "
                 "epoch, or use train_cfg=dict(by_epoch=False, max_iters=...)"
             )
@@ -193,11 +234,10 @@ class EpochBasedTrainLoop(TrainLoop):
     def _run_epoch(self) -> None:
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
-        done = self.iter - self.epoch * self.epoch_length
-        for batch_idx, turn in enumerate(self._turns(done), start=done):
+        for batch_idx, turn in enumerate(self._turns(), start=self._begin.turns):
             self._run_iter(batch_idx, turn)
         self.runner.call_hook("after_train_epoch")
-        self.epoch += 1
+        self._complete_epoch()
 
 
 @LOOPS.register_module()
@@ -244,19 +284,15 @@ class IterBasedTrainLoop(TrainLoop):
         self.runner.call_hook("after_train")
 
     def _endless_turns(self) -> Iterator[Turn]:
-        done = self.passes.taken
-        if self.epoch_length:
-            self.epoch, done = divmod(self.iter, self.epoch_length)
         while True:
             set_epoch(self.dataloader, self.epoch)
-            empty = True
-            for turn in self._turns(done):
+            empty = self._begin == BEGINNING
+            for turn in self._turns():
                 empty = False
                 yield turn
-            if empty and not done:
+            if empty:
                 raise ConfigError(NO_BATCHES)
-            done = 0
-            self.epoch += 1
+            self._complete_epoch()
 
 
 def _values_to_log(outputs: Any) -> dict[str, Any]:

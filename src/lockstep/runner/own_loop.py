@@ -74,7 +74,7 @@ class OwnLoop(TrainLoop):
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left."""
         run = self.runner
-        self.max_epochs, self.max_iters = count, count * (self.epoch_length or 0)
+        self.max_epochs, self.max_iters = count, max(self.iter, self._iters_until(count))
         run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
         run.call_hook("before_train")
         while self.epoch < count and not self.stop_training:
@@ -97,10 +97,10 @@ class OwnLoop(TrainLoop):
         self._is_open = True
         run.call_hook("before_train_epoch")
         self._begin_training()
-        device, done = torch.device(get_device()), self.iter - self.epoch * (self.epoch_length or 0)
+        device = torch.device(get_device())
         is_plain = unwrap_model(run.model) is run.model and type(run.optim_wrapper) is OptimWrapper
         nothing: AbstractContextManager[None] = nullcontext()
-        for batch_idx, turn in enumerate(self._saved_turns(done), start=done):
+        for batch_idx, turn in enumerate(self._saved_turns(), start=self._begin.turns):
             self.samples, self.counts, self._values = turn.samples, turn.is_own, {}
             run.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
             hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
@@ -115,9 +115,9 @@ class OwnLoop(TrainLoop):
             self.iter += 1
         self._end_epoch()
 
-    def _saved_turns(self, done: int) -> Iterator[Turn]:
+    def _saved_turns(self) -> Iterator[Turn]:
         try:
-            yield from self._turns(done)
+            yield from self._turns()
         except Preempted as stop:
             self.runner.save_preempted(stop)
             raise
@@ -175,9 +175,9 @@ class OwnLoop(TrainLoop):
     def _end_epoch(self) -> None:
         self._save_what_was_asked_for()  # in an iteration that was left by `break`
         self._is_open = False
-        self.iter = (self.epoch + 1) * (self.epoch_length or 0)  # also where the epoch was left early
+        self.iter = self.epoch_end or 0  # also where the epoch was left early
         self.runner.call_hook("after_train_epoch")
-        self.epoch += 1
+        self._complete_epoch()
 
     @contextmanager
     def _led(self) -> Iterator[None]:

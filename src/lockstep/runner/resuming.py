@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ from lockstep.dataset.random_state import set_random_state
 from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError, counted
 from lockstep.optim.paramwise import param_sites
+from lockstep.optim.scheduler import FormulaScheduler
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import seed_all
+from lockstep.runner.uneven_inputs import BEGINNING
 from lockstep.runner.weights import Weights
 
 _logger = logging.getLogger(__name__)
@@ -51,8 +53,8 @@ def resume_run(run: TrainRun, directory: Path) -> None:
     del wanted["meta"]
     # Ranks that now compute on the same samples must not continue with different random states.
     has_own = (meta.get("rank_states"), meta.get("data_shares")) == (run.world_size, run.data_shard.size)
-    if has_own:
-        wanted["ranks"] = {str(run.rank): ()}
+    holder = meta.get("position", {}).get("held_by")
+    wanted["ranks"] = {str(rank): () for rank in {run.rank if has_own else holder, holder} - {None}}
     template = strategy.optim_template() if "optimizer" in wanted else {}
     state = load_state(directory, wanted, template)
     _check_schedulers(run, meta, directory)
@@ -62,28 +64,117 @@ def resume_run(run: TrainRun, directory: Path) -> None:
     if "optimizer" in state:
         _tell_of_new_parameters(run, wanted["optimizer"]["param_groups"], state["optimizer"], directory)
     run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
-    loop.epoch, loop.iter, into = meta["epoch"], meta["iter"], meta["batches_into_epoch"]
-    was_validated = (meta.get("validated_iter") or 0) >= loop.iter - into
+    states = {int(rank): item[0] for rank, item in state.pop("ranks").items()}
+    own = states.get(run.rank) if has_own else None
+    iteration, position = meta["iter"], meta.get("position")
+    if position is None:
+        iteration, position = _position_of_first_format(run, meta, own, directory)
+    _restore_position(run, iteration, position, own, list(states.values()), directory)
+    into = position["batches"] if loop.max_epochs is not None else 0
+    if run.val_loop is not None and (meta.get("validated_iter") or 0) >= meta["iter"] - into:
+        run.val_loop.at_iter = loop.epoch_begin if loop.max_epochs is not None else loop.iter
+    if own is None:
+        _restart_random_state(run, saved_by=meta["world_size"])
+    run.saved_iter = loop.iter
+    run.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
+    into, total = position["samples"], position["total"]
+    where = f", {into}{f' of {total}' if total else ''} {position['unit']} into the epoch" if into else ""
+    _logger.info("resumed from %s: epoch %d, iter %d%s", directory, loop.epoch, loop.iter, where)
+
+
+def _restore_position(
+    run: TrainRun,
+    iteration: int,
+    position: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
+    states: Sequence[Mapping[str, Any]],
+    directory: Path,
+) -> None:
+    """Let the loop continue at the saved position, and say what is otherwise than if the run had never stopped."""
+    loop = run.train_loop
+    place, passes, deal = loop.restore(iteration, position), loop.passes, loop.passes.deal
+    then = _nothing if own is None else partial(set_random_state, own["random"])
+    begin = BEGINNING if place is None else place
+    passes.restore(begin, None if own is None else own["data"], [one["data"] for one in states], position["head"], then)
+    if place is None:
+        _logger.warning(
+            "%s was saved %d batches into epoch %d, by %s, each of which had an order of its own; on %d ranks, or with "
+            "another batch size, they hold other samples: the epoch begins anew",
+            directory, position["batches"], position["epoch"] + 1, counted(position["layout"][0], "rank"),
+            run.world_size,
+        )  # fmt: skip
+    if place is None or deal is None or position["samples"] is None:
+        return
+    if position["samples"] and None not in (position["total"], deal.total) and position["total"] != deal.total:
+        _logger.warning(
+            "the data have %d %s, but had %d when %s was saved: the rest of epoch %d is that of another order, in "
+            "which some of what was seen comes again",
+            deal.total, deal.unit, position["total"], directory, position["epoch"] + 1,
+        )  # fmt: skip
+    if position["global_batch"] not in (None, deal.global_batch):
+        _logger.info(
+            "the global batch has %d %s now, and had %d", deal.global_batch, deal.unit, position["global_batch"]
+        )
+    if loop.max_epochs is not None and loop.epoch_length and loop.epoch_end is not None:
+        _shift_schedules(run, loop.epoch * loop.epoch_length + loop.epoch_length - loop.epoch_end + loop.iter)
+
+
+def _shift_schedules(run: TrainRun, regular: int) -> None:
+    """Let the schedules that span the run go on at the same part of it, if it has another number of iterations now.
+
+    Args:
+        run: the run, whose schedules have their saved states.
+        regular: how many iterations there would be now in a run that always had its present global batch.
+    """
+    loop = run.train_loop
+    if regular == loop.iter:
+        return
+    length = (loop.max_epochs or 0) * (loop.epoch_length or 0)
+    given = run.args.param_scheduler
+    configs = given if isinstance(given, list | tuple) else [given]
+    if len(configs) != len(run.param_schedulers):
+        configs = [None] * len(run.param_schedulers)
+    shifted = []
+    for config, scheduler in zip(configs, run.param_schedulers, strict=True):
+        in_epochs = isinstance(config, Mapping) and config.get("convert_to_iter_based")
+        if (
+            isinstance(scheduler, FormulaScheduler)
+            and not scheduler.by_epoch
+            and (in_epochs or scheduler.end == length)
+        ):
+            scheduler.load_state_dict({**scheduler.state_dict(), "count": regular})
+            shifted.append(scheduler.title)
+    _logger.info(
+        "with this global batch, epoch %d ends after iteration %d, and the run after %d. %s; a schedule that counts "
+        "iterations and has an end of its own goes on with iteration %d",
+        loop.epoch + 1, loop.epoch_end, loop.max_iters,
+        f"{' and '.join(shifted)} go on at the same part of the run" if shifted else "No schedule spans the run",
+        loop.iter + 1,
+    )  # fmt: skip
+
+
+def _position_of_first_format(
+    run: TrainRun, meta: Mapping[str, Any], own: Mapping[str, Any] | None, directory: Path
+) -> tuple[int, dict[str, Any]]:
+    """Return the iterations and the position in a checkpoint of the first format, which counts batches of a rank."""
+    loop, iteration, epoch, into = run.train_loop, meta["iter"], meta["epoch"], meta["batches_into_epoch"]
+    length = loop.epoch_length or 0
     if loop.max_epochs is not None:
         shares = meta.get("data_shares", meta["world_size"])
         if into and shares != run.data_shard.size:
             _logger.warning(
                 "%s was saved %d batches into epoch %d on %s; on %d they hold other samples: "
                 "the epoch begins anew",
-                directory, into, meta["epoch"] + 1, counted(shares, "rank"), run.data_shard.size,
+                directory, into, epoch + 1, counted(shares, "rank"), run.data_shard.size,
             )  # fmt: skip
             into = 0
-        loop.iter = loop.epoch * (loop.epoch_length or 0) + into
-    if run.val_loop is not None and was_validated:
-        run.val_loop.at_iter = loop.iter - into
-    if has_own:
-        own = state.pop("ranks")[str(run.rank)][0]
-        loop.passes.restore(own["data"], partial(set_random_state, own["random"]))
+        iteration = epoch * length + into
+    elif length:
+        epoch, into = divmod(iteration, length)
     else:
-        _restart_random_state(run, saved_by=meta["world_size"])
-    run.saved_iter = loop.iter
-    run.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
-    _logger.info("resumed from %s: epoch %d, iter %d", directory, loop.epoch, loop.iter)
+        into = 0 if own is None else own["data"]["taken"]
+    position = {**loop.passes.position(epoch, into), "head": []}
+    return iteration, position
 
 
 def _tell_of_new_parameters(
@@ -115,3 +206,7 @@ def _restart_random_state(run: TrainRun, saved_by: int) -> None:
         "the checkpoint was saved by %s, so that on %d random numbers, such as those of dropout, begin anew",
         counted(saved_by, "rank"), run.world_size,
     )  # fmt: skip
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -31,7 +31,7 @@ from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.preemption import Preemption
-from lockstep.runner.uneven_inputs import Passes
+from lockstep.runner.uneven_inputs import Passes, Place
 from lockstep.runner.weights import REVISE_KEYS, Weights, load_weights
 from lockstep.strategy import Strategy
 from lockstep.version import __version__
@@ -66,6 +66,8 @@ class AnyTrainLoop(Protocol):
     max_epochs: int | None
     max_iters: int
     epoch_length: int | None
+    epoch_begin: int
+    epoch_end: int | None
     val_begin: int
     val_interval: int
     samples: int
@@ -73,6 +75,12 @@ class AnyTrainLoop(Protocol):
 
     def run(self) -> None:
         """Train until the end."""
+
+    def position(self, epoch: int, iteration: int) -> dict[str, Any]:
+        """Return the position in the data after so many complete epochs and iterations, in JSON values."""
+
+    def restore(self, iteration: int, position: Mapping[str, Any]) -> Place | None:
+        """Continue there; None says that the present epoch begins anew."""
 
 
 class AnyEvalLoop(Protocol):
@@ -351,7 +359,6 @@ class TrainRun(Run):
         epochs, iterations = self._complete(by_epoch=by_epoch)
         epoch = epochs if epoch is None else epoch
         iteration = iterations if iteration is None else iteration
-        by_epochs = self.max_epochs is not None
         checkpoint: dict[str, Any] = {
             "model": self.strategy.model_state(),
             "meta": {
@@ -361,7 +368,7 @@ class TrainRun(Run):
                 "torch": torch.__version__,
                 "epoch": epoch,
                 "iter": iteration,
-                "batches_into_epoch": iteration - epoch * (self.train_loop.epoch_length or 0) if by_epochs else 0,
+                "position": self.train_loop.position(epoch, iteration),
                 "world_size": self.world_size,
                 "data_shares": self.data_shard.size,
                 "rank_states": self.world_size,
@@ -404,7 +411,7 @@ class TrainRun(Run):
         if not by_epoch:
             return self.epoch, self.iter + 1
         # The loop counts an epoch when its hooks have been called.
-        is_at_end = self.iter == (self.epoch + 1) * (self.train_loop.epoch_length or -1)
+        is_at_end = self.iter == self.train_loop.epoch_end
         return self.epoch + is_at_end, self.iter
 
 

@@ -10,8 +10,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.dataset import Amount, amount_of, batch_size_of, length_of, position_of, restore_position, skip_batches
+from lockstep.dataset import (
+    Amount,
+    amount_of,
+    batch_size_of,
+    begun_at,
+    deal_of,
+    head_of,
+    length_of,
+    position_of,
+    restore_position,
+    without_batches,
+)
+from lockstep.dataset.sharded import drawn_from
+from lockstep.dataset.stream import StreamLoader
 from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
 
 _logger = logging.getLogger(__name__)
@@ -35,6 +49,21 @@ class Turn(NamedTuple):
     is_own: bool
 
 
+class Place(NamedTuple):
+    """A place in an epoch.
+
+    Attributes:
+        turns: number of turns before it, among them those that other ranks or other batches took before a resume.
+        items: number of items of the global order before it, on all ranks together.
+    """
+
+    turns: int = 0
+    items: int = 0
+
+
+BEGINNING = Place()
+
+
 class Passes:
     """Passes through a data loader, in which all ranks take the same number of turns.
 
@@ -56,7 +85,8 @@ class Passes:
     Attributes:
         lengths: batches of each rank in a pass; None if that is not known.
         length: turns in a pass, as many as the rank with the most batches has; None if that is not known.
-        taken: turns of the present pass so far, or, after `restore`, of the pass to continue.
+        deal: how one global order is split over the ranks, so that a pass can begin anywhere in it; None if it is not
+            known, and a pass begins after so many turns.
 
     **Example (2 ranks)**::
 
@@ -73,64 +103,134 @@ class Passes:
         self._count = count or batch_size_of
         self._rank, self._world_size = get_rank(), get_world_size()
         own = amount_of(loader) if count is None else None
-        self._amounts, self.lengths = _agree(own, length_of(loader))
+        told = all_gather_object((own, length_of(loader), deal_of(loader), _shard_of(loader), _layout_of(loader)))
+        amounts, lengths, deals, self._shards, layouts = (list(column) for column in zip(*told, strict=True))
+        self._layout = [self._world_size, *(layouts[:1] if layouts.count(layouts[0]) == len(layouts) else layouts)]
+        self._amounts: list[Amount] | None = None if None in amounts else amounts
+        self.lengths: list[int] | None = None if None in lengths else lengths
         self.length = None if self.lengths is None else max(self.lengths)
-        self._is_even = self._world_size == 1 or (self._amounts is not None and len(set(self._amounts)) == 1)
-        self.taken = 0
-        self._resumption: tuple[Any, Callable[[], None]] | None = None
+        self.deal = deals[0] if all(deal == deals[0] for deal in deals) else None
+        self._is_stream = isinstance(loader, StreamLoader)
+        self._begin = BEGINNING
+        self._resumption: _Resumption | None = None
         self._stand_in: Any = _NONE
         self._all_have_a_batch = False
 
-    def turns(self, done: int = 0) -> Iterator[Turn]:
-        """Yield the turns of one pass, beginning after the first `done`."""
-        self.taken = done
-        batches = self._batches_from(done)
-        if not self._is_even:
-            yield from self._turns_in_step(batches, done)
+    def turns(self, begin: Place = BEGINNING) -> Iterator[Turn]:
+        """Yield the turns of one pass, beginning at `begin`."""
+        self._begin = begin
+        batches, amounts, first = self._opened(begin)
+        if self._world_size > 1 and (amounts is None or len(set(amounts)) > 1):
+            yield from self._turns_in_step(batches, amounts, first)
             return
-        amount = None if self._amounts is None else self._amounts[self._rank]
-        for index, batch in enumerate(batches, start=done):
-            self.taken = index + 1
+        amount = None if amounts is None else amounts[self._rank]
+        for index, batch in enumerate(batches, start=first):
             samples = int(self._count(batch)) if amount is None else amount.size_of(index)
             yield Turn(batch, samples, samples, True)
 
-    def state(self) -> dict[str, Any]:
-        """Return this rank's position in the present pass."""
-        return {"taken": self.taken, "position": position_of(self._loader)}
+    def position(self, epoch: int, turns: int) -> dict[str, Any]:
+        """Return the position after `turns` turns of an epoch, in JSON values and the same on every rank.
 
-    def restore(self, state: Mapping[str, Any], then: Callable[[], None]) -> None:
-        """Let the next call of `turns` continue from a position that `state` returned.
+        Returns:
+            `epoch`, `samples` and `total`, counted in `unit`: the number of samples of the epoch's global order that
+            all ranks together have taken, and of those that there are; `head`: what tells this order from another one;
+            `batches`: the number of turns; `layout`: what must be the same if `samples` is None, which means that there
+            is no global order; `held_by`: the rank whose own state says where the stream is.
+        """
+        deal, samples = self.deal, None
+        if deal is not None:
+            begin = self._begin if turns else BEGINNING
+            samples = begin.items + (turns - begin.turns) * deal.global_batch
+            if deal.is_endless and deal.total:
+                passes, samples = divmod(samples, deal.total)
+                epoch += passes
+            elif deal.total is not None:
+                samples = min(samples, deal.total)
+        return {
+            "epoch": epoch,
+            "batches": turns,
+            "samples": samples,
+            "unit": None if deal is None else deal.unit,
+            "total": None if deal is None else deal.total,
+            "global_batch": None if deal is None else deal.global_batch,
+            "head": head_of(self._loader) if turns else [],
+            "layout": self._layout,
+            "held_by": self._shards.index(deal.shards - 1) if deal is not None and self._is_stream else None,
+        }
+
+    def place_of(self, position: Mapping[str, Any]) -> Place | None:
+        """Return the place at a position that `position` returned in any job; None if it can't be found here."""
+        deal, samples = self.deal, position["samples"]
+        if deal is not None and samples is not None and position["unit"] == deal.unit:
+            if deal.is_endless:
+                samples += position["epoch"] * (deal.total or 0)
+            return Place(position["batches"], samples)
+        if position["batches"] == 0:
+            return BEGINNING
+        return Place(position["batches"]) if deal is None and position["layout"] == self._layout else None
+
+    def turns_after(self, place: Place) -> int | None:
+        """Return the number of turns from `place` to the end of its epoch; None if that is not known."""
+        if self.deal is not None:
+            left: int | None = self.deal.turns_after(place.items)
+            return left
+        return None if self.length is None else max(0, self.length - place.turns)
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's own state in the present pass, in JSON values and tensors; see `position_of`."""
+        by_place = self.deal is not None and not self._is_stream
+        return {"position": None if by_place else position_of(self._loader)}
+
+    def restore(
+        self,
+        begin: Place,
+        own: Mapping[str, Any] | None,
+        states: Sequence[Mapping[str, Any]],
+        head: Sequence[int],
+        then: Callable[[], None],
+    ) -> None:
+        """Let the next call of `turns`, which must begin at `begin`, use what was saved beside that place.
 
         Args:
-            state: the state of the same rank, from a job with the same number of ranks.
-            then: called when the loader is at that position, before it yields a batch.
+            begin: the place.
+            own: what `state` returned on the same rank, from a job with as many ranks; None without one.
+            states: what it returned on any ranks of that job, in any layout.
+            head: that of the position.
+            then: called when the loader is at that place, before it yields a batch.
         """
-        self.taken = state["taken"]
-        self._resumption = state["position"], then
+        known = [state["position"] for state in states if state.get("position") is not None]
+        position = None if own is None or self.deal is not None else own["position"]
+        self._begin, self._resumption = begin, _Resumption(position, known, head, then)
 
-    def _batches_from(self, done: int) -> Iterator[Any]:
-        """Return the batches of one pass without the first `done`."""
-        (position, then), self._resumption = self._resumption or (None, _nothing), None
-        if done == 0:
-            then()
-            return iter(self._loader)
-        is_there = restore_position(self._loader, position) or skip_batches(self._loader, done)
-        batches: Iterator[Any] = iter(self._loader)
-        if not is_there:
+    def _opened(self, begin: Place) -> tuple[Iterator[Any], list[Amount] | None, int]:
+        """Return the batches from `begin` on, the ranks' amounts, and the number of the first of these batches."""
+        resumption, self._resumption = self._resumption or _Resumption(), None
+        loader, amounts, first, discarded = self._loader, self._amounts, begin.turns, 0
+        if self.deal is not None:
+            first = 0
+            if begin.items:
+                loader = begun_at(loader, begin.items, resumption.head, resumption.states)
+            if begin.items and amounts is not None:
+                amounts = [self.deal.amount_after(begin.items, shard) for shard in self._shards]
+        elif begin.turns and not restore_position(loader, resumption.position):
+            loader = without_batches(loader, begin.turns)
+            if loader is None:
+                loader, discarded = self._loader, begin.turns
+        batches: Iterator[Any] = iter(loader)
+        if discarded:
             _logger.warning(
                 "%d batches of %s are read and discarded, to go on after them. Datasets with state_dict and "
                 "load_state_dict can do without, and samplers that can skip",
-                done, _described(self._loader),
+                discarded, _described(loader),
             )  # fmt: skip
-            next(islice(batches, done, done), None)
-        then()
-        return batches
+            next(islice(batches, discarded, discarded), None)
+        resumption.then()
+        return batches, amounts, first
 
-    def _turns_in_step(self, batches: Iterator[Any], done: int) -> Iterator[Turn]:
-        for index in count(done):
+    def _turns_in_step(self, batches: Iterator[Any], amounts: Sequence[Amount] | None, first: int) -> Iterator[Turn]:
+        for index in count(first):
             batch = next(batches, _NONE)
-            self.taken = index + 1
-            sizes = self._sizes(index, batch)
+            sizes = self._sizes(amounts, index, batch)
             if all(size is None for size in sizes):
                 return
             is_own = batch is not _NONE
@@ -140,10 +240,10 @@ class Passes:
             known = [size or 0 for size in sizes]
             yield Turn(self._stand_in, known[self._rank], sum(known) / self._world_size, is_own)
 
-    def _sizes(self, index: int, batch: Any) -> Sequence[int | None]:
+    def _sizes(self, amounts: Sequence[Amount] | None, index: int, batch: Any) -> Sequence[int | None]:
         """Return the number of samples in each rank's batch; None for ranks that have run out."""
-        if self._amounts is not None:
-            return [amount.size_of(index) or None for amount in self._amounts]
+        if amounts is not None:
+            return [amount.size_of(index) or None for amount in amounts]
         own = _UNKNOWN if batch is _NONE else int(self._count(batch))  # perhaps a tensor
         told = [int(size) for size in all_gather(torch.tensor(own))]
         return [None if size == _UNKNOWN else size for size in told]
@@ -169,12 +269,21 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _agree(own: Amount | None, length: int | None) -> tuple[list[Amount] | None, list[int] | None]:
-    """Return each rank's amount of data and number of batches; None for what not every rank knows."""
-    told = all_gather_object((own, length))
-    amounts = [amount for amount, _ in told if amount is not None]
-    lengths = [length for _, length in told if length is not None]
-    return amounts if len(amounts) == len(told) else None, lengths if len(lengths) == len(told) else None
+def _shard_of(loader: Any) -> int:
+    """Return the number of the shard that a loader yields; 0 if it is not known."""
+    if isinstance(loader, StreamLoader):
+        return loader.dataset.shard[0]
+    sampler, _ = drawn_from(loader)
+    return int(getattr(sampler, "rank", 0))
+
+
+def _layout_of(loader: Any) -> list[Any]:
+    """Return what must be the same for a pass to go on after so many batches: [shards, batch size, workers]."""
+    sampler, batch_size = drawn_from(loader)
+    shards = getattr(sampler, "num_replicas", getattr(sampler, "world_size", None))
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return [shards, batch_size, None]
+    return [shards, loader.batch_size, max(1, loader.num_workers)]
 
 
 def _described(loader: Any) -> str:
@@ -184,3 +293,12 @@ def _described(loader: Any) -> str:
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+class _Resumption(NamedTuple):
+    """What the first pass uses besides the place at which it begins; see `Passes.restore`."""
+
+    position: Any = None
+    states: Sequence[Mapping[str, Any]] = ()
+    head: Sequence[int] = ()
+    then: Callable[[], None] = _nothing
