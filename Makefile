@@ -95,6 +95,11 @@ parity: $(READY) .venv-deepspeed/.ready .venv-colossalai/.ready  ## one loss cur
 		--colossalai-python .venv-colossalai/bin/python
 
 # SHARE=K/N tries every N-th cell alone, from the K-th on.
+.PHONY: resume-matrix
+resume-matrix: $(READY) .venv-deepspeed/.ready .venv-colossalai/.ready  ## runs that stop and resume in another form: docs/resume-matrix.md
+	$(BIN)/python -m benchmarks.resume --deepspeed-python .venv-deepspeed/bin/python \
+		--colossalai-python .venv-colossalai/bin/python $(if $(SHARE),--share $(SHARE)) $(if $(ONLY),--only $(ONLY))
+
 .PHONY: test-models
 test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready  ## many kinds of models under every strategy: docs/models.md
 	.venv-models/bin/python -m benchmarks.models $(if $(SHARE),--share $(SHARE))

@@ -59,7 +59,8 @@ class ShardedSampler(DealingSampler):
     not needed for torch's own samplers, which get a generator.
 
     A sampler that draws from another source, such as the clock or an unseeded generator that it creates in `__iter__`,
-    can't be split in this way.
+    can't be split in this way. One whose order depends on the training so far, such as on the losses, can't be drawn
+    again: with an attribute `resumable = False`, a run that resumes inside an epoch begins the epoch anew.
 
     Args:
         sampler: an iterable of indices or of lists of indices. It may be endless and have no length.

@@ -97,11 +97,15 @@ def _restore_position(
     begin = BEGINNING if place is None else place
     passes.restore(begin, None if own is None else own["data"], [one["data"] for one in states], position["head"], then)
     if place is None:
+        reason = (
+            f"each of {counted(position['layout'][0], 'rank')} had an order of its own, which is another one on "
+            f"{run.world_size}, or with another batch size"
+        )
+        if not passes.is_resumable:
+            reason = "the sampler says by `resumable = False` that its order can't be drawn again"
         _logger.warning(
-            "%s was saved %d batches into epoch %d, by %s, each of which had an order of its own; on %d ranks, or with "
-            "another batch size, they hold other samples: the epoch begins anew",
-            directory, position["batches"], position["epoch"] + 1, counted(position["layout"][0], "rank"),
-            run.world_size,
+            "%s was saved %d batches into epoch %d. The epoch begins anew: %s",
+            directory, position["batches"], position["epoch"] + 1, reason,
         )  # fmt: skip
     if place is None or deal is None or position["samples"] is None:
         return

@@ -24,6 +24,7 @@ from lockstep.dataset import (
     restore_position,
     without_batches,
 )
+from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sharded import drawn_from
 from lockstep.dataset.stream import StreamLoader
 from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
@@ -87,6 +88,7 @@ class Passes:
         length: turns in a pass, as many as the rank with the most batches has; None if that is not known.
         deal: how one global order is split over the ranks, so that a pass can begin anywhere in it; None if it is not
             known, and a pass begins after so many turns.
+        is_resumable: whether a pass can go on in the middle; not if a sampler says `resumable = False`.
 
     **Example (2 ranks)**::
 
@@ -109,7 +111,8 @@ class Passes:
         self._amounts: list[Amount] | None = None if None in amounts else amounts
         self.lengths: list[int] | None = None if None in lengths else lengths
         self.length = None if self.lengths is None else max(self.lengths)
-        self.deal = deals[0] if all(deal == deals[0] for deal in deals) else None
+        self.is_resumable = all(getattr(part, "resumable", True) for part in parts_of(drawn_from(loader)[0]))
+        self.deal = deals[0] if self.is_resumable and all(deal == deals[0] for deal in deals) else None
         self._is_stream = isinstance(loader, StreamLoader)
         self._begin = BEGINNING
         self._resumption: _Resumption | None = None
@@ -167,6 +170,8 @@ class Passes:
             return Place(position["batches"], samples)
         if position["batches"] == 0:
             return BEGINNING
+        if not self.is_resumable:
+            return None
         return Place(position["batches"]) if deal is None and position["layout"] == self._layout else None
 
     def turns_after(self, place: Place) -> int | None:

@@ -1,0 +1,359 @@
+"""Going on inside an epoch on other ranks, with other batches: which samples are trained on, and what is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
+
+from lockstep import Session
+from lockstep.checkpoint import find_last_checkpoint, read_meta
+from lockstep.dataset.position import check_plain
+from lockstep.dist import get_rank, get_world_size
+from lockstep.errors import ConfigError
+from lockstep.hooks import Hook
+from lockstep.runner import Runner
+from lockstep.testing import run_ranks
+
+SIZE, SEED = 24, 7
+
+
+class Numbers(Dataset[Tensor]):
+    """Its samples are their indices; counts those that were read."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size, self.read = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.read += 1
+        return torch.tensor([float(index)])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor, mode: str = "loss") -> Tensor:
+        return self.linear(x).square().mean()
+
+
+class Noting(Hook):
+    """Notes, by iteration, the samples that count and the learning rate; ends the run as a crash would."""
+
+    priority = "LOWEST"
+
+    def __init__(self, stop_after: int | None) -> None:
+        self.stop_after = stop_after
+        self.seen: dict[int, list[int]] = {}
+        self.rates: dict[int, float] = {}
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None) -> None:
+        self.rates[runner.iter] = runner.optim_wrapper.param_groups[0]["lr"]
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        self.seen[runner.iter] = [int(x) for x in data_batch.flatten()] if runner.train_loop.samples else []
+        if runner.iter + 1 == self.stop_after:
+            raise KeyboardInterrupt
+
+
+class Halves(Sampler[int]):
+    """Draws from the global generator: first the even numbers, then the odd ones."""
+
+    def __iter__(self) -> Iterator[int]:
+        for first in (0, 1):
+            yield from (2 * place + first for place in torch.randperm(SIZE // 2).tolist())
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class Clock(Halves):
+    """Draws other numbers whenever it is asked."""
+
+    begun = 0
+
+    def __iter__(self) -> Iterator[int]:
+        Clock.begun += 1
+        return iter(torch.randperm(SIZE, generator=torch.Generator().manual_seed(Clock.begun)).tolist())
+
+
+class ByLoss(Halves):
+    resumable = False
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[2 * place, 2 * place + 1] for place in torch.randperm(SIZE // 2).tolist()])
+
+    def __len__(self) -> int:
+        return SIZE // 2
+
+
+class KnowsRanks(Sampler[int]):
+    """Splits in its own way: each rank has a block."""
+
+    def __init__(self) -> None:
+        self.rank, self.num_replicas = get_rank(), get_world_size()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank * len(self), (self.rank + 1) * len(self)))
+
+    def __len__(self) -> int:
+        return SIZE // self.num_replicas
+
+
+def distributed() -> DataLoader[Tensor]:
+    data = Numbers()
+    sampler = DistributedSampler(data, get_world_size(), get_rank(), seed=SEED)
+    return DataLoader(data, batch_size=2, sampler=sampler)
+
+
+LOADERS: dict[str, Any] = {
+    "config": lambda: {"dataset": Numbers(), "batch_size": 2},
+    "endless": lambda: {"dataset": Numbers(), "batch_size": 2, "sampler": {"type": "InfiniteSampler"}},
+    "more data": lambda: {"dataset": Numbers(30), "batch_size": 2},
+    "in order": lambda: DataLoader(Numbers(), batch_size=2),
+    "halves": lambda: DataLoader(Numbers(), batch_size=2, sampler=Halves()),
+    "weighted": lambda: DataLoader(Numbers(), batch_size=2, sampler=WeightedRandomSampler([1.0, 2.0, 3.0] * 8, SIZE)),
+    "clock": lambda: DataLoader(Numbers(), batch_size=2, sampler=Clock()),
+    "by loss": lambda: DataLoader(Numbers(), batch_size=2, sampler=ByLoss()),
+    "batch sampler": lambda: DataLoader(Numbers(), batch_sampler=Pairs()),
+    "distributed": distributed,
+    "knows ranks": lambda: DataLoader(Numbers(), batch_size=2, sampler=KnowsRanks()),
+}
+BY_EPOCH, BY_ITER = {"max_epochs": 3}, {"max_iters": 30}
+
+
+def train(work_dir: Path, kind: str, stop_after: int | None = None, **changes: Any) -> Noting:
+    """Train with checkpoints after each iteration."""
+    torch.manual_seed(3)
+    noting = Noting(stop_after)
+    runner = Runner(
+        **{
+            "model": Net(),
+            "work_dir": work_dir,
+            "train_dataloader": LOADERS[kind](),
+            "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 1e-4}},
+            "train_cfg": BY_EPOCH,
+            "randomness": {"seed": SEED},
+            "default_hooks": {"checkpoint": {"by_epoch": False, "interval": 1}},
+            "custom_hooks": [noting],
+            "visualizer": [],
+            "resume": stop_after is None,
+            **changes,
+        }
+    )
+    try:
+        runner.train()
+    except KeyboardInterrupt:
+        assert stop_after is not None
+    return noting
+
+
+def together(by_rank: Sequence[Noting], until: int = 10**9) -> list[int]:
+    """Return the samples of all ranks, in the order in which they were dealt."""
+    rows = [[noting.seen[index] for noting in by_rank] for index in sorted(by_rank[0].seen) if index < until]
+    return [own[i] for row in rows for i in range(max(map(len, row))) for own in row if i < len(own)]
+
+
+def order_of(epoch: int, size: int = SIZE) -> list[int]:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+
+
+def log_of(work_dir: Path) -> str:
+    return sorted(work_dir.glob("2*/log.txt"))[-1].read_text()
+
+
+@pytest.mark.parametrize("kind", ["config", "in order", "halves", "weighted", "batch sampler", "distributed"])
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 1), (1, 3)])
+def test_the_rest_of_an_epoch_is_dealt_anew(kind, saved, resumed, tmp_path: Path):
+    whole = together(run_ranks(1, train, tmp_path / "whole", kind, 10**9))
+    # The epoch has 12 iterations on 1 rank, 6 on 2, 4 on 3.
+    first = run_ranks(saved, train, tmp_path / "work", kind, stop_after=3)
+    second = run_ranks(resumed, train, tmp_path / "work", kind)
+    assert min(second[0].seen) == 3
+    seen = together(first) + together(second)
+    if kind == "batch sampler":  # batches of two samples are dealt whole
+        pairs = [sorted(seen[i : i + SIZE]) for i in range(0, len(seen), SIZE)]
+        assert pairs == [sorted(whole[i : i + SIZE]) for i in range(0, len(seen), SIZE)]
+    else:
+        assert seen == whole
+    assert "begins anew" not in log_of(tmp_path / "work").replace("dropout, begin anew", "")
+    if kind == "config":
+        assert whole == order_of(0) + order_of(1) + order_of(2)
+        position = read_meta(next(tmp_path.glob("work/*/iter_3")))["position"]
+        assert (position["samples"], position["total"], position["batches"]) == (6 * saved, SIZE, 3)
+        assert f"{6 * saved} of {SIZE} samples into the epoch" in log_of(tmp_path / "work")
+
+
+def test_it_can_be_resumed_several_times_in_one_epoch(tmp_path: Path):
+    seen = together(run_ranks(2, train, tmp_path, "config", 2))
+    for size, stop in ((3, 3), (1, 5), (2, 7)):
+        seen += together(run_ranks(size, train, tmp_path, "config", stop, resume=True))
+    seen += together(run_ranks(3, train, tmp_path, "config"))
+    assert seen == order_of(0) + order_of(1) + order_of(2)
+
+
+def test_nothing_of_the_past_is_read(tmp_path: Path):
+    for kind in ("config", "halves", "distributed", "knows ranks"):
+        train(tmp_path / kind, kind, 8)
+        data = Numbers()
+        loader = LOADERS[kind]()
+        if isinstance(loader, dict):
+            loader["dataset"] = data
+        else:
+            loader.__dict__["dataset"] = data
+        train(tmp_path / kind, kind, train_dataloader=loader, train_cfg={"max_epochs": 1})
+        assert data.read == SIZE - 16
+
+
+def test_a_cosine_over_the_run_goes_on_at_the_same_part_and_a_warm_up_counts_on(tmp_path: Path):
+    schedules = [
+        {"type": "LinearLR", "start_factor": 0.5, "by_epoch": False, "end": 12},
+        {"type": "CosineAnnealingLR", "by_epoch": False, "param_name": "momentum"},
+    ]
+    changes: dict[str, Any] = {
+        "param_scheduler": schedules,
+        "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 1e-4, "momentum": 0.5}},
+    }
+
+    first = train(tmp_path, "config", 6, **changes)  # half of the first epoch, of 12 iterations
+    (second, _) = run_ranks(2, train, tmp_path, "config", **changes)
+    whole = train(tmp_path / "whole", "config", 10**9, **changes)
+    assert min(second.seen) == 6
+    assert max(second.seen) + 1 == 6 + 3 + 6 + 6
+    assert first.rates | {i: second.rates[i] for i in range(6, 12)} == {i: whole.rates[i] for i in range(12)}
+    log = log_of(tmp_path)
+    assert "the global batch has 4 samples now, and had 2" in log
+    assert "epoch 1 ends after iteration 9, and the run after 21. CosineAnnealingLR go on at the same part" in log
+    state = read_meta(next(tmp_path.glob("*/iter_21")))["param_schedulers"]
+    assert [one["count"] for one in state] == [21, 18]  # 18 is the length of a run on two ranks
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (2, 1)])
+def test_loops_may_change_between_epochs_and_iterations(saved, resumed, tmp_path: Path):
+    endless, epochs = {"kind": "endless", "train_cfg": BY_ITER}, {"kind": "config", "train_cfg": BY_EPOCH}
+    for first, second in ((endless, epochs), (epochs, endless)):
+        work_dir = tmp_path / f"{first['kind']} first"
+        stop = 13 if saved == 1 else 7  # in the second epoch
+        seen = together(run_ranks(saved, train, work_dir, stop_after=stop, **first))
+        seen += together(run_ranks(resumed, train, work_dir, **second))
+        expected = [index for epoch in range(5) for index in order_of(epoch)]
+        assert len(seen) >= 2 * SIZE
+        assert seen == expected[: len(seen)]
+
+
+def test_an_order_that_is_another_one_is_noticed(tmp_path: Path):
+    train(tmp_path, "clock", 4)
+    train(tmp_path, "clock")
+    assert "the order of epoch 1 begins with other items than in the run that is resumed" in log_of(tmp_path)
+
+
+def test_a_sampler_may_say_that_it_cannot_be_resumed(tmp_path: Path):
+    train(tmp_path, "by loss", 4)
+    second = train(tmp_path, "by loss", train_cfg={"max_epochs": 1})
+    assert sorted(together([second])) == list(range(SIZE))
+    assert (min(second.seen), max(second.seen)) == (4, 15)
+    assert "4 batches into epoch 1. The epoch begins anew: the sampler says by `resumable = False`" in log_of(tmp_path)
+
+
+@pytest.mark.parametrize("train_cfg", [BY_EPOCH, BY_ITER], ids=["by epoch", "by iteration"])
+def test_without_a_global_order_the_epoch_begins_anew_on_other_ranks(train_cfg, tmp_path: Path):
+    run_ranks(2, train, tmp_path, "knows ranks", 3, train_cfg=train_cfg)
+    (second,) = run_ranks(1, train, tmp_path, "knows ranks", train_cfg=train_cfg)
+    assert together([second])[:SIZE] == list(range(SIZE))
+    assert min(second.seen) == 3
+    assert "The epoch begins anew: each of 2 ranks had an order of its own, which is another one on 1" in log_of(
+        tmp_path
+    )
+
+
+def test_other_data_are_noticed(tmp_path: Path):
+    train(tmp_path, "config", 4)
+    second = train(tmp_path, "more data", train_cfg={"max_epochs": 1})
+    assert together([second]) == order_of(0, 30)[8:]
+    assert "the data have 30 samples, but had 24 when" in log_of(tmp_path)
+
+
+@pytest.mark.parametrize("train_cfg", [BY_EPOCH, BY_ITER], ids=["by epoch", "by iteration"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_of_the_first_format_resumes_as_it_did(size, train_cfg, tmp_path: Path):
+    run_ranks(2, train, tmp_path, "config", 8, train_cfg=train_cfg)
+    checkpoint = find_last_checkpoint(tmp_path)
+    assert checkpoint is not None
+    meta = read_meta(checkpoint)
+    del meta["position"]
+    by_epochs = train_cfg is BY_EPOCH
+    (checkpoint / "meta.json").write_text(json.dumps({**meta, "batches_into_epoch": 2 if by_epochs else 0}))
+    second = run_ranks(size, train, tmp_path, "config", train_cfg=train_cfg)
+    orders = [*order_of(1), *order_of(2), *order_of(3), *order_of(4)]
+    if size == 2:
+        assert min(second[0].seen) == 8
+        assert together(second)[:SIZE] == orders[8 : 8 + SIZE]
+    elif by_epochs:  # from the beginning of the epoch, with its iterations counted anew
+        assert min(second[0].seen) == 12
+        assert together(second) == orders[: 2 * SIZE]
+        assert "saved 2 batches into epoch 2 on 2 ranks; on 1 they hold other samples" in log_of(tmp_path)
+    else:  # after as many batches, whatever is in them
+        assert min(second[0].seen) == 8
+        assert together(second)[:8] == order_of(0)[16:]
+
+
+class Tuples(IterableDataset[Tensor]):
+    """Has a state that no checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": [(1, 2)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(8.0)[:, None])
+
+
+def test_a_state_that_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"`Tuples.state_dict\(\)` must hold .* holds a tuple at \['workers'\].*Conv"):
+        train(tmp_path, "config", 2, train_dataloader={"dataset": Tuples(), "batch_size": 2}, train_cfg=BY_ITER)
+    with pytest.raises(ConfigError, match=r"the key 3 of type int at \['a'\]"):
+        check_plain({"a": {3: 1}}, "mine")
+    check_plain({"a": [1, 2.0, "x", None, True, torch.ones(1)]}, "mine")
+
+
+def train_by_hand(work_dir: Path, stop_after: int | None, batch_size: int) -> list[list[int]]:
+    seen: list[list[int]] = []
+    with Session(work_dir, resume=stop_after is None, randomness={"seed": SEED}, visualizer=[]) as session:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        loader = DataLoader(Numbers(), batch_size=batch_size, shuffle=True)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        for _ in session.epochs(2):
+            for batch in loader:
+                if stop_after == len(seen):
+                    return seen
+                session.step(model(batch))
+                seen.append([int(x) for x in batch.flatten()])
+                if stop_after == len(seen):
+                    session.save()
+        assert stop_after is not None or session.iter == 3 + 3 + 6
+    return seen
+
+
+def test_a_loop_by_hand_goes_on_with_the_rest_of_the_epoch(tmp_path: Path):
+    def dealt(by_rank: list[list[list[int]]]) -> list[int]:
+        return [own[i] for row in zip(*by_rank, strict=True) for i in range(len(row[0])) for own in row]
+
+    first = dealt([train_by_hand(tmp_path, 3, 4)])
+    second = dealt(run_ranks(2, train_by_hand, tmp_path, None, 2))
+    assert first + second == order_of(0) + order_of(1)
