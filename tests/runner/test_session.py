@@ -425,15 +425,45 @@ def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_data_without_a_length_is_refused(tmp_path):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(zip(X, Y, strict=True))
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
 
+
+def stream_losses(tmp_path, count, **options):
+    """Return the losses of a session by iterations over a stream, by iteration."""
+    session = session_of(tmp_path, **options)
+    model = network()
+    data = {"dataset": Stream(), "batch_size": 4 // get_world_size()}
+    model, _, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    losses = {}
+    for inputs, targets in session.iterations(count):
+        loss = F.cross_entropy(model(inputs), targets)
+        session.step(loss)
+        losses[session.iter] = loss.item()
+    return losses
+
+
+@ranks(1, 2)
+def test_a_stream_is_counted_in_iterations_over_passes_and_resumes_within_one(tmp_path):
+    whole = stream_losses(tmp_path / "whole", 13)  # 6 batches a pass
+    assert list(whole) == list(range(13))
+    first, rest = stream_losses(tmp_path / "parts", 10), stream_losses(tmp_path / "parts", 13, resume=True)
+    assert list(rest) == [10, 11, 12]
+    assert first | rest == whole
+
+
+def test_loaders_with_and_without_a_length_are_counted_in_epochs_and_in_iterations(tmp_path):
     session = session_of(tmp_path)
     model = network()
-    with pytest.raises(ConfigError, match="`dataloader` must have a length"):
-        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Stream()))
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Stream()))
+    with session, pytest.raises(ConfigError, match="must have a length to be counted in epochs, but"):
+        next(session.epochs(1))
+    other = session_of(tmp_path)
+    model = network()
+    other.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(X, Y)))
+    with other, pytest.raises(ConfigError, match=r"is counted in epochs\. Use `for epoch in session.epochs"):
+        next(other.iterations(1))
 
 
 def test_an_error_in_the_loop_closes_the_session(tmp_path):

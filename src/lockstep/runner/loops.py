@@ -11,12 +11,15 @@ from torch import Tensor
 from lockstep.dataset import set_epoch
 from lockstep.errors import ConfigError
 from lockstep.model import train_step_of, unwrap_model
+from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
 from lockstep.runner.run import TrainRun
 from lockstep.runner.uneven_inputs import BEGINNING, Passes, Place, Turn, buffers_kept
 
 CountSamples: TypeAlias = Callable[[Any], int]
 
+DEFAULT_INTERVAL = 1000
+"""Iterations from one validation to the next, and from one checkpoint to the next, where epochs are not counted."""
 NO_BATCHES = "`train_dataloader` must yield at least one batch per pass, but yields none"
 
 
@@ -125,8 +128,24 @@ class TrainLoop(ABC):
 
     def _turns(self) -> Iterator[Turn]:
         """Return the turns of the present pass; between two updates, a signal may end the training."""
-        run = self.runner
-        return run.preemption.points(self.passes.turns(self._begin), may_stop=run.optim_wrapper.should_update)
+        wrapper = self.runner.optim_wrapper
+        wrappers = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+        may_stop = (
+            wrappers[0].should_update if len(wrappers) == 1 else lambda: all(one.should_update() for one in wrappers)
+        )
+        return self.runner.preemption.points(self.passes.turns(self._begin), may_stop)
+
+    def _endless_turns(self) -> Iterator[Turn]:
+        """Return the turns of the present pass and of those after it."""
+        while True:
+            set_epoch(self.dataloader, self.epoch)
+            empty = self._begin == BEGINNING
+            for turn in self._turns():
+                empty = False
+                yield turn
+            if empty:
+                raise ConfigError(NO_BATCHES)
+            self._complete_epoch()
 
     def _run_iter(self, batch_idx: int, turn: Turn) -> None:
         runner, data_batch, optim_wrapper = self.runner, turn.batch, self.runner.optim_wrapper
@@ -262,7 +281,7 @@ class IterBasedTrainLoop(TrainLoop):
         dataloader: Any,
         max_iters: int,
         val_begin: int = 1,
-        val_interval: int = 1000,
+        val_interval: int = DEFAULT_INTERVAL,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         batch_size_of: CountSamples | None = None,
     ) -> None:
@@ -282,17 +301,6 @@ class IterBasedTrainLoop(TrainLoop):
             self._validate_if_due(self.iter, self.max_iters)
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
-
-    def _endless_turns(self) -> Iterator[Turn]:
-        while True:
-            set_epoch(self.dataloader, self.epoch)
-            empty = self._begin == BEGINNING
-            for turn in self._turns():
-                empty = False
-                yield turn
-            if empty:
-                raise ConfigError(NO_BATCHES)
-            self._complete_epoch()
 
 
 def _values_to_log(outputs: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.preprocessor import move_to_device
 from lockstep.model.wrapper import driving, forwarded
 from lockstep.optim import OptimWrapper
-from lockstep.runner.loops import NO_BATCHES, TrainLoop
+from lockstep.runner.loops import DEFAULT_INTERVAL, NO_BATCHES, TrainLoop
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Passes, Turn, buffers_kept
@@ -53,13 +53,12 @@ class OwnLoop(TrainLoop):
 
     def __init__(self, run: TrainRun) -> None:
         super().__init__(run, run.train_dataloader, 1, 1, None, None)
-        if self.passes.length is None:
-            raise ConfigError(
-                f"`dataloader` must have a length, as epochs are counted, but {type(self.dataloader).__name__} has none"
-            )
         if self.passes.length == 0:
             raise ConfigError(NO_BATCHES.replace("train_dataloader", "dataloader"))
-        self.max_epochs = 0
+        # Without a length, iterations are counted, as in an iteration-based loop of a Runner.
+        self.max_epochs = None if self.passes.length is None else 0
+        if self.max_epochs is None:
+            self.val_interval = DEFAULT_INTERVAL
         self.max_iters = 0
         self.counts = True  # whether the present batch is this rank's own
         self._values: dict[str, Any] = {}
@@ -74,6 +73,11 @@ class OwnLoop(TrainLoop):
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left."""
         run = self.runner
+        if self.max_epochs is None:
+            raise ConfigError(
+                f"the loader must have a length to be counted in epochs, but {type(self.dataloader).__name__} has "
+                "none. Use `for batch in session.iterations(count)`"
+            )
         self.max_epochs, self.max_iters = count, max(self.iter, self._iters_until(count))
         run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
         run.call_hook("before_train")
@@ -89,18 +93,43 @@ class OwnLoop(TrainLoop):
         run.call_hook("after_train")
         run.call_hook("after_run")
 
+    def iterations(self, count: int) -> Iterator[Any]:
+        """Yield this rank's batches until `count` iterations are complete, of as many passes as that takes."""
+        run = self.runner
+        if self.max_epochs is not None:
+            raise ConfigError(
+                f"the loader has {self.epoch_length} batches and is counted in epochs. Use `for epoch in "
+                "session.epochs(count)`, and go through the loader in each"
+            )
+        self.max_iters = count
+        run.optim_wrapper.initialize_count_status(run.model, self.iter, count)
+        run.call_hook("before_train")
+        run.call_hook("before_train_epoch")
+        self._begin_training()
+        if self.iter < count:
+            yield from self._batches(self._saved(self._endless_turns()), self.iter)
+        self._save_what_was_asked_for()
+        run.call_hook("after_train_epoch")
+        run.call_hook("after_train")
+        run.call_hook("after_run")
+
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches in the present epoch; the code that receives one makes one training step."""
-        run, hooks = self.runner, self.runner.hooks
         if self._is_open or self.epoch >= (self.max_epochs or 0):
             raise RuntimeError("the prepared loader must be gone through once in each of session.epochs(...)")
         self._is_open = True
-        run.call_hook("before_train_epoch")
+        self.runner.call_hook("before_train_epoch")
         self._begin_training()
+        yield from self._batches(self._saved(self._turns()), self._begin.turns)
+        self._end_epoch()
+
+    def _batches(self, turns: Iterator[Turn], start: int) -> Iterator[Any]:
+        run, hooks = self.runner, self.runner.hooks
+        is_endless = self.max_epochs is None
         device = torch.device(get_device())
         is_plain = unwrap_model(run.model) is run.model and type(run.optim_wrapper) is OptimWrapper
         nothing: AbstractContextManager[None] = nullcontext()
-        for batch_idx, turn in enumerate(self._saved_turns(), start=self._begin.turns):
+        for batch_idx, turn in enumerate(turns, start=start):
             self.samples, self.counts, self._values = turn.samples, turn.is_own, {}
             run.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
             hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
@@ -113,11 +142,13 @@ class OwnLoop(TrainLoop):
             hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
             self._save_what_was_asked_for()
             self.iter += 1
-        self._end_epoch()
+            if is_endless and (self.iter >= self.max_iters or self.stop_training):
+                return
 
-    def _saved_turns(self) -> Iterator[Turn]:
+    def _saved(self, turns: Iterator[Turn]) -> Iterator[Turn]:
+        """Save where a signal ends the training."""
         try:
-            yield from self._turns()
+            yield from turns
         except Preempted as stop:
             self.runner.save_preempted(stop)
             raise

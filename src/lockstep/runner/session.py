@@ -151,8 +151,8 @@ class Session:
             model: the user's own module; or several that are trained together, in a dict or an `nn.ModuleDict`.
             optimizer: a new optimizer over the model's parameters, the config of one, or a dict of them by the names of
                 the model's children.
-            dataloader: a `DataLoader` over all data, or the config of one; see `build_dataloader`. It must have a
-                length.
+            dataloader: a `DataLoader` over all data, or the config of one; see `build_dataloader`. Without a length,
+                as of a stream, it is gone through by `iterations`.
             schedulers: objects with `state_dict()` and `load_state_dict()` in JSON values, such as torch's schedulers
                 of learning rates. They are saved and resumed; the loop steps them.
 
@@ -163,7 +163,7 @@ class Session:
         **Collective**: every rank, once.
 
         Raises:
-            ConfigError: the loader has no length, or the strategy can't train the model.
+            ConfigError: the strategy can't train the model.
         """
         if self._loop is not None:
             raise RuntimeError("prepare() has been called already: a session trains one model")
@@ -213,6 +213,19 @@ class Session:
         loop = self._prepared()
         with nullcontext() if self._is_entered else self._open:
             yield from loop.epochs(count)
+
+    def iterations(self, count: int) -> Iterator[Any]:
+        """Yield this rank's batches until `count` iterations are complete, for a loader without a length.
+
+        A pass that ends is followed by the next one. The last iteration ends in a checkpoint, and so does every
+        1000th: `default_hooks=dict(checkpoint=dict(interval=...))` chooses another number.
+
+        Raises:
+            ConfigError: the loader has a length; see `epochs`.
+        """
+        loop = self._prepared()
+        with nullcontext() if self._is_entered else self._open:
+            yield from loop.iterations(count)
 
     def step(self, loss: Any, **values: Any) -> None:
         """Run the backward pass, and at the end of a window clip the gradients, update, and clear the gradients.
