@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 from itertools import chain
@@ -28,7 +29,9 @@ def main() -> None:
     faults: list[str] = []
     if arguments.only != "strategies":
         every = data.cases()
-        chosen, start = every[part - 1 :: parts], time.monotonic()
+        # Shuffled, so that each share has something of everything.
+        shares = random.Random(0).sample(range(len(every)), len(every))
+        chosen, start = [every[index] for index in sorted(shares[part - 1 :: parts])], time.monotonic()
         found = data.run(chosen)
         faults += [fault for one in found.values() for fault in one.faults]
         tables.append(data.table(found))

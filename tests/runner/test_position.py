@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,14 @@ class KnowsRanks(Sampler[int]):
         return SIZE // self.num_replicas
 
 
+def stateful() -> DataLoader[Tensor]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # it calls a function that torch deprecates
+        loader: DataLoader[Tensor] = StatefulDataLoader(Numbers(), batch_size=2, shuffle=True)
+    return loader
+
+
 def distributed() -> DataLoader[Tensor]:
     data = Numbers()
     sampler = DistributedSampler(data, get_world_size(), get_rank(), seed=SEED)
@@ -131,6 +140,7 @@ LOADERS: dict[str, Any] = {
     "by loss": lambda: DataLoader(Numbers(), batch_size=2, sampler=ByLoss()),
     "batch sampler": lambda: DataLoader(Numbers(), batch_sampler=Pairs()),
     "distributed": distributed,
+    "stateful": stateful,
     "knows ranks": lambda: DataLoader(Numbers(), batch_size=2, sampler=KnowsRanks()),
 }
 BY_EPOCH, BY_ITER = {"max_epochs": 3}, {"max_iters": 30}
@@ -176,9 +186,13 @@ def log_of(work_dir: Path) -> str:
     return sorted(work_dir.glob("2*/log.txt"))[-1].read_text()
 
 
-@pytest.mark.parametrize("kind", ["config", "in order", "halves", "weighted", "batch sampler", "distributed"])
+@pytest.mark.parametrize(
+    "kind", ["config", "in order", "halves", "weighted", "batch sampler", "distributed", "stateful"]
+)
 @pytest.mark.parametrize(("saved", "resumed"), [(2, 1), (1, 3)])
 def test_the_rest_of_an_epoch_is_dealt_anew(kind, saved, resumed, tmp_path: Path):
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
     whole = together(run_ranks(1, train, tmp_path / "whole", kind, 10**9))
     # The epoch has 12 iterations on 1 rank, 6 on 2, 4 on 3.
     first = run_ranks(saved, train, tmp_path / "work", kind, stop_after=3)
