@@ -94,12 +94,13 @@ parity: $(READY) .venv-deepspeed/.ready .venv-colossalai/.ready  ## one loss cur
 	$(BIN)/python -m benchmarks.parity --deepspeed-python .venv-deepspeed/bin/python \
 		--colossalai-python .venv-colossalai/bin/python
 
-# SHARE=K/N tries every N-th cell alone, from the K-th on.
+# SHARE=K/N tries one case in N; ONLY=data needs no engines.
 .PHONY: resume-matrix
-resume-matrix: $(READY) .venv-deepspeed/.ready .venv-colossalai/.ready  ## runs that stop and resume in another form: docs/resume-matrix.md
+resume-matrix: $(READY) $(if $(filter data,$(ONLY)),,.venv-deepspeed/.ready .venv-colossalai/.ready)  ## runs that stop and resume in another form: docs/resume-matrix.md
 	$(BIN)/python -m benchmarks.resume --deepspeed-python .venv-deepspeed/bin/python \
 		--colossalai-python .venv-colossalai/bin/python $(if $(SHARE),--share $(SHARE)) $(if $(ONLY),--only $(ONLY))
 
+# SHARE=K/N tries every N-th cell alone, from the K-th on.
 .PHONY: test-models
 test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready  ## many kinds of models under every strategy: docs/models.md
 	.venv-models/bin/python -m benchmarks.models $(if $(SHARE),--share $(SHARE))

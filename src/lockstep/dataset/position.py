@@ -114,18 +114,10 @@ def position_of(loader: Any) -> Any:
 
     A `StreamLoader` can resume if its dataset can. Other loaders can if they have `state_dict` and `load_state_dict`,
     such as torchdata's `StatefulDataLoader`.
-
-    Raises:
-        ConfigError: it holds something else than dicts with str keys, lists, JSON values and tensors.
     """
     if isinstance(loader, StreamLoader) and not loader.dataset.has_position:
         return None
-    if not hasattr(loader, "load_state_dict"):
-        return None
-    state = loader.state_dict()
-    whose = loader.dataset.dataset if isinstance(loader, StreamLoader) else loader
-    check_plain(state, f"{type(whose).__name__}.state_dict()")
-    return state
+    return loader.state_dict() if hasattr(loader, "load_state_dict") else None
 
 
 def restore_position(loader: Any, position: Any) -> bool:
@@ -138,6 +130,18 @@ def restore_position(loader: Any, position: Any) -> bool:
         _logger.warning("the position in the data can't be restored: %s", error)
         return False
     return True
+
+
+def saved_position_of(loader: Any) -> Any:
+    """Return what `position_of` returns, to be saved in a checkpoint.
+
+    Raises:
+        ConfigError: it holds something else than dicts with str keys, lists, JSON values and tensors.
+    """
+    state = position_of(loader)
+    whose = loader.dataset.dataset if isinstance(loader, StreamLoader) else loader
+    check_plain(state, f"{type(whose).__name__}.state_dict()")
+    return state
 
 
 def check_plain(state: Any, name: str, path: str = "") -> None:

@@ -51,7 +51,9 @@ class ProgressHook(Hook):
         self._print_epoch_line(runner)
         self._epoch_started = perf_counter()
         label = "training" if runner.max_epochs is None else _epoch_label(runner)
-        self._begin(runner, label, runner.max_iters // (runner.max_epochs or 1))
+        loop = runner.train_loop
+        total = runner.max_iters if runner.max_epochs is None else (loop.epoch_end or 0) - loop.epoch_begin
+        self._begin(runner, label, total)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Draw the bar, a few times per second."""

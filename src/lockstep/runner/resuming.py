@@ -54,7 +54,8 @@ def resume_run(run: TrainRun, directory: Path) -> None:
     # Ranks that now compute on the same samples must not continue with different random states.
     has_own = (meta.get("rank_states"), meta.get("data_shares")) == (run.world_size, run.data_shard.size)
     holder = meta.get("position", {}).get("held_by")
-    wanted["ranks"] = {str(rank): () for rank in {run.rank if has_own else holder, holder} - {None}}
+    if needed := {run.rank if has_own else holder, holder} - {None}:
+        wanted["ranks"] = {str(rank): () for rank in needed}
     template = strategy.optim_template() if "optimizer" in wanted else {}
     state = load_state(directory, wanted, template)
     _check_schedulers(run, meta, directory)
@@ -64,7 +65,7 @@ def resume_run(run: TrainRun, directory: Path) -> None:
     if "optimizer" in state:
         _tell_of_new_parameters(run, wanted["optimizer"]["param_groups"], state["optimizer"], directory)
     run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
-    states = {int(rank): item[0] for rank, item in state.pop("ranks").items()}
+    states = {int(rank): item[0] for rank, item in state.pop("ranks", {}).items()}
     own = states.get(run.rank) if has_own else None
     iteration, position = meta["iter"], meta.get("position")
     if position is None:
