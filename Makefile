@@ -105,6 +105,10 @@ resume-matrix: $(READY) $(if $(filter data,$(ONLY)),,.venv-deepspeed/.ready .ven
 test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready  ## many kinds of models under every strategy: docs/models.md
 	.venv-models/bin/python -m benchmarks.models $(if $(SHARE),--share $(SHARE))
 
+.PHONY: test-huggingface
+test-huggingface: .venv-models/.ready  ## models of transformers and peft: saved, exported and loaded by their own libraries
+	.venv-models/bin/python -m pytest tests/huggingface --min-rank-tests 8 $(PYTEST_ARGS)
+
 .venv-models/.ready: pyproject.toml constraints.txt requirements/models.txt
 	$(PYTHON) -m venv .venv-models
 	.venv-models/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' \

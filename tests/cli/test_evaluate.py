@@ -73,7 +73,7 @@ def test_two_ranks_give_the_same_table_once(lockstep, weights):
     ("words", "code", "says"),
     [
         (["scored.py"], 2, "--checkpoint"),
-        (["scored.py", "--checkpoint", "none"], 1, "or a file of weights, but none does not exist"),
+        (["scored.py", "--checkpoint", "none"], 1, "or a folder or a file of weights, but none does not exist"),
         (["scored.py", "--checkpoint", "."], 1, "but . is a folder without a complete checkpoint in it"),
         (["line.py", "--checkpoint", "weights.pth"], 1, "`test_dataloader` must be given"),
         (["scored.py", "--checkpoint", "weights.pth", "val_evaluator.unit=m"], 1, "is not an argument of the metric"),

@@ -182,7 +182,7 @@ def test_weights_alone_are_loaded_from_a_checkpoint_or_a_file(tmp_path: Path):
         runner.val()
         assert torch.equal(model.linear.weight, trained["linear.weight"])
         assert torch.equal(model.norm.running_mean, trained["norm.running_mean"])
-    with pytest.raises(ConfigError, match="must hold a state dict"):
+    with pytest.raises(ConfigError, match="must hold weights, as a dict of tensors"):
         run(tmp_path, load_from=tmp_path / "none.pth")
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError
 from lockstep.runner import Runner
-from lockstep.runner.weights import load_checkpoint
 from lockstep.testing import ranks
+from lockstep.weights import load_checkpoint
 
 WORDS = torch.arange(12) % 5
 
@@ -75,6 +75,6 @@ def test_whatever_the_bytes_the_file_is_named(content: bytes) -> None:
         path = Path(folder) / "garbage.pth"
         path.write_bytes(content)
         with pytest.raises(
-            ConfigError, match=r"garbage\.pth must (be a file that torch\.save has written|hold a state dict)"
+            ConfigError, match=r"garbage\.pth must (be a file that torch\.save has written|hold weights)"
         ):
             load_checkpoint(Tied(), path)

@@ -163,20 +163,21 @@ class Test(Job):
     """
 
     checkpoint: Annotated[
-        Path, typer.Option(metavar="PATH", help="The model: a checkpoint of a run, or a file of weights.")
+        str, typer.Option(metavar="PATH", help="The model: a checkpoint of a run, or a folder or a file of weights.")
     ]
 
     def complete(self, cfg: Config) -> None:
         """Set the weights to load."""
-        path = self.checkpoint
-        wanted = "`--checkpoint` must be a checkpoint of a run, as work_dirs/NAME/TIME/epoch_1, or a file of weights"
-        if not path.exists():
-            raise ConfigError(f"{wanted}, but {path} does not exist")
-        from lockstep.checkpoint import is_checkpoint  # imports torch
+        if "://" not in self.checkpoint and not Path(self.checkpoint).exists():
+            raise ConfigError(
+                "`--checkpoint` must be a checkpoint, or a folder or a file of weights, but "
+                f"{self.checkpoint} does not exist"
+            )
+        from lockstep.weights import check_weights, locate  # imports torch
 
-        if not (path.is_file() or is_checkpoint(path)):
-            raise ConfigError(f"{wanted}, but {path} is a folder without a complete checkpoint in it")
-        cfg.update(load_from=str(path.resolve()), resume=False)
+        place = locate(self.checkpoint)
+        check_weights(place, "--checkpoint")
+        cfg.update(load_from=str(place.resolve() if isinstance(place, Path) else place), resume=False)
 
     def mode(self, cfg: Config) -> Mode:
         """Return "val" if the config has validation data but no test data, otherwise "test"."""
@@ -232,7 +233,7 @@ def run_as_rank() -> None:
     asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
     sys.argv = asked["argv"]  # the run records what the user typed
     options = asked["options"]
-    options |= {name: Path(options[name]) for name in ("config", "work_dir", "checkpoint") if options.get(name)}
+    options |= {name: Path(options[name]) for name in ("config", "work_dir") if options.get(name)}
     job = {"Train": Train, "Test": Test, "FindLR": FindLR}[asked["job"]](**options)
     import_from_beside(job.config)
     cfg = job.read() if asked["resolved"] is None else ResolvedConfig(**asked["resolved"]).config()

@@ -16,6 +16,7 @@ from lockstep.cli.batch_size import FindBatchSize
 from lockstep.cli.config import check, diff, print_config
 from lockstep.cli.doctor import doctor, strategies
 from lockstep.cli.errors import print_error
+from lockstep.cli.export import Export
 from lockstep.cli.jobs import FindLR, Test, Train
 from lockstep.cli.options import GraceSeconds, MaxRestarts, RankOptions, command
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
@@ -127,6 +128,7 @@ app.command("test", cls=CfgOptionsCommand)(command(Test))
 app.command("find-lr", cls=CfgOptionsCommand)(command(FindLR))
 app.command("find-batch-size", cls=CfgOptionsCommand)(command(FindBatchSize))
 app.command("launch", cls=ScriptCommand)(command(Launch))
+app.command("export")(command(Export))
 app.command("doctor")(doctor)
 app.command("strategies")(strategies)
 app.command("report")(report)

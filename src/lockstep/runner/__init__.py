@@ -10,7 +10,7 @@ from lockstep.runner.run import Run, TrainRun
 from lockstep.runner.runner import FlexibleRunner, Runner
 from lockstep.runner.seeds import set_random_seed
 from lockstep.runner.session import Session
-from lockstep.runner.weights import load_checkpoint
+from lockstep.weights import load_checkpoint
 
 __all__ = [
     "BatchSizeSearch",

@@ -17,7 +17,7 @@ from lockstep.optim.scheduler import FormulaScheduler
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import seed_all
 from lockstep.runner.uneven_inputs import BEGINNING
-from lockstep.runner.weights import Weights
+from lockstep.weights import Weights, checkpoint_at
 
 _logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def find_resumption(load_from: Weights | None, work_dir: Path) -> Path | None:
 
     **Collective**: every rank; rank 0 looks.
     """
-    return run_on_main(lambda: find_last_checkpoint(work_dir) if load_from is None else load_from.path)
+    return run_on_main(lambda: find_last_checkpoint(work_dir) if load_from is None else checkpoint_at(load_from.path))
 
 
 def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Path | None) -> Mapping[str, Any] | None:

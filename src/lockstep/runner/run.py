@@ -24,7 +24,7 @@ from lockstep.checkpoint import point_to_checkpoint, save_state
 from lockstep.dataset import DataShard
 from lockstep.dataset.random_state import random_state
 from lockstep.dist import infer_launcher, run_on_main
-from lockstep.errors import Preempted
+from lockstep.errors import ConfigError, Preempted
 from lockstep.evaluator import Evaluator
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
@@ -32,10 +32,10 @@ from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.preemption import Preemption
 from lockstep.runner.uneven_inputs import Passes, Place
-from lockstep.runner.weights import REVISE_KEYS, Weights, load_weights
 from lockstep.strategy import Strategy
 from lockstep.version import __version__
 from lockstep.visualization import Visualizers
+from lockstep.weights import MAX_SHARD_SIZE, REVISE_KEYS, Weights, describe_model, load_weights, locate, save_pretrained
 
 _CHECKPOINT_FORMAT = 1
 _logger = logging.getLogger("lockstep.runner")
@@ -251,8 +251,30 @@ class Run(Workspace):
         revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
     ) -> None:
         """Load weights; see `Runner.load_checkpoint`. **Collective**: every rank."""
-        weights = Weights(Path(filename), strict, revise_keys)
+        weights = Weights(locate(filename), strict, revise_keys)
         load_weights(self.strategy, unwrap_model(self.model), weights, training=isinstance(self, TrainRun))
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        dtype: str | torch.dtype | None = None,
+        prefix: str | None = None,
+        ema: bool | None = None,
+    ) -> None:
+        """Write the model for `from_pretrained`; see `Runner.save_pretrained`. **Collective**: every rank."""
+        state: dict[str, Any] = self.strategy.model_state()
+        if isinstance(self, TrainRun):
+            checkpoint: dict[str, Any] = {"model": state, "meta": {}}
+            self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+            state, trained = checkpoint["model"], checkpoint.get("ema")
+            if ema and trained is None:
+                raise ConfigError("`ema` must be True only beside EMAHook, but there is no average of weights")
+            if ema is False and trained is not None:
+                state = {**state, **trained}
+        core = unwrap_model(self.model)
+        save_pretrained(core, state, save_directory, max_shard_size=max_shard_size, dtype=dtype, prefix=prefix)
 
     def tell_hub(self) -> None:
         """Register the run's progress and name with the message hub, which reads their current values when asked."""
@@ -359,10 +381,12 @@ class TrainRun(Run):
         epochs, iterations = self._complete(by_epoch=by_epoch)
         epoch = epochs if epoch is None else epoch
         iteration = iterations if iteration is None else iteration
+        model_state = self.strategy.model_state()
         checkpoint: dict[str, Any] = {
-            "model": self.strategy.model_state(),
+            "model": model_state,
             "meta": {
                 **(meta or {}),
+                "weights": describe_model(unwrap_model(self.model), model_state),
                 "format": _CHECKPOINT_FORMAT,
                 "lockstep": __version__,
                 "torch": torch.__version__,

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
+import torch
 from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard, build_dataloader
@@ -26,8 +27,8 @@ from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_
 from lockstep.runner.preemption import spare_workers
 from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
-from lockstep.runner.weights import REVISE_KEYS, Weights, load_weights
 from lockstep.strategy import Strategy, build_strategy
+from lockstep.weights import MAX_SHARD_SIZE, REVISE_KEYS, Weights, load_weights, locate
 
 P = ParamSpec("P")
 _BEFORE_A_RUN = {
@@ -101,7 +102,9 @@ class Runner(_PartsOfRun):
         launcher: what started the ranks: `"pytorch"`, `"slurm"`, `"mpi"`, `"none"`; by default inferred from the
             environment. If a group exists already, it is used.
         env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`, `mp_cfg`, `resource_limit`.
-        load_from: a checkpoint, or a file of weights.
+        load_from: a checkpoint, a run's folder or a work_dir, of which the last checkpoint is taken; a folder of
+            HuggingFace's; or a file of weights, safetensors or of `torch.save`. Folders and files of weights may also
+            be URLs that fsspec can open, such as `s3://BUCKET/NAME`.
         resume: resume from `load_from`, or from the last checkpoint in the work_dir if there is one.
         randomness: `seed`, `deterministic` and `diff_rank_seed`; without the last, all ranks draw the same dropout
             masks.
@@ -139,7 +142,7 @@ class Runner(_PartsOfRun):
         self._custom_hooks: list[tuple[Any, str | int | None]] = [
             (hook, None) for hook in args.custom_hooks or () if hook is not None
         ]
-        self._load_from = None if args.load_from is None else Weights(Path(args.load_from))
+        self._load_from = None if args.load_from is None else Weights(locate(args.load_from))
         self._workspace: Workspace | None = None
         self._run: Run | None = None
         self._has_trained = False
@@ -273,18 +276,54 @@ class Runner(_PartsOfRun):
         """Load weights now, or, if there is no model yet, as soon as it is built.
 
         Args:
-            filename: a checkpoint, or a file of weights.
+            filename: a checkpoint, a run's folder or a work_dir; a folder of HuggingFace's; or a file of weights.
             map_location: from MMEngine; has no effect, because weights go to the model's device.
             strict: raise an error if weights are missing, unknown or of another shape; else log a warning. By default
                 this is False for a model that is to be trained, else True.
-            revise_keys: patterns in the names of a file's weights, and their replacements.
+            revise_keys: patterns in the names of the weights, and their replacements.
 
         **Collective**: every rank.
         """
         if self._run is None:
-            self._load_from = Weights(Path(filename), strict, revise_keys)
+            self._load_from = Weights(locate(filename), strict, revise_keys)
         else:
             self._run.load_checkpoint(filename, map_location, strict, revise_keys)
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        dtype: str | torch.dtype | None = None,
+        prefix: str | None = None,
+        ema: bool | None = None,
+    ) -> None:
+        """Write the model's weights as safetensors, and beside them what `from_pretrained` needs, if it has one.
+
+        Of a model of transformers these are its config and generation config; of a model of peft, the active adapter
+        is written, with its config, and nothing else. Of a module that contains one of them, this one is written. Tied
+        weights are written once. Weights that are trained in half precision are written in float32, as their masters.
+
+        Args:
+            save_directory: a new or empty folder, or the URL of one that fsspec can open.
+            max_shard_size: the most bytes of a file; more are several files with an index.
+            dtype: convert floating-point weights to it.
+            prefix: write only the part of the model with this name, its weights without the prefix.
+            ema: beside EMAHook, False for the trained weights; by default the averaged ones, as in a checkpoint.
+
+        **Collective**: every rank; rank 0 writes. **Cost**: one all-gather per sharded tensor; memory for one whole
+        tensor at a time. The engines, DeepSpeed and ColossalAI, first copy this rank's rows of all sharded tensors to
+        CPU memory.
+
+        Raises:
+            ConfigError: the folder is not empty or cannot be written, or several parts of the model could be meant.
+
+        Example::
+
+            runner.train()
+            runner.save_pretrained("my_model")  # then AutoModelForCausalLM.from_pretrained("my_model")
+        """
+        self.run.save_pretrained(save_directory, max_shard_size=max_shard_size, dtype=dtype, prefix=prefix, ema=ema)
 
     @contextmanager
     def _running(self, what: str) -> Iterator[Workspace]:

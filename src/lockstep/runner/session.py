@@ -54,7 +54,7 @@ class Session:
         amp: `"bfloat16"` or `"float16"` for mixed precision: calls of `model` compute under autocast, and return
             float32.
         resume: resume from `load_from`, or from the last checkpoint in the work_dir if there is one.
-        load_from: a checkpoint, or a file of weights.
+        load_from: a checkpoint, a folder or a file of weights; see `Runner`.
         **options: further arguments of `Runner`: `launcher`, `env_cfg`, `randomness`, `visualizer`, `default_hooks`,
             `custom_hooks`, `experiment_name`, `log_level`, `compile`, `default_scope`, `stop_signals`.
 
@@ -300,6 +300,17 @@ class Session:
         **Collective**: every rank.
         """
         self._prepared().save(name)
+
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+        """Write the model's weights, and what `from_pretrained` needs beside them; see `Runner.save_pretrained`.
+
+        Args:
+            save_directory: a new or empty folder, or the URL of one that fsspec can open.
+            **options: `max_shard_size`, `dtype`, `prefix`, `ema`. Of several models, `prefix` says which one.
+
+        **Collective**: every rank.
+        """
+        self.run.save_pretrained(save_directory, **options)
 
     def stop(self) -> None:
         """End the training after this epoch. Every rank must call it."""

@@ -1,0 +1,99 @@
+"""`lockstep export`: write the weights of a checkpoint in a form that others read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import typer
+
+from lockstep.errors import ConfigError, counted
+from lockstep.launch.loading import loading_torch
+
+_TARGETS = ("safetensors", "hf", "torch")  # known without importing torch
+_MIB = 2**20
+
+
+def complete_targets(incomplete: str) -> list[str]:
+    """Return the forms that begin with what was typed."""
+    return [name for name in _TARGETS if name.startswith(incomplete)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Write the weights of a checkpoint in a form that others read.
+
+    CKPT is a checkpoint, the folder of a run, or a work dir, of which the last checkpoint is taken. OUT is a new or
+    empty folder, or a new file for --to torch. It needs no GPU and no model, and memory for one tensor at a time.
+    """
+
+    ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint, the folder of a run, or a work dir.")]
+    out: Annotated[str, typer.Argument(metavar="OUT", help="What to write; also a URL, as s3://BUCKET/NAME.")]
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="[safetensors|hf|torch]",
+            autocompletion=complete_targets,
+            help="All weights; what from_pretrained of transformers or peft loads; or a file of torch.save.",
+        ),
+    ] = "safetensors"
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="The most bytes of a file, as 5GB or 500MB; more are several files.")
+    ] = "5GB"
+    dtype: Annotated[
+        str | None, typer.Option(metavar="[float32|float16|bfloat16]", help="Convert floating-point weights.")
+    ] = None
+    prefix: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only the part of the model with this name, without the name.")
+    ] = None
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN=TEXT", help="Replace a regular expression in the names of weights; repeatable."),
+    ] = None
+    ema: Annotated[
+        bool | None,
+        typer.Option(
+            "--ema/--no-ema",
+            help="Of a run with EMAHook, the averaged or the trained weights. Default: as tested, thus the averaged.",
+            show_default=False,
+        ),
+    ] = None
+    files_from: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Copy the tokenizer, and a config if CKPT has none, from there."),
+    ] = None
+
+    def run(self) -> None:
+        """Write the weights, and print what has been written."""
+        if self.to not in _TARGETS:
+            raise ConfigError(f"`--to` must be one of {', '.join(_TARGETS)}, but is {self.to!r}")
+        if not Path(self.ckpt).exists() and "://" not in self.ckpt:
+            raise ConfigError(
+                f"`CKPT` must be a checkpoint, the folder of a run, or a work dir, but {self.ckpt} does not exist"
+            )
+        rules = [_rule(text) for text in self.rename or ()]
+        with loading_torch("loading torch"):
+            from lockstep.weights import export_checkpoint, told_left_out  # imports torch
+        done = export_checkpoint(
+            self.ckpt,
+            self.out,
+            cast(Literal["safetensors", "hf", "torch"], self.to),
+            max_shard_size=self.max_shard_size,
+            dtype=self.dtype,
+            prefix=self.prefix,
+            revise_keys=rules,
+            ema=self.ema,
+            files_from=self.files_from,
+        )
+        if done.left_out:
+            print(f"not in it: {told_left_out(done.left_out)}")
+        print(f"{done.out}: {counted(done.tensors, 'weight')}, {done.nbytes / _MIB:.1f} MiB, of {done.checkpoint}")
+
+
+def _rule(text: str) -> tuple[str, str]:
+    """Return a pattern and its replacement; the last equals sign is between them."""
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals:
+        raise ConfigError(f"`--rename` must be PATTERN=TEXT, as '^backbone\\.=', but is {text!r}")
+    return pattern, replacement

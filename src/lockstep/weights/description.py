@@ -1,0 +1,107 @@
+"""What a model says of its weights: which are tied, and what `from_pretrained` of its own library wants beside them.
+
+A description consists of JSON values, so that a checkpoint can keep it, and an exporter needs no model:
+
+```
+{"tied": [["wte.weight", "lm_head.weight"]],        # first the name to keep
+ "pretrained": [{"prefix": "",                      # where the library's model is in the trained one
+                 "stem": "model",                   # name of the file of weights
+                 "files": {"config.json": {...}},
+                 "names": null}]}                   # weights to write, and their names in the file; null for all
+```
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.weights.ties import tied_names
+
+_logger = logging.getLogger(__name__)
+
+
+def describe_model(core: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a model's weights.
+
+    Models of transformers are described by their configs, models of peft by the adapter that is active.
+
+    Args:
+        core: the user's own module.
+        state: the model's state, of which only the names are used.
+    """
+    found = []
+    for prefix, model in _pretrained_within(core, ""):
+        try:
+            found.append(_adapter(model, prefix, state) if _is_peft(model) else _transformer(model, prefix))
+        except Exception as error:  # a config of the user's own may raise anything, which must not end a training
+            _logger.warning(
+                "%s says not how it is loaded again: %s: %s", type(model).__name__, type(error).__name__, error
+            )
+    return {"tied": tied_names(core), "pretrained": found}
+
+
+def _pretrained_within(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the outermost models that have a `from_pretrained`, with the prefix of their weights."""
+    if _is_peft(module) or _is_transformer(module):
+        yield prefix, module
+        return
+    for name, child in module.named_children():
+        yield from _pretrained_within(child, f"{prefix}{name}.")
+
+
+def _is_peft(module: nn.Module) -> bool:
+    return hasattr(type(module), "from_pretrained") and isinstance(getattr(module, "peft_config", None), Mapping)
+
+
+def _is_transformer(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    has_adapters = getattr(module, "_hf_peft_config_loaded", False)
+    return hasattr(type(module), "from_pretrained") and hasattr(config, "to_json_string") and not has_adapters
+
+
+def _transformer(model: Any, prefix: str) -> dict[str, Any]:
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = [_own_class(model).__name__]
+    config["dtype" if hasattr(model.config, "dtype") else "torch_dtype"] = None  # that of the weights when written
+    files = {"config.json": config}
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        generation = json.loads(model.generation_config.to_json_string())
+        files["generation_config.json"] = {key: generation[key] for key in generation if key != "compile_config"}
+    return {"prefix": prefix, "stem": "model", "files": files, "names": None}
+
+
+def _adapter(model: Any, prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    from peft import get_peft_model_state_dict
+
+    adapter = model.active_adapter
+    names = [name for name in state if name.startswith(prefix)]
+    # Values that say which is which, because peft names and chooses, but does not look at them.
+    probes = {name.removeprefix(prefix): torch.empty(0, device="meta") for name in names}
+    known = {id(probe): prefix + name for name, probe in probes.items()}
+    # Base embeddings are looked up on the web, if asked for by "auto".
+    chosen = get_peft_model_state_dict(model, probes, adapter_name=adapter, save_embedding_layers=False)
+    if strange := [name for name, probe in chosen.items() if id(probe) not in known]:
+        raise ConfigError(f"the adapter computes {strange[0]} when it is saved, which only peft itself can do")
+    config = model.peft_config[adapter]
+    base = model.base_model if config.is_prompt_learning else model.base_model.model
+    facts = {key: list(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    facts["inference_mode"] = True
+    facts["base_model_name_or_path"] = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+    if config.task_type is None:
+        kind = _own_class(base)
+        facts["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    files = {"adapter_config.json": json.loads(json.dumps(facts))}
+    chosen_names = {known[id(probe)]: name for name, probe in chosen.items()}
+    return {"prefix": prefix, "stem": "adapter_model", "files": files, "names": chosen_names}
+
+
+def _own_class(module: nn.Module) -> type:
+    """Return a module's class, under the one that torch's FSDP puts before it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))

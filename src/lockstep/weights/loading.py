@@ -1,0 +1,240 @@
+"""Loading weights into a model, as far as they fit it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint import load_state, read_shapes
+from lockstep.errors import ConfigError
+from lockstep.model import unwrap_model
+from lockstep.strategy import Strategy
+from lockstep.weights.location import Location, locate
+from lockstep.weights.source import Source, find_checkpoint, open_source
+from lockstep.weights.ties import tied_names
+
+REVISE_KEYS = ((r"^module\.", ""),)
+_MOST_NAMED = 8
+_logger = logging.getLogger(__name__)
+
+
+class Weights(NamedTuple):
+    """Where weights come from.
+
+    Attributes:
+        path: a checkpoint, a run's folder or a work_dir; a folder of HuggingFace's; or a file of weights.
+        strict: raise an error if weights are missing, unknown or of another shape; else log a warning. By default this
+            is False for a model that is to be trained, else True.
+        revise_keys: patterns in the names of the weights, and their replacements. The default ones apply only to names
+            that the model does not have.
+    """
+
+    path: Location
+    strict: bool | None = None
+    revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS
+
+
+def load_weights(strategy: Strategy, core: nn.Module, weights: Weights, *, training: bool) -> None:
+    """Load a model's weights.
+
+    Args:
+        strategy: the strategy that has prepared the model.
+        core: the user's own module; shows which weights are tied, that is, one parameter under several names.
+        weights: where the weights come from.
+        training: whether the model is to be trained, and may keep its own weights where the loaded ones do not fit,
+            such as those of a head for other classes.
+
+    **Collective**: every rank. **Cost**: each rank reads what it holds: of parameters that are sharded by rows, its
+    rows; of others, the whole tensor. Memory for one of them.
+
+    Raises:
+        ConfigError: there are no weights, none of them fit, or, if strict, some do not fit.
+    """
+    strict = not training if weights.strict is None else weights.strict
+    strategy.load_state(_filled(core, strategy.model_state(), weights, strict=strict))
+    _logger.info("loaded the weights of %s", weights.path)
+
+
+def load_checkpoint(
+    model: nn.Module,
+    filename: str | Path,
+    map_location: Any = "cpu",
+    strict: bool = False,
+    revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
+) -> None:
+    """Load weights into a model that is not used by a Runner.
+
+    Args:
+        model: wrapped or not, but not sharded.
+        filename: a checkpoint, a run's folder or a work_dir, of which the last checkpoint is taken; a folder of
+            HuggingFace's; or a file of weights, safetensors or of `torch.save`. Folders and files of weights may also
+            be URLs that fsspec can open.
+        map_location: from MMEngine; has no effect, because weights go to the model's device.
+        strict: raise an error if weights are missing, unknown or of another shape; else log a warning.
+        revise_keys: patterns in the names of the weights, and their replacements. The default ones apply only to names
+            that the model does not have.
+
+    **Collective**: every rank, if `filename` is a checkpoint.
+
+    Raises:
+        ConfigError: there are no weights, none of them fit, or, if `strict`, some do not fit.
+
+    Example:
+        >>> import torch
+        >>> from tempfile import TemporaryDirectory
+        >>> net = nn.Linear(2, 1)
+        >>> with TemporaryDirectory() as folder:
+        ...     shifted = {f"module.{name}": value + 1 for name, value in net.state_dict().items()}
+        ...     torch.save({"state_dict": shifted}, f"{folder}/net.pth")
+        ...     before = net.bias.item()
+        ...     load_checkpoint(net, f"{folder}/net.pth")
+        >>> round(net.bias.item() - before, 6)
+        1.0
+    """
+    core = unwrap_model(model)
+    core.load_state_dict(
+        _filled(core, core.state_dict(), Weights(locate(filename), strict, revise_keys), strict=strict)
+    )
+
+
+def _filled(core: nn.Module, own: Mapping[str, Any], weights: Weights, *, strict: bool) -> dict[str, Any]:
+    """Return the model's state with its tensors filled in place; tied weights under each of their names."""
+    ties = {name: names for names in tied_names(core) for name in names}
+    checkpoint, source = find_checkpoint(weights.path), None
+    if checkpoint is not None:
+        stored = read_shapes(checkpoint, "model")
+        if not stored:
+            raise ConfigError(f"{checkpoint} must hold a model's weights, but has none")
+    else:
+        source = open_source(weights.path)
+        stored = {name: info.shape for name, info in source.tensors.items()}
+    origins = _renamed(stored, weights, own)
+    fitting = _fitting(own, {name: stored[origin] for name, origin in origins.items()}, ties, weights, strict=strict)
+    if checkpoint is not None:
+        wanted = {origins[name]: own[name] for name in fitting}
+        loaded = load_state(checkpoint, {"model": wanted})["model"]
+        read = {name: loaded[origins[name]] for name in fitting}
+    else:
+        assert source is not None
+        read = {name: own[name] for name in fitting}
+        _read(read, source, origins, weights.path)
+    twins = ((name, next((twin for twin in ties.get(name, ()) if twin in read), None)) for name in own)
+    return {**own, **{name: read[twin] for name, twin in twins if twin is not None}, **read}
+
+
+@torch.no_grad()
+def _read(targets: Mapping[str, Tensor], source: Source, origins: Mapping[str, str], path: Location) -> None:
+    """Fill tensors in place, one after the other."""
+    for name, target in targets.items():
+        rows = _own_rows(target)
+        try:
+            value = source.read(origins[name], rows)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        if rows is not None:
+            target.to_local().copy_(value)  # type: ignore[attr-defined]
+        elif hasattr(target, "placements"):
+            from lockstep.model.full_params import shard_like
+
+            target.copy_(shard_like(value, target))
+        else:
+            target.copy_(value)
+
+
+def _own_rows(tensor: Tensor) -> slice | None:
+    """Return the rows of a DTensor that this rank holds; None if it holds something else."""
+    if not hasattr(tensor, "placements"):  # DTensor is imported by those who make some
+        return None
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(tensor, DTensor)
+    sharding = [placement for placement in tensor.placements if not placement.is_replicate()]
+    if len(sharding) != 1 or type(sharding[0]) is not Shard or sharding[0].dim != 0:
+        return None
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(offset[0], offset[0] + shape[0])
+
+
+def _renamed(stored: Mapping[str, Any], weights: Weights, own: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names under which weights are loaded, each with its name where it is stored."""
+    origins = {}
+    for stored_name in stored:
+        name = stored_name
+        if weights.revise_keys is not REVISE_KEYS or name not in own:
+            for pattern, replacement in weights.revise_keys:
+                name = re.sub(pattern, replacement, name)
+        origins[name] = stored_name
+    if any(name in own for name in origins):
+        return origins
+    prefix = _missing_prefix(own, origins)
+    if prefix:
+        _logger.info("the names in %s lack the prefix `%s` of the model's: it is added", weights.path, prefix)
+        return {prefix + name: origin for name, origin in origins.items()}
+    prefix = _missing_prefix(origins, own)
+    if prefix:
+        _logger.info(
+            "the names in %s have the prefix `%s`, which the model's lack: it is left out", weights.path, prefix
+        )
+        return {name.removeprefix(prefix): origin for name, origin in origins.items()}
+    return origins
+
+
+def _missing_prefix(long: Mapping[str, Any], short: Mapping[str, Any]) -> str | None:
+    """Return the prefix that turns most of the short names into long ones; None if two do so equally well, or none.
+
+    Example:
+        >>> _missing_prefix({"bert.a.weight": 0, "bert.b.weight": 0, "head.weight": 0}, {"a.weight": 0, "b.weight": 0})
+        'bert.'
+    """
+    counts: dict[str, int] = {}
+    for name in long:
+        parts = name.split(".")
+        for index in range(1, len(parts)):
+            if ".".join(parts[index:]) in short:
+                prefix = ".".join(parts[:index]) + "."
+                counts[prefix] = counts.get(prefix, 0) + 1
+    best = max(counts.values(), default=0)
+    prefixes = [prefix for prefix, count in counts.items() if count == best]
+    return prefixes[0] if len(prefixes) == 1 and 2 * best > min(len(short), len(long)) else None
+
+
+def _fitting(
+    own: Mapping[str, Any], shapes: Mapping[str, Any], ties: Mapping[str, list[str]], weights: Weights, *, strict: bool
+) -> list[str]:
+    """Return the names of the weights that can be loaded, and report the others."""
+    differ = [name for name in own if name in shapes and not _is_alike(own[name], shapes[name])]
+    fitting = [name for name in own if name in shapes and name not in differ]
+    there = {*shapes, *(twin for name in fitting for twin in ties.get(name, ()))}
+    faults = {
+        "missing": [name for name in own if name not in there],
+        "of another shape": [f"{name} {tuple(shapes[name] or ())}, not {tuple(own[name].shape)}" for name in differ],
+        "unknown to the model": [name for name in shapes if name not in own],
+    }
+    told = "; ".join(f"{what}: {_listed(names)}" for what, names in faults.items() if names)
+    if told and (strict or not fitting):
+        raise ConfigError(
+            f"the weights in {weights.path} do not fit the model ({told})"
+            + ("" if fitting else ". Rename them, by load_checkpoint(PATH, revise_keys=[(PATTERN, REPLACEMENT)])")
+        )
+    if told:
+        _logger.warning(
+            "some of the weights in %s do not fit the model (%s). The other %d are loaded",
+            weights.path, told, len(fitting),
+        )  # fmt: skip
+    return fitting
+
+
+def _is_alike(own: Any, shape: Any) -> bool:
+    return shape is None or not isinstance(own, Tensor) or tuple(own.shape) == tuple(shape)
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

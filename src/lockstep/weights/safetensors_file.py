@@ -1,0 +1,180 @@
+"""The safetensors format: a JSON header with the name, dtype, shape and place of each tensor, then their bytes.
+
+```
+8 bytes    length of the header, little-endian
+header     {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {"format": "pt"}}
+bytes      each tensor, row by row, little-endian, without gaps
+```
+
+The package safetensors writes only what is whole in memory, and reads only files on a disk. Here a file is written
+tensor by tensor, and rows of a tensor are read from anywhere.
+
+**Source**: https://github.com/huggingface/safetensors, "Format" (0.8).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.weights.location import Location, read_into, size_of, write_bytes
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA = "__metadata__"
+_MOST_HEADER = 100 * 2**20  # as in the package
+_DAMAGED = "It is damaged or no safetensors file: copy it again"
+
+
+class TensorInfo(NamedTuple):
+    """What is known of a tensor without reading it: `shape` and `dtype`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFile:
+    """The tensors of a file, each of which is read when it is asked for.
+
+    Args:
+        location: the file.
+
+    Attributes:
+        tensors: shape and dtype of each tensor, by name.
+
+    Raises:
+        ConfigError: the file is no safetensors file, is cut off, or has a dtype that torch does not have.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self.tensors: dict[str, TensorInfo] = {}
+        self._begins: dict[str, int] = {}
+        header, begin = self._header()
+        size, expected = size_of(location), 0
+        for name, entry in header.items():
+            if name == _METADATA:
+                continue
+            info, (start, end) = self._entry(name, entry)
+            if end - start != info.nbytes:
+                raise self._fault(f"`{name}` has {end - start} bytes for {info.nbytes}")
+            self.tensors[name], self._begins[name] = info, begin + start
+            expected = max(expected, begin + end)
+        if size < expected:
+            raise self._fault(f"it must have {expected} bytes, but has {size}")
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Return a tensor, or some of its rows, in CPU memory. **Shapes**: [rows, *the tensor's other dims]."""
+        shape, dtype = self.tensors[name]
+        first = 0
+        if rows is not None:
+            first, stop, _ = rows.indices(shape[0])
+            shape = (max(0, stop - first), *shape[1:])
+        row = prod(self.tensors[name].shape[1:]) * dtype.itemsize
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            read_into(self._location, self._begins[name] + first * row, bytes_of(tensor))
+        return tensor
+
+    def _header(self) -> tuple[Mapping[str, Any], int]:
+        """Return the header and where the bytes of tensors begin."""
+        size = size_of(self._location)
+        length = bytearray(8)
+        if size < len(length):
+            raise self._fault(f"it has only {size} bytes")
+        read_into(self._location, 0, memoryview(length))
+        count = int.from_bytes(length, "little")
+        if not 2 <= count <= min(_MOST_HEADER, size - 8):
+            raise self._fault(f"its header would have {count} bytes")
+        content = bytearray(count)
+        read_into(self._location, 8, memoryview(content))
+        try:
+            header = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise self._fault(f"its header is not JSON: {error}") from error
+        if not isinstance(header, dict):
+            raise self._fault("its header is not a dict")
+        return header, 8 + count
+
+    def _entry(self, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
+        try:
+            dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if not all(type(size) is int and size >= 0 for size in (*shape, start, end)):
+                raise ValueError
+        except (TypeError, KeyError, ValueError) as error:
+            raise self._fault(f"its header says of `{name}`: {str(entry)[:200]}") from error
+        if dtype not in _DTYPES:
+            raise ConfigError(f"`{name}` in {self._location} must have a dtype of torch's, but has {dtype!r}")
+        return TensorInfo(tuple(shape), _DTYPES[dtype]), (start, end)
+
+    def _fault(self, what: str) -> ConfigError:
+        return ConfigError(f"{self._location} must be a safetensors file, but {what}. {_DAMAGED}")
+
+
+def write_header(file: IO[bytes], tensors: Mapping[str, TensorInfo]) -> None:
+    """Write the header of a file that will hold these tensors, in this order.
+
+    Raises:
+        ConfigError: the format has no such dtype.
+    """
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    begin = 0
+    for name, info in tensors.items():
+        if info.dtype not in _NAMES:
+            raise ConfigError(
+                f"`{name}` must have a dtype that safetensors files can hold, but has {info.dtype}. Export to torch"
+            )
+        header[name] = {
+            "dtype": _NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [begin, begin + info.nbytes],
+        }
+        begin += info.nbytes
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)  # so that tensors are aligned
+    file.write(len(content).to_bytes(8, "little") + content)
+
+
+def write_tensor(file: IO[bytes], tensor: Tensor) -> None:
+    """Write the bytes of the next tensor."""
+    if tensor.numel():
+        write_bytes(file, bytes_of(tensor.detach().to("cpu").contiguous()))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in CPU memory, which are not copied.
+
+    Example:
+        >>> bytes_of(torch.tensor([1.0], dtype=torch.bfloat16)).tolist()
+        [128, 63]
+    """
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,235 @@
+"""Writing weights as safetensors, tensor by tensor, in one file or several with an index."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.weights.location import Location
+from lockstep.weights.safetensors_file import TensorInfo, write_header, write_tensor
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([A-Za-z]*)")
+MAX_SHARD_SIZE = "5GB"
+
+
+def read_size(size: int | str) -> int:
+    """Return a size in bytes.
+
+    Example:
+        >>> read_size("5GB"), read_size("1.5 MiB"), read_size(100)
+        (5000000000, 1572864, 100)
+
+    Raises:
+        ConfigError: it is not a positive size.
+    """
+    match = _SIZE.fullmatch(str(size).strip())
+    unit = None if match is None else _UNITS.get(match[2].upper())
+    count = 0 if match is None or unit is None else int(float(match[1]) * unit)
+    if count < 1:
+        raise ConfigError(f"`max_shard_size` must be a size as 5GB, 500MB or 2GiB, but is {size!r}")
+    return count
+
+
+def plan_shards(infos: Mapping[str, TensorInfo], stem: str, max_bytes: float) -> dict[str, list[str]]:
+    """Return the names of the files, and the tensors that each one holds, in the order in which they are written.
+
+    A tensor larger than `max_bytes` gets a file of its own. Within a file the wider dtypes come first, so that each
+    tensor is aligned.
+    """
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, info in infos.items():
+        if groups[-1] and size + info.nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += info.nbytes
+    of = f"of-{len(groups):05}"
+    files = [
+        f"{stem}-{n:05}-{of}.safetensors" if len(groups) > 1 else f"{stem}.safetensors"
+        for n in range(1, len(groups) + 1)
+    ]
+    return {
+        file: sorted(names, key=lambda n: -infos[n].dtype.itemsize) for file, names in zip(files, groups, strict=True)
+    }
+
+
+def check_new(out: Location, *, file: bool) -> None:
+    """Raise an error if there is something already where a file or a folder is to be written.
+
+    Raises:
+        ConfigError: OUT is there, and is not an empty folder; or it cannot be reached.
+    """
+    what = "a new file" if file else "a new or empty folder"
+    try:
+        if not out.exists():
+            return
+        if out.is_file():
+            found = "is a file"
+        else:
+            names = sorted(one.name for one in out.iterdir())
+            if not names and not file:
+                return
+            found = (
+                f"is a folder that holds {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+                if names
+                else "is a folder"
+            )
+    except OSError as error:
+        raise ConfigError(f"`OUT` must be {what}, but {out} cannot be reached: {error}") from error
+    raise ConfigError(f"`OUT` must be {what}, but {out} {found}. Give another one, or remove it")
+
+
+class SafetensorsWriter:
+    """Writes tensors one by one into one or several files, and then what belongs beside them.
+
+    On a disk all is written into a hidden folder beside OUT, which gets its name at the end. Behind a URL the files
+    appear one by one, the JSON files last. A failure is kept until `finish`, so that a rank that writes can go on
+    taking part in collectives.
+
+    Args:
+        out: the folder; or, with `single`, the file.
+        shards: files and the tensors in each, as `plan_shards` returns them.
+        infos: shape and dtype of what is written, by name.
+        files: JSON values of further files, by name.
+        single: write one file instead of a folder.
+
+    Attributes:
+        failure: why writing has failed; None if it has not.
+    """
+
+    def __init__(
+        self,
+        out: Location,
+        shards: Mapping[str, list[str]],
+        infos: Mapping[str, TensorInfo],
+        files: Mapping[str, Any],
+        *,
+        single: bool = False,
+    ) -> None:
+        self._out = out.absolute() if isinstance(out, Path) else out
+        self._shards = shards
+        self._infos = infos
+        self._files = files
+        self._single = single
+        self._waiting = [(file, name) for file, names in shards.items() for name in names]
+        self._open: tuple[str, IO[bytes]] | None = None
+        self._written: list[Location] = []
+        self.failure: OSError | None = None
+
+    def write(self, tensor: Tensor) -> None:
+        """Write the next tensor, in the order of the shards."""
+        file, name = self._waiting.pop(0)
+        if self.failure is not None:
+            return
+        try:
+            info = self._infos[name]
+            write_tensor(self._opened(file), tensor.detach().to(info.dtype))
+            if not self._waiting or self._waiting[0][0] != file:
+                self._close()
+        except OSError as error:
+            self.failure = error
+
+    def finish(self) -> None:
+        """Write what belongs beside the weights, and give all its final name.
+
+        Raises:
+            ConfigError: writing has failed, now or before; what was written is removed.
+        """
+        if self.failure is None:
+            try:
+                self._write_files()
+                self._publish()
+                return
+            except OSError as error:
+                self.failure = error
+        self.discard()
+        raise ConfigError(f"{self._out} cannot be written: {self.failure}") from self.failure
+
+    def discard(self) -> None:
+        """Remove what has been written."""
+        try:
+            self._close()
+        except OSError:
+            self._open = None  # what could not be written to the end is removed
+        if isinstance(self._out, Path):
+            shutil.rmtree(self._draft, ignore_errors=True)
+            return
+        for file in self._written:
+            try:
+                file.unlink()
+            except OSError:
+                continue  # of several that were written, those that can be removed are
+
+    @property
+    def _draft(self) -> Path:
+        assert isinstance(self._out, Path)
+        return self._out.with_name(f".{self._out.name}.draft")
+
+    def _place(self, file: str) -> Location:
+        if isinstance(self._out, Path):
+            return self._draft / file
+        return self._out if self._single else self._out / file
+
+    def _opened(self, file: str) -> IO[bytes]:
+        """Return the open file, which is a new one for the first tensor in it."""
+        if self._open is None:
+            opened = self._create(file)
+            self._open = (file, opened)
+            write_header(opened, {name: self._infos[name] for name in self._shards[file]})
+        return self._open[1]
+
+    def _create(self, file: str) -> IO[bytes]:
+        if isinstance(self._out, Path) and not self._written:
+            shutil.rmtree(self._draft, ignore_errors=True)  # left behind by one that was killed
+            self._draft.mkdir(parents=True)
+        place = self._place(file)
+        self._written.append(place)
+        return place.open("wb")
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def _write_files(self) -> None:
+        if self._single:
+            return
+        files = dict(self._files)
+        if len(self._shards) > 1:
+            stem = next(iter(self._shards)).partition("-")[0]
+            places = {name: file for file, names in self._shards.items() for name in names}
+            size = sum(info.nbytes for info in self._infos.values())
+            files = {
+                f"{stem}.safetensors.index.json": {"metadata": {"total_size": size}, "weight_map": places},
+                **files,
+            }
+        for name, content in files.items():
+            with self._create(name) as file:
+                file.write(_as_bytes(content))
+
+    def _publish(self) -> None:
+        if not isinstance(self._out, Path):
+            return
+        if self._single:
+            (written,) = self._draft.iterdir()
+            written.replace(self._out)
+            self._draft.rmdir()
+            return
+        if self._out.exists():
+            self._out.rmdir()  # it was empty
+        self._draft.rename(self._out)
+
+
+def _as_bytes(content: Any) -> bytes:
+    if isinstance(content, bytes):
+        return content
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
