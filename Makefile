@@ -105,6 +105,16 @@ resume-matrix: $(READY) $(if $(filter data,$(ONLY)),,.venv-deepspeed/.ready .ven
 test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready  ## many kinds of models under every strategy: docs/models.md
 	.venv-models/bin/python -m benchmarks.models $(if $(SHARE),--share $(SHARE))
 
+.PHONY: test-buckets
+test-buckets: .venv-buckets/.ready  ## weights in a bucket, of a server that speaks S3, on this machine
+	.venv-buckets/bin/python -m pytest tests/buckets $(PYTEST_ARGS)
+
+.venv-buckets/.ready: pyproject.toml constraints.txt requirements/buckets.txt
+	$(PYTHON) -m venv .venv-buckets
+	.venv-buckets/bin/python -m pip install --quiet --constraint constraints.txt hypothesis --editable '.[s3,testing]' \
+		--requirement requirements/buckets.txt
+	@touch $@
+
 .PHONY: test-huggingface
 test-huggingface: .venv-models/.ready  ## models of transformers and peft: saved, exported and loaded by their own libraries
 	.venv-models/bin/python -m pytest tests/huggingface --min-rank-tests 8 $(PYTEST_ARGS)

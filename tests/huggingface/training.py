@@ -19,10 +19,12 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )  # fmt: skip
+from transformers.utils import logging
 
 from lockstep.model.full_params import gather_full
 from lockstep.runner import Runner
 
+logging.disable_progress_bar()  # it starts a thread
 VOCABULARY = 64
 WORDS = torch.randint(0, VOCABULARY, (16, 8), generator=torch.Generator().manual_seed(0))
 _SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -68,9 +70,8 @@ def trained(model: nn.Module, work_dir: Path, strategy: Any = None, **options: A
         **{"optim_wrapper": optim, "log_level": "WARNING", "randomness": {"seed": 0}, **options},
         strategy=strategy,
     )
-    with warnings.catch_warnings():  # of torch's, that logits are a view
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        runner.train()
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of torch's, that logits are a view
+    runner.train()
     return runner
 
 

@@ -84,8 +84,9 @@ def select(
     target = _dtype(dtype)
     infos = {name: _converted(stored[origin], target) for name, origin in origins.items()}
     files = {} if chosen is None else _with_dtype(chosen["files"], infos)
-    taken = {kept[name] for name in origins.values()}
-    left_out = [name for name in stored if kept.get(name) not in taken]
+    tensors = _kept_names([*stored], description.get("tied", ()))
+    taken = {tensors[origin] for origin in origins.values()}
+    left_out = [name for name in stored if tensors[name] not in taken]
     return Selection(origins, infos, files, "model" if chosen is None else chosen["stem"], left_out)
 
 

@@ -1,0 +1,231 @@
+"""Checkpoints out: which weights, under which names, in which form, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.errors import ConfigError
+from lockstep.runner import Runner, Session
+from lockstep.testing import ranks, run_ranks
+from lockstep.weights import Location, export_checkpoint, open_source
+
+WORDS = torch.arange(12) % 5
+EMA = {"type": "EMAHook", "momentum": 0.5}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.head.weight = self.words.weight
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x))
+
+
+def train(work_dir: Path, strategy: str | None = None, **options: Any) -> Runner:
+    torch.manual_seed(0)
+    loader = {"dataset": TensorDataset(WORDS, WORDS), "batch_size": 2}
+    runner = Runner(
+        Tied(), work_dir, train_dataloader=loader, loss=nn.CrossEntropyLoss(), train_cfg={"max_epochs": 2},
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.5}}, strategy=strategy, log_level="WARNING",
+        randomness={"seed": 0}, **options,
+    )  # fmt: skip
+    runner.train()
+    return runner
+
+
+def train_and_save(folder: Path, strategy: str) -> dict[str, Tensor]:
+    runner = train(folder / "work", strategy)
+    runner.save_pretrained(folder / "saved")
+    state = runner.run.strategy.model_state()
+    return {name: getattr(value, "full_tensor", value.detach)().clone() for name, value in state.items()}
+
+
+def content(path: Location) -> dict[str, Tensor]:
+    source = open_source(path)
+    return {name: source.read(name) for name in source.tensors}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_form_holds_what_was_trained(strategy: str, tmp_path: Path) -> None:
+    (state, _) = run_ranks(2, train_and_save, tmp_path, strategy)
+    once = {name: value for name, value in state.items() if name != "head.weight"}
+    assert equal(content(tmp_path / "saved"), once)
+    done = export_checkpoint(tmp_path / "work", tmp_path / "folder", max_shard_size=40)
+    assert (done.tensors, done.nbytes, done.left_out) == (4, 80 + 20 + 3 + 8, [])
+    assert equal(content(tmp_path / "folder"), once)
+    index = json.loads((tmp_path / "folder" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 111}
+    assert {*index["weight_map"].values()} == {f.name for f in (tmp_path / "folder").glob("*.safetensors")}
+    export_checkpoint(next((tmp_path / "work").glob("*/epoch_1")), tmp_path / "one.safetensors")
+    assert not equal(content(tmp_path / "one.safetensors"), once)
+    export_checkpoint(tmp_path / "work", tmp_path / "new" / "net.pth", "torch")
+    loaded = torch.load(tmp_path / "new" / "net.pth", weights_only=True)
+    assert equal(loaded["state_dict"], state)
+    assert loaded["meta"]["epoch"] == 2
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["folder", "new", "one.safetensors", "saved", "work"]
+
+
+def test_parts_names_and_dtypes(tmp_path: Path) -> None:
+    train(tmp_path / "work")
+    work = tmp_path / "work"
+    done = export_checkpoint(work, tmp_path / "head", prefix="head", dtype="bfloat16")
+    assert {n: (t.dtype, t.shape) for n, t in content(tmp_path / "head").items()} == {
+        "weight": (torch.bfloat16, (5, 4)), "bias": (torch.bfloat16, (5,)),
+    }  # fmt: skip
+    assert done.left_out == ["mask", "count"]  # words.weight is head.weight
+    rules = [("^head", "fc"), (r"(\w+)\.weight", r"\1.w")]
+    export_checkpoint(work, tmp_path / "renamed", revise_keys=rules)
+    assert content(tmp_path / "renamed").keys() == {"words.w", "fc.bias", "mask", "count"}
+    for rules, says in (
+        ([("^.*$", "x")], "two of .* would be called `x`"),
+        ([("(", "x")], "`revise_keys` must be regular expressions"),
+        ([("a", r"\3")], "`revise_keys` must be regular expressions"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            export_checkpoint(work, tmp_path / "none", revise_keys=rules)
+
+
+def test_averaged_and_trained_weights(tmp_path: Path) -> None:
+    runner = train(tmp_path / "work", custom_hooks=[EMA])
+    for ema in (None, True, False):
+        export_checkpoint(tmp_path / "work", tmp_path / f"exported-{ema}", ema=ema)
+        runner.save_pretrained(tmp_path / f"saved-{ema}", ema=ema)
+        assert equal(content(tmp_path / f"exported-{ema}"), content(tmp_path / f"saved-{ema}"))
+    assert equal(content(tmp_path / "saved-None"), content(tmp_path / "saved-True"))
+    assert torch.equal(content(tmp_path / "saved-False")["head.bias"], runner.model.head.bias)
+    assert not torch.equal(content(tmp_path / "saved-True")["head.bias"], runner.model.head.bias)
+
+
+def test_without_an_average_none_is_written(tmp_path: Path) -> None:
+    runner = train(tmp_path / "work")
+    with pytest.raises(ConfigError, match="must have averaged weights, as EMAHook saves them, but has none"):
+        export_checkpoint(tmp_path / "work", tmp_path / "out", ema=True)
+    with pytest.raises(ConfigError, match="`ema` must be True only beside EMAHook"):
+        runner.save_pretrained(tmp_path / "out", ema=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_session_saves_its_models(tmp_path: Path) -> None:
+    session = Session(tmp_path / "work", log_level="WARNING")
+    models = {"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)}
+    optimizer = torch.optim.SGD([p for model in models.values() for p in model.parameters()], lr=0.1)
+    model, _, loader = session.prepare(models, optimizer, [torch.ones(2, 2)] * 2)
+    for _ in session.epochs(1):
+        for batch in loader:
+            session.step(model["b"](model["a"](batch).expand(2, 2)).mean())
+    session.save_pretrained(tmp_path / "all")
+    session.save_pretrained(tmp_path / "b", prefix="b")
+    assert content(tmp_path / "all").keys() == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    assert equal(content(tmp_path / "b"), dict(model["b"].state_dict()))
+
+
+def test_a_bucket_is_written_and_loaded_from(tmp_path: Path) -> None:
+    train(tmp_path / "work")
+    for to, out in (("safetensors", "memory://bucket/folder"), ("torch", "memory://bucket/net.pth")):
+        export_checkpoint(tmp_path / "work", out, to, max_shard_size=40)
+        with pytest.raises(ConfigError, match=f"`OUT` must be a new .*, but {out} is a "):
+            export_checkpoint(tmp_path / "work", out, to)
+        again = train(tmp_path / "again", load_from=out, default_hooks={"checkpoint": None})
+        assert "loaded the weights" in (again.run_dir / "log.txt").read_text()
+    assert len(fsspec.filesystem("memory").ls("/bucket/folder")) > 2
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"checkpoint": "none"},
+            "a checkpoint, the folder of a run, or a work_dir, but none does not exist",
+        ),
+        ({"checkpoint": "file"}, "but file is a file"),
+        ({"checkpoint": "empty"}, "but empty holds no complete checkpoint"),
+        ({"checkpoint": "draft"}, "but draft holds no complete checkpoint"),
+        ({"checkpoint": "s3://bucket/epoch_1"}, "s3://bucket/epoch_1"),
+        ({"checkpoint": "memory://x"}, "`CKPT` must be a checkpoint on a disk, but is memory://x"),
+        ({"out": "work"}, "`OUT` must be a new or empty folder, but work is a folder that holds "),
+        ({"out": "file"}, "`OUT` must be a new or empty folder, but file is a file"),
+        ({"out": "file", "to": "torch"}, "`OUT` must be a new file, but file is a file"),
+        ({"out": "empty", "to": "torch"}, "`OUT` must be a new file, but empty is a folder"),
+        ({"out": "file/folder"}, "file/folder cannot be written|cannot be reached"),
+        ({"out": "file/net.pth", "to": "torch"}, "file/net.pth cannot be written|cannot be reached"),
+        ({"to": "onnx"}, "`to` must be one of safetensors, hf, torch, but is 'onnx'"),
+        ({"to": "hf"}, "must have a config of HuggingFace's to be written for from_pretrained, but has none. Write"),
+        ({"dtype": "int8"}, "`dtype` must be one of float32, float16, bfloat16, float64, but is 'int8'"),
+        ({"max_shard_size": "5 apples"}, "`max_shard_size` must be a size as 5GB"),
+        (
+            {"prefix": "body"},
+            "must be the name of a part of .*, out of count, head, mask, words, but is 'body'",
+        ),
+        ({"files_from": "empty"}, "`files_from` must be a folder with a config or a tokenizer, but empty has neither"),
+        ({"files_from": "none"}, "`files_from` must be a folder of HuggingFace's, but none cannot be read"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_exported_says_why(
+    options: dict[str, Any], says: str, trained_once: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained_once)
+    arguments = {"checkpoint": "work", "out": "out", **options}
+    with pytest.raises(ConfigError, match=says):
+        export_checkpoint(**arguments)
+    assert not Path("out").exists()
+    assert not list(Path().glob(".*.draft"))
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(folder / "work")
+    (folder / "file").write_text("")
+    for name in ("empty", "draft"):
+        (folder / name).mkdir()
+    (folder / "draft" / ".metadata").write_text("")
+    return folder
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_a_damaged_checkpoint_leaves_nothing_behind(to: Any, tmp_path: Path) -> None:
+    train(tmp_path / "work")
+    data = next((tmp_path / "work").glob("*/epoch_2/*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="damaged"):
+        export_checkpoint(tmp_path / "work", tmp_path / "out", to)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["work"]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path / "work")
+
+    def full(file: Any, tensor: Tensor) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lockstep.weights.writing.write_tensor", full)
+    with pytest.raises(ConfigError, match=r"out cannot be written: \[Errno 28\] No space left on device"):
+        export_checkpoint(tmp_path / "work", tmp_path / "out")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["work"]
+
+
+@ranks(2)
+def test_a_rank_that_cannot_write_tells_the_others(tmp_path: Path) -> None:
+    runner = train(tmp_path / "work", "fsdp")
+    with pytest.raises(Exception, match="`OUT` must be a new or empty folder") as caught:
+        runner.save_pretrained(tmp_path / "work")
+    assert type(caught.value).__name__ == ("ConfigError" if runner.rank == 0 else "PeerError")
+    runner.save_pretrained(tmp_path / "saved")  # the group is usable
