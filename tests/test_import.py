@@ -30,6 +30,7 @@ ROOMS = (
     "testing",
     "tree",
     "visualization",
+    "weights",
 )
 
 # The public interface of lockstep.dist, by subject.

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "lockstep"
 # In the order in which a reader meets them. What is not here is not public as a module: cli, engines, tree, version.
 MODULES = (
-    "runner", "hooks", "optim", "dataset", "evaluator", "strategy", "model", "checkpoint", "dist", "device", "config",
-    "registry", "lint", "structures", "logging", "visualization", "report", "launch", "topology", "testing", "errors",
+    "runner", "hooks", "optim", "dataset", "evaluator", "strategy", "model", "checkpoint", "weights", "dist", "device",
+    "config", "registry", "lint", "structures", "logging", "visualization", "report", "launch", "topology", "testing",
+    "errors",
 )  # fmt: skip
 
 

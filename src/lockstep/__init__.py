@@ -29,7 +29,7 @@ _HOMES = {
 }
 _ROOMS = frozenset({"checkpoint", "config", "dataset", "device", "dist", "errors", "evaluator", "hooks", "lint",
                     "logging", "model", "optim", "registry", "runner", "strategy", "structures", "testing", "topology",
-                    "tree", "visualization"})  # fmt: skip
+                    "tree", "visualization", "weights"})  # fmt: skip
 
 __all__ = ["Config", "Registry", "Runner", "Session", "__version__", "get_dist_info", "init_dist"]
 

@@ -15,7 +15,8 @@ from torch.utils.data import TensorDataset
 from lockstep.errors import ConfigError
 from lockstep.runner import Runner, Session
 from lockstep.testing import ranks, run_ranks
-from lockstep.weights import Location, export_checkpoint, open_source
+from lockstep.weights import export_checkpoint, open_source
+from lockstep.weights.location import Location
 
 WORDS = torch.arange(12) % 5
 EMA = {"type": "EMAHook", "momentum": 0.5}

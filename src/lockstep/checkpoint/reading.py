@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.directory import _read_index, load_state
+from lockstep.checkpoint.directory import _check_files, _failures_as, _read_index
+from lockstep.errors import ConfigError
 
 _AT_ONCE = 64 * 2**20
 
@@ -33,12 +34,15 @@ def read_infos(directory: Path, part: str) -> dict[str, tuple[tuple[int, ...], t
 def read_tensors(directory: Path, part: str, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors that a checkpoint has under `part`, whole and in CPU memory, in the order of `names`.
 
+    No collective: each process reads what it asks for.
+
     **Cost**: memory for 64 MiB of them, or for one that is larger.
 
     Raises:
         ConfigError: the directory is not a checkpoint, is damaged, or has no tensor of that name.
     """
     infos = read_infos(directory, part)
+    _check_files(directory, _read_index(directory))
     waiting: dict[str, Tensor] = {}
     size = 0
     for name in names:
@@ -52,8 +56,11 @@ def read_tensors(directory: Path, part: str, names: Iterable[str]) -> Iterator[t
 
 
 def _filled(directory: Path, part: str, waiting: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    import torch.distributed.checkpoint as dcp
+
     if waiting:
-        load_state(directory, {part: dict(waiting)})
+        with _failures_as(ConfigError, f"the checkpoint {directory} cannot be read"):
+            dcp.load({part: dict(waiting)}, checkpoint_id=directory, no_dist=True)
     while waiting:
         name = next(iter(waiting))
         yield name, waiting.pop(name)

@@ -35,7 +35,9 @@ from lockstep.runner.uneven_inputs import Passes, Place
 from lockstep.strategy import Strategy
 from lockstep.version import __version__
 from lockstep.visualization import Visualizers
-from lockstep.weights import MAX_SHARD_SIZE, REVISE_KEYS, Weights, describe_model, load_weights, locate, save_pretrained
+from lockstep.weights import Weights, describe_model, load_weights, locate, save_pretrained
+from lockstep.weights.loading import REVISE_KEYS
+from lockstep.weights.writing import MAX_SHARD_SIZE
 
 _CHECKPOINT_FORMAT = 1
 _logger = logging.getLogger("lockstep.runner")

@@ -28,7 +28,9 @@ from lockstep.runner.preemption import spare_workers
 from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import Strategy, build_strategy
-from lockstep.weights import MAX_SHARD_SIZE, REVISE_KEYS, Weights, load_weights, locate
+from lockstep.weights import Weights, load_weights, locate
+from lockstep.weights.loading import REVISE_KEYS
+from lockstep.weights.writing import MAX_SHARD_SIZE
 
 P = ParamSpec("P")
 _BEFORE_A_RUN = {

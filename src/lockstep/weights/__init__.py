@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from lockstep.weights.description import describe_model
 from lockstep.weights.export import Exported, export_checkpoint
-from lockstep.weights.loading import REVISE_KEYS, Weights, load_checkpoint, load_weights
-from lockstep.weights.location import Location, RemotePath, locate
+from lockstep.weights.loading import Weights, load_checkpoint, load_weights
+from lockstep.weights.location import RemotePath, locate
 from lockstep.weights.saving import save_pretrained
 from lockstep.weights.selection import told_left_out
 from lockstep.weights.source import check_weights, checkpoint_at, find_checkpoint, open_source
-from lockstep.weights.writing import MAX_SHARD_SIZE
 
 __all__ = [
-    "MAX_SHARD_SIZE",
-    "REVISE_KEYS",
     "Exported",
-    "Location",
     "RemotePath",
     "Weights",
     "check_weights",
