@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lockstep import Session
 from lockstep.checkpoint import find_last_checkpoint, read_meta
+from lockstep.dataset import DefaultSampler
 from lockstep.dataset.position import check_plain
 from lockstep.dist import get_rank, get_world_size
 from lockstep.errors import ConfigError
@@ -102,6 +103,13 @@ class Pairs(Sampler[list[int]]):
         return SIZE // 2
 
 
+class Backwards(DefaultSampler):
+    """Has an order of its own, in which it can't begin."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE - 1 - self.rank, -1, -self.world_size))
+
+
 class KnowsRanks(Sampler[int]):
     """Splits in its own way: each rank has a block."""
 
@@ -141,6 +149,7 @@ LOADERS: dict[str, Any] = {
     "batch sampler": lambda: DataLoader(Numbers(), batch_sampler=Pairs()),
     "distributed": distributed,
     "stateful": stateful,
+    "subclass": lambda: {"dataset": Numbers(), "batch_size": 2, "sampler": {"type": Backwards}},
     "knows ranks": lambda: DataLoader(Numbers(), batch_size=2, sampler=KnowsRanks()),
 }
 BY_EPOCH, BY_ITER = {"max_epochs": 3}, {"max_iters": 30}
@@ -292,6 +301,15 @@ def test_without_a_global_order_the_epoch_begins_anew_on_other_ranks(train_cfg, 
     assert "The epoch begins anew: each of 2 ranks had an order of its own, which is another one on 1" in log_of(
         tmp_path
     )
+
+
+def test_a_subclass_with_an_order_of_its_own_goes_on_after_as_many_batches(tmp_path: Path):
+    train(tmp_path, "subclass", 4)
+    data = Numbers()
+    loader = {**LOADERS["subclass"](), "dataset": data}
+    second = train(tmp_path, "subclass", train_dataloader=loader, train_cfg={"max_epochs": 1})
+    assert together([second]) == list(range(SIZE - 9, -1, -1))
+    assert data.read == SIZE - 8
 
 
 def test_other_data_are_noticed(tmp_path: Path):

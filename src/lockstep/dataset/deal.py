@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
@@ -68,6 +68,11 @@ class Deal(NamedTuple):
         return -(-left // self.shards) if self.round_up else len(range(shard, left, self.shards))
 
 
+def begins_anywhere(sampler: Any) -> TypeGuard[DealingSampler]:
+    """Return whether a sampler can begin inside its order: not if a user's subclass has an `__iter__` of its own."""
+    return isinstance(sampler, DealingSampler) and type(sampler).__iter__.__module__.startswith("lockstep.")
+
+
 def deal_of(loader: Any) -> Deal | None:
     """Return how the global order of a loader is split over the ranks; None if there is none, or if it is not known.
 
@@ -85,7 +90,7 @@ def deal_of(loader: Any) -> Deal | None:
     batches = loader.batch_sampler
     unit = "samples" if batches is None or is_torchs(batches, BatchSampler) else "batches"
     drop_last = unit == "samples" and getattr(batches, "drop_last", False)
-    if isinstance(sampler, DealingSampler):
+    if begins_anywhere(sampler):
         drawn = getattr(sampler, "sampler", None)  # of a ShardedSampler
         total = getattr(sampler, "size", None) if drawn is None else length_of(drawn)
         is_endless = isinstance(sampler, InfiniteSampler)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lockstep.dataset.deal import begins_anywhere
 from lockstep.dataset.sampler import DealingSampler, DefaultSampler, WorkerSeeds
 from lockstep.dataset.sharded import drawn_from
 from lockstep.dataset.stream import StreamLoader
@@ -86,7 +87,7 @@ def skip_batches(loader: Any, count: int) -> bool:
     if not isinstance(loader, DataLoader):
         return False
     sampler, batch_size = drawn_from(loader)
-    if not isinstance(sampler, DealingSampler):
+    if not begins_anywhere(sampler):
         return False
     sampler.skip(count * batch_size)
     return True
