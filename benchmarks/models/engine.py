@@ -100,7 +100,7 @@ class EngineRun:
         outcome, checkpoint = self.results.trained[row.name][column.name], self._checkpoint(row, column)
         if verdict(outcome) == "refused":
             self.results.resumed[row.name][column.name] = outcome
-        elif (checkpoint / "meta.json").exists():
+        elif (checkpoint / "manifest.json").exists():
             return Saved(column.name, checkpoint)
         else:
             self.results.resumed[row.name][column.name] = {"failed": "nothing was saved"}

@@ -1,7 +1,9 @@
-"""Checkpoints that are damaged or somebody else's: every rank says which file or entry, and what to do."""
+"""Checkpoints that are damaged or do not fit: every rank says which file or entry, and what to do."""
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint import load_state, read_meta, save_state
+from lockstep.checkpoint import load_state, read_meta, save_state, verify
 from lockstep.dist import get_rank, get_world_size, main_process_first
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks
@@ -21,7 +23,7 @@ def written(path: Path) -> dict[str, Any]:
     """Write a checkpoint of which each rank has a share; return what asks for it."""
     entries = {f"w{rank}": {"exp_avg": VALUES + rank, "step": torch.tensor(3.0)} for rank in range(get_world_size())}
     optimizer = {"state": entries, "param_groups": [{"lr": 0.1, "params": sorted(entries)}]}
-    save_state(path, {"model": dict.fromkeys(entries, VALUES), "optimizer": optimizer}, {"format": 1})
+    save_state(path, {"model": dict.fromkeys(entries, VALUES), "optimizer": optimizer}, {"n": 1})
     return {"model": {name: torch.zeros_like(VALUES) for name in entries}, "optimizer": {}}
 
 
@@ -29,44 +31,94 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
 
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip(path: Path, place: float = 0.5, bit: int = 3) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def link(path: Path) -> None:
+    moved = path.rename(path.parent.with_name(f"elsewhere_{path.name}"))
+    path.symlink_to(moved)
+
+
+DAMAGED = "The checkpoint is damaged: copy it again"
+
+
 @ranks(1, 2)
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("__{last}_0.distcp", Path.unlink, r"__{last}_0.distcp must have \d+ bytes, but is not there. .* is damaged"),
-        ("__{last}_0.distcp", cut, r"__{last}_0.distcp must have \d+ bytes, but has \d+. The checkpoint is damaged"),
-        (".metadata", cut, r"three/.metadata cannot be read: .* The checkpoint is damaged: copy it again"),
-        (
-            ".metadata",
-            Path.unlink,
-            r"must be a directory with .metadata and meta.json in it, but .*three lacks one of them",
-        ),
+        ("rank_{last}.safetensors", Path.unlink, rf"must have \d+ bytes, but is not there .*{DAMAGED}"),
+        ("rank_{last}.safetensors", cut, rf"must have \d+ bytes, but has \d+\. {DAMAGED}"),
+        ("rank_{last}.safetensors", empty, rf"must have \d+ bytes, but has 0\. {DAMAGED}"),
+        ("rank_{last}.safetensors", lengthen, rf"must have \d+ bytes, but has \d+\. {DAMAGED}"),
+        ("rank_{last}.safetensors", flip, rf"has wrong bytes between \d+ and \d+: .*checksum.*{DAMAGED}"),
+        ("rank_{last}.safetensors", link, "must be a file, but is a link: links are not followed"),
+        ("manifest.json", cut, f"must be a manifest of a checkpoint, but cannot be read. {DAMAGED}"),
+        ("manifest.json", empty, f"must be a manifest of a checkpoint, but cannot be read. {DAMAGED}"),
+        ("manifest.json", flip, DAMAGED),
+        ("manifest.json", link, "must be a file, but is a link: links are not followed"),
+        ("manifest.json", Path.unlink, "three has none"),
     ],
 )
 def test_a_damaged_file_is_named_on_every_rank(name: str, damage: Callable[[Path], None], message: str, tmp_path: Path):
-    wanted, last = written(tmp_path / "three"), get_world_size() - 1
+    wanted, name = written(tmp_path / "three"), name.format(last=get_world_size() - 1)
     with main_process_first():
         if get_rank() == 0:
-            damage(tmp_path / "three" / name.format(last=last))
-    with pytest.raises(ConfigError, match=message.replace("{last}", str(last))):
+            damage(tmp_path / "three" / name)
+    with pytest.raises(ConfigError, match=message) as loading:
         load_state(tmp_path / "three", wanted)
+    assert name in str(loading.value)
+    with pytest.raises(ConfigError, match=message):
+        verify(tmp_path / "three")
 
 
-def test_damaged_facts_are_named(tmp_path: Path):
+@pytest.mark.parametrize("name", ["rank_0.safetensors", "manifest.json"])
+def test_no_flipped_bit_goes_unnoticed(name: str, tmp_path: Path):
     written(tmp_path / "three")
-    cut(tmp_path / "three" / "meta.json")
-    with pytest.raises(ConfigError, match=r"three/meta.json must hold JSON, but cannot be read: .* is damaged"):
-        read_meta(tmp_path / "three")
+    path, rng = tmp_path / "three" / name, random.Random(0)
+    good = path.read_bytes()
+    bits = {rng.randrange(8 * len(good)) for _ in range(200)}
+    # The ends: of the header's length, of the header, of the digest of the manifest.
+    bits |= {*range(16), *range(8 * len(good) - 8 * 75, 8 * len(good), 7)}
+    for bit in bits:
+        data = bytearray(good)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=re.escape(str(path))):
+            verify(tmp_path / "three")
+    path.write_bytes(good)
+    assert verify(tmp_path / "three") == (tmp_path / "three" / "rank_0.safetensors").stat().st_size
+
+
+@ranks(2)
+def test_a_fault_that_one_rank_reads_is_raised_on_all(tmp_path: Path):
+    wanted = written(tmp_path / "three")
+    with main_process_first():
+        if get_rank() == 0:
+            flip(tmp_path / "three" / "rank_1.safetensors", 0.9)
+    name = f"w{get_rank()}"
+    with pytest.raises(ConfigError, match=r"rank_1.safetensors has wrong bytes"):
+        load_state(tmp_path / "three", {"model": {name: wanted["model"][name]}, "optimizer": {}})
 
 
 @ranks(1, 2)
 def test_what_is_not_there_is_named_with_a_remedy(tmp_path: Path):
     wanted = written(tmp_path / "three")
     wanted["model"]["head"] = torch.zeros(2)
-    with pytest.raises(ConfigError, match=r"three does not fit: .*Missing key .* model.head.*load what fits of the"):
+    with pytest.raises(ConfigError, match=r"three does not fit: there is no `model.head` in it.*load what fits of the"):
         load_state(tmp_path / "three", wanted)
     wanted["model"] = {"w0": torch.zeros(2)}
-    with pytest.raises(ConfigError, match=r"three does not fit: .*Size mismatch .* for model.w0.*by `load_from`"):
+    with pytest.raises(ConfigError, match=r"`model.w0` has the shape \[600\] in it, but is of \[2\] here.*`load_from`"):
         load_state(tmp_path / "three", wanted)
 
 
@@ -88,3 +140,15 @@ def test_the_optimizers_state_is_read_as_it_was_saved(tmp_path: Path):
     save_state(tmp_path / "five", {"optimizer": {"state": {}, "param_groups": [{"lr": 0.2, "params": ["a"]}]}}, {})
     (read,) = load_state(tmp_path / "five", {"optimizer": {}}).values()
     assert read == {"state": {}, "param_groups": [{"lr": 0.2, "params": ["a"]}]}
+
+
+@pytest.mark.parametrize("number", [0, 3, 99, "2", None])
+def test_an_unknown_format_is_refused(number: Any, tmp_path: Path):
+    written(tmp_path / "three")
+    path = tmp_path / "three" / "manifest.json"
+    shown = {None: "null", "2": '"2"'}.get(number, str(number))
+    path.write_text(path.read_text().replace('"format": 2', f'"format": {shown}'))
+    with pytest.raises(
+        ConfigError, match=rf"manifest.json must have the format 2, but has {number!r}.*update lockstep"
+    ):
+        read_meta(tmp_path / "three")

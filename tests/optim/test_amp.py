@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint import read_meta
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.hooks import Hook
 from lockstep.model import train_step
@@ -410,5 +411,5 @@ def test_each_of_several_optimizers_has_its_own_scale_which_a_checkpoint_keeps(t
     assert left == right
     assert left["left"] != left["right"]
     (checkpoint,) = tmp_path.glob("2*/epoch_2")
-    assert json.loads((checkpoint / "meta.json").read_text())["optim_wrapper"] == left
+    assert read_meta(checkpoint)["optim_wrapper"] == left
     assert run_ranks(2, train_pair, tmp_path / "resumed", load_from=checkpoint, resume=True) == [left, left]

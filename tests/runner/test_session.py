@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import Runner, Session
+from lockstep.checkpoint import read_meta
 from lockstep.dist import all_gather, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
@@ -335,7 +336,7 @@ def test_an_epoch_may_be_left_early_and_training_stopped(tmp_path):
             session.save("by_hand")
     assert seen == [0, 0, 1, 1]
     assert (session.run_dir / "by_hand").is_dir()
-    assert json.loads((session.run_dir / "left_1" / "meta.json").read_text())["iter"] == 8
+    assert read_meta(session.run_dir / "left_1")["iter"] == 8
     assert session.iter == 12
 
 

@@ -1,19 +1,32 @@
-"""States on disk: one directory per checkpoint, written atomically."""
+"""States on disk: one directory per checkpoint, in which every byte has a checksum and nothing can be executed.
+
+`manifest.py` says what a checkpoint holds and where; `saving.py` writes one, `loading.py` reads one; `folder.py` does
+the steps on the disk. Finding, listing and verifying do without torch.
+"""
 
 from __future__ import annotations
 
-from lockstep.checkpoint.directory import (
-    find_last_checkpoint,
-    is_checkpoint,
-    load_state,
-    point_to_checkpoint,
-    read_meta,
-    read_shapes,
-    save_state,
-)
-from lockstep.checkpoint.reading import read_infos, read_tensors
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lockstep.checkpoint.folder import point_to_checkpoint, remove, remove_dead_drafts
+from lockstep.checkpoint.search import candidates, find_checkpoints, find_last_checkpoint
+from lockstep.checkpoint.verify import is_checkpoint, verify
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.loading import load_state, read_meta, read_shapes
+    from lockstep.checkpoint.reading import read_infos, read_tensors
+    from lockstep.checkpoint.saving import save_state
+
+_HOMES = {  # these import torch
+    "loading": {"load_state", "read_meta", "read_shapes"},
+    "reading": {"read_infos", "read_tensors"},
+    "saving": {"save_state"},
+}
 
 __all__ = [
+    "candidates",
+    "find_checkpoints",
     "find_last_checkpoint",
     "is_checkpoint",
     "load_state",
@@ -22,5 +35,15 @@ __all__ = [
     "read_meta",
     "read_shapes",
     "read_tensors",
+    "remove",
+    "remove_dead_drafts",
     "save_state",
+    "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

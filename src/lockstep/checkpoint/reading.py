@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.directory import _check_files, _failures_as, _read_index
-from lockstep.errors import ConfigError
-
-_AT_ONCE = 64 * 2**20
+from lockstep.checkpoint.loading import Stored, open_checkpoint
+from lockstep.checkpoint.manifest import StoredTensor
+from lockstep.checkpoint.values import leaves, tagged
 
 
 def read_infos(directory: Path, part: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of the tensors that a checkpoint has under `part`, by name; other values are left out.
 
     Raises:
-        ConfigError: the directory is not a checkpoint.
+        ConfigError: the directory is not a checkpoint, or is damaged.
     """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    prefix = f"{part}."
-    return {
-        name.removeprefix(prefix): (tuple(entry.size), entry.properties.dtype)
-        for name, entry in _read_index(directory).state_dict_metadata.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
+    stored = open_checkpoint(directory)
+    return {name: (one.shape, getattr(torch, one.dtype)) for name, one in _tensors_of(stored, part).items()}
 
 
 def read_tensors(directory: Path, part: str, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -36,31 +28,30 @@ def read_tensors(directory: Path, part: str, names: Iterable[str]) -> Iterator[t
 
     No collective: each process reads what it asks for.
 
-    **Cost**: memory for 64 MiB of them, or for one that is larger.
+    **Cost**: memory for one of them, and for a block of 16 MiB.
 
     Raises:
-        ConfigError: the directory is not a checkpoint, is damaged, or has no tensor of that name.
+        ConfigError: the directory is not a checkpoint, or is damaged.
+        KeyError: it has no tensor of that name.
     """
-    infos = read_infos(directory, part)
-    _check_files(directory, _read_index(directory))
-    waiting: dict[str, Tensor] = {}
-    size = 0
-    for name in names:
-        shape, dtype = infos[name]
-        waiting[name] = torch.empty(shape, dtype=dtype)
-        size += prod(shape) * dtype.itemsize
-        if size >= _AT_ONCE:
-            yield from _filled(directory, part, waiting)
-            size = 0
-    yield from _filled(directory, part, waiting)
+    stored = open_checkpoint(directory)
+    try:
+        tensors = _tensors_of(stored, part)
+        for name in names:
+            one = tensors[name]
+            whole = torch.empty(one.shape, dtype=getattr(torch, one.dtype))
+            for chunk in one.chunks:
+                target = whole
+                for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
+                    target = target.narrow(dim, offset, length)
+                if target.numel():
+                    stored.read(chunk, one.dtype, (0,) * len(chunk.shape), target)
+            yield name, whole
+    finally:
+        stored.close()
 
 
-def _filled(directory: Path, part: str, waiting: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    import torch.distributed.checkpoint as dcp
-
-    if waiting:
-        with _failures_as(ConfigError, f"the checkpoint {directory} cannot be read"):
-            dcp.load({part: dict(waiting)}, checkpoint_id=directory, no_dist=True)
-    while waiting:
-        name = next(iter(waiting))
-        yield name, waiting.pop(name)
+def _tensors_of(stored: Stored, part: str) -> dict[str, StoredTensor]:
+    """Return the tensors under a part of the state, by their names there."""
+    nodes = ((path, tagged(node)) for path, node in leaves(stored.state.get(part, {})))
+    return {".".join(path): stored.tensors[name] for path, (tag, name) in nodes if tag == "$tensor"}

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from lockstep.cli.batch_size import FindBatchSize
+from lockstep.cli.checkpoints import checkpoints_app
 from lockstep.cli.config import check, diff, print_config
 from lockstep.cli.doctor import doctor, strategies
 from lockstep.cli.errors import print_error
@@ -138,6 +139,7 @@ config_app.command("print", cls=CfgOptionsCommand)(print_config)
 config_app.command("check", cls=CfgOptionsCommand)(check)
 config_app.command("diff")(diff)
 app.add_typer(config_app, name="config")
+app.add_typer(checkpoints_app, name="checkpoints")
 
 
 def _version(wanted: bool) -> None:

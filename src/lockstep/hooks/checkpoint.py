@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import shutil
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.errors import ConfigError
 from lockstep.hooks.rules import check_rule, rule_of
 from lockstep.hooks.storage import check_local
@@ -35,7 +36,8 @@ class CheckpointHook(Hook):
         save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
         out_dir: where checkpoints go instead of the run's folder: into `out_dir/WORK_DIR/RUN`, by the names of the
             work_dir and of the run's folder.
-        max_keep_ckpts: the number of regular checkpoints of this run to keep; -1 for all.
+        max_keep_ckpts: the number of regular checkpoints to keep, of this run and of those that it goes on from in the
+            same work_dir; -1 for all.
         save_last: always save at the end of training.
         save_best: the name of a metric, or several names. The best checkpoint by each is kept in addition to the
             regular ones; `"auto"` takes the first metric of the first validation.
@@ -46,6 +48,8 @@ class CheckpointHook(Hook):
         filename_tmpl: name of a regular checkpoint, with `{}` for the number; by default `"epoch_{}"` or `"iter_{}"`.
         published_keys: from MMEngine; has no effect, because the weights of every checkpoint can be loaded separately.
         save_begin: the epoch, or iteration, at which the first interval begins.
+        on_save_error: `"raise"` to end training if a checkpoint can't be written, as on a full disk; `"warn"` to go on
+            without it.
         file_client_args: from MMEngine; must be None or name the local backend, because checkpoints are written through
             the file system.
         backend_args: the same.
@@ -69,10 +73,13 @@ class CheckpointHook(Hook):
     backend_args: None = None
     published_keys: str | Sequence[str] | None = None
     save_begin: int = 0
+    on_save_error: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:
         if self.max_keep_ckpts == 0 or self.max_keep_ckpts < -1:
             raise ConfigError(f"`max_keep_ckpts` must be at least 1, or -1 for all, but is {self.max_keep_ckpts}")
+        if self.on_save_error not in ("raise", "warn"):
+            raise ConfigError(f"`on_save_error` must be 'raise' or 'warn', but is {self.on_save_error!r}")
         check_local("checkpoints", file_client_args=self.file_client_args, backend_args=self.backend_args)
         if self.filename_tmpl is not None and self.filename_tmpl.count("{}") != 1:
             raise ConfigError(f"`filename_tmpl` must have one {{}} for the number, but is {self.filename_tmpl!r}")
@@ -80,6 +87,7 @@ class CheckpointHook(Hook):
             _logger.warning("`published_keys` does nothing: the weights of every checkpoint can be loaded alone")
         self.rules = _rules(self.save_best, self.rule)
         self._kept: list[str] = []
+        self._former: list[str] = []  # the folders of the runs that this one goes on from, the oldest one first
         # By metric: the best value, the path of its checkpoint, and its name if this run has saved it.
         self._best: dict[str, dict[str, Any]] = {}
         self._metrics: dict[str, Any] = {}
@@ -126,12 +134,14 @@ class CheckpointHook(Hook):
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Add the best values so far to the checkpoint."""
-        checkpoint["meta"][_KEY] = {"best": self._best}
+        checkpoint["meta"][_KEY] = {"best": self._best, "runs": [*self._former, runner.run_dir.name]}
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best values so far; their checkpoints stay in the previous run's folder."""
         state = checkpoint["meta"].get(_KEY, {})
         self._best = {}
+        if runner.resume_from is not None:
+            self._former = [str(run) for run in state.get("runs", [runner.resume_from.parent.name])]
         for name, best in state.get("best", {}).items():
             self._note_best(runner, name, best["value"], best["path"])
 
@@ -142,10 +152,30 @@ class CheckpointHook(Hook):
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
         name = (self.filename_tmpl or template).format(done)
         path = self._write(runner, name, epoch=epoch, iteration=iteration, is_last=True)
+        if path is None:
+            return
         runner.message_hub.update_info("last_ckpt", str(path))
         self._kept = [*(kept for kept in self._kept if kept != name), name]
-        while 0 < self.max_keep_ckpts < len(self._kept):
-            self._remove(runner, self._kept.pop(0))
+        if self.max_keep_ckpts > 0 and runner.rank == 0:
+            folder = self._folder(runner)
+            kept = [*self._former_checkpoints(runner, template), *(folder / one for one in self._kept)]
+            for old in kept[: -self.max_keep_ckpts]:
+                _remove(old)
+        self._kept = self._kept[-self.max_keep_ckpts :] if self.max_keep_ckpts > 0 else self._kept
+
+    def _former_checkpoints(self, runner: TrainRun, template: str) -> list[Path]:
+        """Return the regular checkpoints of the runs that this one goes on from, the oldest one first."""
+        before, _, after = (self.filename_tmpl or template).partition("{}")
+        name = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
+        best = {Path(one["path"]) for one in self._best.values()}
+        found: list[Path] = []
+        for run in self._former:
+            folder = self._folder(runner).parent / run
+            if re.fullmatch(r"[\w.\-]*\d{8}_\d{6}[\w.\-]*", run) and folder.is_dir() and not folder.is_symlink():
+                matches = [(name.fullmatch(path.name), path) for path in folder.iterdir() if is_checkpoint(path)]
+                regular = sorted((int(match[1]), path) for match, path in matches if match and path not in best)
+                found += [path for _, path in regular]
+        return found
 
     def _save_if_best(self, runner: TrainRun, metric: str, value: float) -> None:
         rule = self.rules.get(metric, self.rules.get("")) or rule_of(metric, self.greater_keys, self.less_keys)
@@ -154,12 +184,14 @@ class CheckpointHook(Hook):
             return
         when = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
         checkpoint = f"best_{metric.replace('/', '_')}_{when}"
+        noted = dict(self._best)
         # Noted before the checkpoint is written, because it is part of the checkpoint.
         self._note_best(runner, metric, value, str(self._folder(runner) / checkpoint))
         self._best[metric]["checkpoint"] = checkpoint
-        self._write(runner, checkpoint, epoch=runner.epoch, iteration=runner.iter, is_last=False)
-        if former is not None and former.get("checkpoint", checkpoint) != checkpoint:
-            self._remove(runner, former["checkpoint"])
+        if self._write(runner, checkpoint, epoch=runner.epoch, iteration=runner.iter, is_last=False) is None:
+            self._best = noted
+        elif former is not None and former.get("checkpoint", checkpoint) != checkpoint and runner.rank == 0:
+            _remove(self._folder(runner) / former["checkpoint"])
 
     def _note_best(self, runner: TrainRun, metric: str, value: float, path: str) -> None:
         self._best[metric] = {"value": value, "path": path}
@@ -167,17 +199,27 @@ class CheckpointHook(Hook):
         runner.message_hub.update_info(f"best_ckpt{suffix}", path)
         runner.message_hub.update_info(f"best_score{suffix}", value)
 
-    def _write(self, runner: TrainRun, name: str, **how: Any) -> Path:
-        return runner.save_checkpoint(self._folder(runner), name, save_optimizer=self.save_optimizer, **how)
-
-    def _remove(self, runner: TrainRun, name: str) -> None:
-        if runner.rank == 0:
-            shutil.rmtree(self._folder(runner) / name)
+    def _write(self, runner: TrainRun, name: str, **how: Any) -> Path | None:
+        """Save a checkpoint; return None if it could not be written and training is to go on."""
+        try:
+            return runner.save_checkpoint(self._folder(runner), name, save_optimizer=self.save_optimizer, **how)
+        except OSError as error:  # the same on every rank
+            if self.on_save_error == "raise":
+                raise
+            _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
+            return None
 
     def _folder(self, runner: TrainRun) -> Path:
         if self.out_dir is None:
             return runner.run_dir
         return Path(self.out_dir) / runner.work_dir.name / runner.run_dir.name
+
+
+def _remove(checkpoint: Path) -> None:
+    try:
+        remove(checkpoint)
+    except OSError as error:
+        _logger.warning("%s should be removed, but could not be: %s", checkpoint, error)
 
 
 def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | None) -> dict[str, str | None]:

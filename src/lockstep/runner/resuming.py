@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import find_last_checkpoint, load_state, read_meta
+from lockstep.checkpoint import candidates, load_state, read_meta, remove_dead_drafts, verify
 from lockstep.dataset.random_state import set_random_state
-from lockstep.dist import run_on_main
+from lockstep.dist import all_gather_object, get_dist_info, run_on_main
 from lockstep.errors import ConfigError, counted
 from lockstep.optim.paramwise import param_sites
 from lockstep.optim.scheduler import FormulaScheduler
+from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import seed_all
 from lockstep.runner.uneven_inputs import BEGINNING
@@ -22,12 +23,73 @@ from lockstep.weights import Weights, checkpoint_at
 _logger = logging.getLogger(__name__)
 
 
-def find_resumption(load_from: Weights | None, work_dir: Path) -> Path | None:
-    """Return the checkpoint to resume from: `load_from` if given, else the last one in the work_dir.
+def checkpoint_folders(args: RunnerArguments) -> list[Path]:
+    """Return the work_dir, and the folders outside of it in which its checkpoint hooks write."""
+    work_dir = Path(args.work_dir)
+    hooks = [("", hook) for hook in args.custom_hooks or ()]
+    outside = []
+    for key, hook in [*(args.default_hooks or {}).items(), *hooks]:
+        options = hook if isinstance(hook, Mapping) else {"type": type(hook).__name__, **getattr(hook, "__dict__", {})}
+        kind = options.get("type", "CheckpointHook" if key == "checkpoint" else None)
+        if kind in ("CheckpointHook", "mmengine.CheckpointHook") and options.get("out_dir") is not None:
+            outside.append(Path(options["out_dir"]) / work_dir.name)
+    return [work_dir, *outside]
+
+
+def clear_drafts(folders: Sequence[Path]) -> None:
+    """Remove what saves have left in these folders that were interrupted by the end of their process.
+
+    **Collective**: every rank; rank 0 removes.
+    """
+    for draft in run_on_main(partial(remove_dead_drafts, folders)):
+        _logger.info("removed %s, which an interrupted save had left", draft)
+
+
+def find_resumption(load_from: Weights | None, folders: Sequence[Path]) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint to resume from, and what is wrong with those that would have come before it.
+
+    It is `load_from` if given; else the last one of the work_dir, or the newest one that is whole. Its bytes are
+    compared with their checksums here, before anything of the run is built; each rank reads a part of them.
+
+    Args:
+        load_from: what the user has asked for.
+        folders: the work_dir, and further folders that hold its checkpoints.
 
     **Collective**: every rank; rank 0 looks.
+
+    Raises:
+        ConfigError: on every rank, if `load_from` is not a checkpoint, or if there are some and none is whole.
     """
-    return run_on_main(lambda: find_last_checkpoint(work_dir) if load_from is None else checkpoint_at(load_from.path))
+    if load_from is not None:
+        named = run_on_main(lambda: checkpoint_at(load_from.path))
+        if fault := _fault_in(named):
+            raise ConfigError(fault)
+        return named, []
+    faults: list[str] = []
+    search = candidates(folders[0], folders[1:])  # rank 0 alone goes through it
+    while (found := run_on_main(partial(next, search, None))) is not None:
+        directory, fault = found
+        fault = fault or _fault_in(directory)
+        if fault is None:
+            return directory, faults
+        faults.append(fault)
+    if faults:
+        raise ConfigError(
+            f"resume=True must find a whole checkpoint in {folders[0]}, but none of those there is: "
+            f"{' / '.join(faults)}"
+        )
+    return None, []
+
+
+def _fault_in(directory: Path) -> str | None:
+    """Return what is wrong with a checkpoint, the same on every rank, or None. **Collective**."""
+    rank, world_size = get_dist_info()
+    fault = None
+    try:
+        verify(directory, rank, world_size)
+    except (ConfigError, OSError) as error:
+        fault = str(error)
+    return next((one for one in all_gather_object(fault) if one is not None), None)
 
 
 def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Path | None) -> Mapping[str, Any] | None:
@@ -43,6 +105,8 @@ def resume_run(run: TrainRun, directory: Path) -> None:
     **Collective**: every rank.
     """
     strategy, loop = run.strategy, run.train_loop
+    for fault in run.skipped:
+        _logger.warning("not resumed from: %s", fault)
     meta = read_meta(directory)
     wanted: dict[str, Any] = {"model": strategy.model_state(), "meta": meta}
     if meta.get("has_optimizer", True):
@@ -65,7 +129,7 @@ def resume_run(run: TrainRun, directory: Path) -> None:
     if "optimizer" in state:
         _tell_of_new_parameters(run, wanted["optimizer"]["param_groups"], state["optimizer"], directory)
     run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
-    states = {int(rank): item[0] for rank, item in state.pop("ranks", {}).items()}
+    states = {int(rank): item for rank, item in state.pop("ranks", {}).items()}
     own = states.get(run.rank) if has_own else None
     iteration, position = meta["iter"], meta.get("position")
     if position is None:

@@ -20,10 +20,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lockstep.checkpoint import point_to_checkpoint, save_state
+from lockstep.checkpoint import save_state
 from lockstep.dataset import DataShard
 from lockstep.dataset.random_state import random_state
-from lockstep.dist import infer_launcher, run_on_main
+from lockstep.dist import infer_launcher
 from lockstep.errors import ConfigError, Preempted
 from lockstep.evaluator import Evaluator
 from lockstep.logging import JsonLinesSink, MessageHub
@@ -33,13 +33,11 @@ from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.preemption import Preemption
 from lockstep.runner.uneven_inputs import Passes, Place
 from lockstep.strategy import Strategy
-from lockstep.version import __version__
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, describe_model, load_weights, locate, save_pretrained
 from lockstep.weights.loading import REVISE_KEYS
 from lockstep.weights.writing import MAX_SHARD_SIZE
 
-_CHECKPOINT_FORMAT = 1
 _logger = logging.getLogger("lockstep.runner")
 
 
@@ -113,6 +111,7 @@ class Workspace:
         console: where messages are shown; silent on all ranks but 0.
         records: the run's `metrics.jsonl`; rank 0 writes to it.
         message_hub: holds values that the parts of a run share.
+        skipped: what is wrong with checkpoints that it would rather have resumed from.
         logger: shows messages on rank 0, and writes them to the run's folder.
     """
 
@@ -127,6 +126,7 @@ class Workspace:
     console: Console
     records: JsonLinesSink
     message_hub: MessageHub
+    skipped: Sequence[str] = ()
     logger: logging.Logger = _logger
 
     @property
@@ -374,7 +374,7 @@ class TrainRun(Run):
             is_last: make it the checkpoint to resume from.
             save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
             save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
-            meta: further entries of `meta.json`; JSON values.
+            meta: further entries of what `lockstep.checkpoint.read_meta` returns; plain values.
             by_epoch: whether an epoch is ending; else an iteration is ending, and counts as complete.
 
         **Collective**: every rank.
@@ -389,9 +389,7 @@ class TrainRun(Run):
             "meta": {
                 **(meta or {}),
                 "weights": describe_model(unwrap_model(self.model), model_state),
-                "format": _CHECKPOINT_FORMAT,
-                "lockstep": __version__,
-                "torch": torch.__version__,
+                "strategy": type(self.strategy).__name__,
                 "epoch": epoch,
                 "iter": iteration,
                 "position": self.train_loop.position(epoch, iteration),
@@ -409,13 +407,10 @@ class TrainRun(Run):
             checkpoint["optimizer"] = self.strategy.optim_state()
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         meta = checkpoint.pop("meta")
-        # The state of this rank alone. A tuple, so that it stays one item whatever it holds.
         own = {"random": random_state(), "data": self.train_loop.passes.state()}
-        checkpoint["ranks"] = {str(self.rank): (own,)}
-        save_state(directory, checkpoint, meta)
+        checkpoint["ranks"] = {str(self.rank): own}  # the state of this rank alone
+        save_state(directory, checkpoint, meta, last_of=self.work_dir if is_last else None)
         if is_last:
-            # Every rank that returns from here finds it.
-            run_on_main(partial(point_to_checkpoint, self.work_dir, directory))
             self.saved_iter = iteration
         _logger.debug("saved %s", directory)
         return directory

@@ -362,8 +362,10 @@ class Runner(_PartsOfRun):
         args = self.args
         start.join_ranks(args.launcher, args.env_cfg)
         rank, world_size = get_dist_info()
+        folders = resuming.checkpoint_folders(args)
+        resuming.clear_drafts(folders)  # first of all: they may fill the disk
+        resume_from, skipped = resuming.find_resumption(self._load_from, folders) if args.resume else (None, [])
         run_dir = start.make_run_dir(self.work_dir, args.experiment_name)
-        resume_from = resuming.find_resumption(self._load_from, self.work_dir) if args.resume else None
         seed = set_randomness(resuming.randomness_of(args.randomness, resume_from))
         if rank == 0:
             start.save_config(self.cfg, run_dir)
@@ -376,6 +378,7 @@ class Runner(_PartsOfRun):
             seed=seed,
             run_dir=run_dir,
             resume_from=resume_from,
+            skipped=skipped,
             console=open_console(speaks=rank == 0),
             records=JsonLinesSink(run_dir / "metrics.jsonl"),
             message_hub=self.message_hub,

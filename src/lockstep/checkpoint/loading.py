@@ -1,0 +1,346 @@
+"""Loading a state: each rank reads the parts that it needs, and compares them with their checksums.
+
+Which parts it needs of which chunk is planned by torch.distributed.checkpoint (`DefaultLoadPlanner`), so that any
+number of ranks, under any strategy, can read what any other has written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from io import FileIO
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.manifest import (
+    DAMAGED,
+    ITEM_SIZES,
+    Block,
+    Chunk,
+    StoredTensor,
+    read_manifest,
+    require_plain_file,
+)
+from lockstep.checkpoint.old_format import OldCheckpoint
+from lockstep.checkpoint.together import on_all
+from lockstep.checkpoint.values import decode, leaves, tagged
+from lockstep.checkpoint.verify import is_old, open_plainly, read_block, require_checkpoint
+from lockstep.dist import is_main_process
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import ReadItem
+
+OPTIMIZER = "optimizer"
+_MISSING = object()
+_MOST_NAMED = 8
+_REMEDY = "Resume with the model that was saved, or load what fits of the weights, by `load_from` with resume=False"
+
+
+class Stored(Protocol):
+    """A checkpoint on the disk, of any format.
+
+    Attributes:
+        state: the encoded state; see `values.py`.
+        tensors: the tensors in it, by name.
+    """
+
+    state: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The metadata."""
+
+    def item(self, key: str) -> Any:
+        """Return a value that is stored by itself."""
+
+    def read(self, chunk: Chunk, dtype: str, offsets: tuple[int, ...], target: Tensor) -> None:
+        """Fill a tensor with the part of a chunk that begins at `offsets`."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+def load_state(
+    directory: Path, state: Mapping[str, Any], optim_layout: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint into existing tensors, and the optimizer's state into new ones.
+
+    The optimizer's state in a checkpoint depends on which parameters had been updated. So any value under `optimizer`
+    only requests the state, which is returned as it was saved, in CPU memory. So does a value that is neither a tensor
+    nor a dict nor a list.
+
+    Args:
+        directory: a checkpoint, written by any number of ranks.
+        state: the state to read, with the required keys, shapes and devices. Its tensors are filled in place.
+        optim_layout: tensors by parameter name; entries of the optimizer's state with the shape of their parameter are
+            sharded like them. By default, those under `model` in `state`. All other entries are whole.
+
+    Returns:
+        `state`, with plain values also replaced, and with the optimizer's state.
+
+    **Collective**: every rank.
+
+    Raises:
+        ConfigError: on every rank, if the directory is not a checkpoint, is damaged, or does not hold what `state` on
+            some rank asks for.
+    """
+    layout = state.get("model", {}) if optim_layout is None else optim_layout
+
+    def load() -> dict[str, Any]:
+        stored = open_checkpoint(directory)
+        try:
+            return _Load(directory, stored, layout).run(state)
+        finally:
+            stored.close()
+
+    return on_all(f"the checkpoint {directory} could not be read", load)
+
+
+def read_meta(directory: Path) -> dict[str, Any]:
+    """Return the metadata saved with a checkpoint.
+
+    Raises:
+        ConfigError: the directory is not a checkpoint, or is damaged.
+    """
+    return open_checkpoint(directory).meta
+
+
+def read_shapes(directory: Path, part: str) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of the tensors that a checkpoint has under `part`, by name; None for other values.
+
+    Raises:
+        ConfigError: the directory is not a checkpoint, or is damaged.
+    """
+    stored = open_checkpoint(directory)
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for path, node in leaves(stored.state.get(part, {})):
+        tag, name = tagged(node)
+        shapes[".".join(path)] = stored.tensors[name].shape if tag == "$tensor" else None
+    return shapes
+
+
+def open_checkpoint(directory: Path) -> Stored:
+    """Return a checkpoint, of which the manifest has been read and checked.
+
+    Raises:
+        ConfigError: the directory is not a checkpoint, or is damaged.
+    """
+    require_checkpoint(directory)
+    return OldCheckpoint(directory) if is_old(directory) else _Checkpoint(directory)
+
+
+class _Checkpoint:
+    """A checkpoint with a manifest."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._manifest = read_manifest(directory)
+        self.state: Mapping[str, Any] = self._manifest.state
+        self.tensors: Mapping[str, StoredTensor] = self._manifest.tensors
+        self._files: dict[str, FileIO] = {}
+        self._open = ExitStack()
+
+    @cached_property
+    def meta(self) -> dict[str, Any]:
+        return dict(decode(self._manifest.meta))
+
+    def item(self, key: str) -> Any:
+        raise ConfigError(f"{self._directory} has a value {key!r} in a form of another format. Do not use it")
+
+    def read(self, chunk: Chunk, dtype: str, offsets: tuple[int, ...], target: Tensor) -> None:
+        """Fill a tensor with the part of a chunk that begins at `offsets`; at most a block is read beyond it."""
+        size = ITEM_SIZES[dtype]
+        strides = [*accumulate(reversed(chunk.shape[1:]), lambda a, b: a * b, initial=1)][::-1] if chunk.shape else []
+        first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)) * size
+        last = first + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True)) * size + size
+        typed = getattr(torch, dtype)
+        if last - first == target.nbytes and _is_writable(target, typed):
+            self._read_range(chunk, dtype, first, _bytes_of(target))
+            return
+        range_ = torch.empty(last - first, dtype=torch.uint8)
+        self._read_range(chunk, dtype, first, _bytes_of(range_))
+        target.copy_(range_.view(typed).as_strided(target.shape, strides))
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _read_range(self, chunk: Chunk, dtype: str, first: int, into: memoryview) -> None:
+        """Read the bytes of a chunk from `first` on, by way of the blocks that they are in."""
+        block_size = self._manifest.block
+        chunk_size = math.prod(chunk.shape) * ITEM_SIZES[dtype]
+        end = first + len(into)
+        for number in range(first // block_size, -(-end // block_size)):
+            begin = number * block_size
+            size = min(block_size, chunk_size - begin)
+            block = Block(chunk.file, chunk.start + begin, size, chunk.crc32[number])
+            low, high = max(first, begin), min(end, begin + size)
+            if high - low == size:
+                read_block(self._file(chunk.file), block, into[low - first : high - first])
+                continue
+            whole = memoryview(bytearray(size))
+            read_block(self._file(chunk.file), block, whole)
+            into[low - first : high - first] = whole[low - begin : high - begin]
+
+    def _file(self, name: str) -> FileIO:
+        if name not in self._files:
+            path = self._directory / name
+            require_plain_file(path, self._manifest.files[name].size)
+            self._files[name] = self._open.enter_context(open_plainly(path))
+        return self._files[name]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor in CPU memory."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _is_writable(target: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the bytes of a file may be read into a tensor directly."""
+    return (
+        target.device.type == "cpu"
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+class _Load:
+    """What one rank reads from a checkpoint."""
+
+    def __init__(self, directory: Path, stored: Stored, layout: Mapping[str, Any]) -> None:
+        self._directory, self._stored, self._layout = directory, stored, layout
+        self._wanted: dict[str, Any] = {}  # the tensors to be filled, by name
+        self._misfits: list[str] = []
+
+    def run(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state, read."""
+        for key, part in state.items():
+            self._ask(part, self._stored.state.get(key, _MISSING), (key,))
+        if self._misfits:
+            more = len(self._misfits) - _MOST_NAMED
+            told = "; ".join(self._misfits[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+            raise ConfigError(f"the checkpoint {self._directory} does not fit: {told}. {_REMEDY}")
+        self._fill()
+        return {key: self._read(part, self._stored.state.get(key), (key,)) for key, part in state.items()}
+
+    def _ask(self, part: Any, node: Any, path: tuple[str, ...]) -> None:
+        """Note the tensors that are to be filled, and what the checkpoint lacks."""
+        name = ".".join(path)
+        tag, held = tagged(node)
+        if isinstance(part, Mapping) and path != (OPTIMIZER,):
+            for key, item in part.items():
+                below = node.get(str(key), _MISSING) if isinstance(node, dict) and tag is None else _MISSING
+                self._ask(item, below, (*path, str(key)))
+        elif node is _MISSING:
+            self._misfits.append(f"there is no `{name}` in it")
+        elif path == (OPTIMIZER,):
+            self._ask_as_saved(node, path)
+        elif _is_nested(part):
+            nodes = node if isinstance(node, list) else held if tag == "$tuple" else []
+            for i, item in enumerate(part):
+                self._ask(item, nodes[i] if i < len(nodes) else _MISSING, (*path, str(i)))
+        elif isinstance(part, Tensor) and tag == "$tensor":
+            if (shape := self._tensor(held).shape) != tuple(part.shape):
+                self._misfits.append(f"`{name}` has the shape {list(shape)} in it, but is of {list(part.shape)} here")
+            self._wanted[held] = part
+        else:
+            self._ask_as_saved(node, path)
+
+    def _ask_as_saved(self, node: Any, path: tuple[str, ...]) -> None:
+        """Make tensors for all that is saved under a node."""
+        tag, held = tagged(node)
+        if tag in ("$tensor", "$array"):
+            stored = self._tensor(held)
+            like = self._layout.get(path[2]) if path[0] == OPTIMIZER and path[1] == "state" else None
+            if not isinstance(like, Tensor) or tuple(like.shape) != stored.shape:
+                like = torch.empty(stored.shape, device="meta")
+            self._wanted[held] = torch.empty_like(
+                like, dtype=getattr(torch, stored.dtype), device="cpu", memory_format=torch.contiguous_format
+            )
+            return
+        items: list[tuple[Any, Any]] = []
+        if tag == "$dict":
+            items = [(key, item) for key, item in held]
+        elif tag == "$tuple" or isinstance(node, list):
+            items = list(enumerate(held if tag else node))
+        elif tag is None and isinstance(node, dict):
+            items = list(node.items())
+        for key, item in items:
+            self._ask_as_saved(item, (*path, str(key)))
+
+    def _fill(self) -> None:
+        """Read the tensors that were asked for."""
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(self._wanted, self._metadata(), is_main_process())
+        reads = [(self._chunk_of(item), item) for item in planner.create_local_plan().items]
+        for chunk, item in sorted(reads, key=lambda read: (read[0].file, read[0].start)):
+            target = planner.resolve_tensor(item).detach()
+            dtype = self._tensor(item.storage_index.fqn).dtype
+            self._stored.read(chunk, dtype, tuple(item.storage_offsets), target)
+
+    def _metadata(self) -> Metadata:
+        """Describe what is stored to the planner."""
+        from torch.distributed.checkpoint import metadata
+
+        entries: dict[str, Any] = {}
+        for name in self._wanted:
+            stored = self._tensor(name)
+            entries[name] = metadata.TensorStorageMetadata(
+                metadata.TensorProperties(getattr(torch, stored.dtype)),
+                torch.Size(stored.shape),
+                [
+                    metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape))
+                    for chunk in self._chunks[name].values()
+                ],
+            )
+        return metadata.Metadata(entries)
+
+    @cached_property
+    def _chunks(self) -> dict[str, dict[tuple[int, ...], Chunk]]:
+        """The chunks of each tensor that was asked for, without empty ones, by where they begin."""
+        return {
+            name: {chunk.offsets: chunk for chunk in self._tensor(name).chunks if math.prod(chunk.shape)}
+            for name in self._wanted
+        }
+
+    def _chunk_of(self, item: ReadItem) -> Chunk:
+        return self._chunks[item.storage_index.fqn][tuple(item.storage_index.offset or ())]
+
+    def _tensor(self, name: Any) -> StoredTensor:
+        if name not in self._stored.tensors:
+            raise ConfigError(f"{self._directory} has no tensor {name!r}, although it says so. {DAMAGED}")
+        return self._stored.tensors[name]
+
+    def _read(self, part: Any, node: Any, path: tuple[str, ...]) -> Any:
+        """Return a part of the state with what was read."""
+        if path != (OPTIMIZER,):
+            if isinstance(part, Mapping):
+                return {key: self._read(item, node[str(key)], (*path, str(key))) for key, item in part.items()}
+            if _is_nested(part):
+                nodes = tagged(node)[1] or node
+                return [self._read(item, nodes[i], (*path, str(i))) for i, item in enumerate(part)]
+        return decode(node, self._value)
+
+    def _value(self, tag: str, held: Any) -> Any:
+        if tag == "$item":
+            return self._stored.item(held)
+        return self._wanted[held] if tag == "$tensor" else self._wanted[held].numpy()
+
+
+def _is_nested(part: Any) -> bool:
+    """Return whether a list has tensors, or may have some deeper in it, which are to be filled in place."""
+    return isinstance(part, list | tuple) and any(
+        isinstance(item, Tensor | Mapping) or _is_nested(item) for item in part
+    )

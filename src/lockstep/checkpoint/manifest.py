@@ -1,0 +1,309 @@
+"""The manifest of a checkpoint: what was saved, where each byte of it lies, and the digests of all of them.
+
+```
+{
+  "format": 2,
+  "written": {"time": 1795400380.2, "block": 16777216, "lockstep": "0.1.0", "torch": "2.13.0", "ranks": 2},
+  "meta": {"epoch": 3, "iter": 120, ...},
+  "state": {"model": {"weight": {"$tensor": "model.weight"}}, "optimizer": {...}, "ranks": {...}},
+  "files": {"rank_0.safetensors": {"size": 4160, "header": 64, "crc32": "..."}},
+  "tensors": {
+    "model.weight": {"dtype": "float32", "shape": [32, 32], "chunks": [
+      {"file": "rank_0.safetensors", "start": 64, "offsets": [0, 0], "shape": [32, 32], "crc32": ["..."]}]}
+  },
+  "sha256": "..."
+}
+```
+
+A chunk is the part of a tensor that one rank has written. Its bytes are cut into blocks, and each block has a checksum,
+so that a rank can verify what it reads of a chunk. A file is a header, with a checksum, and chunks without gaps. The
+last member is the digest of all that stands before it. So every bit of a checkpoint is under a checksum or the digest.
+
+What `state` and `meta` may hold is in `values.py`. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = 2
+BLOCK = 16 << 20  # bytes; a rank needs as much memory to read or to write
+DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
+ITEM_SIZES = {
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes of an element, by the name of its dtype."""
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_TAIL = re.compile(rb',\n  "sha256": "([0-9a-f]{64})"\n}\n')
+_TAIL_BYTES = len(b',\n  "sha256": ""\n}\n') + 64
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor, as bytes in a file.
+
+    Attributes:
+        file: name of the file.
+        start: where the chunk begins in the file.
+        offsets: where it begins in the tensor, for each dim.
+        shape: its shape.
+        crc32: the checksums of its blocks.
+    """
+
+    file: str
+    start: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    crc32: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor: the name of its dtype, its shape, and its chunks, which cover it without overlapping."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file: its number of bytes, that of its header, and the header's checksum."""
+
+    size: int
+    header: int
+    crc32: str
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes of a file with a checksum of their own."""
+
+    file: str
+    start: int
+    size: int
+    crc32: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is in a checkpoint; see the module.
+
+    Attributes:
+        written: when, by which versions and by how many ranks; the size of a block.
+        meta: metadata, encoded.
+        state: the state, encoded.
+        files: the files, by name.
+        tensors: the tensors, by name.
+    """
+
+    written: Mapping[str, Any]
+    meta: Mapping[str, Any]
+    state: Mapping[str, Any]
+    files: Mapping[str, StoredFile]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def block(self) -> int:
+        """Number of bytes in a block."""
+        return int(self.written["block"])
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield all that has a checksum: each file's header, and the blocks of each chunk."""
+        for name, file in self.files.items():
+            yield Block(name, 0, file.header, file.crc32)
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                size = math.prod(chunk.shape) * ITEM_SIZES[tensor.dtype]
+                for i, checksum in enumerate(chunk.crc32):
+                    start = i * self.block
+                    yield Block(chunk.file, chunk.start + start, min(self.block, size - start), checksum)
+
+
+def checksum_of(data: bytes | memoryview) -> str:
+    """Return the CRC-32 of bytes as eight hexadecimal digits."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest, the last of which are its digest."""
+    parts = {"format": FORMAT, "written": manifest.written, "meta": manifest.meta, "state": manifest.state}
+    lines = [f'  "{key}": {json.dumps(value, allow_nan=False)}' for key, value in parts.items()]
+    for key, entries in (("files", manifest.files), ("tensors", manifest.tensors)):
+        rows = (f"    {json.dumps(name)}: {json.dumps(_plain(entry))}" for name, entry in entries.items())
+        lines.append(f'  "{key}": {{\n' + ",\n".join(rows) + "\n  }")
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + f',\n  "sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a checkpoint, of which every entry has been checked.
+
+    Raises:
+        ConfigError: it is damaged, of an unknown format, or contradicts itself.
+    """
+    path = directory / MANIFEST_FILE
+    data = read_plain_file(path)
+    tail = _TAIL.fullmatch(data[-_TAIL_BYTES:])
+    is_whole = tail is not None and hashlib.sha256(data[:-_TAIL_BYTES]).hexdigest().encode() == tail[1]
+    try:
+        content = json.loads(data)
+        number = content["format"]
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} must be a manifest of a checkpoint, but cannot be read. {DAMAGED}") from error
+    if not is_whole and number == FORMAT:
+        raise ConfigError(f"{path} does not have the digest that it says it has. {DAMAGED}")
+    if number != FORMAT:
+        raise ConfigError(
+            f"{path} must have the format {FORMAT}, but has {number!r}. A later version of lockstep may have written "
+            "it: update lockstep"
+        )
+    try:
+        return _checked(content)
+    except (_FaultError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} contradicts itself: {error}. Do not use this checkpoint") from error
+
+
+def read_plain_file(path: Path) -> bytes:
+    """Return what is in a file that is neither a link nor anything else than a file.
+
+    Raises:
+        ConfigError: it is not a plain file, or cannot be read.
+    """
+    require_plain_file(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}. {DAMAGED}") from error
+
+
+def require_plain_file(path: Path, size: int | None = None) -> None:
+    """Check that a file of a checkpoint is a file, and has its size.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        found = path.lstat()
+    except OSError as error:
+        wanted = "be there" if size is None else f"have {size} bytes"
+        raise ConfigError(f"{path} must {wanted}, but is not there ({error.strerror}). {DAMAGED}") from error
+    if stat.S_ISLNK(found.st_mode):
+        raise ConfigError(
+            f"{path} must be a file, but is a link: links are not followed in a checkpoint. Replace it by what it "
+            "leads to"
+        )
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path} must be a file, but is something else. {DAMAGED}")
+    if size is not None and found.st_size != size:
+        raise ConfigError(f"{path} must have {size} bytes, but has {found.st_size}. {DAMAGED}")
+
+
+def require_plain_name(name: object) -> str:
+    """Return the name of a file that lies directly in a checkpoint.
+
+    Raises:
+        ValueError: it leads elsewhere.
+    """
+    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a file in it, and may lead out of the folder")
+    return name
+
+
+def _plain(entry: StoredFile | StoredTensor) -> dict[str, Any]:
+    if isinstance(entry, StoredFile):
+        return {name: getattr(entry, name) for name in StoredFile.__slots__}
+    chunks = [{name: getattr(chunk, name) for name in Chunk.__slots__} for chunk in entry.chunks]
+    return {"dtype": entry.dtype, "shape": entry.shape, "chunks": chunks}
+
+
+class _FaultError(Exception):
+    """What is wrong with a manifest."""
+
+
+def _checked(content: Mapping[str, Any]) -> Manifest:
+    written, meta, state = (_dict(content[key], key) for key in ("written", "meta", "state"))
+    _count(written["block"], "block", least=1)
+    if not isinstance(written["time"], int | float):
+        raise _FaultError("`time` is not a number")
+    files = {
+        require_plain_name(name): StoredFile(
+            _count(file["size"], name), _count(file["header"], name), _checksum(file["crc32"], name)
+        )
+        for name, file in _dict(content["files"], "files").items()
+    }
+    tensors = {
+        name: _checked_tensor(name, tensor, files, written["block"])
+        for name, tensor in _dict(content["tensors"], "tensors").items()
+    }
+    return Manifest(written, meta, state, files, tensors)
+
+
+def _checked_tensor(name: str, entry: Any, files: Mapping[str, StoredFile], block: int) -> StoredTensor:
+    if entry["dtype"] not in ITEM_SIZES:
+        raise _FaultError(f"{name} is of the unknown dtype {entry['dtype']!r}")
+    shape = _sizes(entry["shape"], name)
+    chunks = []
+    for one in entry["chunks"]:
+        chunk = Chunk(
+            one["file"], _count(one["start"], name), _sizes(one["offsets"], name), _sizes(one["shape"], name),
+            tuple(_checksum(checksum, name) for checksum in one["crc32"]),
+        )  # fmt: skip
+        size = math.prod(chunk.shape) * ITEM_SIZES[entry["dtype"]]
+        file = files.get(chunk.file)
+        if file is None:
+            raise _FaultError(f"{name} is in {chunk.file!r}, which is not one of its files")
+        if chunk.start < file.header or chunk.start + size > file.size or len(chunk.crc32) != -(-size // block):
+            raise _FaultError(f"{name} does not fit into {chunk.file}")
+        ends = [begin + length for begin, length in zip(chunk.offsets, chunk.shape, strict=True)]
+        if any(end > length for end, length in zip(ends, shape, strict=True)):
+            raise _FaultError(f"a chunk of {name} does not fit into its shape {list(shape)}")
+        chunks.append(chunk)
+    if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
+        raise _FaultError(f"the chunks of {name} do not cover it")
+    return StoredTensor(entry["dtype"], shape, tuple(chunks))
+
+
+def _dict(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _FaultError(f"`{what}` is not an object")
+    return value
+
+
+def _count(value: Any, what: str, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise _FaultError(f"{value!r} of {what} is not a number of bytes or elements")
+    return value
+
+
+def _sizes(value: Any, what: str) -> tuple[int, ...]:
+    return tuple(_count(size, what) for size in value)
+
+
+def _checksum(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
+        raise _FaultError(f"{value!r} of {what} is not a checksum")
+    return value

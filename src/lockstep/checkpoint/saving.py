@@ -1,0 +1,328 @@
+"""Saving a state: each rank writes its part into a file of its own, and rank 0 publishes them together.
+
+Which rank writes which part is planned by torch.distributed.checkpoint (`DefaultSavePlanner`): a tensor that several
+ranks hold is written once, and a sharded one by each rank that holds a part. A file is one of safetensors: a header
+with the names, dtypes and shapes of the chunks, then their bytes, without gaps and copies.
+
+`torch.distributed.checkpoint` is imported only when used: the import takes half as long as that of torch, on every
+rank, and a run may need it late or never.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.folder import file_ending, make_draft, point_to_checkpoint, publish
+from lockstep.checkpoint.manifest import (
+    BLOCK,
+    ITEM_SIZES,
+    Chunk,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    checksum_of,
+    dump_manifest,
+)
+from lockstep.checkpoint.together import on_all_then_main
+from lockstep.checkpoint.values import encode, merge
+from lockstep.dist import is_main_process
+from lockstep.errors import ConfigError
+from lockstep.version import __version__
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+
+# What safetensors calls the dtypes that all its readers know; the others are written as bytes.
+_SAFETENSORS = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float16": "F16",
+    "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+_BAND = 1 << 20  # bytes that are summed up and then written while they are in the processor's cache
+_FLUSH = 32 << 20  # bytes that are written before the disk is asked to take them
+
+
+def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Path | None = None) -> None:
+    """Write a checkpoint; when this returns on any rank, the checkpoint is complete under its final name, on the disk.
+
+    Args:
+        directory: the checkpoint's path, on a disk shared by all ranks. A checkpoint of this name is replaced, and
+            stays complete until the new one is.
+        state: nested dicts, lists and tuples whose leaves are tensors, arrays of numpy, numbers, strings, None and
+            dtypes. What several ranks hold is written once.
+        meta: metadata in the same form, without tensors. Those of rank 0 are written.
+        last_of: the work_dir whose last checkpoint it becomes; None for none.
+
+    **Collective**: every rank. **Cost**: each rank writes its share, and needs 1 MiB of memory for it if tensors are
+    contiguous. Between ranks only the plan is sent.
+
+    Raises:
+        ConfigError: on every rank, if a value on some rank can't be saved; the message names it.
+        OSError: on every rank, if some rank could not write. Nothing is left on the disk then.
+    """
+    save = _Save(directory, state, meta, last_of)
+    what = f"the checkpoint {directory} could not be written"
+    try:
+        share = on_all_then_main(what, save.plan, save.share_out, save.clean)
+        on_all_then_main(what, lambda: save.write(share), save.complete, save.clean)
+    except BaseException:
+        save.clean()
+        raise
+
+
+class _Plan(NamedTuple):
+    """What a rank has to save: its plan, and its encoded values; on rank 0, the metadata."""
+
+    plan: SavePlan
+    values: Any
+    meta: Any
+
+
+class _Share(NamedTuple):
+    """What a rank is to write, and where."""
+
+    items: Sequence[WriteItem]
+    path: Path
+
+    @property
+    def size(self) -> int:
+        """Number of bytes, without the file's header."""
+        return sum(_size_of(item) for item in self.items)
+
+
+class _Written(NamedTuple):
+    """What a rank has written: a file, and its chunks with the names of their tensors."""
+
+    name: str
+    file: StoredFile
+    chunks: Sequence[tuple[str, Chunk]]
+
+
+class _Save:
+    """One save, as one rank sees it."""
+
+    def __init__(
+        self, directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Path | None
+    ) -> None:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        self.directory, self.state, self.meta, self.last_of = directory, state, meta, last_of
+        self.planner = DefaultSavePlanner(flatten_state_dict=False)
+        # Known to rank 0 alone:
+        self.draft: Path | None = None
+        self.values: Any = {}
+        self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtypes and shapes
+
+    def plan(self) -> _Plan:
+        """On every rank: say what there is to write."""
+        tensors: dict[str, Tensor] = {}
+        values = encode(self.state, (), tensors)
+        for name, tensor in tensors.items():
+            _require_plain(name, tensor)
+        self.planner.set_up_planner(tensors, None, is_main_process())
+        return _Plan(self.planner.create_local_plan(), values, encode(self.meta) if is_main_process() else None)
+
+    def share_out(self, plans: list[_Plan]) -> list[_Share]:
+        """On rank 0: decide who writes what, and make the draft."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        shared, index = self.planner.create_global_plan([one.plan for one in plans])
+        for name, entry in index.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), "only tensors are planned"
+            self.forms[name] = _name_of(entry.properties.dtype), tuple(entry.size)
+        for one in plans:
+            self.values = merge(self.values, one.values)
+        self.meta = plans[0].meta
+        self.draft = make_draft(self.directory)
+        ending = file_ending(self.directory)
+        shares = [_Share(plan.items, self.draft / f"rank_{rank}{ending}") for rank, plan in enumerate(shared)]
+        needed, free = sum(share.size for share in shares), shutil.disk_usage(self.draft).free
+        if needed > free:
+            raise _no_space(needed, free, self.draft)
+        return shares
+
+    def write(self, share: _Share) -> _Written | None:
+        """On every rank: write its share."""
+        if not share.items:
+            return None
+        try:
+            return _write(share, self.planner.resolve_data)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _no_space(share.size, shutil.disk_usage(share.path.parent).free, share.path) from error
+            raise
+
+    def complete(self, written: list[_Written | None]) -> list[None]:
+        """On rank 0: write the manifest, publish the draft, and point to it."""
+        assert self.draft is not None, "rank 0 has made it"
+        parts = [part for part in written if part is not None]
+        chunks: dict[str, list[Chunk]] = {}
+        for part in parts:
+            for name, chunk in part.chunks:
+                chunks.setdefault(name, []).append(chunk)
+        manifest = Manifest(
+            written={
+                "time": time.time(),
+                "block": BLOCK,
+                "lockstep": __version__,
+                "torch": torch.__version__,
+                "ranks": len(written),
+            },
+            meta=self.meta,
+            state=self.values,
+            files={part.name: part.file for part in parts},
+            tensors={
+                name: StoredTensor(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in self.forms.items()
+            },
+        )
+        publish(self.draft, self.directory, dump_manifest(manifest))
+        if self.last_of is not None:
+            point_to_checkpoint(self.last_of, self.directory)
+        return [None] * len(written)
+
+    def clean(self) -> None:
+        """Remove the draft of a save that has failed."""
+        if self.draft is not None:
+            shutil.rmtree(self.draft, ignore_errors=True)
+
+
+def _write(share: _Share, tensor_of: Any) -> _Written:
+    """Write a file of safetensors, and wait until the disk has it."""
+    # The largest elements first: so each chunk begins at a multiple of its element's size, as readers expect.
+    items = sorted(share.items, key=lambda item: -ITEM_SIZES[_name_of(_data_of(item).properties.dtype)])
+    header: dict[str, Any] = {}
+    end = 0
+    for item in items:
+        header[_name_in_file(item)] = _header_entry(item, end)
+        end += _size_of(item)
+    words = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    words += b" " * (-len(words) % 8)
+    head = len(words).to_bytes(8, "little") + words
+    chunks = []
+    with share.path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as flusher:
+        file.write(head)
+        flush, flushed = flusher.submit(os.fsync, file.fileno()), 0
+        for item in items:
+            start = file.tell()
+            checksums = _Checksums()
+            for band in _bands(tensor_of(item).detach()):
+                checksums.update(band)
+                done = 0
+                while done < len(band):
+                    done += file.write(band[done:])
+                # The disk works while the next bytes are summed up.
+                if file.tell() - flushed > _FLUSH and flush.done():
+                    flush, flushed = flusher.submit(os.fsync, file.fileno()), file.tell()
+            place = _data_of(item).chunk
+            chunk = Chunk(share.path.name, start, tuple(place.offsets), tuple(place.sizes), checksums.of_all())
+            chunks.append((item.index.fqn, chunk))
+        flush.result()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return _Written(share.path.name, StoredFile(size, len(head), checksum_of(head)), chunks)
+
+
+class _Checksums:
+    """Checksums of the blocks of a chunk, whose bytes come in bands."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._crc = self._length = 0
+
+    def update(self, band: memoryview) -> None:
+        """Take the bytes that follow."""
+        while len(band):
+            part = band[: BLOCK - self._length]
+            self._crc = zlib.crc32(part, self._crc)
+            self._length += len(part)
+            band = band[len(part) :]
+            if self._length == BLOCK:
+                self._close()
+
+    def of_all(self) -> tuple[str, ...]:
+        """Return the checksums of all blocks, the last of which may be short."""
+        if self._length:
+            self._close()
+        return tuple(self._done)
+
+    def _close(self) -> None:
+        self._done.append(f"{self._crc:08x}")
+        self._crc = self._length = 0
+
+
+def _bands(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order, without a copy if it is contiguous and in CPU memory."""
+    if tensor.numel() == 0:
+        return
+    if tensor.is_contiguous():
+        flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+        step = (_BAND if tensor.device.type == "cpu" else BLOCK) // tensor.element_size()
+        for begin in range(0, len(flat), step):
+            array: Any = flat[begin : begin + step].cpu().view(torch.uint8).numpy()
+            yield memoryview(array)
+    elif tensor.nbytes <= BLOCK or tensor.dim() == 1:
+        yield from _bands(tensor.contiguous())
+    else:
+        rows = max(1, BLOCK // (tensor.nbytes // len(tensor)))
+        for begin in range(0, len(tensor), rows):
+            part = tensor[begin : begin + rows]
+            yield from _bands(part[0] if len(part) == 1 else part)
+
+
+def _require_plain(name: str, tensor: Tensor) -> None:
+    dtype = _name_of(tensor.dtype)
+    if dtype not in ITEM_SIZES or tensor.layout is not torch.strided:
+        what = dtype if dtype not in ITEM_SIZES else f"of the layout {str(tensor.layout).removeprefix('torch.')}"
+        raise ConfigError(f"`{name}` must be a dense tensor of a usual dtype to be saved, but is {what}. Convert it")
+
+
+def _no_space(needed: int, free: int, path: Path) -> OSError:
+    return OSError(
+        errno.ENOSPC,
+        f"{needed:,} bytes are needed, and {free:,} are free on its disk. Remove checkpoints (`lockstep checkpoints "
+        "WORK_DIR prune`), keep fewer (`max_keep_ckpts`), or write elsewhere (`out_dir`)",
+        str(path),
+    )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size_of(item: WriteItem) -> int:
+    data = _data_of(item)
+    return math.prod(data.chunk.sizes) * ITEM_SIZES[_name_of(data.properties.dtype)]
+
+
+def _data_of(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, "only tensors are planned"
+    return item.tensor_data
+
+
+def _name_in_file(item: WriteItem) -> str:
+    """Return the tensor's name; for a part of it, also where it lies, as in `weight[0:4,2:8]`."""
+    place = _data_of(item).chunk
+    if place.sizes == _data_of(item).size:
+        return item.index.fqn
+    ranges = (f"{begin}:{begin + length}" for begin, length in zip(place.offsets, place.sizes, strict=True))
+    return f"{item.index.fqn}[{','.join(ranges)}]"
+
+
+def _header_entry(item: WriteItem, start: int) -> dict[str, Any]:
+    data, size = _data_of(item), _size_of(item)
+    dtype, shape = _name_of(data.properties.dtype), list(data.chunk.sizes)
+    if dtype not in _SAFETENSORS:
+        return {"dtype": "U8", "shape": [*shape, ITEM_SIZES[dtype]], "data_offsets": [start, start + size]}
+    return {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": [start, start + size]}

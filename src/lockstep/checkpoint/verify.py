@@ -1,0 +1,117 @@
+"""Whether a folder is a checkpoint, and whether its bytes are those that were saved.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+
+from lockstep.checkpoint.manifest import DAMAGED, MANIFEST_FILE, Block, checksum_of, read_manifest, require_plain_file
+from lockstep.errors import ConfigError
+
+OLD_FILES = (".metadata", "meta.json")
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Return whether the directory is a complete checkpoint, as far as names of files can tell."""
+    return (directory / MANIFEST_FILE).is_file() or all((directory / name).is_file() for name in OLD_FILES)
+
+
+def is_old(directory: Path) -> bool:
+    """Return whether a checkpoint is of the first format, that of torch's own files."""
+    return not os.path.lexists(directory / MANIFEST_FILE)
+
+
+def require_checkpoint(directory: Path) -> None:
+    """Check that a folder is a checkpoint.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not (is_checkpoint(directory) or os.path.lexists(directory / MANIFEST_FILE)):
+        raise ConfigError(
+            f"a checkpoint must be a directory with {MANIFEST_FILE} in it, but "
+            f"{directory} {'has none' if directory.is_dir() else 'does not exist'}"
+        )
+
+
+def check(directory: Path) -> None:
+    """Check a checkpoint's manifest, and that its files are there in their sizes.
+
+    Raises:
+        ConfigError: something is wrong; the message names the file.
+    """
+    require_checkpoint(directory)
+    if is_old(directory):
+        from lockstep.checkpoint.old_format import OldCheckpoint  # imports torch
+
+        OldCheckpoint(directory)
+        return
+    for name, file in read_manifest(directory).files.items():
+        require_plain_file(directory / name, file.size)
+
+
+def verify(directory: Path, share: int = 0, shares: int = 1) -> int:
+    """Compare the bytes of a checkpoint with their checksums, and return how many were compared.
+
+    A checkpoint of the first format has no checksums: of it, only what `check` does is checked.
+
+    Args:
+        directory: the checkpoint.
+        share: which part of it, from 0 on; ranks verify a part each.
+        shares: number of parts.
+
+    Raises:
+        ConfigError: a checksum differs, or something else is wrong; the message names the file.
+    """
+    check(directory)
+    if is_old(directory):
+        return 0
+    manifest = read_manifest(directory)
+    blocks = sorted(manifest.blocks(), key=lambda block: (block.file, block.start, block.size))
+    _require_gapless(directory, blocks, {name: file.size for name, file in manifest.files.items()})
+    own = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
+    buffer = memoryview(bytearray(max((block.size for block in own), default=0)))
+    for name in sorted({block.file for block in own}):
+        with open_plainly(directory / name) as file:
+            for block in own:
+                if block.file == name:
+                    read_block(file, block, buffer[: block.size])
+    return sum(block.size for block in own)
+
+
+def open_plainly(path: Path) -> FileIO:
+    """Open a file of a checkpoint for reading, unless it is a link."""
+    return FileIO(path, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0)))
+
+
+def read_block(file: FileIO, block: Block, into: memoryview) -> None:
+    """Read a block of a file that `open_plainly` has opened into memory of its size.
+
+    Raises:
+        ConfigError: the bytes do not have its checksum.
+    """
+    file.seek(block.start)
+    done = 0
+    while done < block.size and (read := file.readinto(into[done:])):
+        done += read
+    if done < block.size or checksum_of(into) != block.crc32:
+        raise ConfigError(
+            f"{file.name} has wrong bytes between {block.start} and {block.start + block.size}: they do not have the "
+            f"checksum that they were saved with. {DAMAGED}"
+        )
+
+
+def _require_gapless(directory: Path, blocks: Iterable[Block], sizes: dict[str, int]) -> None:
+    """Check that every byte of every file is in one block."""
+    ends = dict.fromkeys(sizes, 0)
+    for block in blocks:
+        if block.start != ends[block.file]:
+            raise ConfigError(f"{directory / block.file} has bytes without a checksum, or with two. {DAMAGED}")
+        ends[block.file] += block.size
+    if ends != sizes:
+        raise ConfigError(f"{directory / MANIFEST_FILE} has no checksum for some bytes of its files. {DAMAGED}")

@@ -1,0 +1,301 @@
+"""`lockstep checkpoints`: list what lies in a folder, verify it, show one, compare two, remove old ones."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from lockstep.checkpoint import find_checkpoints, is_checkpoint, remove, remove_dead_drafts, verify
+from lockstep.checkpoint.folder import drafts_in, is_owned, read_pointer
+from lockstep.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from lockstep.checkpoint.search import Found
+from lockstep.checkpoint.values import decode, leaves, tagged
+from lockstep.checkpoint.verify import check, is_old
+from lockstep.errors import ConfigError, counted
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.loading import Stored
+
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, as work_dirs/NAME/TIME/epoch_1.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A work dir, the folder of a run, or a checkpoint.")]
+
+
+class _ListByDefault(TyperGroup):
+    """A group of commands that lists where no command is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the name of the command `list` before a folder."""
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+checkpoints_app = typer.Typer(
+    cls=_ListByDefault,
+    no_args_is_help=True,
+    help="Look at checkpoints: `lockstep checkpoints DIR` lists them; show one, compare two, remove old ones.",
+)
+
+
+@checkpoints_app.command("list")
+def list_checkpoints(
+    directory: Folder,
+    verify_all: Annotated[
+        bool, typer.Option("--verify", help="Read all bytes, and compare them with their checksums.")
+    ] = False,
+) -> None:
+    """List the checkpoints in a folder, the newest one first.
+
+    Shown are position, strategy, ranks, sizes, and whether each is whole: its manifest, and that its files are there.
+    The exit code is 1 if one of them is not.
+    """
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    found = _found_in(directory)
+    last, faults = _last_of(directory)
+    table = Table(title=f"{counted(len(found), 'checkpoint')} in {directory}", title_justify="left", box=SIMPLE)
+    for name in ("checkpoint", "written", "strategy", "whole"):
+        table.add_column(name, overflow="fold")
+    for name in ("epoch", "iter", "ranks", "model", "optimizer", "all"):
+        table.add_column(name, justify="right")
+    for one in found:
+        fault = _fault_in(one.directory, verify_all)
+        if fault is not None:
+            faults.append(fault)
+        name = _relative(one.directory, directory) + (" (last)" if one.directory == last else "")
+        whole = "no" if fault else "yes" if verify_all and one.manifest else "not verified"
+        strategy, *numbers = _facts(one)
+        written = f"{datetime.fromtimestamp(one.time):%Y-%m-%d %H:%M}"
+        table.add_row(*map(escape, [name, written, strategy, whole, *numbers]))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    for draft in drafts_in(directory):
+        state = "is being written" if is_owned(draft) else "was left by an interrupted save; `prune` removes it"
+        print(f"{_relative(draft, directory)} {state}")
+    for fault in faults:
+        console.print(f"[bold red]fault:[/] {escape(fault)}", soft_wrap=True)
+    if faults:
+        raise typer.Exit(1)
+
+
+@checkpoints_app.command()
+def show(checkpoint: Checkpoint) -> None:
+    """Show what is in a checkpoint: its metadata, and its tensors by part."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    check(checkpoint)
+    console = Console()
+    written: dict[str, Any]
+    if is_old(checkpoint):
+        from lockstep.checkpoint.loading import open_checkpoint  # imports torch
+
+        stored = open_checkpoint(checkpoint)
+        written, meta, state, tensors = {"format": 1}, stored.meta, stored.state, stored.tensors
+    else:
+        manifest = read_manifest(checkpoint)
+        written, meta, state, tensors = dict(manifest.written), _shown(manifest.meta), manifest.state, manifest.tensors
+        written["time"] = f"{datetime.fromtimestamp(written['time']):%Y-%m-%d %H:%M:%S}"
+    facts = Table(show_header=False, title=str(checkpoint), title_justify="left")
+    for key, value in {**written, **meta}.items():
+        facts.add_row(key, escape(str(value)))
+    console.print(facts)
+    parts = Table(title="parts", title_justify="left")
+    for name in ("part", "tensors", "elements", "bytes", "dtypes", "other values"):
+        parts.add_column(name, justify="left" if name in ("part", "dtypes") else "right")
+    for part in state:
+        own = [tensor for name, tensor in tensors.items() if name.partition(".")[0] == part]
+        values = sum(tagged(node)[0] not in ("$tensor", "$array") for _, node in leaves(state[part]))
+        elements = sum(math.prod(tensor.shape) for tensor in own)
+        dtypes = Counter(tensor.dtype for tensor in own)
+        parts.add_row(
+            escape(part), f"{len(own):,}", f"{elements:,}", _bytes(sum(tensor.size for tensor in own)),
+            ", ".join(f"{dtype} ({number})" for dtype, number in dtypes.most_common()), f"{values:,}",
+        )  # fmt: skip
+    console.print(parts)
+
+
+@checkpoints_app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+) -> None:
+    """Compare two checkpoints: what one lacks, what has another shape, and by how much values differ.
+
+    The states of ranks and the metadata are left out. The exit code is 1 if something differs.
+    """
+    from lockstep.checkpoint.loading import open_checkpoint  # imports torch
+
+    one, other = open_checkpoint(first), open_checkpoint(second)
+    differences = list(_differences(one, other, (str(first), str(second))))
+    for line in differences:
+        print(line)
+    if differences:
+        raise typer.Exit(1)
+    print(f"{counted(len(one.tensors), 'tensor')} and all other values are equal")
+
+
+@checkpoints_app.command()
+def prune(
+    directory: Folder,
+    keep: Annotated[int, typer.Option(metavar="N", min=1, help="The number of checkpoints to keep, the newest ones.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove all checkpoints but the N newest whole ones, and what interrupted saves have left.
+
+    The best ones by a metric (best_...) and the last one of the work dir are kept in addition.
+    """
+    found = _found_in(directory)
+    last, _ = _last_of(directory)
+    regular = [one.directory for one in found if not one.directory.name.startswith("best_")]
+    whole = [path for path in regular if _fault_in(path, everything=False) is None]
+    if not whole:
+        raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
+    kept = {*whole[:keep], last}
+    leaving = [path for path in regular if path not in kept]
+    drafts = [draft for draft in drafts_in(directory) if not is_owned(draft)]
+    for path in [*leaving, *drafts]:
+        print(f"{_relative(path, directory)}  {_bytes(sum(file.stat().st_size for file in path.iterdir()))}")
+    if not (leaving or drafts):
+        print("there is nothing to remove")
+        return
+    if not yes and not typer.confirm(f"Remove {'these' if len(leaving) + len(drafts) > 1 else 'this'}?"):
+        raise typer.Exit(1)
+    for path in leaving:
+        remove(path)
+    remove_dead_drafts([directory])
+
+
+def _found_in(directory: Path) -> list[Found]:
+    if not directory.is_dir():
+        raise ConfigError(
+            f"`DIR` must be a folder, but {directory} {'is a file' if directory.exists() else 'does not exist'}"
+        )
+    found = find_checkpoints([directory])
+    if not found and not any(drafts_in(directory)):
+        raise ConfigError(f"`DIR` must hold checkpoints, or folders of runs that do, but {directory} has none")
+    return found
+
+
+def _last_of(directory: Path) -> tuple[Path | None, list[str]]:
+    try:
+        return read_pointer(directory), []
+    except ConfigError as error:
+        return None, [str(error)]
+
+
+def _fault_in(directory: Path, everything: bool) -> str | None:
+    try:
+        if everything:
+            verify(directory)
+        else:
+            check(directory)
+    except (ConfigError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _facts(found: Found) -> list[str]:
+    """Return strategy, epoch, iteration, ranks, and the bytes of the model, of the optimizer and of all."""
+    manifest = found.manifest
+    if manifest is None:
+        size = sum(path.lstat().st_size for path in found.directory.iterdir())
+        is_first = is_checkpoint(found.directory) and is_old(found.directory)
+        return ["format 1" if is_first else "", *[""] * 5, _bytes(size)]
+    meta, sizes = _shown(manifest.meta), _sizes(manifest)
+    return [
+        str(meta.get("strategy", "")).removesuffix("Strategy"),
+        *(str(meta.get(key, "")) for key in ("epoch", "iter")),
+        str(manifest.written.get("ranks", "")),
+        *(_bytes(sizes[part]) for part in ("model", "optimizer")),
+        _bytes(sum(file.size for file in manifest.files.values())),
+    ]
+
+
+def _sizes(manifest: Manifest) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for name, tensor in manifest.tensors.items():
+        sizes[name.partition(".")[0]] += tensor.size
+    return sizes
+
+
+def _differences(one: Stored, other: Stored, names: tuple[str, str]) -> Iterator[str]:
+    for key in sorted({*one.state, *other.state} - {"ranks"}):
+        nodes = [dict(leaves(stored.state.get(key, {}), (key,))) for stored in (one, other)]
+        for path in sorted({*nodes[0], *nodes[1]}):
+            name = ".".join(path)
+            missing = [folder for node, folder in zip(nodes, names, strict=True) if path not in node]
+            if missing:
+                yield f"{name}: not in {missing[0]}"
+                continue
+            first, second = nodes[0][path], nodes[1][path]
+            if tagged(first)[0] == tagged(second)[0] == "$tensor":
+                difference = _difference(one, other, tagged(first)[1], tagged(second)[1])
+                if difference:
+                    yield f"{name}: {difference}"
+            elif first != second and "$item" not in (tagged(first)[0], tagged(second)[0]):
+                yield f"{name}: {_brief(first)} and {_brief(second)}"
+
+
+def _difference(one: Stored, other: Stored, first: str, second: str) -> str | None:
+    import torch
+
+    left, right = one.tensors[first], other.tensors[second]
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return f"{left.dtype}{list(left.shape)} and {right.dtype}{list(right.shape)}"
+    places = [[(chunk.offsets, chunk.shape, chunk.crc32) for chunk in tensor.chunks] for tensor in (left, right)]
+    if places[0] == places[1] and all(crc for _, shape, crc in places[0] if math.prod(shape)):
+        return None
+    values = _whole(one, left), _whole(other, right)
+    if torch.equal(*(value.reshape(-1).view(torch.uint8) for value in values)):
+        return None
+    if not values[0].is_floating_point():
+        return f"{int((values[0] != values[1]).sum()):,} of {values[0].numel():,} elements differ"
+    return f"differs by up to {float((values[0].double() - values[1].double()).abs().max()):.3g}"
+
+
+def _whole(stored: Stored, tensor: StoredTensor) -> Any:
+    import torch
+
+    whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    for chunk in tensor.chunks:
+        if math.prod(chunk.shape):
+            place = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.shape, strict=True))
+            stored.read(chunk, tensor.dtype, (0,) * len(chunk.shape), whole[place])
+    return whole
+
+
+def _shown(meta: Any) -> dict[str, Any]:
+    try:
+        return dict(decode({key: value for key, value in meta.items() if tagged(value)[0] != "$dtype"}))
+    except (ConfigError, TypeError, ValueError):
+        return {}
+
+
+def _relative(path: Path, directory: Path) -> str:
+    return str(path.relative_to(directory)) if path != directory else path.name
+
+
+def _brief(node: Any) -> str:
+    text = str(node)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"

@@ -1,0 +1,266 @@
+"""What a stranger's checkpoint may hold: no way of reading it runs code or leaves its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from lockstep.checkpoint import save_state
+from lockstep.checkpoint.old_format import _Unpickler
+from lockstep.cli.main import app
+from lockstep.errors import ConfigError
+from lockstep.runner import Runner, load_checkpoint
+
+OLD = Path(__file__).with_name("format_1.zip")
+
+
+class Evil:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+
+
+def current(work_dir: Path) -> Path:
+    """Write a checkpoint of the present format."""
+    directory = work_dir / "20260101_000000" / "epoch_1"
+    meta = {"seed": 1, "epoch": 1, "iter": 4, "batches_into_epoch": 0, "world_size": 1, "param_schedulers": []}
+    save_state(directory, {"model": net().state_dict(), "optimizer": {"state": {}}}, meta, last_of=work_dir)
+    return directory
+
+
+def former(work_dir: Path) -> Path:
+    """Unpack a checkpoint of the first format, which lockstep 0.1.0.dev0 has written on two ranks under FSDP."""
+    with zipfile.ZipFile(OLD) as archive:
+        archive.extractall(work_dir)
+    return work_dir / "run" / "epoch_1"
+
+
+def changed(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest, and give it the digest that it then has."""
+    content = json.loads((directory / "manifest.json").read_text())
+    del content["sha256"]
+    change(content)
+    body = json.dumps(content, indent=2).encode().removesuffix(b"\n}")
+    digest = hashlib.sha256(body).hexdigest()
+    (directory / "manifest.json").write_bytes(body + f',\n  "sha256": "{digest}"\n}}\n'.encode())
+
+
+def changed_index(directory: Path, change: Callable[[Any], None]) -> None:
+    index = _Unpickler(io.BytesIO((directory / ".metadata").read_bytes())).load()
+    change(index)
+    (directory / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def place_of(index: Any, name: str) -> Any:
+    return next(place for key, place in index.storage_data.items() if key.fqn == name)
+
+
+def saved_evil(directory: Path, name: str, mark: Path) -> None:
+    """Put an object in the place of a value or tensor."""
+    buffer = io.BytesIO()
+    torch.save((Evil(mark),), buffer)
+    file = next(directory.glob("__0_0.distcp"))
+
+    def point(index: Any) -> None:
+        for key, place in index.storage_data.items():
+            if key.fqn == name:
+                place.relative_path, place.offset, place.length = file.name, file.stat().st_size, len(buffer.getvalue())
+
+    changed_index(directory, point)
+    file.write_bytes(file.read_bytes() + buffer.getvalue())
+
+
+def pickled_manifest(work_dir: Path, mark: Path) -> str:
+    (current(work_dir) / "manifest.json").write_bytes(pickle.dumps(Evil(mark)))
+    return "manifest.json must be a manifest"
+
+
+def pickled_index(work_dir: Path, mark: Path) -> str:
+    (former(work_dir) / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+    return r".metadata must only describe tensors, but names (posix|nt|os).mkdir"
+
+
+def pickled_tensor(work_dir: Path, mark: Path) -> str:
+    saved_evil(former(work_dir), "model.0.weight", mark)
+    return "__0_0.distcp must hold a tensor"
+
+
+def pickled_item(work_dir: Path, mark: Path) -> str:
+    saved_evil(former(work_dir), "optimizer.param_groups.0.lr", mark)
+    return "__0_0.distcp must hold a tensor"
+
+
+def pickled_ranks(work_dir: Path, mark: Path) -> str:
+    directory = former(work_dir)
+    saved_evil(directory, "ranks.0", mark)
+    meta = json.loads((directory / "meta.json").read_text())
+    (directory / "meta.json").write_text(json.dumps({**meta, "rank_states": 1, "data_shares": 1, "world_size": 1}))
+    return "__0_0.distcp must hold a tensor"
+
+
+def leads_out(work_dir: Path, mark: Path) -> str:
+    directory = current(work_dir)
+    (work_dir / "out.safetensors").write_bytes((directory / "rank_0.safetensors").read_bytes())
+
+    def change(content: dict[str, Any]) -> None:
+        content["files"]["../../out.safetensors"] = content["files"].pop("rank_0.safetensors")
+        for tensor in content["tensors"].values():
+            tensor["chunks"][0]["file"] = "../../out.safetensors"
+
+    changed(directory, change)
+    return r"manifest.json contradicts itself: '../../out.safetensors' .* may lead out of the folder"
+
+
+def absolute(work_dir: Path, mark: Path) -> str:
+    changed(current(work_dir), lambda content: content["files"].update({"/etc/passwd": content["files"].popitem()[1]}))
+    return r"manifest.json contradicts itself: '/etc/passwd' .* may lead out of the folder"
+
+
+def index_leads_out(work_dir: Path, mark: Path) -> str:
+    directory = former(work_dir)
+
+    def change(index: Any) -> None:
+        place_of(index, "model.0.weight").relative_path = "../epoch_1/__0_0.distcp"
+
+    changed_index(directory, change)
+    return r".metadata contradicts itself: '../epoch_1/__0_0.distcp' .* may lead out of the folder"
+
+
+def linked_data(work_dir: Path, mark: Path) -> str:
+    path = current(work_dir) / "rank_0.safetensors"
+    path.symlink_to(path.rename(work_dir / "elsewhere"))
+    return "rank_0.safetensors must be a file, but is a link"
+
+
+def linked_manifest(work_dir: Path, mark: Path) -> str:
+    path = current(work_dir) / "manifest.json"
+    path.symlink_to(path.rename(work_dir / "elsewhere"))
+    return "manifest.json must be a file, but is a link"
+
+
+def too_large(work_dir: Path, mark: Path) -> str:
+    def change(content: dict[str, Any]) -> None:
+        content["tensors"]["model.0.weight"]["shape"] = [1 << 50]
+
+    changed(current(work_dir), change)
+    return "manifest.json contradicts itself"
+
+
+def nested(work_dir: Path, mark: Path) -> str:
+    (current(work_dir) / "manifest.json").write_text("[" * 100_000)
+    return "manifest.json must be a manifest"
+
+
+ATTACKS = [
+    pickled_manifest, pickled_index, pickled_tensor, pickled_item, pickled_ranks, leads_out, absolute, index_leads_out,
+    linked_data, linked_manifest, too_large, nested,
+]  # fmt: skip
+
+
+def train(work_dir: Path, **arguments: Any) -> None:
+    x = torch.ones(16, 3)
+    data = {"dataset": torch.utils.data.TensorDataset(x, x[:, :1]), "batch_size": 4}
+    Runner(net(), work_dir, loss=nn.MSELoss(), train_dataloader=data, train_cfg={"max_epochs": 2},
+           optim_wrapper={"optimizer": {"type": "AdamW"}}, **arguments).train()  # fmt: skip
+
+
+def by_loading(work_dir: Path, directory: Path) -> None:
+    load_checkpoint(net(), directory)
+
+
+def by_resuming_from_it(work_dir: Path, directory: Path) -> None:
+    train(work_dir.with_name("another"), load_from=directory, resume=True)
+
+
+def by_resuming(work_dir: Path, directory: Path) -> None:
+    train(work_dir, resume=True)
+
+
+def by_listing(work_dir: Path, directory: Path) -> None:
+    called(["checkpoints", str(work_dir), "--verify"])
+
+
+def by_showing(work_dir: Path, directory: Path) -> None:
+    called(["checkpoints", "show", str(directory)])
+
+
+def by_comparing(work_dir: Path, directory: Path) -> None:
+    called(["checkpoints", "compare", str(directory), str(directory)])
+
+
+def called(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words)
+    if result.exit_code != 0:
+        raise ConfigError(result.output.replace("\n", " "))
+
+
+# What a way of reading does not look at, it can't refuse.
+UNSEEN = {
+    by_loading: [pickled_item, pickled_ranks],
+    **{way: [pickled_tensor, pickled_item, pickled_ranks] for way in (by_listing, by_showing)},
+    by_comparing: [pickled_item, pickled_ranks, linked_data],
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize(
+    "way",
+    [by_loading, by_resuming, by_resuming_from_it, by_listing, by_showing, by_comparing],
+    ids=lambda way: way.__name__,
+)
+def test_nothing_is_run_and_the_file_is_named(attack: Any, way: Any, tmp_path: Path):
+    work_dir, mark = tmp_path / "work", tmp_path / "mark"
+    says = attack(work_dir, mark)
+    directory = next(path for path in work_dir.glob("*/*") if path.is_dir())
+    if attack in UNSEEN.get(way, []):
+        way(work_dir, directory)
+    else:
+        with pytest.raises(ConfigError, match=says):
+            way(work_dir, directory)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("line", ["../elsewhere/20260101_000000/epoch_1", "{tmp_path}/elsewhere/x", "link/epoch_1"])
+def test_a_pointer_that_leads_out_is_refused_by_name(line: str, tmp_path: Path):
+    work_dir = tmp_path / "work"
+    stranger = current(tmp_path / "elsewhere")
+    work_dir.mkdir()
+    (work_dir / "link").symlink_to(stranger.parent)
+    (work_dir / "last_checkpoint").write_text(line.format(tmp_path=tmp_path) + "\n")
+    with pytest.raises(ConfigError, match=r"last_checkpoint must lead to a checkpoint in .* but leads out of it"):
+        train(work_dir, resume=True)
+
+
+def test_a_file_of_weights_runs_nothing(tmp_path: Path):
+    torch.save({"state_dict": {"0.weight": Evil(tmp_path / "mark")}}, tmp_path / "net.pth")
+    with pytest.raises(ConfigError, match=r"net\.pth"):
+        load_checkpoint(net(), tmp_path / "net.pth")
+    with pytest.raises(ConfigError, match=r"a checkpoint must be a directory .*net.pth"):
+        train(tmp_path / "work", load_from=tmp_path / "net.pth", resume=True)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_the_attacks_would_work_where_pickles_are_loaded(tmp_path: Path):
+    pickled_index(tmp_path / "work", tmp_path / "mark")
+    pickle.loads((tmp_path / "work" / "run" / "epoch_1" / ".metadata").read_bytes())
+    assert (tmp_path / "mark").exists()

@@ -1,0 +1,226 @@
+"""Which checkpoint a run goes on from: the last one, else the newest that is whole; those passed over are named."""
+
+from __future__ import annotations
+
+import errno
+import random
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, save_state
+from lockstep.checkpoint import saving as saving_module
+from lockstep.dist import all_gather_object, get_rank, get_world_size, main_process_first
+from lockstep.errors import ConfigError
+from lockstep.hooks import Hook
+from lockstep.runner import Runner
+from lockstep.runner.resuming import find_resumption
+from lockstep.testing import ranks
+
+from ..runs import Losses
+
+
+def data() -> tuple[TensorDataset, nn.Module]:
+    torch.manual_seed(0)
+    x = torch.randn(16, 3)
+    return TensorDataset(x, x.sum(1, keepdim=True)), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+
+
+def train(work_dir: Path, epochs: int, *hooks: Hook, stop_after: int | None = None, **changes: Any) -> Runner:
+    dataset, net = data()
+    arguments = {
+        "loss": nn.MSELoss(),
+        "train_dataloader": {"dataset": dataset, "batch_size": 2},
+        "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 0.05}},
+        "train_cfg": {"max_epochs": epochs},
+        **changes,
+    }
+    losses = Losses(stop_after)
+    runner = Runner(net, work_dir, custom_hooks=[*hooks, losses], **arguments)
+    try:
+        runner.train()
+    except KeyboardInterrupt:
+        assert stop_after is not None
+    runner.losses = losses.by_iter
+    return runner
+
+
+@ranks(2)
+def test_a_checkpoint_of_the_first_format_is_resumed(tmp_path: Path):
+    with main_process_first():
+        if get_rank() == 0:
+            with zipfile.ZipFile(Path(__file__).with_name("format_1.zip")) as archive:
+                archive.extractall(tmp_path)
+    losses = train(tmp_path, 2, strategy="fsdp", resume=True).losses
+    assert sorted(losses) == [4, 5, 6, 7]
+    over_ranks = all_gather_object(sum(losses.values()) / 4)
+    # What the run that saved it went on to compute.
+    assert sum(over_ranks) / 2 == pytest.approx(2.800861466675997, abs=1e-5)
+    assert (find_last_checkpoint(tmp_path) / "manifest.json").is_file()  # its own are of the second format
+
+
+def saved(work_dir: Path) -> list[Path]:
+    """Write three checkpoints of two runs."""
+    made = []
+    for number, run in enumerate(["20260101_000000", "20260101_000000", "20260102_000000"], 1):
+        made.append(work_dir / run / f"epoch_{number}")
+        state = {"model": {"w": torch.full((300,), float(number))}, "ranks": {"0": {"n": number}}}
+        save_state(made[-1], state, {"n": number}, last_of=work_dir)
+    return made
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": truncate,
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": Path.unlink,
+    **{f"flipped {n}": lambda path, n=n: flip(path, random.Random(n)) for n in range(20)},
+}
+
+
+@pytest.mark.parametrize("part", ["rank_0.safetensors", "manifest.json", "last_checkpoint"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_newest_whole_one_is_found_and_faults_are_named(part: str, damage: str, tmp_path: Path):
+    first, second, third = saved(tmp_path)
+    broken = tmp_path / part if part == "last_checkpoint" else third / part
+    DAMAGES[damage](broken)
+    found, faults = find_resumption(None, [tmp_path])
+    if part == "last_checkpoint":
+        assert found == third
+        assert damage == "missing" or str(broken) in faults[0]
+    else:
+        assert found == second
+        assert len(faults) == 1
+        assert str(third) in faults[0]
+        assert (str(broken) in faults[0]) or (damage == "missing" and "has none" in faults[0])
+    assert first.is_dir()
+
+
+def test_where_none_is_whole_it_is_an_error(tmp_path: Path):
+    for path in saved(tmp_path):
+        (path / "rank_0.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"must find a whole checkpoint in .*epoch_3.*epoch_2.*epoch_1"):
+        train(tmp_path, 1, resume=True)
+    assert find_resumption(None, [tmp_path / "nowhere"]) == (None, [])
+
+
+@ranks(2)
+def test_a_run_goes_on_from_an_older_one_and_says_so_on_every_rank(tmp_path: Path):
+    train(tmp_path, 3, stop_after=11)
+    with main_process_first():
+        if get_rank() == 0:
+            last = find_last_checkpoint(tmp_path)
+            assert last.name == "epoch_2"
+            flip(last / "rank_1.safetensors", random.Random(1))
+    runner = train(tmp_path, 3, resume=True)
+    assert min(runner.losses) == 4
+    name = "log.txt" if get_rank() == 0 else "log_rank1.txt"
+    assert "not resumed from: " in (runner.run_dir / name).read_text()
+    assert "epoch_2/rank_1.safetensors has wrong bytes between" in (runner.run_dir / name).read_text()
+
+
+def regular(work_dir: Path) -> list[str]:
+    return [one.directory.name for one in reversed(find_checkpoints([work_dir]))]
+
+
+@ranks(1, 2)
+def test_checkpoints_of_the_runs_before_are_counted(tmp_path: Path):
+    keeping = {"default_hooks": {"checkpoint": {"by_epoch": False, "interval": 3, "max_keep_ckpts": 2}}}
+    work_dir = tmp_path / "work"
+    per_epoch = 8 // get_world_size()
+    train(tmp_path / "work", 1, resume=True, **keeping)
+    ends = [per_epoch * epochs for epochs in (1, 2, 3)]
+    assert regular(work_dir)[-1] == f"iter_{ends[0]}"
+    for epochs in (2, 3):
+        train(work_dir, epochs, resume=True, **keeping)
+        names = regular(work_dir)
+        assert len(names) == 2
+        assert names[-1] == f"iter_{ends[epochs - 1]}"
+    # A run that does not go on from them leaves them alone, and so does a hook that names its own in another way.
+    train(work_dir, 1, **keeping)
+    assert len(regular(work_dir)) == 4
+    by_epoch = {"default_hooks": {"checkpoint": {"interval": 1, "max_keep_ckpts": 1}}}
+    train(work_dir, 4, resume=True, load_from=find_checkpoints([work_dir])[-1].directory, **by_epoch)
+    assert len(regular(work_dir)) == 5
+
+
+def test_checkpoints_outside_of_the_work_dir_are_found(tmp_path: Path):
+    saving = {"default_hooks": {"checkpoint": {"interval": 1, "max_keep_ckpts": 1, "out_dir": tmp_path / "disk"}}}
+    train(tmp_path / "work", 1, **saving)
+    runner = train(tmp_path / "work", 2, resume=True, **saving)
+    assert min(runner.losses) == 8
+    assert regular(tmp_path / "disk" / "work") == ["epoch_2"]
+    with pytest.raises(ConfigError, match=r"leads out of it.*by the `out_dir` of CheckpointHook"):
+        train(tmp_path / "work", 3, resume=True)
+
+
+@ranks(2)
+@pytest.mark.parametrize("choice", ["raise", "warn"])
+def test_training_may_go_on_without_a_checkpoint_that_cannot_be_written(choice: str, tmp_path: Path):
+    class Full(saving_module._Checksums):
+        def update(self, band: memoryview) -> None:
+            if get_rank() == 1 and counts["saves"] == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().update(band)
+
+    class Count(Hook):
+        def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+            counts["saves"] += 1
+
+    counts = {"saves": 0}
+    options = {"default_hooks": {"checkpoint": {"interval": 1, "on_save_error": choice}}}
+    with patch.object(saving_module, "_Checksums", Full):
+        if choice == "raise":
+            with pytest.raises(OSError, match=r"epoch_2 could not be written: rank 1: .* bytes are needed, and"):
+                train(tmp_path, 3, Count(), **options)
+        else:
+            runner = train(tmp_path, 3, Count(), **options)
+            assert "Training goes on without it" in next(runner.run_dir.glob("log*.txt")).read_text()
+    all_gather_object(None)
+    assert regular(tmp_path) == (["epoch_1"] if choice == "raise" else ["epoch_1", "epoch_3"])
+    assert not list(tmp_path.glob("*/.*"))
+
+
+def test_drafts_of_dead_runs_are_removed_before_anything_is_written(tmp_path: Path):
+    dead = tmp_path / "20260101_000000" / ".epoch_1.draft.4194303.1.here"
+    dead.mkdir(parents=True)
+    shutil.copytree(dead, dead.with_name(dead.name.replace("here", "elsewhere")))
+    import lockstep.checkpoint.folder as folder
+
+    with patch.object(folder, "_host", lambda: "here"):
+        runner = train(tmp_path, 1)
+    assert not dead.exists()
+    assert len(list(dead.parent.iterdir())) == 1  # of another host, and young
+    assert is_checkpoint(runner.run_dir / "epoch_1")
+
+
+def test_the_best_is_never_removed_with_the_runs_before(tmp_path: Path):
+    class Best(Hook):
+        def after_train_epoch(self, runner: Any) -> None:
+            if runner.epoch == 0 and runner.resume_from is None:
+                runner.save_checkpoint(runner.run_dir, "epoch_7", is_last=False)
+
+    keeping = {"default_hooks": {"checkpoint": {"interval": 1, "max_keep_ckpts": 1}}}
+    first = train(tmp_path, 1, Best(), **keeping)
+    hook = next(one for one in first.run.hooks if type(one).__name__ == "CheckpointHook")
+    assert regular(tmp_path) in (["epoch_7", "epoch_1"], ["epoch_1", "epoch_7"])
+    hook._best["loss"] = {"value": 0.0, "path": str(first.run_dir / "epoch_7")}
+    hook._former = [first.run_dir.name]
+    assert hook._former_checkpoints(first.run, "epoch_{}") == [first.run_dir / "epoch_1"]
