@@ -38,7 +38,10 @@ class Found:
         """When it was written, in seconds since 1970."""
         if self.manifest is not None:
             return float(self.manifest.written["time"])
-        return max((path.lstat().st_mtime for path in self.directory.iterdir()), default=0.0)
+        try:
+            return max((path.lstat().st_mtime for path in self.directory.iterdir()), default=0.0)
+        except OSError:  # a run is removing it just now
+            return 0.0
 
 
 def find_last_checkpoint(work_dir: Path) -> Path | None:
@@ -91,6 +94,7 @@ def candidates(work_dir: Path, roots: Sequence[Path] = ()) -> Iterator[tuple[Pat
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
+    try:
+        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink() and path.name[0] != "."]
+    except OSError:  # not a folder, or a run is removing it just now
         return []
-    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink() and path.name[0] != "."]

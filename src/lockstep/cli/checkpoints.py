@@ -6,6 +6,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, as work_dirs/NAME/TIME/epoch_1.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A work dir, the folder of a run, or a checkpoint.")]
+
+
+_WIDTH = 160  # of what is not shown on a terminal
 
 
 class _ListByDefault(TyperGroup):
@@ -78,7 +82,7 @@ def list_checkpoints(
         strategy, *numbers = _facts(one)
         written = f"{datetime.fromtimestamp(one.time):%Y-%m-%d %H:%M}"
         table.add_row(*map(escape, [name, written, strategy, whole, *numbers]))
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
     for draft in drafts_in(directory):
         state = "is being written" if is_owned(draft) else "was left by an interrupted save; `prune` removes it"
@@ -97,7 +101,7 @@ def show(checkpoint: Checkpoint) -> None:
     from rich.table import Table
 
     check(checkpoint)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     written: dict[str, Any]
     if is_old(checkpoint):
         from lockstep.checkpoint.loading import open_checkpoint  # imports torch
@@ -138,8 +142,8 @@ def compare(
     """
     from lockstep.checkpoint.loading import open_checkpoint  # imports torch
 
-    one, other = open_checkpoint(first), open_checkpoint(second)
-    differences = list(_differences(one, other, (str(first), str(second))))
+    with closing(open_checkpoint(first)) as one, closing(open_checkpoint(second)) as other:
+        differences = list(_differences(one, other, (str(first), str(second))))
     for line in differences:
         print(line)
     if differences:

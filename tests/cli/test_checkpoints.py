@@ -1,0 +1,141 @@
+"""`lockstep checkpoints`: what a folder holds, whether it is whole, what differs, what is removed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lockstep.checkpoint import save_state
+from lockstep.cli.main import app
+
+RUN = "20260101_000000"
+
+
+def called(*words: object, answer: str | None = None) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["checkpoints", *map(str, words)], input=answer)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def work_dir(tmp_path: Path) -> Path:
+    for number in (1, 2, 3):
+        state = {
+            "model": {"weight": torch.full((300, 40), float(number)), "steps": torch.tensor(number)},
+            "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+        }
+        meta = {"epoch": number, "iter": 10 * number, "strategy": "FSDPStrategy"}
+        save_state(tmp_path / RUN / f"epoch_{number}", state, meta, last_of=tmp_path)
+    save_state(tmp_path / RUN / "best_accuracy_epoch_1", state, {"epoch": 1, "iter": 10})
+    return tmp_path
+
+
+def test_they_are_listed_the_newest_first(work_dir: Path):
+    code, shown = called(work_dir)
+    rows = [line.split() for line in shown.splitlines() if RUN in line]
+    assert code == 0
+    assert [row[0] for row in rows] == [
+        f"{RUN}/{name}" for name in ("best_accuracy_epoch_1", "epoch_3", "epoch_2", "epoch_1")
+    ]
+    assert "epoch_3 (last)" in shown
+    assert rows[1][4:] == ["FSDP", "not", "verified", "3", "30", "1", "48", "kB", "0", "B", "48.2", "kB"]
+    assert called(work_dir / RUN)[0] == called(work_dir / RUN / "epoch_1")[0] == 0
+    code, shown = called(work_dir, "--verify")
+    assert code == 0
+    assert "not verified" not in shown
+
+
+def test_faults_and_drafts_are_named(work_dir: Path):
+    data = work_dir / RUN / "epoch_2" / "rank_0.safetensors"
+    content = bytearray(data.read_bytes())
+    content[20_000] ^= 1
+    data.write_bytes(content)
+    assert called(work_dir)[0] == 0  # the file has its size
+    draft = work_dir / RUN / ".epoch_4.draft.4194303.1.nowhere"
+    draft.mkdir()
+    code, shown = called(work_dir, "--verify")
+    assert code == 1
+    assert f"fault: {data} has wrong bytes between" in shown
+    assert f"{draft.name} is being written" in shown  # on another host, and a moment ago
+
+
+def test_one_is_shown(work_dir: Path):
+    code, shown = called("show", work_dir / RUN / "epoch_2")
+    assert code == 0
+    for part in ("FSDPStrategy", "12,001", "float32 (1)", "int64 (1)", "epoch"):
+        assert part in shown
+
+
+def test_two_are_compared(work_dir: Path):
+    one, two = work_dir / RUN / "epoch_1", work_dir / RUN / "epoch_2"
+    assert called("compare", one, one) == (0, "2 tensors and all other values are equal\n")
+    code, shown = called("compare", one, two)
+    assert code == 1
+    assert shown.splitlines() == ["model.steps: 1 of 1 elements differ", "model.weight: differs by up to 1"]
+    save_state(
+        work_dir / "other", {"model": {"weight": torch.zeros(3)}, "optimizer": {"param_groups": [{"lr": 1}]}}, {}
+    )
+    _, shown = called("compare", one, work_dir / "other")
+    assert shown.splitlines()[:2] == [
+        f"model.steps: not in {work_dir / 'other'}",
+        "model.weight: float32[300, 40] and float32[3]",
+    ]
+    assert "optimizer.param_groups: [{'lr': 0.1," in shown
+
+
+def test_old_ones_are_removed_when_asked(work_dir: Path):
+    code, shown = called("prune", work_dir, "--keep", 1, answer="n\n")
+    assert code == 1
+    assert "epoch_2" in shown
+    names = sorted(path.name for path in (work_dir / RUN).iterdir())
+    assert len(names) == 4
+    code, shown = called("prune", work_dir, "--keep", 1, "--yes")
+    assert code == 0
+    assert sorted(path.name for path in (work_dir / RUN).iterdir()) == ["best_accuracy_epoch_1", "epoch_3"]
+    assert called("prune", work_dir, "--keep", 1) == (0, "there is nothing to remove\n")
+
+
+def test_the_only_whole_one_is_not_removed_for_damaged_ones(work_dir: Path):
+    (work_dir / RUN / "epoch_3" / "rank_0.safetensors").unlink()
+    (work_dir / RUN / "epoch_2" / "manifest.json").write_text("{")
+    code, _ = called("prune", work_dir, "--keep", 1, "--yes")
+    assert code == 0
+    # epoch_3 is the last one, and stays for whoever wants to look at it.
+    assert sorted(path.name for path in (work_dir / RUN).glob("epoch_*")) == ["epoch_1", "epoch_3"]
+    (work_dir / RUN / "epoch_1" / "manifest.json").unlink()
+    code, shown = called("prune", work_dir, "--keep", 1, "--yes")
+    assert code == 1
+    assert "must hold a whole checkpoint to be pruned, but holds none" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["{}/nowhere"], "does not exist"),
+        (["{}/file"], "is a file"),
+        (["{}/empty"], "has none"),
+        (["show", "{}/empty"], "a checkpoint must be a directory with manifest.json in it"),
+        (["compare", "{}/empty", "{}/empty"], "a checkpoint must be a directory"),
+    ],
+)
+def test_what_is_no_folder_of_checkpoints_is_said(words: list[str], says: str, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    code, shown = called(*(word.format(tmp_path) for word in words))
+    assert code == 1
+    assert says in shown.replace("\n", " ")
+
+
+def test_listing_and_verifying_do_without_torch(work_dir: Path):
+    script = (
+        "import sys; from lockstep.cli.main import app\n"
+        f"try: app(['checkpoints', {str(work_dir)!r}, '--verify'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
