@@ -169,6 +169,19 @@ def test_a_file_without_weights_says_what_it_holds(content: Any, says: str, tmp_
         load_checkpoint(nn.Linear(1, 1), tmp_path / "none.pth")
 
 
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (torch.ones(1, 1).to_sparse(), "has the layout torch.sparse_coo"),
+        (torch.ones(1, 1, device="meta"), "is on the meta"),
+    ],
+)
+def test_a_tensor_that_cannot_be_copied_is_named(tensor: Tensor, says: str, tmp_path: Path) -> None:
+    torch.save({"weight": tensor, "bias": torch.ones(1)}, tmp_path / "net.pth")
+    with pytest.raises(ConfigError, match=rf"`weight` in .*net\.pth must be a dense tensor with values, but {says}"):
+        load_checkpoint(nn.Linear(1, 1), tmp_path / "net.pth")
+
+
 def sharded(folder: Path, **places: str) -> None:
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))

@@ -39,6 +39,10 @@ class TorchFile:
 
     def __init__(self, location: Location) -> None:
         self._state = _state_in(_unpickled(location), location)
+        for name, value in self._state.items():
+            if value.is_meta or value.layout is not torch.strided:
+                what = "is on the meta device" if value.is_meta else f"has the layout {value.layout}"
+                raise ConfigError(f"`{name}` in {location} must be a dense tensor with values, but {what}")
         self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in self._state.items()}
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
