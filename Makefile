@@ -117,7 +117,7 @@ test-buckets: .venv-buckets/.ready  ## weights in a bucket, of a server that spe
 
 .PHONY: test-huggingface
 test-huggingface: .venv-models/.ready  ## models of transformers and peft: saved, exported and loaded by their own libraries
-	.venv-models/bin/python -m pytest tests/huggingface --min-rank-tests 8 $(PYTEST_ARGS)
+	.venv-models/bin/python -m pytest tests/huggingface $(PYTEST_ARGS)
 
 .venv-models/.ready: pyproject.toml constraints.txt requirements/models.txt
 	$(PYTHON) -m venv .venv-models
