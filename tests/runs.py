@@ -1,7 +1,12 @@
-"""Hooks that several rooms' tests watch and end runs with."""
+"""Hooks that several rooms' tests watch and end runs with, and changes to what runs have saved."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.manifest import MANIFEST_FILE, dump_manifest, read_manifest
 from lockstep.hooks import Hook
 
 
@@ -32,3 +37,10 @@ class Losses(StopAfter):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
         self.by_iter[runner.iter] = outputs["loss"].item()
         super().after_train_iter(runner, batch_idx, data_batch, outputs)
+
+
+def change_meta(checkpoint: Path, without: str, **changes: Any) -> None:
+    """Rewrite a checkpoint's metadata, as another version would have written it."""
+    manifest = read_manifest(checkpoint)
+    meta = {key: value for key, value in manifest.meta.items() if key != without}
+    (checkpoint / MANIFEST_FILE).write_bytes(dump_manifest(replace(manifest, meta=meta | changes)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
+from tests.runs import change_meta
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -162,10 +163,7 @@ def test_config_and_tokenizer_of_another_folder_are_copied(tmp_path: Path) -> No
     make("gpt2").save_pretrained(tmp_path / "theirs")
     for name in ("tokenizer.json", "vocab.json", "merges.txt", "notes.txt"):
         (tmp_path / "theirs" / name).write_text("{}")
-    meta = next((tmp_path / "work").glob("*/*/meta.json"))
-    old = json.loads(meta.read_text())
-    del old["weights"]  # as earlier versions have saved it
-    meta.write_text(json.dumps(old))
+    change_meta(next((tmp_path / "work").glob("*/*/manifest.json")).parent, without="weights")
     with pytest.raises(ConfigError, match=r"must have a config of HuggingFace's .* --files-from"):
         export_checkpoint(tmp_path / "work", tmp_path / "out", "hf")
     export_checkpoint(tmp_path / "work", tmp_path / "out", "hf", files_from=tmp_path / "theirs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runs import change_meta
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
 
@@ -325,10 +325,8 @@ def test_a_checkpoint_of_the_first_format_resumes_as_it_did(size, train_cfg, tmp
     run_ranks(2, train, tmp_path, "config", 8, train_cfg=train_cfg)
     checkpoint = find_last_checkpoint(tmp_path)
     assert checkpoint is not None
-    meta = read_meta(checkpoint)
-    del meta["position"]
     by_epochs = train_cfg is BY_EPOCH
-    (checkpoint / "meta.json").write_text(json.dumps({**meta, "batches_into_epoch": 2 if by_epochs else 0}))
+    change_meta(checkpoint, without="position", batches_into_epoch=2 if by_epochs else 0)
     second = run_ranks(size, train, tmp_path, "config", train_cfg=train_cfg)
     orders = [*order_of(1), *order_of(2), *order_of(3), *order_of(4)]
     if size == 2:
