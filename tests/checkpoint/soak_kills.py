@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep.checkpoint import candidates, find_checkpoints
 from lockstep.checkpoint.folder import drafts_in
 
-CYCLES, KEEP = 30, 2
+CYCLES, KEEP = int(os.environ.get("CYCLES", "30")), 2
 
 JOB = """
 import sys
