@@ -105,6 +105,19 @@ resume-matrix: $(READY) $(if $(filter data,$(ONLY)),,.venv-deepspeed/.ready .ven
 test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready  ## many kinds of models under every strategy: docs/models.md
 	.venv-models/bin/python -m benchmarks.models $(if $(SHARE),--share $(SHARE))
 
+.PHONY: bench-checkpoint
+bench-checkpoint: $(READY)  ## what a save costs beside torch's own: seconds, checksums, memory
+	$(BIN)/python -m benchmarks.checkpoints
+
+# CYCLES=N: how often a run is killed and resumed.
+.PHONY: soak-kills
+soak-kills: $(READY)  ## runs that are killed again and again, and what they leave on the disk
+	$(BIN)/python -m pytest tests/checkpoint/soak_kills.py -s $(PYTEST_ARGS)
+
+.PHONY: soak-preemption
+soak-preemption: $(READY)  ## a training that is stopped fifty times, and goes on each time
+	$(BIN)/python tests/launchers/soak_preemption.py
+
 .PHONY: test-buckets
 test-buckets: .venv-buckets/.ready  ## weights in a bucket, of a server that speaks S3, on this machine
 	.venv-buckets/bin/python -m pytest tests/buckets $(PYTEST_ARGS)
