@@ -21,8 +21,15 @@ JOBS := $(addprefix tests/,launchers examples launch cli runner/test_batch_size_
 LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals.py optim_state.py tensor_parallel.py \
 	compile.py) $(addprefix tests/model/test_,fsdp.py fsdp_consistency.py)
 
+# So do checkpoints that are damaged, attacked or resumed in another form, and weights in and out.
+CHECKPOINTS := $(addprefix tests/,checkpoint weights runner/test_position.py runner/test_resume_matrix.py)
+
 test: $(READY)  ## the main test suite, on real ranks
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(JOBS) $(LAYOUTS)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(JOBS) $(LAYOUTS) $(CHECKPOINTS)) $(PYTEST_ARGS)
+
+.PHONY: test-checkpoints
+test-checkpoints: $(READY)  ## checkpoints and weights: damage, attacks, kills, resuming in another form, other formats
+	$(BIN)/python -m pytest $(CHECKPOINTS) $(PYTEST_ARGS)
 
 .PHONY: test-layouts
 test-layouts: $(READY)  ## FSDP's options and checks, tensor parallelism, compiled models, states of optimizers, against one process

@@ -42,7 +42,7 @@ def written(runner: Any) -> list[str]:
 def test_other_devices_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"must run on a CUDA device, .*'cpu'.* ProfilerHook\(profile_memory=True"):
         make_runner(tmp_path, [MemorySnapshotHook()]).train()
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
 def test_after_given_iterations(tmp_path: Path, recording):
@@ -100,7 +100,7 @@ def test_when_memory_runs_out(tmp_path: Path, recording, kind, names):
         runner.train()
     assert written(runner) == ["snapshot_rank0_iter0_out_of_memory.pickle"] * names
     assert recording[-1] == (None, None)
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
 def test_a_full_disk_ends_no_training(tmp_path: Path, recording, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, recording, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"on_signal": "USR1"}, "`on_signal` must be the name of a signal, such as 'SIGUSR1', but is 'USR1'"),
+        ({"on_signal": "USR1"}, "`on_signal` must be the name of a signal, such as 'SIGUSR2', but is 'USR1'"),
         ({"on_signal": 10}, "but is 10"),
         ({"iterations": 5}, "`iterations` must be a list of numbers of iterations, but is 5"),
         ({"iterations": "10"}, "but is '10'"),

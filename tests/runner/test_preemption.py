@@ -300,3 +300,18 @@ def test_a_failing_rank_ends_the_others_although_they_would_save(tmp_path):
         assert job.end() == 1
     assert "rank 1 raised ValueError" in job.errors.read_text()
     assert time.monotonic() - began < 50
+
+
+def test_a_handler_that_is_set_during_the_training_acts_instead_and_may_be_put_back(tmp_path):
+    hook = """def before_train(self, runner):
+        self.former = signal.signal(signal.SIGTERM, lambda *_: print('[0, 0, "mine", 0, 0]', flush=True))
+    def close(self):
+        signal.signal(signal.SIGTERM, self.former)
+    def tell("""
+    script = "import signal\n" + TRAINING.replace("def tell(", hook) + "\nsignal.raise_signal(signal.SIGTERM)\n"
+    with Job(tmp_path, 1, script, SLOW="0.05") as job:
+        job.until("train", 5)
+        job.process.send_signal(signal.SIGTERM)
+        job.until("mine", 0)
+        assert job.end() == -signal.SIGTERM
+    assert max(job.losses()) == 36

@@ -29,8 +29,8 @@ class MemorySnapshotHook(Hook):
     Each rank writes its own file to the run's folder, as `memory/snapshot_rank0_iter8.pickle`, after 8 iterations. Drop
     it on https://pytorch.org/memory_viz, which keeps it in your browser. A snapshot is written
 
-    - at the end of the iteration in which the process gets the signal: `kill -USR1 PID`, or, for all ranks of a Slurm
-      job, `scancel --signal=USR1 JOB`;
+    - at the end of the iteration in which the process gets the signal: `kill -USR2 PID`, or, for all ranks of a Slurm
+      job, `scancel --signal=USR2 JOB`;
     - after each of `iterations`;
     - when training fails because memory has run out. In the loop of a session, this needs `with Session(...)`.
 
@@ -50,10 +50,10 @@ class MemorySnapshotHook(Hook):
     priority = "VERY_LOW"
 
     def __init__(
-        self, iterations: Iterable[int] = (), on_signal: str | None = "SIGUSR1", max_entries: int = 100_000
+        self, iterations: Iterable[int] = (), on_signal: str | None = "SIGUSR2", max_entries: int = 100_000
     ) -> None:
         if on_signal is not None and not isinstance(getattr(signal, str(on_signal), None), signal.Signals):
-            raise ConfigError(f"`on_signal` must be the name of a signal, such as 'SIGUSR1', but is {on_signal!r}")
+            raise ConfigError(f"`on_signal` must be the name of a signal, such as 'SIGUSR2', but is {on_signal!r}")
         try:
             self.iterations = frozenset(map(index, iterations))
         except TypeError as error:

@@ -238,11 +238,14 @@ def _calling(act: Callable[[str], None], numbers: Sequence[signal.Signals]) -> I
     def read() -> None:
         while _END not in (received := reading.recv(64)):
             for number in numbers:
-                if number in received:
+                if number in received and signal.getsignal(number) is handle:
                     act(number.name)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if before != _NO_FD:  # the user's own event loop is woken, and not the thread
+        if signal.Signals(number) not in _handled:  # somebody has put this handler back later
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif before != _NO_FD:  # the user's own event loop is woken, and not the thread
             writing.send(bytes([number]))
 
     thread = threading.Thread(target=read, name="lockstep-signals", daemon=True)
@@ -257,7 +260,8 @@ def _calling(act: Callable[[str], None], numbers: Sequence[signal.Signals]) -> I
         yield
     finally:
         for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) is handle:
+                signal.signal(number, signal.SIG_DFL)
         _handled.difference_update(numbers)
         if before == _NO_FD:
             signal.set_wakeup_fd(_NO_FD)
