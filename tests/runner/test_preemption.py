@@ -163,16 +163,15 @@ def check_stop_and_resume(folder, ranks, job, script=TRAINING, **environment):
     return done[0]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_in_one_process_saves_the_iteration_and_ends_it(tmp_path, name):
+def test_a_signal_in_one_process_saves_the_iteration_and_ends_it(tmp_path):
     with Job(tmp_path, 1, TRAINING, SLOW="0.05") as job:
         job.until("train", 5)
-        job.process.send_signal(signal.Signals[name])
+        job.process.send_signal(signal.SIGTERM)
         assert check_stop_and_resume(tmp_path, 1, job) in (5, 6)
-    assert f"{name} on rank 0: stopped after iteration" in job.shown
+    assert "SIGTERM on rank 0: stopped after iteration" in job.shown
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("fsdp", 1)])
 def test_a_signal_to_one_rank_stops_all_after_the_same_iteration(tmp_path, strategy, rank):
     with Job(tmp_path, 2, TRAINING, SLOW="0.05", STRATEGY=strategy) as job:
         job.until("train", 15, rank)
@@ -244,8 +243,7 @@ def test_after_the_last_iteration_the_training_ends_as_usual(tmp_path):
         assert job.end() in (0, 75)
 
 
-@pytest.mark.parametrize("when", [("train", 5), ("val", 1)])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "when"), [(1, ("val", 1)), (2, ("train", 5)), (2, ("val", 1))])
 def test_a_session_stops_and_goes_on(tmp_path, ranks, when):
     with Job(tmp_path, ranks, SESSION, SLOW="0.05") as job:
         job.until(*when)
