@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,8 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
     return recorder.found
 
 
-def main() -> None:
+def run_jobs(train: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Run the jobs of the file named first, and write what they find, by name, into the file named second."""
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     dist.init_dist("pytorch")
     found: dict[str, Any] = {}
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_jobs(train)

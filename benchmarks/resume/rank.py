@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.parity.rank import EXAMPLE, MODEL, largest_difference, whole
+from benchmarks.parity.rank import EXAMPLE, MODEL, largest_difference, run_jobs, whole
 from lockstep import Runner, dist
 from lockstep.config import Config
-from lockstep.errors import ConfigError
 from lockstep.hooks import EMAHook, Hook
 from lockstep.runner import TrainRun
 
@@ -97,19 +95,5 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
     return comparing.found
 
 
-def main() -> None:
-    jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    dist.init_dist("pytorch")
-    found: dict[str, Any] = {}
-    for name, job in jobs.items():
-        try:
-            found[name] = train(job)
-        except ConfigError as error:  # a strategy that says what it can't do is right to do so
-            found[name] = {"refused": str(error)}
-        if dist.is_main_process():
-            out.write_text(json.dumps(found))
-    dist.destroy_dist()
-
-
 if __name__ == "__main__":
-    main()
+    run_jobs(train)

@@ -54,7 +54,8 @@ runner = Runner(
     strategy=os.environ.get("STRATEGY"),
     optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.01), accumulative_counts=int(os.environ.get("WINDOW", "1"))),
     train_cfg=json.loads(os.environ.get("TRAIN_CFG", '{"max_epochs": 3}')),
-    default_hooks=dict(checkpoint=dict(interval=1, by_epoch="max_iters" not in os.environ.get("TRAIN_CFG", ""))),
+    default_hooks=dict(checkpoint=dict(interval=1, save_optimizer="WEIGHTS" not in os.environ,
+                                       by_epoch="max_iters" not in os.environ.get("TRAIN_CFG", ""))),
 )
 model = runner.train()
 print(json.dumps([runner.rank, os.getpid(), "end", runner.iter, 0.0]), flush=True)
@@ -200,6 +201,26 @@ def test_the_first_iteration_can_be_stopped(tmp_path):
         job.until("train", 1)
         os.kill(job.pid(0), signal.SIGTERM)
         assert check_stop_and_resume(tmp_path, 2, job) in (1, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_before_the_first_iteration_there_is_nothing_to_save(tmp_path, ranks):
+    stopping = """def before_train(self, runner):
+        if runner.rank == 0:
+            os.kill(os.getpid(), 15)
+        time.sleep(1)
+    def tell("""
+    with Job(tmp_path, ranks, TRAINING.replace("def tell(", stopping)) as job:
+        assert job.end() == 75, (tmp_path / "errors").read_text()
+    assert "stopped before the first iteration" in job.shown
+    assert job.told == []
+
+
+def test_a_checkpoint_without_the_optimizers_state_does_not_do(tmp_path):
+    with Job(tmp_path, 1, TRAINING, SLOW="0.1", WEIGHTS="1") as job:
+        job.until("save", 12)
+        job.process.send_signal(signal.SIGTERM)
+        assert check_stop_and_resume(tmp_path, 1, job) == 12
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -189,9 +189,11 @@ class _Ranks:
             self._store.set(points[self._rank], str(own))
             deadline = time.monotonic() + _SECONDS_TO_AGREE
             while not self._store.check(points):
-                if self._is_closing or time.monotonic() > deadline:
-                    missing = [rank for rank, point in enumerate(points) if not self._store.check([point])]
-                    _logger.warning("%s: training goes on, because rank %s does not answer", reason, missing)
+                if self._is_closing:  # the training has ended
+                    return
+                if time.monotonic() > deadline:
+                    silent = [str(rank) for rank, point in enumerate(points) if not self._store.check([point])]
+                    _logger.warning("%s: training goes on, because rank %s does not answer", reason, ", ".join(silent))
                     return
                 time.sleep(_POLL_SECONDS)
             last = max(int(self._store.get(point)) for point in points)
@@ -203,7 +205,7 @@ class _Ranks:
 
 def spare_workers(loader: Any) -> None:
     """Let the workers of a `DataLoader` outlive a signal that is sent to all processes of a job, as Slurm does."""
-    if isinstance(loader, DataLoader) and loader.num_workers > 0:
+    if isinstance(loader, DataLoader) and getattr(loader.worker_init_fn, "func", None) is not _outlive:
         loader.worker_init_fn = partial(_outlive, loader.worker_init_fn)
 
 

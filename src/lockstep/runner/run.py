@@ -307,7 +307,7 @@ class TrainRun(Run):
         train_dataloader: this rank's shard of the training data.
         train_loop: the loop that trains.
         initial_lrs: the learning rate of each parameter group before a schedule acts.
-        saved_iter: number of iterations after which the last checkpoint was saved.
+        saved_iter: number of iterations after which the last checkpoint was saved that has the optimizer's state.
     """
 
     optim_wrapper: OptimWrapper
@@ -410,7 +410,7 @@ class TrainRun(Run):
         own = {"random": random_state(), "data": self.train_loop.passes.state()}
         checkpoint["ranks"] = {str(self.rank): own}  # the state of this rank alone
         save_state(directory, checkpoint, meta, last_of=self.work_dir if is_last else None)
-        if is_last:
+        if is_last and save_optimizer:
             self.saved_iter = iteration
         _logger.debug("saved %s", directory)
         return directory
@@ -420,6 +420,9 @@ class TrainRun(Run):
 
         **Collective**: every rank.
         """
+        if self.iter == 0:
+            _logger.warning("%s: stopped before the first iteration (exit code %d)", stop.reason, stop.EXIT_CODE)
+            return
         if self.iter > self.saved_iter:
             self.save_checkpoint(self.run_dir, f"iter_{self.iter}", epoch=self.epoch, iteration=self.iter)
         _logger.warning(
