@@ -64,12 +64,13 @@ class Signal(Hook):
 
 
 @ranks(2)
-def test_each_rank_writes_one_when_it_gets_the_signal(tmp_path: Path, monkeypatch):
-    replace_torch(monkeypatch)
+def test_each_rank_writes_one_when_it_gets_the_signal(tmp_path: Path):
     before = signal.getsignal(signal.SIGUSR2)
     hooks = [MemorySnapshotHook(on_signal="SIGUSR2"), Signal(signal.SIGUSR2)]
-    runner = make_runner(tmp_path, hooks)
-    runner.train()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        replace_torch(monkeypatch)
+        runner = make_runner(tmp_path, hooks)
+        runner.train()
     assert f"snapshot_rank{get_rank()}_iter3.pickle" in written(runner)
     assert signal.getsignal(signal.SIGUSR2) == before
 

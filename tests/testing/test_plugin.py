@@ -152,6 +152,20 @@ def test_unpicklable_fixtures_are_named(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*TypeError: argument request of test_it must be picklable*"])
 
 
+def test_a_fixture_that_would_undo_nothing_is_refused(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+        @ranks(2)
+        def test_it(monkeypatch):
+            pass
+        """,
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*TypeError: argument monkeypatch of test_it must not be pytest's monkeypatch: *"])
+
+
 def test_start_up_can_be_tested_with_fresh_ranks(pytester: pytest.Pytester) -> None:
     write(
         pytester,

@@ -1,7 +1,8 @@
 """States on disk: one directory per checkpoint, in which every byte has a checksum and nothing can be executed.
 
-`manifest.py` says what a checkpoint holds and where; `saving.py` writes one, `loading.py` reads one; `folder.py` does
-the steps on the disk. Finding, listing and verifying do without torch.
+`manifest.py` says what a checkpoint holds and where; `saving.py` writes one, `background.py` does so while the training
+goes on, `loading.py` reads one; `folder.py` does the steps on the disk. Finding, listing and verifying do without
+torch.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from lockstep.checkpoint.search import candidates, find_checkpoints, find_last_c
 from lockstep.checkpoint.verify import is_checkpoint, verify
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.background import BackgroundSaver
     from lockstep.checkpoint.loading import load_state, read_meta, read_shapes
     from lockstep.checkpoint.reading import read_infos, read_tensors
     from lockstep.checkpoint.saving import save_state
 
 _HOMES = {  # these import torch
+    "background": {"BackgroundSaver"},
     "loading": {"load_state", "read_meta", "read_shapes"},
     "reading": {"read_infos", "read_tensors"},
     "saving": {"save_state"},
 }
 
 __all__ = [
+    "BackgroundSaver",
     "candidates",
     "find_checkpoints",
     "find_last_checkpoint",

@@ -17,10 +17,10 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -72,11 +72,10 @@ def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any
         ConfigError: on every rank, if a value on some rank can't be saved; the message names it.
         OSError: on every rank, if some rank could not write. Nothing is left on the disk then.
     """
-    save = _Save(directory, state, meta, last_of)
-    what = f"the checkpoint {directory} could not be written"
+    save = Save(directory, state, meta, last_of)
     try:
-        share = on_all_then_main(what, save.plan, save.share_out, save.clean)
-        on_all_then_main(what, lambda: save.write(share), save.complete, save.clean)
+        share = on_all_then_main(save.failure, save.plan, save.share_out, save.clean)
+        on_all_then_main(save.failure, lambda: save.write(share, save.tensor_of), save.complete, save.clean)
     except BaseException:
         save.clean()
         raise
@@ -90,7 +89,7 @@ class _Plan(NamedTuple):
     meta: Any
 
 
-class _Share(NamedTuple):
+class Share(NamedTuple):
     """What a rank is to write, and where."""
 
     items: Sequence[WriteItem]
@@ -99,10 +98,10 @@ class _Share(NamedTuple):
     @property
     def size(self) -> int:
         """Number of bytes, without the file's header."""
-        return sum(_size_of(item) for item in self.items)
+        return sum(size_of(item) for item in self.items)
 
 
-class _Written(NamedTuple):
+class Written(NamedTuple):
     """What a rank has written: a file, and its chunks with the names of their tensors."""
 
     name: str
@@ -110,63 +109,78 @@ class _Written(NamedTuple):
     chunks: Sequence[tuple[str, Chunk]]
 
 
-class _Save:
-    """One save, as one rank sees it."""
+class Save:
+    """One save, as one rank sees it: its steps, none of which is a collective.
+
+    Attributes:
+        directory: the checkpoint's path.
+        failure: begins the message if a step fails.
+    """
 
     def __init__(
         self, directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Path | None
     ) -> None:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-        self.directory, self.state, self.meta, self.last_of = directory, state, meta, last_of
-        self.planner = DefaultSavePlanner(flatten_state_dict=False)
+        self.directory = directory
+        self.failure = f"the checkpoint {directory} could not be written"
+        self._state, self._meta, self._last_of = state, meta, last_of
+        self._planner = DefaultSavePlanner(flatten_state_dict=False)
         # Known to rank 0 alone:
-        self.draft: Path | None = None
-        self.values: Any = {}
-        self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtypes and shapes
+        self._draft: Path | None = None
+        self._values: Any = {}
+        self._forms: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtypes and shapes
 
     def plan(self) -> _Plan:
         """On every rank: say what there is to write."""
         tensors: dict[str, Tensor] = {}
-        values = encode(self.state, (), tensors)
+        values = encode(self._state, (), tensors)
         for name, tensor in tensors.items():
             _require_plain(name, tensor)
-        self.planner.set_up_planner(tensors, None, is_main_process())
-        return _Plan(self.planner.create_local_plan(), values, encode(self.meta) if is_main_process() else None)
+        self._planner.set_up_planner(tensors, None, is_main_process())
+        return _Plan(self._planner.create_local_plan(), values, encode(self._meta) if is_main_process() else None)
 
-    def share_out(self, plans: list[_Plan]) -> list[_Share]:
+    def share_out(self, plans: list[_Plan]) -> list[Share]:
         """On rank 0: decide who writes what, and make the draft."""
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        shared, index = self.planner.create_global_plan([one.plan for one in plans])
+        shared, index = self._planner.create_global_plan([one.plan for one in plans])
         for name, entry in index.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata), "only tensors are planned"
-            self.forms[name] = _name_of(entry.properties.dtype), tuple(entry.size)
+            self._forms[name] = _name_of(entry.properties.dtype), tuple(entry.size)
         for one in plans:
-            self.values = merge(self.values, one.values)
-        self.meta = plans[0].meta
-        self.draft = make_draft(self.directory)
+            self._values = merge(self._values, one.values)
+        self._meta = plans[0].meta
+        self._draft = make_draft(self.directory)
         ending = file_ending(self.directory)
-        shares = [_Share(plan.items, self.draft / f"rank_{rank}{ending}") for rank, plan in enumerate(shared)]
-        needed, free = sum(share.size for share in shares), shutil.disk_usage(self.draft).free
+        shares = [Share(plan.items, self._draft / f"rank_{rank}{ending}") for rank, plan in enumerate(shared)]
+        needed, free = sum(share.size for share in shares), shutil.disk_usage(self._draft).free
         if needed > free:
-            raise _no_space(needed, free, self.draft)
+            raise _no_space(needed, free, self._draft)
         return shares
 
-    def write(self, share: _Share) -> _Written | None:
+    def tensor_of(self, item: WriteItem) -> Tensor:
+        """On every rank: return what is to be written of the state."""
+        return cast("Tensor", self._planner.resolve_data(item))
+
+    def release(self) -> None:
+        """On every rank: forget the state, of which there is a copy."""
+        del self._state, self._planner
+
+    def write(self, share: Share, tensor_of: Callable[[WriteItem], Tensor]) -> Written | None:
         """On every rank: write its share."""
         if not share.items:
             return None
         try:
-            return _write(share, self.planner.resolve_data)
+            return _write(share, tensor_of)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise _no_space(share.size, shutil.disk_usage(share.path.parent).free, share.path) from error
             raise
 
-    def complete(self, written: list[_Written | None]) -> list[None]:
+    def complete(self, written: list[Written | None]) -> list[None]:
         """On rank 0: write the manifest, publish the draft, and point to it."""
-        assert self.draft is not None, "rank 0 has made it"
+        assert self._draft is not None, "rank 0 has made it"
         parts = [part for part in written if part is not None]
         chunks: dict[str, list[Chunk]] = {}
         for part in parts:
@@ -180,33 +194,33 @@ class _Save:
                 "torch": torch.__version__,
                 "ranks": len(written),
             },
-            meta=self.meta,
-            state=self.values,
+            meta=self._meta,
+            state=self._values,
             files={part.name: part.file for part in parts},
             tensors={
-                name: StoredTensor(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in self.forms.items()
+                name: StoredTensor(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in self._forms.items()
             },
         )
-        publish(self.draft, self.directory, dump_manifest(manifest))
-        if self.last_of is not None:
-            point_to_checkpoint(self.last_of, self.directory)
+        publish(self._draft, self.directory, dump_manifest(manifest))
+        if self._last_of is not None:
+            point_to_checkpoint(self._last_of, self.directory)
         return [None] * len(written)
 
     def clean(self) -> None:
         """Remove the draft of a save that has failed."""
-        if self.draft is not None:
-            shutil.rmtree(self.draft, ignore_errors=True)
+        if self._draft is not None:
+            shutil.rmtree(self._draft, ignore_errors=True)
 
 
-def _write(share: _Share, tensor_of: Any) -> _Written:
+def _write(share: Share, tensor_of: Callable[[WriteItem], Tensor]) -> Written:
     """Write a file of safetensors, and wait until the disk has it."""
     # The largest elements first: so each chunk begins at a multiple of its element's size, as readers expect.
-    items = sorted(share.items, key=lambda item: -ITEM_SIZES[_name_of(_data_of(item).properties.dtype)])
+    items = sorted(share.items, key=lambda item: -ITEM_SIZES[_name_of(data_of(item).properties.dtype)])
     header: dict[str, Any] = {}
     end = 0
     for item in items:
         header[_name_in_file(item)] = _header_entry(item, end)
-        end += _size_of(item)
+        end += size_of(item)
     words = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     words += b" " * (-len(words) % 8)
     head = len(words).to_bytes(8, "little") + words
@@ -225,13 +239,13 @@ def _write(share: _Share, tensor_of: Any) -> _Written:
                 # The disk works while the next bytes are summed up.
                 if file.tell() - flushed > _FLUSH and flush.done():
                     flush, flushed = flusher.submit(os.fsync, file.fileno()), file.tell()
-            place = _data_of(item).chunk
+            place = data_of(item).chunk
             chunk = Chunk(share.path.name, start, tuple(place.offsets), tuple(place.sizes), checksums.of_all())
             chunks.append((item.index.fqn, chunk))
         flush.result()
         os.fsync(file.fileno())
         size = file.tell()
-    return _Written(share.path.name, StoredFile(size, len(head), checksum_of(head)), chunks)
+    return Written(share.path.name, StoredFile(size, len(head), checksum_of(head)), chunks)
 
 
 class _Checksums:
@@ -301,27 +315,29 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _size_of(item: WriteItem) -> int:
-    data = _data_of(item)
+def size_of(item: WriteItem) -> int:
+    """Return the number of bytes that an item of the plan has in a file."""
+    data = data_of(item)
     return math.prod(data.chunk.sizes) * ITEM_SIZES[_name_of(data.properties.dtype)]
 
 
-def _data_of(item: WriteItem) -> TensorWriteData:
+def data_of(item: WriteItem) -> TensorWriteData:
+    """Return which part of which tensor an item of the plan is."""
     assert item.tensor_data is not None, "only tensors are planned"
     return item.tensor_data
 
 
 def _name_in_file(item: WriteItem) -> str:
     """Return the tensor's name; for a part of it, also where it lies, as in `weight[0:4,2:8]`."""
-    place = _data_of(item).chunk
-    if place.sizes == _data_of(item).size:
+    place = data_of(item).chunk
+    if place.sizes == data_of(item).size:
         return item.index.fqn
     ranges = (f"{begin}:{begin + length}" for begin, length in zip(place.offsets, place.sizes, strict=True))
     return f"{item.index.fqn}[{','.join(ranges)}]"
 
 
 def _header_entry(item: WriteItem, start: int) -> dict[str, Any]:
-    data, size = _data_of(item), _size_of(item)
+    data, size = data_of(item), size_of(item)
     dtype, shape = _name_of(data.properties.dtype), list(data.chunk.sizes)
     if dtype not in _SAFETENSORS:
         return {"dtype": "U8", "shape": [*shape, ITEM_SIZES[dtype]], "data_offsets": [start, start + size]}

@@ -12,7 +12,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class _Failure(NamedTuple):
+class Failure(NamedTuple):
     """Why a rank failed, in a form that any rank can raise."""
 
     rank: int
@@ -21,7 +21,8 @@ class _Failure(NamedTuple):
     errno: int | None = None
 
     @classmethod
-    def of(cls, error: Exception) -> _Failure:
+    def of(cls, error: Exception) -> Failure:
+        """Return why this rank failed."""
         if isinstance(error, ConfigError):
             return cls(get_rank(), ConfigError, str(error))
         if isinstance(error, OSError):
@@ -57,14 +58,14 @@ def on_all_then_main(
         RuntimeError: a step on any rank raised anything else.
     """
     result, error = _attempt(on_all)
-    outcomes = gather_object((result, None if error is None else _Failure.of(error)))
-    replies: list[tuple[Any, _Failure | None]] | None = None
+    outcomes = gather_object((result, None if error is None else Failure.of(error)))
+    replies: list[tuple[Any, Failure | None]] | None = None
     if outcomes is not None:
         failure = next((failed for _, failed in outcomes if failed is not None), None)
         entries: Sequence[Any] | None = None
         if failure is None:
             entries, error = _attempt(lambda: on_main([found for found, _ in outcomes]))
-            failure = None if error is None else _Failure.of(error)
+            failure = None if error is None else Failure.of(error)
         if failure is not None:
             undo()
         replies = [(None if entries is None else entries[rank], failure) for rank in range(get_world_size())]
@@ -82,7 +83,7 @@ def on_all(what: str, step: Callable[[], T]) -> T:
     **Collective**: every rank; see `on_all_then_main`.
     """
     result, error = _attempt(step)
-    failures = all_gather_object(None if error is None else _Failure.of(error))
+    failures = all_gather_object(None if error is None else Failure.of(error))
     for failure in failures:
         if failure is not None:
             raise failure.raised(what) from error

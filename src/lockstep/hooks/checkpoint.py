@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,8 @@ class CheckpointHook(Hook):
         save_begin: the epoch, or iteration, at which the first interval begins.
         on_save_error: `"raise"` to end training if a checkpoint can't be written, as on a full disk; `"warn"` to go on
             without it.
+        async_save: write checkpoints while training goes on, from a copy in the memory of the host; see
+            `TrainRun.save_checkpoint`.
         file_client_args: from MMEngine; must be None or name the local backend, because checkpoints are written through
             the file system.
         backend_args: the same.
@@ -74,6 +76,7 @@ class CheckpointHook(Hook):
     published_keys: str | Sequence[str] | None = None
     save_begin: int = 0
     on_save_error: Literal["raise", "warn"] = "raise"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         if self.max_keep_ckpts == 0 or self.max_keep_ckpts < -1:
@@ -127,6 +130,7 @@ class CheckpointHook(Hook):
             return
         if self.save_best == "auto":
             self.save_best = next(iter(metrics))
+        runner.saving.finish()  # which value is the best depends on whether the former one is saved
         for name in [self.save_best] if isinstance(self.save_best, str) else self.save_best:
             if name not in metrics:
                 raise ConfigError(f"`save_best` must be one of the metrics {', '.join(metrics)}, but is {name!r}")
@@ -151,17 +155,20 @@ class CheckpointHook(Hook):
 
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
         name = (self.filename_tmpl or template).format(done)
-        path = self._write(runner, name, epoch=epoch, iteration=iteration, is_last=True)
-        if path is None:
-            return
-        runner.message_hub.update_info("last_ckpt", str(path))
-        self._kept = [*(kept for kept in self._kept if kept != name), name]
-        if self.max_keep_ckpts > 0 and runner.rank == 0:
-            folder = self._folder(runner)
-            kept = [*self._former_checkpoints(runner, template), *(folder / one for one in self._kept)]
-            for old in kept[: -self.max_keep_ckpts]:
-                _remove(old)
-        self._kept = self._kept[-self.max_keep_ckpts :] if self.max_keep_ckpts > 0 else self._kept
+
+        def end(is_complete: bool) -> None:
+            if not is_complete:
+                return
+            runner.message_hub.update_info("last_ckpt", str(self._folder(runner) / name))
+            self._kept = [*(kept for kept in self._kept if kept != name), name]
+            if self.max_keep_ckpts > 0 and runner.rank == 0:
+                folder = self._folder(runner)
+                kept = [*self._former_checkpoints(runner, template), *(folder / one for one in self._kept)]
+                for old in kept[: -self.max_keep_ckpts]:
+                    _remove(old)
+            self._kept = self._kept[-self.max_keep_ckpts :] if self.max_keep_ckpts > 0 else self._kept
+
+        self._write(runner, name, end, epoch=epoch, iteration=iteration, is_last=True)
 
     def _former_checkpoints(self, runner: TrainRun, template: str) -> list[Path]:
         """Return the regular checkpoints of the runs that this one goes on from, the oldest one first."""
@@ -188,10 +195,14 @@ class CheckpointHook(Hook):
         # Noted before the checkpoint is written, because it is part of the checkpoint.
         self._note_best(runner, metric, value, str(self._folder(runner) / checkpoint))
         self._best[metric]["checkpoint"] = checkpoint
-        if self._write(runner, checkpoint, epoch=runner.epoch, iteration=runner.iter, is_last=False) is None:
-            self._best = noted
-        elif former is not None and former.get("checkpoint", checkpoint) != checkpoint and runner.rank == 0:
-            _remove(self._folder(runner) / former["checkpoint"])
+
+        def end(is_complete: bool) -> None:
+            if not is_complete:
+                self._best = noted
+            elif former is not None and former.get("checkpoint", checkpoint) != checkpoint and runner.rank == 0:
+                _remove(self._folder(runner) / former["checkpoint"])
+
+        self._write(runner, checkpoint, end, epoch=runner.epoch, iteration=runner.iter, is_last=False)
 
     def _note_best(self, runner: TrainRun, metric: str, value: float, path: str) -> None:
         self._best[metric] = {"value": value, "path": path}
@@ -199,15 +210,11 @@ class CheckpointHook(Hook):
         runner.message_hub.update_info(f"best_ckpt{suffix}", path)
         runner.message_hub.update_info(f"best_score{suffix}", value)
 
-    def _write(self, runner: TrainRun, name: str, **how: Any) -> Path | None:
-        """Save a checkpoint; return None if it could not be written and training is to go on."""
-        try:
-            return runner.save_checkpoint(self._folder(runner), name, save_optimizer=self.save_optimizer, **how)
-        except OSError as error:  # the same on every rank
-            if self.on_save_error == "raise":
-                raise
-            _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
-            return None
+    def _write(self, runner: TrainRun, name: str, end: Callable[[bool], None], **how: Any) -> None:
+        runner.save_checkpoint(
+            self._folder(runner), name, save_optimizer=self.save_optimizer, async_save=self.async_save,
+            on_save_error=self.on_save_error, when_ended=end, **how,
+        )  # fmt: skip
 
     def _folder(self, runner: TrainRun) -> Path:
         if self.out_dir is None:

@@ -60,7 +60,7 @@ class EvalLoop:
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
         # Training draws the same random numbers with or without validations in between.
-        with random_state_kept(), self._precision(), runner.preemption.evaluation():
+        with random_state_kept(), self._precision(), runner.agreement.evaluation():
             self._predict()
         self.metrics = self.evaluator.evaluate(self._size)
         self.at_iter = runner.iter
@@ -72,7 +72,7 @@ class EvalLoop:
     def _predict(self) -> None:
         runner, mode = self.runner, self.mode
         step = step_of(runner.model, f"{mode}_step", predict_step)
-        for batch_idx, turn in enumerate(runner.preemption.points(self._turns())):
+        for batch_idx, turn in enumerate(runner.agreement.points(self._turns(), trains=False)):
             data_batch = turn.batch
             if not turn.is_own:
                 step(data_batch)  # the other ranks need this rank's forward pass

@@ -133,7 +133,7 @@ class TrainLoop(ABC):
         may_stop = (
             wrappers[0].should_update if len(wrappers) == 1 else lambda: all(one.should_update() for one in wrappers)
         )
-        return self.runner.preemption.points(self.passes.turns(self._begin), may_stop)
+        return self.runner.agreement.points(self.passes.turns(self._begin), may_stop)
 
     def _endless_turns(self) -> Iterator[Turn]:
         """Return the turns of the present pass and of those after it."""
@@ -160,6 +160,7 @@ class TrainLoop(ABC):
         outputs = _values_to_log(outputs)
         runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
+        runner.saving.collect()
 
     def _make_up_validation(self, done: int, last: int) -> None:
         """Validate if the checkpoint was saved just before a validation, as checkpoints at regular intervals are.

@@ -64,7 +64,7 @@ class OwnLoop(TrainLoop):
         self._values: dict[str, Any] = {}
         self._is_open = False  # within an epoch
         self._is_stepping = False
-        self._to_save: list[str | None] = []
+        self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
     def run(self) -> None:
         """Raise an error: the user's code runs this loop."""
@@ -142,6 +142,7 @@ class OwnLoop(TrainLoop):
             hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
             self._save_what_was_asked_for()
             self.iter += 1
+            run.saving.collect()
             if is_endless and (self.iter >= self.max_iters or self.stop_training):
                 return
 
@@ -150,7 +151,7 @@ class OwnLoop(TrainLoop):
         try:
             yield from turns
         except Preempted as stop:
-            self.runner.save_preempted(stop)
+            self.runner.saving.stop(stop)
             raise
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
@@ -160,14 +161,14 @@ class OwnLoop(TrainLoop):
         set_epoch(loader, 0)
         turns = Passes(loader).turns()
         if not self._is_stepping:  # in the midst of an iteration nothing can be saved
-            turns = self.runner.preemption.points(turns)
+            turns = self.runner.agreement.points(turns, trains=False)
         try:
             with random_state_kept(), context:
                 for turn in turns:
                     self.counts = turn.is_own
                     yield move_to_device(turn.batch, device)
         except Preempted as stop:
-            self.runner.save_preempted(stop)
+            self.runner.saving.stop(stop)
             raise
         self.counts = True
 
@@ -189,19 +190,22 @@ class OwnLoop(TrainLoop):
         run.call_hook("after_val_epoch", metrics=metrics)
         run.call_hook("after_val")
 
-    def save(self, name: str | None) -> None:
+    def save(self, name: str | None, async_save: bool) -> None:
         """Save a checkpoint after the present iteration, or now if there is none."""
         if self._is_stepping:
-            self._to_save.append(name)
+            self._to_save.append((name, async_save))
         else:
-            self._save(name, self.iter)
+            self._save(name, self.iter, async_save)
 
-    def _save(self, name: str | None, done: int) -> None:
-        self.runner.save_checkpoint(self.runner.run_dir, name or f"iter_{done}", epoch=self.epoch, iteration=done)
+    def _save(self, name: str | None, done: int, async_save: bool) -> None:
+        self.runner.save_checkpoint(
+            self.runner.run_dir, name or f"iter_{done}", epoch=self.epoch, iteration=done, async_save=async_save
+        )
 
     def _save_what_was_asked_for(self) -> None:
         while self._to_save:
-            self._save(self._to_save.pop(0), self.iter + 1)
+            name, async_save = self._to_save.pop(0)
+            self._save(name, self.iter + 1, async_save)
 
     def _end_epoch(self) -> None:
         self._save_what_was_asked_for()  # in an iteration that was left by `break`

@@ -140,7 +140,7 @@ def resume_run(run: TrainRun, directory: Path) -> None:
         run.val_loop.at_iter = loop.epoch_begin if loop.max_epochs is not None else loop.iter
     if own is None:
         _restart_random_state(run, saved_by=meta["world_size"])
-    run.saved_iter = loop.iter
+    run.saving.saved_iter = loop.iter
     run.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
     into, total = position["samples"], position["total"]
     where = f", {into}{f' of {total}' if total else ''} {position['unit']} into the epoch" if into else ""

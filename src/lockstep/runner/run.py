@@ -13,28 +13,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from weakref import ref
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from lockstep.checkpoint import save_state
 from lockstep.dataset import DataShard
-from lockstep.dataset.random_state import random_state
 from lockstep.dist import infer_launcher
-from lockstep.errors import ConfigError, Preempted
+from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper, ParamScheduler
+from lockstep.runner.agreement import Agreement
 from lockstep.runner.arguments import RunnerArguments
-from lockstep.runner.preemption import Preemption
+from lockstep.runner.saving import Saving
 from lockstep.runner.uneven_inputs import Passes, Place
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
-from lockstep.weights import Weights, describe_model, load_weights, locate, save_pretrained
+from lockstep.weights import Weights, load_weights, locate, save_pretrained
 from lockstep.weights.loading import REVISE_KEYS
 from lockstep.weights.writing import MAX_SHARD_SIZE
 
@@ -175,7 +174,7 @@ class Run(Workspace):
         val_loop: the loop that validates; None without one.
         test_loop: the loop that tests; None without one.
         last_evaluation: the one of these two loops that ran last; None before.
-        preemption: ends a training at a signal.
+        agreement: lets a training stop or save on all ranks at the same point.
     """
 
     strategy: Strategy
@@ -187,7 +186,7 @@ class Run(Workspace):
     val_loop: AnyEvalLoop | None = None
     test_loop: AnyEvalLoop | None = None
     last_evaluation: AnyEvalLoop | None = None
-    preemption: Preemption = field(default_factory=Preemption)
+    agreement: Agreement = field(default_factory=Agreement)
 
     @property
     def epoch(self) -> int:
@@ -307,17 +306,18 @@ class TrainRun(Run):
         train_dataloader: this rank's shard of the training data.
         train_loop: the loop that trains.
         initial_lrs: the learning rate of each parameter group before a schedule acts.
-        saved_iter: number of iterations after which the last checkpoint was saved that has the optimizer's state.
+        saving: writes checkpoints.
     """
 
     optim_wrapper: OptimWrapper
     train_dataloader: Any
     train_loop: AnyTrainLoop = field(init=False)
     initial_lrs: list[Any] = field(default_factory=list)
-    saved_iter: int = 0
+    saving: Saving = field(init=False)
     make_train_loop: InitVar[Callable[[TrainRun], AnyTrainLoop]]
 
     def __post_init__(self, make_train_loop: Callable[[TrainRun], AnyTrainLoop]) -> None:
+        self.saving = Saving(self)
         self.train_loop = make_train_loop(self)
 
     @property
@@ -362,6 +362,9 @@ class TrainRun(Run):
         save_param_scheduler: bool = True,
         meta: Mapping[str, Any] | None = None,
         by_epoch: bool = True,
+        async_save: bool = False,
+        on_save_error: Literal["raise", "warn"] = "raise",
+        when_ended: Callable[[bool], None] | None = None,
     ) -> Path:
         """Save what resuming needs in the folder `filename` of `out_dir`.
 
@@ -376,59 +379,27 @@ class TrainRun(Run):
             save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
             meta: further entries of what `lockstep.checkpoint.read_meta` returns; plain values.
             by_epoch: whether an epoch is ending; else an iteration is ending, and counts as complete.
+            async_save: return as soon as each rank has copied its part, and write the copy while training goes on.
+                The next save, and the end of the training, wait until this one is complete.
+            on_save_error: `"raise"` if the checkpoint can't be written; `"warn"` to go on without it. An asynchronous
+                save that fails stops the training after the iteration that is in progress then, and raises there.
+            when_ended: called on each rank when the save has ended, with whether the checkpoint is complete: before
+                this returns, or, with `async_save`, between two later iterations. Not called if the training ends.
 
-        **Collective**: every rank.
+        **Collective**: every rank. **Cost**: of `async_save`, memory in the host for a copy of the rank's part.
+
+        Raises:
+            OSError: some rank could not write, also in the asynchronous save before this one.
         """
         directory = self.run_dir / out_dir if filename is None else Path(out_dir) / filename
         epochs, iterations = self._complete(by_epoch=by_epoch)
         epoch = epochs if epoch is None else epoch
         iteration = iterations if iteration is None else iteration
-        model_state = self.strategy.model_state()
-        checkpoint: dict[str, Any] = {
-            "model": model_state,
-            "meta": {
-                **(meta or {}),
-                "weights": describe_model(unwrap_model(self.model), model_state),
-                "strategy": type(self.strategy).__name__,
-                "epoch": epoch,
-                "iter": iteration,
-                "position": self.train_loop.position(epoch, iteration),
-                "world_size": self.world_size,
-                "data_shares": self.data_shard.size,
-                "rank_states": self.world_size,
-                "seed": self.seed,
-                "validated_iter": None if self.val_loop is None else self.val_loop.at_iter,
-                "has_optimizer": save_optimizer,
-                "optim_wrapper": self.optim_wrapper.extra_state(),
-                "param_schedulers": [scheduler.state_dict() for scheduler in self.param_schedulers],
-            },
-        }
-        if save_optimizer:
-            checkpoint["optimizer"] = self.strategy.optim_state()
-        self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
-        meta = checkpoint.pop("meta")
-        own = {"random": random_state(), "data": self.train_loop.passes.state()}
-        checkpoint["ranks"] = {str(self.rank): own}  # the state of this rank alone
-        save_state(directory, checkpoint, meta, last_of=self.work_dir if is_last else None)
-        if is_last and save_optimizer:
-            self.saved_iter = iteration
-        _logger.debug("saved %s", directory)
-        return directory
-
-    def save_preempted(self, stop: Preempted) -> None:
-        """Save where a signal has stopped the training, unless that has been saved already.
-
-        **Collective**: every rank.
-        """
-        if self.iter == 0:
-            _logger.warning("%s: stopped before the first iteration (exit code %d)", stop.reason, stop.EXIT_CODE)
-            return
-        if self.iter > self.saved_iter:
-            self.save_checkpoint(self.run_dir, f"iter_{self.iter}", epoch=self.epoch, iteration=self.iter)
-        _logger.warning(
-            "%s: stopped after iteration %d, which is saved. Start again with resume=True to go on (exit code %d)",
-            stop.reason, self.iter, stop.EXIT_CODE,
+        self.saving.save(
+            directory, epoch, iteration, is_last=is_last, save_optimizer=save_optimizer, meta=meta or {},
+            async_save=async_save, on_save_error=on_save_error, when_ended=when_ended,
         )  # fmt: skip
+        return directory
 
     def _complete(self, *, by_epoch: bool) -> tuple[int, int]:
         """Return how many epochs and iterations are complete, at the end of an epoch or else of an iteration."""

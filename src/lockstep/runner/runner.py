@@ -24,7 +24,7 @@ from lockstep.runner import build, recording, resuming, start
 from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments
 from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
-from lockstep.runner.preemption import spare_workers
+from lockstep.runner.preemption import answering, spare_workers
 from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
 from lockstep.runner.seeds import set_randomness
 from lockstep.strategy import Strategy, build_strategy
@@ -179,7 +179,7 @@ class Runner(_PartsOfRun):
             try:
                 run.train_loop.run()
             except Preempted as stop:
-                run.save_preempted(stop)
+                run.saving.stop(stop)
                 raise
             run.call_hook("after_run")
         return run.model
@@ -245,7 +245,7 @@ class Runner(_PartsOfRun):
             run = self._train_run(space, make_train_loop, param_schedulers)
             self._has_trained = True
             self._begin(run)
-            with run.preemption.watching(self.args.stop_signals):
+            with answering(run), run.saving.until_complete():
                 yield run
 
     def val(self) -> dict[str, Any]:

@@ -291,15 +291,16 @@ class Session:
         gathered = tuple(_in_order(all_gather(x if counts and shard.is_first else x[:0])) for x in tensors)
         return gathered[0] if len(gathered) == 1 else gathered
 
-    def save(self, name: str | None = None) -> None:
+    def save(self, name: str | None = None, *, async_save: bool = False) -> None:
         """Save a checkpoint in the session's folder: after the present iteration, or now if there is none.
 
         Args:
             name: its name; by default `iter_` and the number of complete iterations.
+            async_save: write a copy while the training goes on; see `TrainRun.save_checkpoint`.
 
         **Collective**: every rank.
         """
-        self._prepared().save(name)
+        self._prepared().save(name, async_save)
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """Write the model's weights, and what `from_pretrained` needs beside them; see `Runner.save_pretrained`.

@@ -212,6 +212,12 @@ def _where_they_stand(pending: list[RankProcess], failed: list[RankReport], time
 
 
 def _pickled(address: Address, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+    for name, value in kwargs.items():
+        if type(value).__name__ == "MonkeyPatch":
+            raise TypeError(
+                f"argument {name} of {address.qualname} must not be pytest's monkeypatch: the ranks get a copy of it, "
+                "which undoes nothing. Use `with pytest.MonkeyPatch.context() as monkeypatch:` in the test"
+            )
     try:
         return pickle.dumps((tuple(args), kwargs), protocol=5)
     except Exception as error:

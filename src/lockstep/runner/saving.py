@@ -1,0 +1,228 @@
+"""Saving a run that trains: at once, while it goes on, where a signal stops it, or when an operator asks for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.checkpoint import BackgroundSaver, save_state
+from lockstep.dataset.random_state import random_state
+from lockstep.errors import Preempted
+from lockstep.model import unwrap_model
+from lockstep.runner.agreement import Agreement, Request
+from lockstep.weights import describe_model
+
+if TYPE_CHECKING:
+    from lockstep.runner.run import TrainRun
+
+SAVE_FILE = "save_now"
+"""A file of this name in the work_dir asks for a checkpoint."""
+
+_SECONDS_TO_LOOK = 1.0
+_logger = logging.getLogger("lockstep.runner")
+
+
+class Saving:
+    """Writes the checkpoints of a run, one at a time.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        saved_iter: number of iterations after which the last checkpoint was saved that has the optimizer's state.
+    """
+
+    def __init__(self, run: TrainRun) -> None:
+        self._run = run
+        self._background = BackgroundSaver()
+        self._is_told = False
+        self._when_ended: Callable[[bool], None] = _do_nothing
+        self._may_fail = False
+        self.saved_iter = 0
+
+    def save(
+        self,
+        directory: Path,
+        epoch: int,
+        iteration: int,
+        *,
+        is_last: bool,
+        save_optimizer: bool,
+        meta: Mapping[str, Any],
+        async_save: bool,
+        on_save_error: Literal["raise", "warn"],
+        when_ended: Callable[[bool], None] | None,
+    ) -> None:
+        """Save what resuming needs; see `TrainRun.save_checkpoint`. **Collective**: every rank."""
+        self.finish()
+        run = self._run
+        state, meta = self._state(epoch, iteration, save_optimizer, meta)
+
+        def end(is_complete: bool) -> None:
+            if is_complete and is_last and save_optimizer:
+                self.saved_iter = iteration
+            if is_complete:
+                _logger.debug("saved %s", directory)
+            if when_ended is not None:
+                when_ended(is_complete)
+
+        last_of = run.work_dir if is_last else None
+        self._may_fail = on_save_error == "warn"
+        if async_save and self._can_save_in_background():
+            with self._ended_by(end, at_once=False):
+                self._background.start(directory, state, meta, last_of, self._ask_to_stop)
+                self._when_ended = end
+            return
+        with self._ended_by(end):
+            save_state(directory, state, meta, last_of)
+
+    def collect(self) -> None:
+        """Do what was to be done when the save in the background was complete, if it is. No collective."""
+        # An error that ends the training is raised where all ranks have agreed to stop.
+        if self._background.has_ended and (self._may_fail or not self._background.has_failed):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the save in the background is complete.
+
+        Raises:
+            OSError: some rank could not write it. It is the same on every rank.
+        """
+        if self._background.is_busy:
+            with self._ended_by(self._when_ended):
+                self._background.wait()
+
+    @contextmanager
+    def until_complete(self) -> Iterator[None]:
+        """Wait for the save in the background at the end; after an error, not for long."""
+        try:
+            yield
+        except BaseException:
+            self._background.abandon()
+            raise
+        self.finish()
+
+    def stop(self, stop: Preempted) -> None:
+        """Save where a signal has stopped the training, unless that has been saved already.
+
+        **Collective**: every rank.
+
+        Raises:
+            OSError: the training was stopped because a checkpoint could not be written.
+        """
+        run = self._run
+        self.finish()
+        if run.iter == 0:
+            _logger.warning("%s: stopped before the first iteration (exit code %d)", stop.reason, stop.EXIT_CODE)
+            return
+        if run.iter > self.saved_iter:
+            run.save_checkpoint(run.run_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
+        _logger.warning(
+            "%s: stopped after iteration %d, which is saved. Start again with resume=True to go on (exit code %d)",
+            stop.reason, run.iter, stop.EXIT_CODE,
+        )  # fmt: skip
+
+    def save_now(self, reason: str) -> None:
+        """Save between two iterations, because somebody asks for it. **Collective**: every rank."""
+        run = self._run
+        self.finish()
+        name = f"iter_{run.iter}"
+        if run.iter > self.saved_iter:
+            run.save_checkpoint(run.run_dir, name, epoch=run.epoch, iteration=run.iter, on_save_error="warn")
+        _logger.info("%s: iteration %d %s", reason, run.iter, "is saved" if run.iter == self.saved_iter else "is not")
+        if run.rank == 0:
+            (run.work_dir / SAVE_FILE).unlink(missing_ok=True)
+
+    @contextmanager
+    def watching(self, agreement: Agreement) -> Iterator[None]:
+        """Look for a file `save_now` in the work_dir. **Cost**: on rank 0, a look each second."""
+        if self._run.rank != 0 or not agreement.is_open:
+            yield
+            return
+        file, has_ended = self._run.work_dir / SAVE_FILE, threading.Event()
+
+        def look() -> None:
+            while not has_ended.wait(_SECONDS_TO_LOOK):
+                if os.path.exists(file):
+                    agreement.ask(Request("save", str(file)))
+                    while not has_ended.wait(_SECONDS_TO_LOOK) and os.path.exists(file):
+                        pass
+
+        thread = threading.Thread(target=look, name="lockstep-save-now", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+
+    def _state(
+        self, epoch: int, iteration: int, save_optimizer: bool, more: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what is saved, and the metadata."""
+        run = self._run
+        model_state = run.strategy.model_state()
+        checkpoint: dict[str, Any] = {
+            "model": model_state,
+            "meta": {
+                **more,
+                "weights": describe_model(unwrap_model(run.model), model_state),
+                "strategy": type(run.strategy).__name__,
+                "epoch": epoch,
+                "iter": iteration,
+                "position": run.train_loop.position(epoch, iteration),
+                "world_size": run.world_size,
+                "data_shares": run.data_shard.size,
+                "rank_states": run.world_size,
+                "seed": run.seed,
+                "validated_iter": None if run.val_loop is None else run.val_loop.at_iter,
+                "has_optimizer": save_optimizer,
+                "optim_wrapper": run.optim_wrapper.extra_state(),
+                "param_schedulers": [scheduler.state_dict() for scheduler in run.param_schedulers],
+            },
+        }
+        if save_optimizer:
+            checkpoint["optimizer"] = run.strategy.optim_state()
+        run.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+        meta = checkpoint.pop("meta")
+        own = {"random": random_state(), "data": run.train_loop.passes.state()}
+        checkpoint["ranks"] = {str(run.rank): own}  # the state of this rank alone
+        return checkpoint, meta
+
+    def _can_save_in_background(self) -> bool:
+        if self._run.agreement.is_open:
+            return True
+        if not self._is_told:
+            self._is_told = True
+            _logger.warning(
+                "`async_save` has no effect, because the ranks have no store that they can share. Start them with "
+                "`lockstep launch` or torchrun"
+            )
+        return False
+
+    def _ask_to_stop(self) -> None:
+        if not self._may_fail:
+            self._run.agreement.ask(Request("stop", "a checkpoint could not be written"))
+
+    @contextmanager
+    def _ended_by(self, end: Callable[[bool], None], *, at_once: bool = True) -> Iterator[None]:
+        """Call `end` after a save, or, with `at_once=False`, only if it could not begin."""
+        try:
+            yield
+        except OSError as error:  # the same on every rank
+            if not self._may_fail:
+                raise
+            _logger.warning("%s. Training goes on without it, because of on_save_error='warn'", error)
+            end(False)
+        else:
+            if at_once:
+                end(True)
+
+
+def _do_nothing(is_complete: bool) -> None:
+    pass

@@ -1,0 +1,292 @@
+"""Checkpoints that are written while the training goes on, and those that an operator asks for."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Runner, Session, dist
+from lockstep.checkpoint import BackgroundSaver, background, find_checkpoints, load_state, saving, verify
+from lockstep.hooks import CheckpointHook, Hook
+from lockstep.testing import ranks
+
+
+class Slow(Hook):
+    """Notes when checkpoints are complete, and lets iterations take time."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.losses: list[float] = []
+        self.names: list[tuple[int, list[str]]] = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        time.sleep(self.seconds)
+        self.losses.append(float(outputs["loss"]))
+        self.names.append((runner.iter + 1, names_in(runner.run_dir)))
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if (path / "manifest.json").exists() and path.name[0] != ".")
+
+
+def train(folder, *hooks, resume=False, checkpoint=None, iterations=12, **settings):
+    """Train a small model, and return the runner."""
+    torch.manual_seed(0)
+    inputs = torch.randn(48, 4)
+    runner = Runner(
+        nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)),
+        folder,
+        loss=nn.MSELoss(),
+        train_dataloader=DataLoader(
+            TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8 // dist.get_world_size(), shuffle=True
+        ),
+        optim_wrapper={"optimizer": {"type": "AdamW", "lr": 0.01}},
+        train_cfg={"by_epoch": False, "max_iters": iterations},
+        default_hooks={"checkpoint": checkpoint, "progress": None},
+        custom_hooks=list(hooks),
+        randomness={"seed": 1},
+        resume=resume,
+        log_level="WARNING",
+        visualizer=[],
+        **settings,
+    )
+    runner.train()
+    return runner
+
+
+@contextmanager
+def slow_writes(seconds):
+    """Let each file take a while; yield the threads that wrote one."""
+    threads, write = [], saving._write
+
+    def slow(*words):
+        threads.append(threading.current_thread().name)
+        time.sleep(seconds)
+        return write(*words)
+
+    with patch.object(saving, "_write", slow):
+        yield threads
+
+
+EVERY_FOURTH = {"by_epoch": False, "interval": 4, "async_save": True}
+
+
+@ranks(1, 2)
+def test_training_goes_on_while_a_checkpoint_is_written_and_resumes_from_it_exactly(tmp_path):
+    whole = Slow(0.03)
+    with slow_writes(0.2) as threads:
+        run = train(tmp_path / "whole", whole, checkpoint=EVERY_FOURTH).run
+    assert threads == ["lockstep-save"] * 3
+    assert dict(whole.names)[5] == []  # it is being written
+    assert names_in(run.run_dir) == ["iter_12", "iter_4", "iter_8"]
+    assert run.message_hub.get_info("last_ckpt") == str(run.run_dir / "iter_12")
+    resumed = Slow()
+    train(tmp_path / "resumed", resumed, load_from=run.run_dir / "iter_4", resume=True)
+    assert resumed.losses == whole.losses[4:]
+    assert verify(run.run_dir / "iter_8") > 0
+
+
+@ranks(2)
+def test_a_state_may_change_as_soon_as_the_save_has_begun(tmp_path):
+    saver = BackgroundSaver()
+    own = torch.full((1000,), float(dist.get_rank()))
+    state = {"own": {str(dist.get_rank()): own}, "odd": torch.ones(3, dtype=torch.bool), "none": torch.empty(0, 2)}
+    state["turned"] = torch.arange(6.0).view(2, 3).t()
+    state["scalar"] = torch.tensor(7, dtype=torch.int16)
+    for name, value in (("a", 0.0), ("b", 10.0)):
+        own.fill_(dist.get_rank() + value)
+        saver.start(tmp_path / name, state, {"name": name})
+        own.fill_(-1)
+        saver.wait()
+    for name, value in (("a", 0.0), ("b", 10.0)):
+        read = load_state(
+            tmp_path / name, {"own": {"0": own, "1": own.clone()}, "odd": None, "turned": None, "scalar": None}
+        )
+        assert read["own"]["0"].unique().tolist() == [value]
+        assert read["own"]["1"].unique().tolist() == [1 + value]
+        assert read["odd"].tolist() == [True] * 3
+        assert read["turned"].tolist() == state["turned"].tolist()
+        assert read["scalar"].item() == 7
+
+
+@ranks(1, 2)
+def test_memory_of_a_save_is_used_again(tmp_path):
+    saver = BackgroundSaver()
+    state = {"own": {str(dist.get_rank()): torch.ones(100_000)}}
+    places = []
+    for name in "abc":
+        saver.start(tmp_path / name, state, {})
+        saver.wait()
+        places.append(saver._memory.data_ptr())
+    assert len(set(places)) == 1
+    assert 400_000 <= saver._memory.nbytes <= 410_000
+
+
+@contextmanager
+def fails_on(rank):
+    write = saving._write
+
+    def fail(share, tensor_of):
+        if dist.get_rank() == rank and "iter_4" in str(share.path):
+            raise OSError(errno.EIO, "the disk is broken", str(share.path))
+        return write(share, tensor_of)
+
+    with patch.object(saving, "_write", fail):
+        yield
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@ranks(2)
+def test_a_failure_on_any_rank_ends_the_training_on_all_after_the_same_iteration(tmp_path, rank):
+    slow = Slow(0.03)
+    with (
+        fails_on(rank),
+        pytest.raises(OSError, match=rf"iter_4 could not be written: rank {rank}: .*the disk is broken"),
+    ):
+        train(tmp_path, slow, checkpoint=EVERY_FOURTH | {"interval": 2}, iterations=100)
+    counts = dist.all_gather_object(len(slow.losses))
+    assert len(set(counts)) == 1
+    assert 4 <= counts[0] < 50
+    run_dir = next(path for path in tmp_path.iterdir() if path.is_dir())
+    assert names_in(run_dir) == ["iter_2"]
+    assert not list(run_dir.glob(".*draft*"))
+
+
+@ranks(1, 2)
+def test_a_failure_can_be_a_warning(tmp_path):
+    hook = EVERY_FOURTH | {"on_save_error": "warn", "max_keep_ckpts": 2}
+    with fails_on(dist.get_world_size() - 1):
+        run = train(tmp_path, checkpoint=hook, iterations=16).run
+    assert names_in(run.run_dir) == ["iter_12", "iter_16"]
+    if dist.get_rank() == 0:
+        assert "iter_4 could not be written" in (run.run_dir / "log.txt").read_text()
+
+
+@ranks(1, 2)
+def test_an_old_checkpoint_is_removed_only_when_the_new_one_is_complete(tmp_path):
+    slow = Slow(0.02)
+    with slow_writes(0.1):
+        run = train(tmp_path, slow, checkpoint=EVERY_FOURTH | {"max_keep_ckpts": 1}, iterations=16).run
+    seen = [names for done, names in slow.names if done > 8]
+    assert all(1 <= len(names) <= 2 for names in seen)
+    assert names_in(run.run_dir) == ["iter_16"]
+
+
+@ranks(2)
+def test_a_training_that_fails_completes_the_save_in_progress(tmp_path):
+    class Fails(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            if runner.iter + 1 == 5:
+                raise ValueError("broken")
+
+    with slow_writes(0.5), pytest.raises(ValueError, match="broken"):
+        train(tmp_path, Fails(), checkpoint=EVERY_FOURTH)
+    dist.barrier()
+    assert [found.directory.name for found in find_checkpoints([tmp_path])] == ["iter_4"]
+
+
+def test_a_thread_that_is_waited_for_in_vain_gives_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "_SECONDS_TO_GIVE_UP", 0.1)
+    exchange = background._Exchange(torch.distributed.HashStore(), "x", 0, 2)
+    abandoned = threading.Event()
+    abandoned.set()
+    with pytest.raises(TimeoutError, match="rank 1 did not say what it has written"):
+        exchange.conclude(None, lambda results: results, abandoned)
+
+
+def test_what_ranks_have_to_say_may_be_long():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
+    exchange = background._Exchange(store, "x", 0, 1)
+    said = bytes(range(256)) * 50_000  # 12 MB
+    exchange._put("key", said)
+    assert exchange._take("key", forget=True) == said
+
+
+@ranks(1, 2)
+def test_a_session_saves_while_it_goes_on(tmp_path):
+    def losses(**start):
+        torch.manual_seed(0)
+        inputs = torch.randn(48, 4)
+        model = nn.Linear(4, 1)
+        found = []
+        with Session(tmp_path, **start, randomness={"seed": 1}, log_level="WARNING") as session:
+            loader = DataLoader(TensorDataset(inputs, inputs.sum(1)), batch_size=8 // session.world_size, shuffle=True)
+            model, _, loader = session.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+            for _ in session.epochs(2):
+                for x, y in loader:
+                    loss = nn.functional.mse_loss(model(x)[:, 0], y)
+                    session.step(loss)
+                    found.append(loss.item())
+                    if len(found) == 4 and not start:
+                        session.save(async_save=True)
+        return found
+
+    with slow_writes(0.1):
+        whole = losses()
+    saved = next(found.directory for found in find_checkpoints([tmp_path]) if found.directory.name == "iter_4")
+    assert losses(load_from=saved, resume=True) == whole[4:]
+
+
+class Asks(Hook):
+    """Asks for a checkpoint as an operator would."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        time.sleep(0.05)
+        if runner.iter + 1 == self.after and runner.rank == 0:
+            (Path(runner.work_dir) / "save_now").touch()
+
+
+@ranks(1, 2)
+def test_a_file_asks_for_a_checkpoint_again_and_again(tmp_path):
+    run = train(tmp_path, Asks(2), Asks(40), iterations=70).run
+    saved = [int(name.removeprefix("iter_")) for name in names_in(run.run_dir)]
+    assert len(saved) == 2
+    assert 2 <= min(saved) < 40 <= max(saved) < 70
+    assert not (tmp_path / "save_now").exists()
+    resumed = Slow()
+    train(tmp_path, resumed, resume=True, iterations=70)
+    whole = Slow()
+    train(tmp_path / "whole", whole, iterations=70)
+    assert resumed.losses == whole.losses[max(saved) :]
+
+
+@ranks(2)
+def test_a_window_of_accumulation_is_completed_before_a_checkpoint_that_is_asked_for(tmp_path):
+    wrapper = {"optimizer": {"type": "SGD", "lr": 0.01}, "accumulative_counts": 8}
+    torch.manual_seed(0)
+    run = train_with(tmp_path, wrapper, Asks(2))
+    assert [int(name.removeprefix("iter_")) % 8 for name in names_in(run.run_dir)] == [0]
+
+
+def train_with(folder, wrapper, *hooks):
+    inputs = torch.randn(48, 4)
+    runner = Runner(
+        nn.Linear(4, 1),
+        folder,
+        loss=nn.MSELoss(),
+        train_dataloader=DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4),
+        optim_wrapper=wrapper,
+        train_cfg={"by_epoch": False, "max_iters": 64},
+        default_hooks={"checkpoint": None, "progress": None},
+        custom_hooks=list(hooks),
+        log_level="WARNING",
+        visualizer=[],
+    )
+    runner.train()
+    return runner.run
+
+
+def test_a_hook_is_told_by_its_arguments():
+    assert CheckpointHook(async_save=True).async_save
