@@ -113,8 +113,8 @@ test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready 
 	.venv-models/bin/python -m benchmarks.models $(if $(SHARE),--share $(SHARE))
 
 .PHONY: bench-checkpoint
-bench-checkpoint: $(READY)  ## what a save costs beside torch's own: seconds, checksums, memory
-	$(BIN)/python -m benchmarks.checkpoints
+bench-checkpoint: .venv-peers/.ready  ## what a save costs beside those of torch, accelerate and Lightning: pause, seconds, memory
+	.venv-peers/bin/python -m benchmarks.checkpoints --json benchmarks/checkpoints.json
 
 # CYCLES=N: how often a run is killed and resumed.
 .PHONY: soak-kills
