@@ -32,8 +32,9 @@ test-checkpoints: $(READY)  ## checkpoints and weights: damage, attacks, kills, 
 	$(BIN)/python -m pytest $(CHECKPOINTS) $(PYTEST_ARGS)
 
 .PHONY: test-layouts
+# SHARE=K/N runs every N-th test, from the K-th on; so of the engines below.
 test-layouts: $(READY)  ## FSDP's options and checks, tensor parallelism, compiled models, states of optimizers, against one process
-	$(BIN)/python -m pytest $(LAYOUTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(LAYOUTS) $(if $(SHARE),--share $(SHARE)) $(PYTEST_ARGS)
 
 .PHONY: test-jobs
 test-jobs: $(READY)  ## the commands, torchrun, mpirun, Slurm and two hosts for real; every example
@@ -45,7 +46,8 @@ test-gpu: $(READY)  ## the tests that need a GPU, where there is one
 
 .PHONY: test-deepspeed
 test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environment of its own
-	.venv-deepspeed/bin/python -m pytest tests/engines/deepspeed --min-rank-tests 45 $(PYTEST_ARGS)
+	.venv-deepspeed/bin/python -m pytest tests/engines/deepspeed $(if $(SHARE),--share $(SHARE) --min-rank-tests 20,--min-rank-tests 45) \
+		$(PYTEST_ARGS)
 
 .venv-deepspeed/.ready: pyproject.toml constraints.txt requirements/models.txt
 	$(PYTHON) -m venv .venv-deepspeed
@@ -55,7 +57,8 @@ test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environ
 
 .PHONY: test-colossalai
 test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an environment of its own
-	.venv-colossalai/bin/python -m pytest tests/engines/colossalai --min-rank-tests 48 $(PYTEST_ARGS)
+	.venv-colossalai/bin/python -m pytest tests/engines/colossalai $(if $(SHARE),--share $(SHARE) --min-rank-tests 20,--min-rank-tests 48) \
+		$(PYTEST_ARGS)
 
 .venv-colossalai/.ready: pyproject.toml constraints.txt requirements/colossalai.txt requirements/colossalai-imports.txt
 	$(PYTHON) -m venv .venv-colossalai

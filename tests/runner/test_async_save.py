@@ -95,6 +95,22 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_resumes_from_it_exac
     assert verify(run.run_dir / "iter_8") > 0
 
 
+def check_resumes_exactly(folder, strategy, tolerance=0.0):
+    """Check that a checkpoint that was written while training went on holds the iteration that it is named after."""
+    whole, resumed = Slow(), Slow()
+    with slow_writes(0.2) as threads:
+        run = train(folder / "whole", whole, checkpoint=EVERY_FOURTH, strategy=strategy).run
+    assert set(threads) == {"lockstep-save"}
+    train(folder / "resumed", resumed, load_from=run.run_dir / "iter_4", resume=True, strategy=strategy)
+    assert resumed.losses == pytest.approx(whole.losses[4:], rel=0, abs=tolerance)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", {"type": "FSDPStrategy", "reshard_after_forward": False}], ids=str)
+@ranks(2)
+def test_sharded_states_are_copied_whole(tmp_path, strategy):
+    check_resumes_exactly(tmp_path, strategy)
+
+
 @ranks(2)
 def test_a_state_may_change_as_soon_as_the_save_has_begun(tmp_path):
     saver = BackgroundSaver()

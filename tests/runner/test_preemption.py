@@ -164,6 +164,15 @@ def check_stop_and_resume(folder, ranks, job, script=TRAINING, **environment):
     return done[0]
 
 
+def check_a_signal_to_one_rank(folder, strategy):
+    """Check that all ranks of a strategy stop with the one that gets a signal, and that the run goes on."""
+    script = TRAINING.replace('strategy=os.environ.get("STRATEGY")', f"strategy={strategy!r}")
+    with Job(folder, 2, script, SLOW="0.05") as job:
+        job.until("train", 14)
+        os.kill(job.pid(1), signal.SIGTERM)
+        assert check_stop_and_resume(folder, 2, job, script) in (14, 15)
+
+
 def test_a_signal_in_one_process_saves_the_iteration_and_ends_it(tmp_path):
     with Job(tmp_path, 1, TRAINING, SLOW="0.05") as job:
         job.until("train", 5)

@@ -1,12 +1,12 @@
-"""Trainings by DeepSpeed that a signal stops."""
+"""Trainings by DeepSpeed that a signal stops, and that go on while they are saved."""
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
-from tests.runner.test_preemption import TRAINING, Job, check_stop_and_resume
+from tests.runner.test_async_save import check_resumes_exactly
+from tests.runner.test_preemption import check_a_signal_to_one_rank
+
+from lockstep.testing import ranks
 
 STRATEGIES = [
     {"type": "DeepSpeedStrategy", "zero_optimization": {"stage": 2}},
@@ -16,8 +16,10 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_signal_to_one_rank_stops_all_after_the_same_iteration(tmp_path, strategy):
-    script = TRAINING.replace('strategy=os.environ.get("STRATEGY")', f"strategy={strategy}")
-    with Job(tmp_path, 2, script, SLOW="0.05") as job:
-        job.until("train", 14)
-        os.kill(job.pid(1), signal.SIGTERM)
-        assert check_stop_and_resume(tmp_path, 2, job, script) in (14, 15)
+    check_a_signal_to_one_rank(tmp_path, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@ranks(2)
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, strategy):
+    check_resumes_exactly(tmp_path, strategy)
