@@ -68,7 +68,7 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
     config = Config.fromfile(EXAMPLE)
     config.merge_from_dict(
         {
-            "model": MODEL,
+            "model": {**MODEL, "dropout": job["dropout"]},
             "train_dataloader": {"batch_size": GLOBAL_BATCH // job["data_ranks"], "drop_last": False},
             "train_dataloader.dataset.windows": WINDOWS,
             "optim_wrapper": {"clip_grad": {"max_norm": 0.5}},

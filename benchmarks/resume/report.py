@@ -48,4 +48,8 @@ iterations, in the middle of its second epoch. It resumes under each strategy wi
 A cell has the largest difference of the next {compared} losses from those of the run that never stopped. After
 loading, weights, moments, schedules and rates are compared with those that were saved, and so is the average of an
 `EMAHook`, in a second run (not for DeepSpeed 3, where `EMAHook` is refused). They are equal unless noted.
+
+The last row is of runs with dropout that resume under the same strategy, on as many ranks. There the losses are those
+of the run that never stopped bit for bit, except on three and more ranks of DDP: after its first step it arranges its
+buckets anew, and the gradients of three ranks are then added in another order.
 """

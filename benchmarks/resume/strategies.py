@@ -1,4 +1,7 @@
-"""Runs that resume under another strategy, in the middle of an epoch: are weights, moments and losses the same?"""
+"""Runs that resume under another strategy, in the middle of an epoch: are weights, moments and losses the same?
+
+And under the same one, with dropout: are losses the same bit for bit?
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ ROWS = (
     *(_NAMED[f"DeepSpeed {stage}"] for stage in (1, 2, 3)),
     *(_NAMED[f"ColossalAI {stage}"] for stage in ("zero1", "zero2")),
 )
+_NOT_BITWISE = ("DDP-3",)  # DDP arranges its buckets anew after its first step, and so the order of three summands
 _WITHOUT_AVERAGE = ("DeepSpeed 3",)  # EMAHook refuses weights that are in pieces between steps
 
 Found = dict[str, dict[str, dict[str, Any]]]
@@ -52,7 +56,7 @@ def _trainings(row: Row, folder: Path) -> dict[str, dict[str, Any]]:
 def _resumptions(row: Row, rows: Sequence[Row], folder: Path) -> dict[str, dict[str, Any]]:
     jobs = {}
     for source in rows:
-        for kind in _kinds(row) & _kinds(source):
+        for kind in _kinds(row) & _kinds(source) - ({"dropout"} if source is not row else set()):
             checkpoints = list((folder / source.name / kind).glob(f"*/iter_{SAVED}"))
             if checkpoints:
                 job = _job(row, folder, source, kind, saves=False)
@@ -61,7 +65,7 @@ def _resumptions(row: Row, rows: Sequence[Row], folder: Path) -> dict[str, dict[
 
 
 def _kinds(row: Row) -> set[str]:
-    return {"plain"} if row.name in _WITHOUT_AVERAGE else {"plain", "averaged"}
+    return {"plain", "dropout"} if row.name in _WITHOUT_AVERAGE else {"plain", "dropout", "averaged"}
 
 
 def _job(row: Row, folder: Path, source: Row, kind: str, *, saves: bool) -> dict[str, Any]:
@@ -69,6 +73,7 @@ def _job(row: Row, folder: Path, source: Row, kind: str, *, saves: bool) -> dict
         "strategy": row.strategy,
         "data_ranks": row.data_ranks,
         "averages": kind == "averaged",
+        "dropout": 0.1 if kind == "dropout" else 0.0,
         "saves": saves,
         "digest": str(folder / f"{source.name}-{kind}.pt"),
         "work_dir": str(folder / row.name / (kind if saves else f"{kind} from {source.name}")),
@@ -102,7 +107,21 @@ def faults(rows: Sequence[Row], found: Found) -> list[str]:
             for what, value, limit in (("state", state, 0.0), ("losses", losses, LOSS_TOLERANCE)):
                 if not isinstance(value, float) or not value <= limit:
                     lines.append(f"{source.name} to {row.name}: {what}: {_figure(value)}, but must be at most {limit}")
+        value, limit = again(source, found), LOSS_TOLERANCE if source.name in _NOT_BITWISE else 0.0
+        if not isinstance(value, float) or not value <= limit:
+            lines.append(f"{source.name}, with dropout: {_figure(value)}, but must be at most {limit}")
     return lines
+
+
+def again(row: Row, found: Found) -> float | str:
+    """Return the largest difference of a later loss, with dropout, if a run resumes as it was."""
+    resumed = found[row.name].get(f"dropout from {row.name}", {"failed": "missing"})
+    if "losses" not in resumed:
+        return str(resumed.get("refused") or resumed.get("failed"))
+    wanted = found[row.name]["dropout"]["losses"][SAVED:]
+    if len(resumed["losses"]) != len(wanted) or wanted == found[row.name]["plain"]["losses"][SAVED:]:
+        return "no dropout, or another number of iterations"
+    return max(abs(a - b) for a, b in zip(wanted, resumed["losses"], strict=True))
 
 
 def compared(source: Row, row: Row, found: Found) -> tuple[float | str, float | str]:
@@ -130,6 +149,7 @@ def table(rows: Sequence[Row], found: Found) -> list[str]:
             state, losses = compared(source, row, found)
             cells.append(_figure(losses) + ("" if state in (0.0, losses) else f" (state: {_figure(state)})"))
         lines.append(f"| **{source.name}** | {' | '.join(cells)} |")
+    lines.append(f"| *as it was, with dropout* | {' | '.join(_figure(again(row, found)) for row in rows)} |")
     return lines
 
 

@@ -17,7 +17,7 @@ BYTES = 256
 class Block(nn.Module):
     """Causal attention, then a feed-forward network at each position, both with residual connections."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
@@ -28,6 +28,7 @@ class Block(nn.Module):
         self.network = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -38,8 +39,8 @@ class Block(nn.Module):
             for part in (self.queries, self.keys, self.values)
         )
         attended = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).flatten(2))
-        return x + self.network(x)
+        x = x + self.dropout(self.projection(attended.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.network(x))
 
 
 def turned(x: Tensor) -> Tensor:
@@ -63,6 +64,7 @@ class ByteTransformer(BaseModel):
         width: size of the vector at each position.
         layers: number of blocks.
         heads: number of attention heads in each block.
+        dropout: part of the numbers that training leaves out, in what each half of a block adds.
     """
 
     # How a strategy splits the blocks for tensor parallelism.
@@ -75,10 +77,10 @@ class ByteTransformer(BaseModel):
         "blocks.*.network.3": "rowwise",
     }
 
-    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4) -> None:
+    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
         self.bytes = nn.Embedding(BYTES, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False))
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
