@@ -19,7 +19,7 @@ from lockstep.checkpoint import load_state, save_state
 from lockstep.dist import all_gather, all_gather_object, get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
-from lockstep.hooks import EMAHook
+from lockstep.hooks import EMAHook, Hook
 from lockstep.model import MMFullyShardedDataParallel, train_step
 from lockstep.model.full_params import gather_full
 from lockstep.runner import Runner
@@ -389,3 +389,22 @@ def test_a_part_of_the_model_may_know_the_plan_and_validation_works():
     with torch.no_grad():
         alone = seeded()(INPUTS[:4], TARGETS[:4])
         assert model.val_step((INPUTS[:4], TARGETS[:4])).item() == pytest.approx(alone.item(), abs=1e-6)
+
+
+class Draws(Hook):
+    """Draws a random number, as dropout does."""
+
+    def before_train(self, runner) -> None:
+        self.drawn = torch.rand(1).item()
+
+
+@ranks(4)
+def test_ranks_that_share_samples_draw_the_same_also_with_a_seed_for_each_rank(tmp_path: Path):
+    draws = Draws()
+    Runner(
+        seeded(), tmp_path, train_dataloader=DataLoader(TensorDataset(INPUTS, TARGETS), BATCH // 2),
+        train_cfg={"max_iters": 1}, optim_wrapper=optim_config(1, False), strategy=FSDPStrategy(**SHIPPED),
+        default_hooks={"checkpoint": None}, custom_hooks=[draws], randomness={"seed": 1, "diff_rank_seed": True},
+    ).train()  # fmt: skip
+    first, also_first, second, also_second = all_gather_object(draws.drawn)
+    assert first == also_first != second == also_second
