@@ -119,7 +119,7 @@ def optimizer(**arguments):
             "mean `non_blocking`?",
         ),
         ({"model": None}, "`model` = None must be given"),
-        ({"model": 3}, "`model` must be a torch.nn.Module or a config dict, but is 3 of int"),
+        ({"model": 3}, "`model` must be a torch.nn.Module, its config or a function that returns it, but is 3 of int"),
         ({"model": {"width": 3}}, "`model` must have the key `type`, but has only ['width']"),
         ({"model": {"type": 3}}, "`model.type` = 3 must be a name, a class or a function"),
         (

@@ -163,7 +163,9 @@ class CheckpointHook(Hook):
             self._kept = [*(kept for kept in self._kept if kept != name), name]
             if self.max_keep_ckpts > 0 and runner.rank == 0:
                 folder = self._folder(runner)
-                kept = [*self._former_checkpoints(runner, template), *(folder / one for one in self._kept)]
+                # This run itself is among the former ones once it has gone on under another strategy.
+                former = self._former_checkpoints(runner, template)
+                kept = list(dict.fromkeys([*former, *(folder / one for one in self._kept)]))
                 for old in kept[: -self.max_keep_ckpts]:
                     _remove(old)
             self._kept = self._kept[-self.max_keep_ckpts :] if self.max_keep_ckpts > 0 else self._kept

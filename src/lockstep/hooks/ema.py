@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +171,7 @@ class EMAHook(Hook):
         self._put_aside = None
 
     def _build(self, runner: Run) -> None:
-        if "ema_model" in vars(self):
+        if (former := vars(self).get("_strategy")) is not None and former() is runner.strategy:
             return
         if isinstance(runner.model, ModelWrapper) and runner.model.partitioned is not None:
             raise ConfigError(
@@ -181,6 +182,7 @@ class EMAHook(Hook):
         if not isinstance(ema_model, BaseAveragedModel):
             raise ConfigError(f"`ema_type` must build a BaseAveragedModel, but built {type(ema_model).__name__}")
         self.ema_model = ema_model
+        self._strategy = ref(runner.strategy)  # another one lays out the model anew
 
     def _has_average(self) -> bool:
         return "ema_model" in vars(self) and int(self.ema_model.steps) > 0

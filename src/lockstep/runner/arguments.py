@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -72,7 +72,10 @@ class RunnerArguments:
         ConfigError: an argument needs another one, which is missing.
     """
 
-    model: Annotated[nn.Module | ConfigDict, Argument("a torch.nn.Module or a config dict", holds="model")]
+    model: Annotated[
+        nn.Module | ConfigDict | Callable[[], nn.Module],
+        Argument("a torch.nn.Module, its config or a function that returns it", holds="model"),
+    ]
     work_dir: Annotated[str | Path, Argument("a path")]
     train_dataloader: Annotated[Any, Argument(holds="dataloader")] = None
     val_dataloader: Annotated[Any, Argument(holds="dataloader")] = None

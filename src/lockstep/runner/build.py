@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -96,8 +96,13 @@ def _with_norms(model: nn.Module, sync_bn: str | None) -> nn.Module:
     return model
 
 
-def _build_module(name: str, given: nn.Module | Mapping[str, Any], **default: str) -> nn.Module:
-    built = MODELS.build(given, **default) if isinstance(given, Mapping) else given
+def _build_module(
+    name: str, given: nn.Module | Mapping[str, Any] | Callable[[], nn.Module], **default: str
+) -> nn.Module:
+    if isinstance(given, Mapping):
+        built = MODELS.build(given, **default)
+    else:
+        built = given if isinstance(given, nn.Module) else given()
     if not isinstance(built, nn.Module):
         raise TypeError(f"`{name}` must build a torch.nn.Module, but built {built!r}")
     return built

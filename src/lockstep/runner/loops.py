@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from lockstep.model import train_step_of, unwrap_model
 from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
 from lockstep.runner.run import TrainRun
+from lockstep.runner.switching import StrategySwitch
 from lockstep.runner.uneven_inputs import BEGINNING, Passes, Place, Turn, buffers_kept
 
 CountSamples: TypeAlias = Callable[[Any], int]
@@ -36,7 +37,10 @@ class TrainLoop(ABC):
         samples: number of this rank's samples in the present batch that count; 0 if this rank has run out of batches
             and others have not.
         stop_training: set it to end the training after the present epoch or iteration.
+        may_switch: whether the run may go on under another strategy between two iterations.
     """
+
+    may_switch: ClassVar[bool] = True
 
     max_epochs: int | None
     max_iters: int
@@ -127,13 +131,25 @@ class TrainLoop(ABC):
             )  # fmt: skip
 
     def _turns(self) -> Iterator[Turn]:
-        """Return the turns of the present pass; between two updates, a signal may end the training."""
+        """Return the turns of the present pass; between two updates, the training may stop or switch."""
         wrapper = self.runner.optim_wrapper
         wrappers = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
         may_stop = (
             wrappers[0].should_update if len(wrappers) == 1 else lambda: all(one.should_update() for one in wrappers)
         )
-        return self.runner.agreement.points(self.passes.turns(self._begin), may_stop)
+        return self.runner.agreement.points(self._until_switch(self.passes.turns(self._begin), may_stop), may_stop)
+
+    def _until_switch(self, turns: Iterable[Turn], may_switch: Callable[[], bool]) -> Iterator[Turn]:
+        """Yield the turns until another strategy is asked for."""
+        self._leave_if_asked(may_switch)
+        for turn in turns:
+            yield turn
+            self._leave_if_asked(may_switch)
+
+    def _leave_if_asked(self, may_switch: Callable[[], bool]) -> None:
+        if self.runner.next_strategy is not None and may_switch():
+            del self._step  # it holds the model
+            raise StrategySwitch
 
     def _endless_turns(self) -> Iterator[Turn]:
         """Return the turns of the present pass and of those after it."""

@@ -7,13 +7,14 @@ addition.
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -29,8 +30,9 @@ from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.agreement import Agreement
 from lockstep.runner.arguments import RunnerArguments
+from lockstep.runner.interfaces import AnyEvalLoop, AnyHooks, AnyTrainLoop
 from lockstep.runner.saving import Saving
-from lockstep.runner.uneven_inputs import Passes, Place
+from lockstep.runner.switching import check_switch
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, load_weights, locate, save_pretrained
@@ -38,60 +40,6 @@ from lockstep.weights.loading import REVISE_KEYS
 from lockstep.weights.writing import MAX_SHARD_SIZE
 
 _logger = logging.getLogger("lockstep.runner")
-
-
-class AnyHooks(Protocol):
-    """The hooks of a run; implemented by `HookList`."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-    def __len__(self) -> int: ...
-    def register(self, hook: Any, priority: str | int | None = None) -> None:
-        """Add a hook, or the config of one, which is called from now on."""
-
-    def call(self, point: str, run: Run, **kwargs: Any) -> None:
-        """Call every hook at `point`."""
-
-    def close(self) -> None:
-        """Let every hook release what it holds."""
-
-
-class AnyTrainLoop(Protocol):
-    """The interface of a training loop for the run, its hooks and its checkpoints; see `TrainLoop`."""
-
-    dataloader: Any
-    passes: Passes
-    epoch: int
-    iter: int
-    max_epochs: int | None
-    max_iters: int
-    epoch_length: int | None
-    epoch_begin: int
-    epoch_end: int | None
-    val_begin: int
-    val_interval: int
-    samples: int
-    stop_training: bool
-
-    def run(self) -> None:
-        """Train until the end."""
-
-    def position(self, epoch: int, iteration: int) -> dict[str, Any]:
-        """Return the position in the data after so many complete epochs and iterations, in JSON values."""
-
-    def restore(self, iteration: int, position: Mapping[str, Any]) -> Place | None:
-        """Continue there; None says that the present epoch begins anew."""
-
-
-class AnyEvalLoop(Protocol):
-    """A loop that validates or tests; see `EvalLoop`."""
-
-    dataloader: Any
-    evaluator: Evaluator
-    metrics: dict[str, Any]
-    at_iter: int | None
-
-    def run(self) -> dict[str, Any]:
-        """Return the metrics, the same on every rank."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -307,12 +255,14 @@ class TrainRun(Run):
         train_loop: the loop that trains.
         initial_lrs: the learning rate of each parameter group before a schedule acts.
         saving: writes checkpoints.
+        next_strategy: the strategy under which it goes on after this iteration; None for the present one.
     """
 
     optim_wrapper: OptimWrapper
     train_dataloader: Any
     train_loop: AnyTrainLoop = field(init=False)
     initial_lrs: list[Any] = field(default_factory=list)
+    next_strategy: Strategy | Mapping[str, Any] | str | None = None
     saving: Saving = field(init=False)
     make_train_loop: InitVar[Callable[[TrainRun], AnyTrainLoop]]
 
@@ -400,6 +350,75 @@ class TrainRun(Run):
             async_save=async_save, on_save_error=on_save_error, when_ended=when_ended,
         )  # fmt: skip
         return directory
+
+    def switch_strategy(self, strategy: Strategy | Mapping[str, Any] | str) -> None:
+        """Go on under another strategy after this iteration, in the same processes and the same process group.
+
+        With accumulation of gradients the switch waits for the end of the window. Then the run saves a checkpoint
+        `iter_N`, from which the job could also go on if the new strategy failed, lets go of the model, builds all its
+        parts anew from the arguments of the Runner, and resumes from the checkpoint. Folder, records and trackers stay
+        the same, and so does this object. To its hooks it is the end of one run and the resumption of it: `close`, then
+        `before_run`, `after_load_checkpoint` and `before_train`. Hooks given as configs are built anew.
+
+        Args:
+            strategy: name, config or object.
+
+        **Collective**: every rank, at the same iteration. **Cost**: one checkpoint is written and read; the old and the
+        new model are never in memory together, unless the user's own code holds the old one.
+
+        Raises:
+            ConfigError: there is no such strategy; the model is a module that the present strategy has changed, the
+                optimizer an object; or the loop is that of a Session.
+
+        **Example (2 ranks)**::
+
+            >>> from contextlib import redirect_stdout
+            >>> from tempfile import TemporaryDirectory
+            >>> from torch.utils.data import DataLoader, TensorDataset
+            >>> from lockstep import Runner
+            >>> from lockstep.dist import barrier, broadcast_object
+            >>> from lockstep.hooks import Hook
+            >>> class Switch(Hook):
+            ...     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            ...         if runner.iter == 1:
+            ...             runner.switch_strategy("fsdp")
+            >>> loader = DataLoader(TensorDataset(torch.ones(12, 2), torch.ones(12, 1)), batch_size=2)
+            >>> linear = dict(type="torch.nn.Linear", in_features=2, out_features=1)
+            >>> with TemporaryDirectory() as folder, redirect_stdout(None):
+            ...     runner = Runner(
+            ...         linear, broadcast_object(folder), loss=nn.MSELoss(), train_dataloader=loader, visualizer=[],
+            ...         train_cfg=dict(max_epochs=1), custom_hooks=[Switch()], log_level="ERROR",
+            ...     )
+            ...     model = runner.train()
+            ...     barrier()
+            >>> type(runner.strategy).__name__, runner.iter, model.module.weight.full_tensor().shape
+            ('FSDPStrategy', 3, torch.Size([1, 2]))
+        """
+        if not getattr(self.train_loop, "may_switch", True):
+            raise ConfigError(
+                "the strategy must be switched in the training of a Runner, but this loop is a Session's: its own "
+                "variables hold the model. Save, and start it again with the other strategy and resume=True"
+            )
+        check_switch(self.args, self.strategy, strategy)
+        self.next_strategy = strategy
+
+    def release(self) -> None:
+        """Let go of the model and of what holds it; `rebuilt` must follow."""
+        self.hooks.close()
+        self.strategy.close()
+        for name in ("strategy", "model", "optim_wrapper", "train_dataloader"):
+            delattr(self, name)
+        self.param_schedulers, self.val_loop, self.test_loop, self.last_evaluation = [], None, None, None
+        gc.collect()  # wrappers and what they wrap hold each other
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+    def rebuilt(self, **parts: Any) -> TrainRun:
+        """Return this run with other parts: its fields, as for a new one."""
+        saving = self.saving
+        TrainRun.__init__(self, **{**parts, "agreement": self.agreement})
+        self.saving = saving
+        return self
 
     def _complete(self, *, by_epoch: bool) -> tuple[int, int]:
         """Return how many epochs and iterations are complete, at the end of an epoch or else of an iteration."""

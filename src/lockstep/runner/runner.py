@@ -4,80 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard, build_dataloader
 from lockstep.device import get_device
-from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError, Preempted
-from lockstep.logging import JsonLinesSink, MessageHub, open_console, run_logging, warnings_once
+from lockstep.logging import MessageHub, run_logging, warnings_once
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS, in_default_scope
 from lockstep.runner import build, recording, resuming, start
 from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments
 from lockstep.runner.hook import Hook, HookList
+from lockstep.runner.interfaces import AnyEvalLoop, AnyTrainLoop
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
+from lockstep.runner.parts_of_run import PartsOfRun, not_built, taking
 from lockstep.runner.preemption import answering, spare_workers
-from lockstep.runner.run import AnyEvalLoop, AnyTrainLoop, Run, TrainRun, Workspace
-from lockstep.runner.seeds import set_randomness
+from lockstep.runner.run import Run, TrainRun, Workspace
+from lockstep.runner.switching import StrategySwitch
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.weights import Weights, load_weights, locate
 from lockstep.weights.loading import REVISE_KEYS
 from lockstep.weights.writing import MAX_SHARD_SIZE
 
-P = ParamSpec("P")
-_BEFORE_A_RUN = {
-    **dict.fromkeys(("epoch", "iter", "max_iters"), 0),
-    **dict.fromkeys(("max_epochs", "val_loop", "test_loop", "last_evaluation"), None),
-}
-
-
-def _taking(
-    arguments: Callable[P, RunnerArguments],
-) -> Callable[[Callable[[Any, RunnerArguments], None]], Callable[Concatenate[Any, P], None]]:
-    """Let a method that takes all arguments as one object be called with separate arguments."""
-
-    def decorate(method: Callable[[Any, RunnerArguments], None]) -> Callable[Concatenate[Any, P], None]:
-        @wraps(RunnerArguments.__init__)
-        def init(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            method(self, arguments(*args, **kwargs))
-
-        return init
-
-    return decorate
-
-
-if TYPE_CHECKING:
-    _PartsOfRun = TrainRun
-else:
-
-    class _PartsOfRun:
-        """The attributes that a Runner takes from its run; before there is one, their initial values."""
-
-        def __getattr__(self, name: str) -> Any:
-            if not (hasattr(TrainRun, name) or name in TrainRun.__dataclass_fields__):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            built = self._run or self._workspace
-            if hasattr(built, name):
-                return getattr(built, name)
-            if name in _BEFORE_A_RUN:
-                return _BEFORE_A_RUN[name]
-            raise _not_built(name)
-
-
-def _not_built(name: str) -> AttributeError:
-    return AttributeError(f"`{name}` is built by train(), val() or test(), and none of them has built it yet")
-
 
 @RUNNERS.register_module()
-class Runner(_PartsOfRun):
+class Runner(PartsOfRun):
     """Trains, validates and tests a model.
 
     The constructor only checks the arguments. `train()`, `val()` and `test()` join the ranks, build the parts of a
@@ -85,7 +44,8 @@ class Runner(_PartsOfRun):
     a default, which is logged. From then on, the parts of the run are also attributes of the Runner.
 
     Args:
-        model: any `torch.nn.Module`: a `BaseModel`, a module that returns its loss, or one that is already wrapped.
+        model: any `torch.nn.Module`: a `BaseModel`, a module that returns its loss, or one that is already wrapped; or
+            a function that returns one.
         work_dir: the folder for this experiment; each run creates its own folder in it.
         train_dataloader: a `DataLoader` or the config of one; see `build_dataloader`.
         val_dataloader: the same, for validation; needs `val_evaluator`.
@@ -134,7 +94,7 @@ class Runner(_PartsOfRun):
         Runner(model, "work_dir", train_dataloader=loader, launcher="pytorch").train()
     """
 
-    @_taking(RunnerArguments)
+    @taking(RunnerArguments)
     def __init__(self, args: RunnerArguments) -> None:
         self.args = args
         self.cfg = args.cfg
@@ -148,6 +108,7 @@ class Runner(_PartsOfRun):
         self._workspace: Workspace | None = None
         self._run: Run | None = None
         self._has_trained = False
+        self._is_over = False  # the training
         self._is_shown = False  # whether visualizers have the config
 
     @classmethod
@@ -163,7 +124,7 @@ class Runner(_PartsOfRun):
     def run(self) -> Run:
         """The run that train(), val() or test() has built, which loops and hooks receive."""
         if self._run is None:
-            raise _not_built("run")
+            raise not_built("run")
         return self._run
 
     def train(self) -> nn.Module:
@@ -176,13 +137,30 @@ class Runner(_PartsOfRun):
         """
         self._check_can_train("train")
         with self.training() as run:
-            try:
-                run.train_loop.run()
-            except Preempted as stop:
-                run.saving.stop(stop)
-                raise
+            while not self._train(run):
+                self._rebuild(run)
             run.call_hook("after_run")
         return run.model
+
+    def switch_strategy(self, strategy: Strategy | Mapping[str, Any] | str) -> None:
+        """Go on under another strategy, in the same processes: here or in a hook, see `TrainRun.switch_strategy`.
+
+        Before `train()` it replaces the argument `strategy`. **Collective**: every rank, at the same iteration.
+
+        Raises:
+            ConfigError: there is no such strategy, or the run can't be built anew; it then goes on as it is.
+            RuntimeError: the training is over, or `val()` or `test()` have built the model without an optimizer.
+        """
+        if self._run is None:
+            build_strategy(strategy)
+            self.args = replace(self.args, strategy=strategy)
+        elif isinstance(self._run, TrainRun) and not self._is_over:
+            self._run.switch_strategy(strategy)
+        else:
+            raise RuntimeError(
+                "switch_strategy() must be called before or during the training, but this Runner has "
+                f"{'trained' if self._is_over else 'evaluated'} already; make another one with this strategy"
+            )
 
     def find_lr(
         self, start: float = 1e-7, end: float = 1.0, steps: int = 100, divergence: float = DIVERGENCE
@@ -331,7 +309,7 @@ class Runner(_PartsOfRun):
     def _running(self, what: str) -> Iterator[Workspace]:
         """Log to the run's folder, and close what has been opened, even after an error."""
         began = perf_counter()
-        space = self._workspace = self._workspace or self._open_workspace()
+        space = self._workspace = self._workspace or start.open_workspace(self.args, self._load_from, self.message_hub)
         self.message_hub.make_current()
         # The other ranks write only what rank 0 may not have seen.
         file, file_level = ("log.txt", "DEBUG") if space.rank == 0 else (f"log_rank{space.rank}.txt", "WARNING")
@@ -357,32 +335,41 @@ class Runner(_PartsOfRun):
                 space.records.close()
             recording.print_summary(self.run, what, perf_counter() - began)
 
-    def _open_workspace(self) -> Workspace:
-        """Join the other ranks, and create the run's folder."""
-        args = self.args
-        start.join_ranks(args.launcher, args.env_cfg)
-        rank, world_size = get_dist_info()
-        folders = resuming.checkpoint_folders(args)
-        resuming.clear_drafts(folders)  # first of all: they may fill the disk
-        resume_from, skipped = resuming.find_resumption(self._load_from, folders) if args.resume else (None, [])
-        run_dir = start.make_run_dir(self.work_dir, args.experiment_name)
-        seed = set_randomness(resuming.randomness_of(args.randomness, resume_from))
-        if rank == 0:
-            start.save_config(self.cfg, run_dir)
-        return Workspace(
-            args=args,
-            cfg=self.cfg,
-            work_dir=self.work_dir,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            run_dir=run_dir,
-            resume_from=resume_from,
-            skipped=skipped,
-            console=open_console(speaks=rank == 0),
-            records=JsonLinesSink(run_dir / "metrics.jsonl"),
-            message_hub=self.message_hub,
-        )
+    def _train(self, run: TrainRun) -> bool:
+        """Train until the end, or until another strategy is asked for; return whether it is the end."""
+        try:
+            run.train_loop.run()
+        except StrategySwitch:
+            return False
+        except Preempted as stop:
+            run.saving.stop(stop)
+            raise
+        self._is_over = True
+        if run.next_strategy is not None:
+            self.logger.warning("the training has ended before it could go on under another strategy")
+        return True
+
+    def _rebuild(self, run: TrainRun) -> None:
+        """Build the parts of a run anew under the strategy that was asked for, and restore its state.
+
+        **Collective**: every rank.
+        """
+        assert self._workspace is not None
+        directory = run.save_checkpoint(run.run_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
+        former, done = type(run.strategy).__name__, run.iter
+        self.args = replace(self.args, strategy=run.next_strategy)
+        self._workspace = replace(self._workspace, args=self.args, resume_from=directory, skipped=())
+        run.release()
+        run.hooks, self._run = HookList(), None
+        try:
+            self._train_run(self._workspace, anew=run)
+            self.logger.info("%s instead of %s from iteration %d on", type(run.strategy).__name__, former, done + 1)
+            self._hook_and_load(run)
+            run.call_hook("before_run")
+        except Exception as error:
+            self._run = run
+            error.add_note(f"The state before the switch is saved: start again with resume=True, or from {directory}")
+            raise
 
     def _check_can_train(self, verb: str) -> None:
         if self.args.train_dataloader is None:
@@ -395,20 +382,22 @@ class Runner(_PartsOfRun):
         space: Workspace,
         make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
         param_schedulers: list[Any] | None = None,
+        anew: TrainRun | None = None,
     ) -> TrainRun:
-        """Return the run of a rehearsal, or build one; for the arguments, see `training`."""
+        """Return the run of a rehearsal, or build one, or build the parts of `anew`; see `training`."""
         if isinstance(self._run, TrainRun):
             return self._run
         args = self.args
         strategy, model = self._strategy_and_model(training=True)
         optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
-        optim_wrapper, parts = self._prepare(space, strategy, model, optim)
+        optim_wrapper, parts = self._prepare(space, strategy, model, optim, anew)
         assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
         train_dataloader = self._dataloader("train", space, parts["data_shard"])
         if make_train_loop is None:
             train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
             make_train_loop = partial(build.build_train_loop, train_cfg)
-        run = TrainRun(
+        make_run = TrainRun if anew is None else anew.rebuilt
+        run = make_run(
             **parts, optim_wrapper=optim_wrapper, train_dataloader=train_dataloader, make_train_loop=make_train_loop
         )
         if args.auto_scale_lr is not None:
@@ -432,13 +421,13 @@ class Runner(_PartsOfRun):
         return strategy, model
 
     def _prepare(
-        self, space: Workspace, strategy: Strategy, model: nn.Module, optim: Any = None
+        self, space: Workspace, strategy: Strategy, model: nn.Module, optim: Any = None, anew: Run | None = None
     ) -> tuple[OptimWrapper | None, dict[str, Any]]:
         """Return the optim wrapper, if the model is trained, and the parts that every run has."""
         model, optim_wrapper = strategy.prepare(model, optim)
         shard = agree_on_shard(*strategy.data_shard)
         self.logger.info("model: %s", recording.describe_model(model, strategy))
-        visualizer = build.build_visualizer(self.args.visualizer, space.rank)
+        visualizer = build.build_visualizer(self.args.visualizer, space.rank) if anew is None else anew.visualizer
         own = {"strategy": strategy, "model": model, "data_shard": shard, "hooks": HookList(), "visualizer": visualizer}
         return optim_wrapper, {**vars(space), **own}
 

@@ -1,4 +1,4 @@
-"""The first steps of a run: joining the other ranks and creating its folder."""
+"""The first steps of a run: joining the other ranks, finding what to resume from, and creating its folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,48 @@ from typing import Any, cast
 
 import torch
 
-from lockstep.dist import infer_launcher, init_dist, is_distributed, is_main_process, run_on_main
+from lockstep.dist import get_dist_info, infer_launcher, init_dist, is_distributed, is_main_process, run_on_main
 from lockstep.errors import ConfigError
-from lockstep.runner.arguments import checked_keys
+from lockstep.logging import JsonLinesSink, MessageHub, open_console
+from lockstep.runner import resuming
+from lockstep.runner.arguments import RunnerArguments, checked_keys
+from lockstep.runner.run import Workspace
+from lockstep.runner.seeds import set_randomness
 from lockstep.topology import LauncherName
+from lockstep.weights import Weights
 
 _logger = logging.getLogger(__name__)
+
+
+def open_workspace(args: RunnerArguments, load_from: Weights | None, message_hub: MessageHub) -> Workspace:
+    """Join the other ranks, find the checkpoint to resume from, seed, and create the run's folder.
+
+    **Collective**: every rank of the job.
+    """
+    join_ranks(args.launcher, args.env_cfg)
+    rank, world_size = get_dist_info()
+    folders = resuming.checkpoint_folders(args)
+    resuming.clear_drafts(folders)  # first of all: they may fill the disk
+    resume_from, skipped = resuming.find_resumption(load_from, folders) if args.resume else (None, [])
+    work_dir = Path(args.work_dir)
+    run_dir = make_run_dir(work_dir, args.experiment_name)
+    seed = set_randomness(resuming.randomness_of(args.randomness, resume_from))
+    if rank == 0:
+        save_config(args.cfg, run_dir)
+    return Workspace(
+        args=args,
+        cfg=args.cfg,
+        work_dir=work_dir,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        run_dir=run_dir,
+        resume_from=resume_from,
+        skipped=skipped,
+        console=open_console(speaks=rank == 0),
+        records=JsonLinesSink(run_dir / "metrics.jsonl"),
+        message_hub=message_hub,
+    )
 
 
 def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:

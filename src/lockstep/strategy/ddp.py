@@ -12,10 +12,14 @@ from lockstep.errors import ConfigError
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.native import NativeStrategy
 
+_WRAPPER = "MMDistributedDataParallel"
+
 
 @STRATEGIES.register_module(name=["SingleDeviceStrategy", "single"])
 class SingleDeviceStrategy(NativeStrategy):
     """Train on one device of one process."""
+
+    leaves_module = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model unchanged.
@@ -44,11 +48,12 @@ class DDPStrategy(NativeStrategy):
 
     def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrapper = {
-            "type": "MMDistributedDataParallel",
+            "type": _WRAPPER,
             "broadcast_buffers": False,
             **(model_wrapper or {}),
             **kwargs,
         }
+        self.leaves_module = self._wrapper["type"] in (_WRAPPER, "DistributedDataParallel")
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model, unless there is no process group or nothing to train."""

@@ -39,7 +39,7 @@ class EngineState:
     """
 
     def __init__(self, engine: Any, groups: Sequence[Sequence[str]]) -> None:
-        self._engine = engine
+        self.engine = engine
         self._core: nn.Module = engine.module
         self._stage: int = engine.zero_optimization_stage()
         self._groups = groups
@@ -135,7 +135,7 @@ class EngineState:
     @property
     def _optimizer(self) -> Any:
         """The torch optimizer that runs the updates."""
-        return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
 
     def _has_master(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer holds the parameter's master weights."""
@@ -174,7 +174,7 @@ class EngineState:
         """Return this rank's flat tensors that replace a group's parameters in the optimizer."""
         if self._stage < 3:
             return list(self._optimizer.param_groups[index]["params"])
-        zero = self._engine.optimizer
+        zero = self.engine.optimizer
         owners: Mapping[int, int] = zero.sub_group_to_group_id
         return [flat for number, flat in enumerate(zero.fp32_partitioned_groups_flat) if owners[number] == index]
 
@@ -236,7 +236,7 @@ class EngineState:
         return {name: parameters[name] for name in names if parameters[name].requires_grad}
 
     def _refuse_swapped(self) -> None:
-        if getattr(self._engine.optimizer, "swap_optimizer", False):
+        if getattr(self.engine.optimizer, "swap_optimizer", False):
             raise ConfigError("the state of an optimizer that is offloaded to 'nvme' can't be saved. Offload to 'cpu'")
 
 
