@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from lockstep.checkpoint import candidates, find_checkpoints, verify
-from lockstep.checkpoint.folder import drafts_in
+from lockstep.checkpoint.drafts import drafts_in
 
 CYCLES, KEEP = int(os.environ.get("CYCLES", "50")), 2
 

@@ -23,7 +23,8 @@ from lockstep.checkpoint import (
     verify,
 )
 from lockstep.checkpoint import saving as saving_module
-from lockstep.checkpoint.folder import drafts_in, is_owned
+from lockstep.checkpoint.drafts import drafts_in, is_owned
+from lockstep.checkpoint.folder import FolderDraft
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError
 from lockstep.testing import ranks
@@ -119,9 +120,7 @@ def test_a_kill_after_any_step_leaves_a_checkpoint(case: str, least: int, tmp_pa
 
 
 def test_a_draft_belongs_to_the_process_that_made_it(tmp_path: Path):
-    import lockstep.checkpoint.folder as folder
-
-    mine = folder.make_draft(tmp_path / "run" / "epoch_1")
+    mine = FolderDraft(tmp_path / "run" / "epoch_1").folder
     assert is_owned(mine)
     dead = mine.with_name(mine.name.replace(f".{os.getpid()}.", ".4194303."))
     again = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{os.getpid()}.1"))  # the number was used again

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError
+from lockstep.location import Location
 from lockstep.runner import Runner, Session
 from lockstep.testing import ranks, run_ranks
 from lockstep.weights import export_checkpoint, open_source
-from lockstep.weights.location import Location
 
 WORDS = torch.arange(12) % 5
 EMA = {"type": "EMAHook", "momentum": 0.5}
@@ -159,7 +159,7 @@ def test_a_bucket_is_written_and_loaded_from(tmp_path: Path) -> None:
         ({"checkpoint": "empty"}, "but empty holds no complete checkpoint"),
         ({"checkpoint": "draft"}, "but draft holds no complete checkpoint"),
         ({"checkpoint": "s3://bucket/epoch_1"}, "s3://bucket/epoch_1"),
-        ({"checkpoint": "memory://x"}, "`CKPT` must be a checkpoint on a disk, but is memory://x"),
+        ({"checkpoint": "memory://x"}, "the folder of a run, or a work_dir, but memory://x does not exist"),
         ({"out": "work"}, "`OUT` must be a new or empty folder, but work is a folder that holds "),
         ({"out": "file"}, "`OUT` must be a new or empty folder, but file is a file"),
         ({"out": "file", "to": "torch"}, "`OUT` must be a new file, but file is a file"),

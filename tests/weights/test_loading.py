@@ -171,8 +171,8 @@ def test_files_and_folders_behind_a_url_are_loaded() -> None:
     fs.rm("/weights", recursive=True)
 
 
-def test_a_url_cannot_be_resumed_from(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be a checkpoint on a disk to resume from, but is memory://x"):
+def test_a_url_without_a_checkpoint_cannot_be_resumed_from(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be a directory with manifest.json in it, but memory://x does not exi"):
         load("memory://x", tmp_path / "work", resume=True)
 
 

@@ -1,8 +1,8 @@
-"""States on disk: one directory per checkpoint, in which every byte has a checksum and nothing can be executed.
+"""Saved states: one directory per checkpoint, in which every byte has a checksum and nothing can be executed.
 
 `manifest.py` says what a checkpoint holds and where; `saving.py` writes one, `background.py` does so while the training
-goes on, `loading.py` reads one; `folder.py` does the steps on the disk. Finding, listing and verifying do without
-torch.
+goes on, `loading.py` reads one. `folder.py` publishes and removes on a disk, `bucket.py` in a bucket. Finding, listing
+and verifying do without torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.folder import point_to_checkpoint, remove, remove_dead_drafts
+from lockstep.checkpoint.drafts import remove, remove_dead_drafts
+from lockstep.checkpoint.pointer import point_to_checkpoint
 from lockstep.checkpoint.search import candidates, find_checkpoints, find_last_checkpoint
 from lockstep.checkpoint.verify import is_checkpoint, verify
 

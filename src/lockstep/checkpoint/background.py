@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,7 @@ from lockstep.checkpoint.together import Failure, on_all_then_main
 from lockstep.dist import get_dist_info
 from lockstep.dist.world import side_store
 from lockstep.errors import CollectiveTimeoutError
+from lockstep.location import Location
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -62,10 +62,10 @@ class BackgroundSaver:
 
     def start(
         self,
-        directory: Path,
+        directory: Location,
         state: Mapping[str, Any],
         meta: Mapping[str, Any],
-        last_of: Path | None = None,
+        last_of: Location | None = None,
         when_failed: Callable[[], None] | None = None,
     ) -> None:
         """Copy a state, and begin to write it; see `save_state` for the arguments.
@@ -74,7 +74,7 @@ class BackgroundSaver:
             directory: the checkpoint's path.
             state: the state, which may change as soon as this returns.
             meta: metadata.
-            last_of: the work_dir whose last checkpoint it becomes.
+            last_of: the work_dir, or the folder in the bucket, whose last checkpoint it becomes.
             when_failed: called in the thread if the checkpoint could not be written.
 
         **Collective**: every rank, after `wait`.

@@ -10,29 +10,21 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
-from io import FileIO
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import (
-    DAMAGED,
-    ITEM_SIZES,
-    Block,
-    Chunk,
-    StoredTensor,
-    read_manifest,
-    require_plain_file,
-)
+from lockstep.checkpoint.files import DAMAGED, PlainFile, open_plainly, require_plain_file
+from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Chunk, StoredTensor, read_manifest
 from lockstep.checkpoint.old_format import OldCheckpoint
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
-from lockstep.checkpoint.verify import is_old, open_plainly, read_block, require_checkpoint
+from lockstep.checkpoint.verify import is_old, read_block, require_checkpoint
 from lockstep.dist import is_main_process
 from lockstep.errors import ConfigError
+from lockstep.location import Location
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -45,7 +37,7 @@ _REMEDY = "Resume with the model that was saved, or load what fits of the weight
 
 
 class Stored(Protocol):
-    """A checkpoint on the disk, of any format.
+    """A checkpoint that can be read, of any format.
 
     Attributes:
         state: the encoded state; see `values.py`.
@@ -70,7 +62,7 @@ class Stored(Protocol):
 
 
 def load_state(
-    directory: Path, state: Mapping[str, Any], optim_layout: Mapping[str, Any] | None = None
+    directory: Location, state: Mapping[str, Any], optim_layout: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Read a checkpoint into existing tensors, and the optimizer's state into new ones.
 
@@ -105,7 +97,7 @@ def load_state(
     return on_all(f"the checkpoint {directory} could not be read", load)
 
 
-def read_meta(directory: Path) -> dict[str, Any]:
+def read_meta(directory: Location) -> dict[str, Any]:
     """Return the metadata saved with a checkpoint.
 
     Raises:
@@ -114,7 +106,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
     return open_checkpoint(directory).meta
 
 
-def read_shapes(directory: Path, part: str) -> dict[str, tuple[int, ...] | None]:
+def read_shapes(directory: Location, part: str) -> dict[str, tuple[int, ...] | None]:
     """Return the shapes of the tensors that a checkpoint has under `part`, by name; None for other values.
 
     Raises:
@@ -128,7 +120,7 @@ def read_shapes(directory: Path, part: str) -> dict[str, tuple[int, ...] | None]
     return shapes
 
 
-def open_checkpoint(directory: Path) -> Stored:
+def open_checkpoint(directory: Location) -> Stored:
     """Return a checkpoint, of which the manifest has been read and checked.
 
     Raises:
@@ -141,12 +133,12 @@ def open_checkpoint(directory: Path) -> Stored:
 class _Checkpoint:
     """A checkpoint with a manifest."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Location) -> None:
         self._directory = directory
         self._manifest = read_manifest(directory)
         self.state: Mapping[str, Any] = self._manifest.state
         self.tensors: Mapping[str, StoredTensor] = self._manifest.tensors
-        self._files: dict[str, FileIO] = {}
+        self._files: dict[str, PlainFile] = {}
         self._open = ExitStack()
 
     @cached_property
@@ -190,11 +182,12 @@ class _Checkpoint:
             read_block(self._file(chunk.file), block, whole)
             into[low - first : high - first] = whole[low - begin : high - begin]
 
-    def _file(self, name: str) -> FileIO:
+    def _file(self, name: str) -> PlainFile:
         if name not in self._files:
             path = self._directory / name
             require_plain_file(path, self._manifest.files[name].size)
-            self._files[name] = self._open.enter_context(open_plainly(path))
+            self._files[name] = open_plainly(path)
+            self._open.callback(self._files[name].close)
         return self._files[name]
 
 
@@ -217,7 +210,7 @@ def _is_writable(target: Tensor, dtype: torch.dtype) -> bool:
 class _Load:
     """What one rank reads from a checkpoint."""
 
-    def __init__(self, directory: Path, stored: Stored, layout: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Location, stored: Stored, layout: Mapping[str, Any]) -> None:
         self._directory, self._stored, self._layout = directory, stored, layout
         self._wanted: dict[str, Any] = {}  # the tensors to be filled, by name
         self._misfits: list[str] = []

@@ -28,19 +28,20 @@ import hashlib
 import json
 import math
 import re
-import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.files import DAMAGED, read_plain_file
 from lockstep.errors import ConfigError
+from lockstep.location import Location
 
 MANIFEST_FILE = "manifest.json"
+OWN_FILES = re.compile(r"rank_\d+(\.\d+)?\.safetensors|manifest\.json|meta\.json|\.metadata|__\d+_\d+\.distcp")
+"""Names of the files of checkpoints, also of the first format."""
 FORMAT = 2
 BLOCK = 16 << 20  # bytes; a rank needs as much memory to read or to write
-DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
 ITEM_SIZES = {
     **dict.fromkeys(("bool", "int8", "uint8"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
@@ -159,7 +160,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
     return body + f',\n  "sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Location) -> Manifest:
     """Return the manifest of a checkpoint, of which every entry has been checked.
 
     Raises:
@@ -187,41 +188,6 @@ def read_manifest(directory: Path) -> Manifest:
         raise ConfigError(f"{path} contradicts itself: {error}. Do not use this checkpoint") from error
 
 
-def read_plain_file(path: Path) -> bytes:
-    """Return what is in a file that is neither a link nor anything else than a file.
-
-    Raises:
-        ConfigError: it is not a plain file, or cannot be read.
-    """
-    require_plain_file(path)
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}. {DAMAGED}") from error
-
-
-def require_plain_file(path: Path, size: int | None = None) -> None:
-    """Check that a file of a checkpoint is a file, and has its size.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    try:
-        found = path.lstat()
-    except OSError as error:
-        wanted = "be there" if size is None else f"have {size} bytes"
-        raise ConfigError(f"{path} must {wanted}, but is not there ({error.strerror}). {DAMAGED}") from error
-    if stat.S_ISLNK(found.st_mode):
-        raise ConfigError(
-            f"{path} must be a file, but is a link: links are not followed in a checkpoint. Replace it by what it "
-            "leads to"
-        )
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{path} must be a file, but is something else. {DAMAGED}")
-    if size is not None and found.st_size != size:
-        raise ConfigError(f"{path} must have {size} bytes, but has {found.st_size}. {DAMAGED}")
-
-
 def require_plain_name(name: object) -> str:
     """Return the name of a file that lies directly in a checkpoint.
 
@@ -231,6 +197,15 @@ def require_plain_name(name: object) -> str:
     if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a file in it, and may lead out of the folder")
     return name
+
+
+def ending_beside(names: Iterable[str]) -> str:
+    """Return the end of the names of data files that differs from those which are there."""
+    taken, number, ending = list(names), 1, ".safetensors"
+    while any(re.fullmatch(rf"rank_\d+{re.escape(ending)}", name) for name in taken):
+        number += 1
+        ending = f".{number}.safetensors"
+    return ending
 
 
 def _plain(entry: StoredFile | StoredTensor) -> dict[str, Any]:

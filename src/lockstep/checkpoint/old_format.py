@@ -20,22 +20,16 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import (
-    DAMAGED,
-    ITEM_SIZES,
-    Chunk,
-    StoredTensor,
-    read_plain_file,
-    require_plain_file,
-    require_plain_name,
-)
+from lockstep.checkpoint.files import DAMAGED, read_plain_file, require_plain_file
+from lockstep.checkpoint.manifest import ITEM_SIZES, Chunk, StoredTensor, require_plain_name
 from lockstep.errors import ConfigError
+from lockstep.location import Location, size_of
 
 _FORMAT = 1
 _INDEX_FILE, _META_FILE = ".metadata", "meta.json"
@@ -53,7 +47,7 @@ class OldCheckpoint:
         ConfigError: it is damaged, or its index names something that is not allowed.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Location) -> None:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         self._directory = directory
@@ -155,7 +149,7 @@ class OldCheckpoint:
         for name, size in sorted(sizes.items()):
             path = self._directory / name
             require_plain_file(path)
-            if (present := path.stat().st_size) < size:
+            if (present := size_of(path)) < size:
                 raise ConfigError(f"{path} must have {size} bytes, but has {present}. {DAMAGED}")
 
     def _load(self, place: Any) -> Any:

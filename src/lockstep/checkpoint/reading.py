@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,9 +10,10 @@ from torch import Tensor
 from lockstep.checkpoint.loading import Stored, open_checkpoint
 from lockstep.checkpoint.manifest import StoredTensor
 from lockstep.checkpoint.values import leaves, tagged
+from lockstep.location import Location
 
 
-def read_infos(directory: Path, part: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def read_infos(directory: Location, part: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of the tensors that a checkpoint has under `part`, by name; other values are left out.
 
     Raises:
@@ -23,7 +23,7 @@ def read_infos(directory: Path, part: str) -> dict[str, tuple[tuple[int, ...], t
     return {name: (one.shape, getattr(torch, one.dtype)) for name, one in _tensors_of(stored, part).items()}
 
 
-def read_tensors(directory: Path, part: str, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors that a checkpoint has under `part`, whole and in CPU memory, in the order of `names`.
 
     No collective: each process reads what it asks for.

@@ -13,19 +13,17 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.folder import file_ending, make_draft, point_to_checkpoint, publish
+from lockstep.checkpoint.drafts import Draft, make_draft
+from lockstep.checkpoint.files import writing
 from lockstep.checkpoint.manifest import (
     BLOCK,
     ITEM_SIZES,
@@ -36,10 +34,12 @@ from lockstep.checkpoint.manifest import (
     checksum_of,
     dump_manifest,
 )
+from lockstep.checkpoint.pointer import point_to_checkpoint
 from lockstep.checkpoint.together import on_all_then_main
 from lockstep.checkpoint.values import encode, merge
 from lockstep.dist import is_main_process
 from lockstep.errors import ConfigError
+from lockstep.location import Location, RemotePath
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
@@ -51,26 +51,27 @@ _SAFETENSORS = {
     "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _BAND = 1 << 20  # bytes that are summed up and then written while they are in the processor's cache
-_FLUSH = 32 << 20  # bytes that are written before the disk is asked to take them
 
 
-def save_state(directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Path | None = None) -> None:
-    """Write a checkpoint; when this returns on any rank, the checkpoint is complete under its final name, on the disk.
+def save_state(
+    directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None = None
+) -> None:
+    """Write a checkpoint; when this returns on any rank, it is complete under its final name, on the disk or bucket.
 
     Args:
-        directory: the checkpoint's path, on a disk shared by all ranks. A checkpoint of this name is replaced, and
-            stays complete until the new one is.
+        directory: the checkpoint's path, on a disk shared by all ranks, or in a bucket. A checkpoint of this name is
+            replaced, and stays complete until the new one is.
         state: nested dicts, lists and tuples whose leaves are tensors, arrays of numpy, numbers, strings, None and
             dtypes. What several ranks hold is written once.
         meta: metadata in the same form, without tensors. Those of rank 0 are written.
-        last_of: the work_dir whose last checkpoint it becomes; None for none.
+        last_of: the work_dir, or the folder in the bucket, whose last checkpoint it becomes; None for none.
 
     **Collective**: every rank. **Cost**: each rank writes its share, and needs 1 MiB of memory for it if tensors are
-    contiguous. Between ranks only the plan is sent.
+    contiguous; 48 MiB more for a bucket. Between ranks only the plan is sent.
 
     Raises:
         ConfigError: on every rank, if a value on some rank can't be saved; the message names it.
-        OSError: on every rank, if some rank could not write. Nothing is left on the disk then.
+        OSError: on every rank, if some rank could not write. Nothing is left of the checkpoint then.
     """
     save = Save(directory, state, meta, last_of)
     try:
@@ -93,7 +94,7 @@ class Share(NamedTuple):
     """What a rank is to write, and where."""
 
     items: Sequence[WriteItem]
-    path: Path
+    path: Location
 
     @property
     def size(self) -> int:
@@ -118,7 +119,7 @@ class Save:
     """
 
     def __init__(
-        self, directory: Path, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Path | None
+        self, directory: Location, state: Mapping[str, Any], meta: Mapping[str, Any], last_of: Location | None
     ) -> None:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -127,7 +128,7 @@ class Save:
         self._state, self._meta, self._last_of = state, meta, last_of
         self._planner = DefaultSavePlanner(flatten_state_dict=False)
         # Known to rank 0 alone:
-        self._draft: Path | None = None
+        self._draft: Draft | None = None
         self._values: Any = {}
         self._forms: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtypes and shapes
 
@@ -152,11 +153,12 @@ class Save:
             self._values = merge(self._values, one.values)
         self._meta = plans[0].meta
         self._draft = make_draft(self.directory)
-        ending = file_ending(self.directory)
-        shares = [Share(plan.items, self._draft / f"rank_{rank}{ending}") for rank, plan in enumerate(shared)]
-        needed, free = sum(share.size for share in shares), shutil.disk_usage(self._draft).free
-        if needed > free:
-            raise _no_space(needed, free, self._draft)
+        place, ending = self._draft.folder, self._draft.ending
+        shares = [Share(plan.items, place / f"rank_{rank}{ending}") for rank, plan in enumerate(shared)]
+        if not isinstance(place, RemotePath):
+            needed, free = sum(share.size for share in shares), shutil.disk_usage(place).free
+            if needed > free:
+                raise _no_space(needed, free, place)
         return shares
 
     def tensor_of(self, item: WriteItem) -> Tensor:
@@ -174,7 +176,7 @@ class Save:
         try:
             return _write(share, tensor_of)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(share.path, RemotePath):
                 raise _no_space(share.size, shutil.disk_usage(share.path.parent).free, share.path) from error
             raise
 
@@ -201,7 +203,8 @@ class Save:
                 name: StoredTensor(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in self._forms.items()
             },
         )
-        publish(self._draft, self.directory, dump_manifest(manifest))
+        sizes = {name: file.size for name, file in manifest.files.items()}
+        self._draft.publish(dump_manifest(manifest), sizes)
         if self._last_of is not None:
             point_to_checkpoint(self._last_of, self.directory)
         return [None] * len(written)
@@ -209,11 +212,11 @@ class Save:
     def clean(self) -> None:
         """Remove the draft of a save that has failed."""
         if self._draft is not None:
-            shutil.rmtree(self._draft, ignore_errors=True)
+            self._draft.discard()
 
 
 def _write(share: Share, tensor_of: Callable[[WriteItem], Tensor]) -> Written:
-    """Write a file of safetensors, and wait until the disk has it."""
+    """Write a file of safetensors, and wait until the disk or the bucket has it."""
     # The largest elements first: so each chunk begins at a multiple of its element's size, as readers expect.
     items = sorted(share.items, key=lambda item: -ITEM_SIZES[_name_of(data_of(item).properties.dtype)])
     header: dict[str, Any] = {}
@@ -225,27 +228,19 @@ def _write(share: Share, tensor_of: Callable[[WriteItem], Tensor]) -> Written:
     words += b" " * (-len(words) % 8)
     head = len(words).to_bytes(8, "little") + words
     chunks = []
-    with share.path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as flusher:
+    start = len(head)
+    with writing(share.path, start + end) as file:
         file.write(head)
-        flush, flushed = flusher.submit(os.fsync, file.fileno()), 0
         for item in items:
-            start = file.tell()
             checksums = _Checksums()
             for band in _bands(tensor_of(item).detach()):
                 checksums.update(band)
-                done = 0
-                while done < len(band):
-                    done += file.write(band[done:])
-                # The disk works while the next bytes are summed up.
-                if file.tell() - flushed > _FLUSH and flush.done():
-                    flush, flushed = flusher.submit(os.fsync, file.fileno()), file.tell()
+                file.write(band)
             place = data_of(item).chunk
             chunk = Chunk(share.path.name, start, tuple(place.offsets), tuple(place.sizes), checksums.of_all())
             chunks.append((item.index.fqn, chunk))
-        flush.result()
-        os.fsync(file.fileno())
-        size = file.tell()
-    return Written(share.path.name, StoredFile(size, len(head), checksum_of(head)), chunks)
+            start += size_of(item)
+    return Written(share.path.name, StoredFile(start, len(head), checksum_of(head)), chunks)
 
 
 class _Checksums:
@@ -302,7 +297,7 @@ def _require_plain(name: str, tensor: Tensor) -> None:
         raise ConfigError(f"`{name}` must be a dense tensor of a usual dtype to be saved, but is {what}. Convert it")
 
 
-def _no_space(needed: int, free: int, path: Path) -> OSError:
+def _no_space(needed: int, free: int, path: Location) -> OSError:
     return OSError(
         errno.ENOSPC,
         f"{needed:,} bytes are needed, and {free:,} are free on its disk. Remove checkpoints (`lockstep checkpoints "

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lockstep.checkpoint.folder import POINTER_FILE, read_pointer
-from lockstep.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from lockstep.checkpoint.files import modified
+from lockstep.checkpoint.manifest import MANIFEST_FILE, OWN_FILES, Manifest, read_manifest
+from lockstep.checkpoint.pointer import POINTER_FILE, read_pointer
 from lockstep.checkpoint.verify import OLD_FILES, check, is_checkpoint
 from lockstep.errors import ConfigError
-
-_MARKS = (MANIFEST_FILE, *OLD_FILES, "rank_*.safetensors", "__*.distcp")
+from lockstep.location import Location, RemotePath
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Found:
         directory: the folder.
     """
 
-    directory: Path
+    directory: Location
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -39,12 +39,12 @@ class Found:
         if self.manifest is not None:
             return float(self.manifest.written["time"])
         try:
-            return max((path.lstat().st_mtime for path in self.directory.iterdir()), default=0.0)
+            return max((modified(path) for path in self.directory.iterdir()), default=0.0)
         except OSError:  # a run is removing it just now
             return 0.0
 
 
-def find_last_checkpoint(work_dir: Path) -> Path | None:
+def find_last_checkpoint(work_dir: Location) -> Location | None:
     """Return the checkpoint that the pointer of `work_dir` names, or None if there is none or it is not complete.
 
     Raises:
@@ -54,47 +54,73 @@ def find_last_checkpoint(work_dir: Path) -> Path | None:
     return directory if directory is not None and is_checkpoint(directory) else None
 
 
-def find_checkpoints(roots: Sequence[Path]) -> list[Found]:
+def find_checkpoints(roots: Sequence[Location]) -> list[Found]:
     """Return the checkpoints among these folders, the folders in them and those in these, the newest one first.
 
-    Links to folders are not followed.
+    Links to folders are not followed. In a bucket, a folder without a manifest is none: its save has not ended.
     """
-    folders: dict[Path, None] = {}
+    folders: dict[Location, None] = {}
     for root in roots:
         runs = _folders_in(root)
         folders.update(dict.fromkeys([root, *runs, *(folder for run in runs for folder in _folders_in(run))]))
-    found = [Found(folder) for folder in folders if any(any(folder.glob(mark)) for mark in _MARKS)]
+    found = [Found(folder) for folder in folders if _is_candidate(folder)]
     return sorted(found, key=lambda one: one.time, reverse=True)
 
 
-def candidates(work_dir: Path, roots: Sequence[Path] = ()) -> Iterator[tuple[Path, str | None]]:
+def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[tuple[Location, str | None]]:
     """Yield the checkpoints to resume from, the best one first, each with what is wrong with it, or None.
 
     The first is the one that the pointer names; then come all others, the newest one first. Checksums of data are
-    not compared here. A damaged pointer is yielded like a damaged checkpoint.
+    not compared here. A damaged pointer is yielded like a damaged checkpoint. A bucket has a pointer of its own; of
+    what several pointers name, the newest comes first.
 
     Args:
         work_dir: the work_dir.
         roots: further folders that hold its checkpoints.
     """
-    first: list[Path] = []
-    try:
-        if (pointed := read_pointer(work_dir, roots)) is not None:
-            first = [pointed]
-    except ConfigError as error:
-        yield work_dir / POINTER_FILE, str(error)
-    others = [one.directory for one in find_checkpoints([work_dir, *roots])]
-    for directory in [*first, *(other for other in others if other not in first)]:
+    first: list[Found] = []
+    for root in (work_dir, *(root for root in roots if isinstance(root, RemotePath))):
         try:
-            check(directory)
+            if (pointed := read_pointer(root, roots)) is not None:
+                first.append(Found(pointed))
         except ConfigError as error:
-            yield directory, str(error)
-        else:
-            yield directory, None
+            yield root / POINTER_FILE, str(error)
+    if len(first) > 1:
+        first.sort(key=lambda one: one.time, reverse=True)
+    tried = [one.directory for one in first]
+    for directory in tried:
+        yield directory, _fault_in(directory)
+    for other in find_checkpoints([work_dir, *roots]):
+        if other.directory not in tried:
+            yield other.directory, _fault_in(other.directory)
 
 
-def _folders_in(folder: Path) -> list[Path]:
+def _fault_in(directory: Location) -> str | None:
     try:
-        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink() and path.name[0] != "."]
+        check(directory)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _is_candidate(folder: Location) -> bool:
+    if isinstance(folder, RemotePath):
+        names = {entry.name for entry in folder.entries() if not entry.is_dir}
+        return MANIFEST_FILE in names or names.issuperset(OLD_FILES)
+    return any(OWN_FILES.fullmatch(path.name) for path in _paths_in(folder))
+
+
+def _folders_in(folder: Location) -> list[Location]:
+    if isinstance(folder, RemotePath):
+        try:
+            return [folder / entry.name for entry in folder.entries() if entry.is_dir and entry.name[0] != "."]
+        except FileNotFoundError:
+            return []
+    return [path for path in _paths_in(folder) if path.is_dir() and not path.is_symlink() and path.name[0] != "."]
+
+
+def _paths_in(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
     except OSError:  # not a folder, or a run is removing it just now
         return []

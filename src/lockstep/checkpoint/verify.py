@@ -5,42 +5,44 @@ This module does not import torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from io import FileIO
-from pathlib import Path
 
-from lockstep.checkpoint.manifest import DAMAGED, MANIFEST_FILE, Block, checksum_of, read_manifest, require_plain_file
+from lockstep.checkpoint.files import DAMAGED, PlainFile, is_there, open_plainly, require_plain_files
+from lockstep.checkpoint.manifest import MANIFEST_FILE, Block, Manifest, checksum_of, read_manifest
 from lockstep.errors import ConfigError
+from lockstep.location import Location
 
 OLD_FILES = (".metadata", "meta.json")
 
 
-def is_checkpoint(directory: Path) -> bool:
+def is_checkpoint(directory: Location) -> bool:
     """Return whether the directory is a complete checkpoint, as far as names of files can tell."""
     return (directory / MANIFEST_FILE).is_file() or all((directory / name).is_file() for name in OLD_FILES)
 
 
-def is_old(directory: Path) -> bool:
+def is_old(directory: Location) -> bool:
     """Return whether a checkpoint is of the first format, that of torch's own files."""
-    return not os.path.lexists(directory / MANIFEST_FILE)
+    return not is_there(directory / MANIFEST_FILE)
 
 
-def require_checkpoint(directory: Path) -> None:
+def require_checkpoint(directory: Location) -> None:
     """Check that a folder is a checkpoint.
 
     Raises:
         ConfigError: it is not.
     """
-    if not (is_checkpoint(directory) or os.path.lexists(directory / MANIFEST_FILE)):
+    if not (is_checkpoint(directory) or is_there(directory / MANIFEST_FILE)):
         raise ConfigError(
             f"a checkpoint must be a directory with {MANIFEST_FILE} in it, but "
             f"{directory} {'has none' if directory.is_dir() else 'does not exist'}"
         )
 
 
-def check(directory: Path) -> None:
+def check(directory: Location) -> Manifest | None:
     """Check a checkpoint's manifest, and that its files are there in their sizes.
+
+    Returns:
+        The manifest; None if the checkpoint is of the first format.
 
     Raises:
         ConfigError: something is wrong; the message names the file.
@@ -50,12 +52,13 @@ def check(directory: Path) -> None:
         from lockstep.checkpoint.old_format import OldCheckpoint  # imports torch
 
         OldCheckpoint(directory)
-        return
-    for name, file in read_manifest(directory).files.items():
-        require_plain_file(directory / name, file.size)
+        return None
+    manifest = read_manifest(directory)
+    require_plain_files(directory, {name: file.size for name, file in manifest.files.items()})
+    return manifest
 
 
-def verify(directory: Path, share: int = 0, shares: int = 1) -> int:
+def verify(directory: Location, share: int = 0, shares: int = 1) -> int:
     """Compare the bytes of a checkpoint with their checksums, and return how many were compared.
 
     A checkpoint of the first format has no checksums: of it, only what `check` does is checked.
@@ -68,10 +71,9 @@ def verify(directory: Path, share: int = 0, shares: int = 1) -> int:
     Raises:
         ConfigError: a checksum differs, or something else is wrong; the message names the file.
     """
-    check(directory)
-    if is_old(directory):
+    manifest = check(directory)
+    if manifest is None:
         return 0
-    manifest = read_manifest(directory)
     blocks = sorted(manifest.blocks(), key=lambda block: (block.file, block.start, block.size))
     _require_gapless(directory, blocks, {name: file.size for name, file in manifest.files.items()})
     own = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
@@ -84,12 +86,7 @@ def verify(directory: Path, share: int = 0, shares: int = 1) -> int:
     return sum(block.size for block in own)
 
 
-def open_plainly(path: Path) -> FileIO:
-    """Open a file of a checkpoint for reading, unless it is a link."""
-    return FileIO(path, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0)))
-
-
-def read_block(file: FileIO, block: Block, into: memoryview) -> None:
+def read_block(file: PlainFile, block: Block, into: memoryview) -> None:
     """Read a block of a file that `open_plainly` has opened into memory of its size.
 
     Raises:
@@ -106,7 +103,7 @@ def read_block(file: FileIO, block: Block, into: memoryview) -> None:
         )
 
 
-def _require_gapless(directory: Path, blocks: Iterable[Block], sizes: dict[str, int]) -> None:
+def _require_gapless(directory: Location, blocks: Iterable[Block], sizes: dict[str, int]) -> None:
     """Check that every byte of every file is in one block."""
     ends = dict.fromkeys(sizes, 0)
     for block in blocks:

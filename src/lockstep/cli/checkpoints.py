@@ -8,25 +8,32 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from lockstep.checkpoint import find_checkpoints, is_checkpoint, remove, remove_dead_drafts, verify
-from lockstep.checkpoint.folder import drafts_in, is_owned, read_pointer
+from lockstep.checkpoint.drafts import drafts_in, folder_of, is_owned
+from lockstep.checkpoint.files import nbytes_in
 from lockstep.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from lockstep.checkpoint.pointer import read_pointer
 from lockstep.checkpoint.search import Found
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.checkpoint.verify import check, is_old
 from lockstep.errors import ConfigError, counted
+from lockstep.location import Location, locate
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.loading import Stored
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, as work_dirs/NAME/TIME/epoch_1.")]
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A work dir, the folder of a run, or a checkpoint.")]
+_AT_URL = "Also a URL, as s3://BUCKET/NAME."
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help=f"A checkpoint, as work_dirs/NAME/TIME/epoch_1. {_AT_URL}")
+]
+Folder = Annotated[
+    str, typer.Argument(metavar="DIR", help=f"A work dir, the folder of a run, or a checkpoint. {_AT_URL}")
+]
 
 
 _WIDTH = 160  # of what is not shown on a terminal
@@ -40,6 +47,13 @@ class _ListByDefault(TyperGroup):
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             args = ["list", *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; a folder that cannot be read, or a URL that cannot be reached, is the user's to mend."""
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            raise ConfigError(str(error)) from error
 
 
 checkpoints_app = typer.Typer(
@@ -66,8 +80,9 @@ def list_checkpoints(
     from rich.markup import escape
     from rich.table import Table
 
-    found = _found_in(directory)
-    last, faults = _last_of(directory)
+    root = locate(directory)
+    found = _found_in(root)
+    last, faults = _last_of(root)
     table = Table(title=f"{counted(len(found), 'checkpoint')} in {directory}", title_justify="left", box=SIMPLE)
     for name in ("checkpoint", "written", "strategy", "whole"):
         table.add_column(name, overflow="fold")
@@ -77,16 +92,16 @@ def list_checkpoints(
         fault = _fault_in(one.directory, verify_all)
         if fault is not None:
             faults.append(fault)
-        name = _relative(one.directory, directory) + (" (last)" if one.directory == last else "")
+        name = _relative(one.directory, root) + (" (last)" if one.directory == last else "")
         whole = "no" if fault else "yes" if verify_all and one.manifest else "not verified"
         strategy, *numbers = _facts(one)
         written = f"{datetime.fromtimestamp(one.time):%Y-%m-%d %H:%M}"
         table.add_row(*map(escape, [name, written, strategy, whole, *numbers]))
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
-    for draft in drafts_in(directory):
+    for draft in drafts_in(root):
         state = "is being written" if is_owned(draft) else "was left by an interrupted save; `prune` removes it"
-        print(f"{_relative(draft, directory)} {state}")
+        print(f"{_relative(draft, root)} {state}")
     for fault in faults:
         console.print(f"[bold red]fault:[/] {escape(fault)}", soft_wrap=True)
     if faults:
@@ -100,19 +115,20 @@ def show(checkpoint: Checkpoint) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    check(checkpoint)
+    place = locate(checkpoint)
+    check(place)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     written: dict[str, Any]
-    if is_old(checkpoint):
+    if is_old(place):
         from lockstep.checkpoint.loading import open_checkpoint  # imports torch
 
-        stored = open_checkpoint(checkpoint)
+        stored = open_checkpoint(place)
         written, meta, state, tensors = {"format": 1}, stored.meta, stored.state, stored.tensors
     else:
-        manifest = read_manifest(checkpoint)
+        manifest = read_manifest(place)
         written, meta, state, tensors = dict(manifest.written), _shown(manifest.meta), manifest.state, manifest.tensors
         written["time"] = f"{datetime.fromtimestamp(written['time']):%Y-%m-%d %H:%M:%S}"
-    facts = Table(show_header=False, title=str(checkpoint), title_justify="left")
+    facts = Table(show_header=False, title=str(place), title_justify="left")
     for key, value in {**written, **meta}.items():
         facts.add_row(key, escape(str(value)))
     console.print(facts)
@@ -133,8 +149,8 @@ def show(checkpoint: Checkpoint) -> None:
 
 @checkpoints_app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    first: Annotated[str, typer.Argument(metavar="A", help=f"A checkpoint. {_AT_URL}")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
 ) -> None:
     """Compare two checkpoints: what one lacks, what has another shape, and by how much values differ.
 
@@ -142,8 +158,8 @@ def compare(
     """
     from lockstep.checkpoint.loading import open_checkpoint  # imports torch
 
-    with closing(open_checkpoint(first)) as one, closing(open_checkpoint(second)) as other:
-        differences = list(_differences(one, other, (str(first), str(second))))
+    with closing(open_checkpoint(locate(first))) as one, closing(open_checkpoint(locate(second))) as other:
+        differences = list(_differences(one, other, (first, second)))
     for line in differences:
         print(line)
     if differences:
@@ -161,17 +177,18 @@ def prune(
 
     The best ones by a metric (best_...) and the last one of the work dir are kept in addition.
     """
-    found = _found_in(directory)
-    last, _ = _last_of(directory)
+    root = locate(directory)
+    found = _found_in(root)
+    last, _ = _last_of(root)
     regular = [one.directory for one in found if not one.directory.name.startswith("best_")]
     whole = [path for path in regular if _fault_in(path, everything=False) is None]
     if not whole:
         raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
     kept = {*whole[:keep], last}
     leaving = [path for path in regular if path not in kept]
-    drafts = [draft for draft in drafts_in(directory) if not is_owned(draft)]
+    drafts = [draft for draft in drafts_in(root) if not is_owned(draft)]
     for path in [*leaving, *drafts]:
-        print(f"{_relative(path, directory)}  {_bytes(sum(file.stat().st_size for file in path.iterdir()))}")
+        print(f"{_relative(path, root)}  {_bytes(nbytes_in(folder_of(path) if path in drafts else path))}")
     if not (leaving or drafts):
         print("there is nothing to remove")
         return
@@ -179,10 +196,10 @@ def prune(
         raise typer.Exit(1)
     for path in leaving:
         remove(path)
-    remove_dead_drafts([directory])
+    remove_dead_drafts([root])
 
 
-def _found_in(directory: Path) -> list[Found]:
+def _found_in(directory: Location) -> list[Found]:
     if not directory.is_dir():
         raise ConfigError(
             f"`DIR` must be a folder, but {directory} {'is a file' if directory.exists() else 'does not exist'}"
@@ -193,14 +210,14 @@ def _found_in(directory: Path) -> list[Found]:
     return found
 
 
-def _last_of(directory: Path) -> tuple[Path | None, list[str]]:
+def _last_of(directory: Location) -> tuple[Location | None, list[str]]:
     try:
         return read_pointer(directory), []
     except ConfigError as error:
         return None, [str(error)]
 
 
-def _fault_in(directory: Path, everything: bool) -> str | None:
+def _fault_in(directory: Location, everything: bool) -> str | None:
     try:
         if everything:
             verify(directory)
@@ -215,7 +232,7 @@ def _facts(found: Found) -> list[str]:
     """Return strategy, epoch, iteration, ranks, and the bytes of the model, of the optimizer and of all."""
     manifest = found.manifest
     if manifest is None:
-        size = sum(path.lstat().st_size for path in found.directory.iterdir())
+        size = nbytes_in(found.directory)
         is_first = is_checkpoint(found.directory) and is_old(found.directory)
         return ["format 1" if is_first else "", *[""] * 5, _bytes(size)]
     meta, sizes = _shown(manifest.meta), _sizes(manifest)
@@ -288,8 +305,11 @@ def _shown(meta: Any) -> dict[str, Any]:
         return {}
 
 
-def _relative(path: Path, directory: Path) -> str:
-    return str(path.relative_to(directory)) if path != directory else path.name
+def _relative(path: Location, directory: Location) -> str:
+    if path == directory:
+        return path.name
+    # Both are on a disk, or both in one bucket.
+    return str(path.relative_to(directory))  # type: ignore[arg-type]
 
 
 def _brief(node: Any) -> str:

@@ -29,6 +29,7 @@ from lockstep.errors import ConfigError, TopologyError, counted
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.loading import loading_torch
 from lockstep.launch.notices import say
+from lockstep.location import require_disk
 from lockstep.report import read_run, write_page
 from lockstep.topology import infer_launcher, read_topology
 
@@ -87,6 +88,7 @@ class Job(RankOptions, ABC):
         if self.strategy is not None:
             cfg.merge_from_dict({"strategy": {"_delete_": True, "type": self.strategy}})
         apply_options(cfg, self.cfg_options or [])
+        require_disk(self.work_dir or cfg.get("work_dir") or "", "work_dir")
         cfg.work_dir = str(self.work_dir or cfg.get("work_dir") or default_work_dir(self.config))
         self.complete(cfg)
         return cfg

@@ -13,6 +13,7 @@ from lockstep.checkpoint import is_checkpoint, remove
 from lockstep.errors import ConfigError
 from lockstep.hooks.rules import check_rule, rule_of
 from lockstep.hooks.storage import check_local
+from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -35,7 +36,8 @@ class CheckpointHook(Hook):
         save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
         save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
         out_dir: where checkpoints go instead of the run's folder: into `out_dir/WORK_DIR/RUN`, by the names of the
-            work_dir and of the run's folder.
+            work_dir and of the run's folder. Also a URL that fsspec can open, such as `s3://BUCKET/NAME`; the records
+            of the run stay in the work_dir.
         max_keep_ckpts: the number of regular checkpoints to keep, of this run and of those that it goes on from in the
             same work_dir; -1 for all.
         save_last: always save at the end of training.
@@ -172,17 +174,17 @@ class CheckpointHook(Hook):
 
         self._write(runner, name, end, epoch=epoch, iteration=iteration, is_last=True)
 
-    def _former_checkpoints(self, runner: TrainRun, template: str) -> list[Path]:
+    def _former_checkpoints(self, runner: TrainRun, template: str) -> list[Location]:
         """Return the regular checkpoints of the runs that this one goes on from, the oldest one first."""
         before, _, after = (self.filename_tmpl or template).partition("{}")
         name = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
-        best = {Path(one["path"]) for one in self._best.values()}
-        found: list[Path] = []
+        best = {str(one["path"]) for one in self._best.values()}
+        found: list[Location] = []
         for run in self._former:
             folder = self._folder(runner).parent / run
             if re.fullmatch(r"[\w.\-]*\d{8}_\d{6}[\w.\-]*", run) and folder.is_dir() and not folder.is_symlink():
-                matches = [(name.fullmatch(path.name), path) for path in folder.iterdir() if is_checkpoint(path)]
-                regular = sorted((int(match[1]), path) for match, path in matches if match and path not in best)
+                matches = [(name.fullmatch(path.name), path) for path in folder.iterdir() if str(path) not in best]
+                regular = sorted((int(match[1]), path) for match, path in matches if match and is_checkpoint(path))
                 found += [path for _, path in regular]
         return found
 
@@ -218,13 +220,13 @@ class CheckpointHook(Hook):
             on_save_error=self.on_save_error, when_ended=end, **how,
         )  # fmt: skip
 
-    def _folder(self, runner: TrainRun) -> Path:
+    def _folder(self, runner: TrainRun) -> Location:
         if self.out_dir is None:
             return runner.run_dir
-        return Path(self.out_dir) / runner.work_dir.name / runner.run_dir.name
+        return locate(self.out_dir) / runner.work_dir.name / runner.run_dir.name
 
 
-def _remove(checkpoint: Path) -> None:
+def _remove(checkpoint: Location) -> None:
     try:
         remove(checkpoint)
     except OSError as error:

@@ -201,7 +201,7 @@ class OwnLoop(TrainLoop):
 
     def _save(self, name: str | None, done: int, async_save: bool) -> None:
         self.runner.save_checkpoint(
-            self.runner.run_dir, name or f"iter_{done}", epoch=self.epoch, iteration=done, async_save=async_save
+            self.runner.checkpoint_dir, name or f"iter_{done}", epoch=self.epoch, iteration=done, async_save=async_save
         )
 
     def _save_what_was_asked_for(self) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import candidates, load_state, read_meta, remove_dead_drafts, verify
+from lockstep.checkpoint.together import on_all
 from lockstep.dataset.random_state import set_random_state
-from lockstep.dist import all_gather_object, get_dist_info, run_on_main
+from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
 from lockstep.errors import ConfigError, counted
+from lockstep.location import Location, RemotePath, locate
 from lockstep.optim.paramwise import param_sites
 from lockstep.optim.scheduler import FormulaScheduler
 from lockstep.runner.arguments import RunnerArguments
@@ -23,20 +25,45 @@ from lockstep.weights import Weights, checkpoint_at
 _logger = logging.getLogger(__name__)
 
 
-def checkpoint_folders(args: RunnerArguments) -> list[Path]:
-    """Return the work_dir, and the folders outside of it in which its checkpoint hooks write."""
+def checkpoint_folders(args: RunnerArguments) -> list[Location]:
+    """Return the work_dir, and the folders outside of it, some in a bucket, in which its checkpoint hooks write."""
     work_dir = Path(args.work_dir)
     hooks = [("", hook) for hook in args.custom_hooks or ()]
-    outside = []
+    outside: list[Location] = []
     for key, hook in [*(args.default_hooks or {}).items(), *hooks]:
         options = hook if isinstance(hook, Mapping) else {"type": type(hook).__name__, **getattr(hook, "__dict__", {})}
         kind = options.get("type", "CheckpointHook" if key == "checkpoint" else None)
         if kind in ("CheckpointHook", "mmengine.CheckpointHook") and options.get("out_dir") is not None:
-            outside.append(Path(options["out_dir"]) / work_dir.name)
+            outside.append(locate(options["out_dir"]) / work_dir.name)
     return [work_dir, *outside]
 
 
-def clear_drafts(folders: Sequence[Path]) -> None:
+def check_writable(folders: Sequence[Location]) -> None:
+    """Write to those of these folders that are in a bucket, so that a fault is not found only by the first save.
+
+    **Collective**: every rank; each writes an empty object, and removes it.
+
+    Raises:
+        ConfigError: on every rank, if some rank can't write.
+    """
+    for folder in folders:
+        if isinstance(folder, RemotePath):
+            on_all(f"{folder} could not be written to", partial(_try_to_write, folder))
+
+
+def _try_to_write(folder: RemotePath) -> None:
+    probe = folder / f".written_by_rank_{get_rank()}"
+    try:
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"`out_dir` of CheckpointHook must be writable, but {error}. Check that the bucket exists, and that each "
+            "rank has credentials to write to it and to remove from it"
+        ) from error
+
+
+def clear_drafts(folders: Sequence[Location]) -> None:
     """Remove what saves have left in these folders that were interrupted by the end of their process.
 
     **Collective**: every rank; rank 0 removes.
@@ -45,7 +72,7 @@ def clear_drafts(folders: Sequence[Path]) -> None:
         _logger.info("removed %s, which an interrupted save had left", draft)
 
 
-def find_resumption(load_from: Weights | None, folders: Sequence[Path]) -> tuple[Path | None, list[str]]:
+def find_resumption(load_from: Weights | None, folders: Sequence[Location]) -> tuple[Location | None, list[str]]:
     """Return the checkpoint to resume from, and what is wrong with those that would have come before it.
 
     It is `load_from` if given; else the last one of the work_dir, or the newest one that is whole. Its bytes are
@@ -81,7 +108,7 @@ def find_resumption(load_from: Weights | None, folders: Sequence[Path]) -> tuple
     return None, []
 
 
-def _fault_in(directory: Path) -> str | None:
+def _fault_in(directory: Location) -> str | None:
     """Return what is wrong with a checkpoint, the same on every rank, or None. **Collective**."""
     rank, world_size = get_dist_info()
     fault = None
@@ -92,14 +119,14 @@ def _fault_in(directory: Path) -> str | None:
     return next((one for one in all_gather_object(fault) if one is not None), None)
 
 
-def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Path | None) -> Mapping[str, Any] | None:
+def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Location | None) -> Mapping[str, Any] | None:
     """Return the given randomness; if it has no seed, with the seed of the run that is resumed."""
     if resume_from is None or (randomness or {}).get("seed") is not None:
         return randomness
     return {**(randomness or {}), "seed": read_meta(resume_from)["seed"]}
 
 
-def resume_run(run: TrainRun, directory: Path) -> None:
+def resume_run(run: TrainRun, directory: Location) -> None:
     """Restore a built run to the state saved in a checkpoint.
 
     **Collective**: every rank.
@@ -153,7 +180,7 @@ def _restore_position(
     position: Mapping[str, Any],
     own: Mapping[str, Any] | None,
     states: Sequence[Mapping[str, Any]],
-    directory: Path,
+    directory: Location,
 ) -> None:
     """Let the loop continue at the saved position, and say what is otherwise than if the run had never stopped."""
     loop = run.train_loop
@@ -223,7 +250,7 @@ def _shift_schedules(run: TrainRun, regular: int) -> None:
 
 
 def _position_of_first_format(
-    run: TrainRun, meta: Mapping[str, Any], own: Mapping[str, Any] | None, directory: Path
+    run: TrainRun, meta: Mapping[str, Any], own: Mapping[str, Any] | None, directory: Location
 ) -> tuple[int, dict[str, Any]]:
     """Return the iterations and the position in a checkpoint of the first format, which counts batches of a rank."""
     loop, iteration, epoch, into = run.train_loop, meta["iter"], meta["epoch"], meta["batches_into_epoch"]
@@ -247,7 +274,7 @@ def _position_of_first_format(
 
 
 def _tell_of_new_parameters(
-    run: TrainRun, groups: list[Mapping[str, Any]], saved: Mapping[str, Any], directory: Path
+    run: TrainRun, groups: list[Mapping[str, Any]], saved: Mapping[str, Any], directory: Location
 ) -> None:
     """Log which parameters in `groups` have no optimizer state in the checkpoint, and so begin with a new one."""
     known = saved["state"] or {name for group in saved["param_groups"] for name in group["params"]}
@@ -259,7 +286,7 @@ def _tell_of_new_parameters(
         _logger.info("%s has no state of the optimizer for %s, whose state begins anew", directory, listed(new))
 
 
-def _check_schedulers(run: TrainRun, meta: dict[str, Any], directory: Path) -> None:
+def _check_schedulers(run: TrainRun, meta: dict[str, Any], directory: Location) -> None:
     saved, present = len(meta["param_schedulers"]), len(run.param_schedulers)
     if saved != present:
         raise ConfigError(

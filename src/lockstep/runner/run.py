@@ -25,6 +25,7 @@ from lockstep.dataset import DataShard
 from lockstep.dist import infer_launcher
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
+from lockstep.location import Location, locate
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper, ParamScheduler
@@ -35,7 +36,7 @@ from lockstep.runner.saving import Saving
 from lockstep.runner.switching import check_switch
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
-from lockstep.weights import Weights, load_weights, locate, save_pretrained
+from lockstep.weights import Weights, load_weights, save_pretrained
 from lockstep.weights.loading import REVISE_KEYS
 from lockstep.weights.writing import MAX_SHARD_SIZE
 
@@ -54,6 +55,8 @@ class Workspace:
         world_size: number of processes.
         seed: the seed of all random numbers.
         run_dir: the folder of this run, within the work_dir.
+        checkpoint_dir: where its checkpoints go by default: the run's folder, or its folder in the `out_dir` of
+            CheckpointHook.
         resume_from: the checkpoint that training resumes from.
         console: where messages are shown; silent on all ranks but 0.
         records: the run's `metrics.jsonl`; rank 0 writes to it.
@@ -69,7 +72,8 @@ class Workspace:
     world_size: int
     seed: int
     run_dir: Path
-    resume_from: Path | None
+    checkpoint_dir: Location
+    resume_from: Location | None
     console: Console
     records: JsonLinesSink
     message_hub: MessageHub
@@ -302,7 +306,7 @@ class TrainRun(Run):
 
     def save_checkpoint(
         self,
-        out_dir: str | Path,
+        out_dir: str | Location,
         filename: str | None = None,
         *,
         epoch: int | None = None,
@@ -315,12 +319,12 @@ class TrainRun(Run):
         async_save: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
         when_ended: Callable[[bool], None] | None = None,
-    ) -> Path:
+    ) -> Location:
         """Save what resuming needs in the folder `filename` of `out_dir`.
 
         Args:
-            out_dir: the folder of the checkpoint; without `filename` the checkpoint itself, relative to the run's
-                folder.
+            out_dir: the folder of the checkpoint, also a URL; without `filename` the checkpoint itself, relative to the
+                run's folder.
             filename: name of the checkpoint.
             epoch: number of complete epochs; by default the run's own count, see `by_epoch`.
             iteration: number of complete iterations; likewise.
@@ -341,7 +345,11 @@ class TrainRun(Run):
         Raises:
             OSError: some rank could not write, also in the asynchronous save before this one.
         """
-        directory = self.run_dir / out_dir if filename is None else Path(out_dir) / filename
+        place = locate(out_dir)
+        if filename is not None:
+            directory = place / filename
+        else:
+            directory = self.run_dir / place if isinstance(place, Path) else place
         epochs, iterations = self._complete(by_epoch=by_epoch)
         epoch = epochs if epoch is None else epoch
         iteration = iterations if iteration is None else iteration

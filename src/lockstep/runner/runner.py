@@ -16,6 +16,7 @@ from torch import nn
 from lockstep.dataset import DataShard, agree_on_shard, build_dataloader
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, Preempted
+from lockstep.location import locate, require_disk
 from lockstep.logging import MessageHub, run_logging, warnings_once
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
@@ -30,7 +31,7 @@ from lockstep.runner.preemption import answering, spare_workers
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.runner.switching import StrategySwitch
 from lockstep.strategy import Strategy, build_strategy
-from lockstep.weights import Weights, load_weights, locate
+from lockstep.weights import Weights, load_weights
 from lockstep.weights.loading import REVISE_KEYS
 from lockstep.weights.writing import MAX_SHARD_SIZE
 
@@ -65,9 +66,10 @@ class Runner(PartsOfRun):
             environment. If a group exists already, it is used.
         env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`, `mp_cfg`, `resource_limit`.
         load_from: a checkpoint, a run's folder or a work_dir, of which the last checkpoint is taken; a folder of
-            HuggingFace's; or a file of weights, safetensors or of `torch.save`. Folders and files of weights may also
-            be URLs that fsspec can open, such as `s3://BUCKET/NAME`.
-        resume: resume from `load_from`, or from the last checkpoint in the work_dir if there is one.
+            HuggingFace's; or a file of weights, safetensors or of `torch.save`. All may also be URLs that fsspec can
+            open, such as `s3://BUCKET/NAME`.
+        resume: resume from `load_from`, or from the last checkpoint in the work_dir, or in the `out_dir` of
+            CheckpointHook, if there is one.
         randomness: `seed`, `deterministic` and `diff_rank_seed`; without the last, all ranks draw the same dropout
             masks.
         compile: compile the model; under FSDP, compile each of its repeated blocks. A dict gives arguments for
@@ -98,6 +100,7 @@ class Runner(PartsOfRun):
     def __init__(self, args: RunnerArguments) -> None:
         self.args = args
         self.cfg = args.cfg
+        require_disk(args.work_dir, "work_dir")
         self.work_dir = Path(args.work_dir)
         self.message_hub = MessageHub()
         self.logger = Workspace.logger
@@ -309,7 +312,9 @@ class Runner(PartsOfRun):
     def _running(self, what: str) -> Iterator[Workspace]:
         """Log to the run's folder, and close what has been opened, even after an error."""
         began = perf_counter()
-        space = self._workspace = self._workspace or start.open_workspace(self.args, self._load_from, self.message_hub)
+        space = self._workspace = self._workspace or start.open_workspace(
+            self.args, self._load_from, self.message_hub, trains=what == "trained"
+        )
         self.message_hub.make_current()
         # The other ranks write only what rank 0 may not have seen.
         file, file_level = ("log.txt", "DEBUG") if space.rank == 0 else (f"log_rank{space.rank}.txt", "WARNING")

@@ -7,12 +7,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.checkpoint import BackgroundSaver, save_state
 from lockstep.dataset.random_state import random_state
 from lockstep.errors import Preempted
+from lockstep.location import Location, RemotePath
 from lockstep.model import unwrap_model
 from lockstep.runner.agreement import Agreement, Request
 from lockstep.weights import describe_model
@@ -47,7 +47,7 @@ class Saving:
 
     def save(
         self,
-        directory: Path,
+        directory: Location,
         epoch: int,
         iteration: int,
         *,
@@ -71,7 +71,7 @@ class Saving:
             if when_ended is not None:
                 when_ended(is_complete)
 
-        last_of = run.work_dir if is_last else None
+        last_of = _root_of(run, directory) if is_last else None
         self._may_fail = on_save_error == "warn"
         if async_save and self._can_save_in_background():
             with self._ended_by(end, at_once=False):
@@ -121,7 +121,7 @@ class Saving:
             _logger.warning("%s: stopped before the first iteration (exit code %d)", stop.reason, stop.EXIT_CODE)
             return
         if run.iter > self.saved_iter:
-            run.save_checkpoint(run.run_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
+            run.save_checkpoint(run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
         _logger.warning(
             "%s: stopped after iteration %d, which is saved. Start again with resume=True to go on (exit code %d)",
             stop.reason, run.iter, stop.EXIT_CODE,
@@ -133,7 +133,7 @@ class Saving:
         self.finish()
         name = f"iter_{run.iter}"
         if run.iter > self.saved_iter:
-            run.save_checkpoint(run.run_dir, name, epoch=run.epoch, iteration=run.iter, on_save_error="warn")
+            run.save_checkpoint(run.checkpoint_dir, name, epoch=run.epoch, iteration=run.iter, on_save_error="warn")
         _logger.info("%s: iteration %d %s", reason, run.iter, "is saved" if run.iter == self.saved_iter else "is not")
         if run.rank == 0:
             (run.work_dir / SAVE_FILE).unlink(missing_ok=True)
@@ -222,6 +222,13 @@ class Saving:
         else:
             if at_once:
                 end(True)
+
+
+def _root_of(run: TrainRun, directory: Location) -> Location:
+    """Return where the pointer to the last checkpoint is kept: the work_dir, or its counterpart in a bucket."""
+    if not isinstance(directory, RemotePath):
+        return run.work_dir
+    return directory.parent.parent if directory.parent.name == run.run_dir.name else directory.parent
 
 
 def _do_nothing(is_complete: bool) -> None:

@@ -24,7 +24,9 @@ from lockstep.weights import Weights
 _logger = logging.getLogger(__name__)
 
 
-def open_workspace(args: RunnerArguments, load_from: Weights | None, message_hub: MessageHub) -> Workspace:
+def open_workspace(
+    args: RunnerArguments, load_from: Weights | None, message_hub: MessageHub, *, trains: bool
+) -> Workspace:
     """Join the other ranks, find the checkpoint to resume from, seed, and create the run's folder.
 
     **Collective**: every rank of the job.
@@ -32,7 +34,9 @@ def open_workspace(args: RunnerArguments, load_from: Weights | None, message_hub
     join_ranks(args.launcher, args.env_cfg)
     rank, world_size = get_dist_info()
     folders = resuming.checkpoint_folders(args)
-    resuming.clear_drafts(folders)  # first of all: they may fill the disk
+    if trains:
+        resuming.check_writable(folders)
+    resuming.clear_drafts(folders if trains else folders[:1])  # first of all: they may fill the disk
     resume_from, skipped = resuming.find_resumption(load_from, folders) if args.resume else (None, [])
     work_dir = Path(args.work_dir)
     run_dir = make_run_dir(work_dir, args.experiment_name)
@@ -47,6 +51,7 @@ def open_workspace(args: RunnerArguments, load_from: Weights | None, message_hub
         world_size=world_size,
         seed=seed,
         run_dir=run_dir,
+        checkpoint_dir=folders[1] / run_dir.name if folders[1:] else run_dir,
         resume_from=resume_from,
         skipped=skipped,
         console=open_console(speaks=rank == 0),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from lockstep.location import RemotePath, locate
 from lockstep.weights.description import describe_model
 from lockstep.weights.export import Exported, export_checkpoint
 from lockstep.weights.loading import Weights, load_checkpoint, load_weights
-from lockstep.weights.location import RemotePath, locate
 from lockstep.weights.saving import save_pretrained
 from lockstep.weights.selection import told_left_out
 from lockstep.weights.source import check_weights, checkpoint_at, find_checkpoint, open_source

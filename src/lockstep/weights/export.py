@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import read_infos, read_meta, read_tensors
 from lockstep.errors import ConfigError
-from lockstep.weights.location import Location, locate
+from lockstep.location import Location, locate
 from lockstep.weights.safetensors_file import TensorInfo
 from lockstep.weights.selection import Selection, select
 from lockstep.weights.source import find_checkpoint
@@ -42,7 +42,7 @@ class Exported(NamedTuple):
         left_out: names of weights that have not been written.
     """
 
-    checkpoint: Path
+    checkpoint: Location
     out: Location
     tensors: int
     nbytes: int
@@ -123,7 +123,7 @@ class _CheckpointWeights:
         infos: shape and dtype of each weight, by name.
     """
 
-    def __init__(self, path: Path, ema: bool | None) -> None:
+    def __init__(self, path: Location, ema: bool | None) -> None:
         self.path = path
         self.meta = read_meta(path)
         parts = dict.fromkeys(read_infos(path, "model"), "model")
@@ -142,11 +142,12 @@ class _CheckpointWeights:
             yield from read_tensors(self.path, part, some)
 
 
-def _checkpoint(path: str | Path) -> Path:
+def _checkpoint(path: str | Path) -> Location:
     location = locate(path)
-    if not isinstance(location, Path):
-        raise ConfigError(f"`CKPT` must be a checkpoint on a disk, but is {location}. Copy it first")
-    found = find_checkpoint(location)
+    try:
+        found = find_checkpoint(location)
+    except OSError as error:
+        raise ConfigError(f"`CKPT` must be a checkpoint, but {error}") from error
     if found is None:
         what = (
             "holds no complete checkpoint"

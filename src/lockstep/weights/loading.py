@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import load_state, read_shapes
 from lockstep.errors import ConfigError
+from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.strategy import Strategy
-from lockstep.weights.location import Location, locate
 from lockstep.weights.source import Source, find_checkpoint, open_source
 from lockstep.weights.ties import tied_names
 

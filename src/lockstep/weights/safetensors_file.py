@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.weights.location import Location, read_into, size_of, write_bytes
+from lockstep.location import Location, read_into, size_of, write_bytes
 
 _DTYPES = {
     "BOOL": torch.bool,

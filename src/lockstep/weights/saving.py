@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.dist import is_main_process, run_on_main
+from lockstep.location import locate
 from lockstep.weights.description import describe_model
-from lockstep.weights.location import locate
 from lockstep.weights.safetensors_file import TensorInfo
 from lockstep.weights.selection import select, told_left_out
 from lockstep.weights.writing import SafetensorsWriter, check_new, plan_shards, read_size

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Protocol
 
 from torch import Tensor
 
-from lockstep.checkpoint import find_last_checkpoint, is_checkpoint, read_meta
+from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta
 from lockstep.errors import ConfigError
-from lockstep.weights.location import Location
+from lockstep.location import Location
 from lockstep.weights.safetensors_file import SafetensorsFile, TensorInfo
 from lockstep.weights.torch_file import TorchFile
 
@@ -60,32 +60,26 @@ class ShardedFiles:
         return self._files[name].read(name, rows)
 
 
-def find_checkpoint(location: Location) -> Path | None:
+def find_checkpoint(location: Location) -> Location | None:
     """Return the checkpoint that a path means; None if it means none.
 
     This is the path itself, the last checkpoint of a work_dir, or the one with the most iterations in a run's folder.
     """
-    if not isinstance(location, Path) or not location.is_dir():
+    if not location.is_dir():
         return None
     if is_checkpoint(location):
         return location
     last = find_last_checkpoint(location)
     if last is not None:
         return last
-    saved = [folder for folder in location.iterdir() if not folder.name.startswith(".") and is_checkpoint(folder)]
-    return max(saved, key=lambda folder: (read_meta(folder).get("iter", 0), folder.stat().st_mtime), default=None)
+    saved = [one for one in find_checkpoints([location]) if one.directory.parent == location]
+    complete = [one for one in saved if is_checkpoint(one.directory)]
+    latest = max(complete, key=lambda one: (read_meta(one.directory).get("iter", 0), one.time), default=None)
+    return None if latest is None else latest.directory
 
 
-def checkpoint_at(location: Location) -> Path:
-    """Return the checkpoint that a path means, or the path itself if it means none.
-
-    Raises:
-        ConfigError: it is a URL; whole checkpoints are read from a disk.
-    """
-    if not isinstance(location, Path):
-        raise ConfigError(
-            f"`load_from` must be a checkpoint on a disk to resume from, but is {location}. Copy it first"
-        )
+def checkpoint_at(location: Location) -> Location:
+    """Return the checkpoint that a path means, or the path itself if it means none."""
     return find_checkpoint(location) or location
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.weights.location import Location
+from lockstep.location import Location
 from lockstep.weights.safetensors_file import TensorInfo
 
 _HOLDERS = ("state_dict", "model")

@@ -12,7 +12,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.weights.location import Location
+from lockstep.location import Location
 from lockstep.weights.safetensors_file import TensorInfo, write_header, write_tensor
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -1,0 +1,76 @@
+"""Checkpoints that are being written or removed, on a disk or in a bucket: which of the two is decided here.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.checkpoint import bucket, folder
+from lockstep.location import Location
+
+
+class Draft(Protocol):
+    """A checkpoint that is being written."""
+
+    @property
+    def folder(self) -> Location:
+        """Where its files are to be written."""
+
+    @property
+    def ending(self) -> str:
+        """The end of the names of its data files."""
+
+    def publish(self, manifest: bytes, sizes: Mapping[str, int]) -> None:
+        """Make it a checkpoint, whose manifest and data files, with their sizes, are given."""
+
+    def discard(self) -> None:
+        """Remove what there is of it."""
+
+
+def make_draft(directory: Location) -> Draft:
+    """Begin to write a checkpoint, to which `directory` will lead."""
+    return folder.FolderDraft(directory) if isinstance(directory, Path) else bucket.BucketDraft(directory)
+
+
+def remove(directory: Location) -> None:
+    """Remove a checkpoint; if this is interrupted, what is left is a draft."""
+    if isinstance(directory, Path):
+        folder.remove(directory)
+    else:
+        bucket.remove(directory)
+
+
+def remove_dead_drafts(roots: Sequence[Location]) -> list[Location]:
+    """Remove the drafts in these folders, and in folders in them, whose owners have ended; return them.
+
+    A draft of another host is removed if nothing was written to it for an hour, in a bucket for a day.
+    """
+    removed = []
+    for root in roots:
+        for draft in drafts_in(root):
+            if not is_owned(draft):
+                if isinstance(draft, Path):
+                    folder.discard(draft)
+                else:
+                    bucket.discard(draft)
+                removed.append(draft)
+    return removed
+
+
+def drafts_in(root: Location) -> Iterator[Location]:
+    """Yield the drafts in a folder and in the folders in it."""
+    return folder.drafts_in(root) if isinstance(root, Path) else bucket.drafts_in(root)
+
+
+def is_owned(draft: Location) -> bool:
+    """Return whether the process that made a draft may still need it."""
+    return folder.is_owned(draft) if isinstance(draft, Path) else bucket.is_owned(draft)
+
+
+def folder_of(draft: Location) -> Location:
+    """Return the folder in which the files of a draft are."""
+    return draft if isinstance(draft, Path) else bucket.marked_by(draft)

@@ -1,0 +1,180 @@
+"""The files of a checkpoint: read plainly, without following links, and written so that they last.
+
+What differs between a disk and a bucket when a file is read or written stands here. A bucket has no links; an object
+is durable, and visible at all, when the whole of it has arrived. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from lockstep.errors import ConfigError
+from lockstep.location import Location, RangeFile, RemotePath, size_of
+
+DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
+_FLUSH = 32 << 20  # bytes that are written before the disk is asked to take them
+
+PlainFile: TypeAlias = FileIO | RangeFile
+
+
+class Writer(Protocol):
+    """A file that is being written."""
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Write all of the bytes that follow."""
+
+
+def is_there(path: Location) -> bool:
+    """Return whether a folder has such a name, even if it is that of a link that leads nowhere."""
+    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+
+
+def modified(path: Location) -> float:
+    """Return when a file was written, in seconds since 1970."""
+    return path.modified() if isinstance(path, RemotePath) else path.lstat().st_mtime
+
+
+def sizes_in(folder: Location) -> dict[str, int]:
+    """Return the sizes of what lies directly in a folder, by name."""
+    if isinstance(folder, RemotePath):
+        return {entry.name: entry.size for entry in folder.entries()}
+    return {path.name: path.lstat().st_size for path in folder.iterdir()}
+
+
+def nbytes_in(folder: Location) -> int:
+    """Return the number of bytes of the files that lie directly in a folder."""
+    return sum(sizes_in(folder).values())
+
+
+def read_plain_file(path: Location) -> bytes:
+    """Return what is in a file that is neither a link nor anything else than a file.
+
+    Raises:
+        ConfigError: it is not a plain file, or cannot be read.
+    """
+    if isinstance(path, Path):
+        require_plain_file(path)
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} must be there, but is not. {DAMAGED}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}. {DAMAGED}") from error
+
+
+def require_plain_files(folder: Location, sizes: Mapping[str, int]) -> None:
+    """Check that files of a checkpoint are files, and have their sizes.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    if isinstance(folder, Path):
+        for name, size in sizes.items():
+            require_plain_file(folder / name, size)
+        return
+    found = sizes_in(folder)  # in one request
+    for name, size in sizes.items():
+        if name not in found:
+            raise ConfigError(f"{folder / name} must have {size} bytes, but is not there. {DAMAGED}")
+        _require_size(folder / name, found[name], size)
+
+
+def require_plain_file(path: Location, size: int | None = None) -> None:
+    """Check that a file of a checkpoint is a file, and has its size.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    wanted = "be there" if size is None else f"have {size} bytes"
+    if isinstance(path, RemotePath):
+        try:
+            _require_size(path, size_of(path), size)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path} must {wanted}, but is not there. {DAMAGED}") from error
+        return
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"{path} must {wanted}, but is not there ({error.strerror}). {DAMAGED}") from error
+    if stat.S_ISLNK(found.st_mode):
+        raise ConfigError(
+            f"{path} must be a file, but is a link: links are not followed in a checkpoint. Replace it by what it "
+            "leads to"
+        )
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path} must be a file, but is something else. {DAMAGED}")
+    _require_size(path, found.st_size, size)
+
+
+def open_plainly(path: Location) -> PlainFile:
+    """Open a file of a checkpoint for reading, unless it is a link."""
+    if isinstance(path, RemotePath):
+        return RangeFile(path)
+    return FileIO(path, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0)))
+
+
+@contextmanager
+def writing(path: Location, size: int) -> Iterator[Writer]:
+    """Write a new file; when the block has ended, it is on the disk or in the bucket.
+
+    Args:
+        path: the file.
+        size: about how many bytes it will have.
+    """
+    if isinstance(path, RemotePath):
+        with path.sending(size) as sender:
+            yield sender
+        return
+    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as flusher:
+        durable = _DurableFile(file, flusher)
+        yield durable
+        durable.finish()
+
+
+class _DurableFile:
+    """A file on a disk, which takes what has been written while more is written."""
+
+    def __init__(self, file: FileIO, flusher: ThreadPoolExecutor) -> None:
+        self._file, self._flusher = file, flusher
+        self._flush, self._flushed = flusher.submit(os.fsync, file.fileno()), 0
+
+    def write(self, content: bytes | memoryview) -> None:
+        done = 0
+        while done < len(content):
+            done += self._file.write(content[done:])
+        if self._file.tell() - self._flushed > _FLUSH and self._flush.done():
+            self._flush, self._flushed = self._flusher.submit(os.fsync, self._file.fileno()), self._file.tell()
+
+    def finish(self) -> None:
+        """Wait until the disk has all of it."""
+        self._flush.result()
+        os.fsync(self._file.fileno())
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file, and wait until the disk has it."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_size(path: Location, found: int, size: int | None) -> None:
+    if size is not None and found != size:
+        raise ConfigError(f"{path} must have {size} bytes, but has {found}. {DAMAGED}")

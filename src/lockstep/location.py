@@ -1,0 +1,327 @@
+"""Where files lie: on a disk, or behind a URL that fsspec understands. Only this module knows fsspec."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, NamedTuple, TypeAlias
+
+from lockstep.errors import ConfigError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_LIKE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also what `Path` makes of a URL
+_PACKAGES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+_CHUNK = 16 * 2**20
+_PARTS = 9000  # of an object that is sent; S3 takes 10,000
+_WINDOW = 4 * 2**20  # bytes that are fetched at once where short ranges are read one after the other
+_AT_ONCE = 16  # objects that are removed at a time
+
+
+class Entry(NamedTuple):
+    """What lies directly in a folder: its name, whether it is a folder, and its number of bytes."""
+
+    name: str
+    is_dir: bool
+    size: int
+
+
+class RemotePath(NamedTuple):
+    """A file or folder that fsspec reaches, with the methods of `pathlib.Path` that weights and checkpoints need.
+
+    Listings are never taken from a cache of the filesystem: other processes write, too.
+
+    Attributes:
+        url: the whole URL, such as `s3://bucket/net.safetensors`.
+        path: the path in the filesystem.
+        fs: the filesystem, an `fsspec.AbstractFileSystem`.
+
+    Raises:
+        OSError: from each method, whatever the filesystem itself raises; FileNotFoundError if that is what it says.
+
+    **Source**: `fsspec.core.url_to_fs`.
+    """
+
+    url: str
+    path: str
+    fs: Any
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str | PurePosixPath) -> RemotePath:
+        return RemotePath(f"{self.url.rstrip('/')}/{name}", f"{self.path.rstrip('/')}/{name}", self.fs)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The ending of the name, with its dot."""
+        return Path(self.name).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder that it is in; of a bucket, itself."""
+        inner = self.path.rstrip("/").rpartition("/")[0]
+        if not inner.strip("/"):
+            return self
+        return RemotePath(self.url.rstrip("/").rpartition("/")[0], inner, self.fs)
+
+    def relative_to(self, folder: RemotePath) -> PurePosixPath:
+        """Return the path from a folder to it.
+
+        Raises:
+            ValueError: it does not lie in the folder.
+        """
+        return PurePosixPath(self.path).relative_to(PurePosixPath(folder.path))
+
+    def exists(self) -> bool:
+        """Return whether there is such a file or folder."""
+        with self._reached():
+            return bool(self.fs.exists(self.path))
+
+    def is_file(self) -> bool:
+        """Return whether it is a file."""
+        with self._reached():
+            return bool(self.fs.isfile(self.path))
+
+    def is_dir(self) -> bool:
+        """Return whether it is a folder."""
+        with self._reached():
+            return bool(self.fs.isdir(self.path))
+
+    def is_symlink(self) -> bool:
+        """Return False: there are no links."""
+        return False
+
+    def entries(self) -> list[Entry]:
+        """Return what lies directly in the folder."""
+        with self._reached():
+            found = self.fs.ls(self.path, detail=True)
+        own = self.path.strip("/")
+        return [
+            Entry(str(one["name"]).rstrip("/").rpartition("/")[2], one["type"] == "directory", int(one["size"] or 0))
+            for one in found
+            if str(one["name"]).strip("/") != own  # the folder itself, as some list it
+        ]
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Yield the files and folders within."""
+        yield from (self / entry.name for entry in self.entries())
+
+    def files(self) -> list[RemotePath]:
+        """Return all files in the folder and in folders within."""
+        with self._reached():
+            found = [PurePosixPath(one) for one in self.fs.find(self.path)]
+        return [self / one.relative_to(PurePosixPath(self.path)) for one in found]
+
+    def open(self, mode: str) -> IO[bytes]:
+        """Open it as a file of bytes."""
+        with self._reached():
+            opened: IO[bytes] = self.fs.open(self.path, mode)
+            return opened
+
+    @contextmanager
+    def sending(self, size: int) -> Iterator[Sender]:
+        """Open a new file, which appears when the block ends; if the block raises, nothing does.
+
+        Args:
+            size: about how many bytes will be written, for the size of the parts in which they are sent.
+
+        **Cost**: memory for a part of 16 MiB; of objects of more than 140 GiB, for one in 9000 parts of it.
+        """
+        with self._reached():
+            file = self.fs.open(self.path, "wb", block_size=max(_CHUNK, -(-size // _PARTS)))
+        try:
+            yield Sender(self, file)
+            with self._reached():
+                file.close()
+        except BaseException:
+            with suppress(Exception):
+                file.discard()
+            with suppress(Exception):
+                file.closed = True  # else it sends the rest when it is collected
+            raise
+
+    def read_bytes(self) -> bytes:
+        """Return the content of the file."""
+        with self._reached():
+            content: bytes = self.fs.cat_file(self.path)
+            return content
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write the file as a whole: others see what was there before, or all of the content."""
+        with self._reached():
+            self.fs.pipe_file(self.path, content)
+
+    def unlink(self) -> None:
+        """Remove the file."""
+        with self._reached():
+            self.fs.rm_file(self.path)
+
+    def modified(self) -> float:
+        """Return when the file was written, in seconds since 1970."""
+        with self._reached():
+            return float(self.fs.modified(self.path).timestamp())
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Turn what the filesystem raises into an OSError that names the URL."""
+        try:
+            self.fs.invalidate_cache()
+            yield
+        except Exception as error:  # each filesystem has errors of its own
+            why = f"{type(error).__name__}: {error}".rstrip(": ")
+            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+            raise kind(f"{self.url} cannot be reached: {why}") from error
+
+
+class Sender(NamedTuple):
+    """A remote file that is being written."""
+
+    location: RemotePath
+    file: Any
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Write the bytes that follow."""
+        with self.location._reached():
+            self.file.write(content)
+
+
+Location: TypeAlias = Path | RemotePath
+
+
+class RangeFile(io.RawIOBase):
+    """A remote file that is read by ranges: long ones by themselves, short ones out of a window.
+
+    **Cost**: a request for each range of at least 1 MiB, and for each 4 MiB of shorter ones; memory of at most 16 MiB.
+    """
+
+    def __init__(self, location: RemotePath) -> None:
+        self.name = str(location)
+        self._location = location
+        self._at = self._begin = 0
+        self._window = b""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, position: int, whence: int = 0, /) -> int:
+        """Go to a position from the beginning."""
+        assert whence == 0, "positions count from the beginning"
+        self._at = position
+        return position
+
+    def readinto(self, target: Any, /) -> int:
+        """Fill `target` with the bytes that follow; OSError if there are fewer."""
+        view = memoryview(target)
+        if len(view) >= _WINDOW // 4:
+            read_into(self._location, self._at, view)
+        else:
+            end = self._at + len(view)
+            if not self._begin <= self._at <= end <= self._begin + len(self._window):
+                self._begin, self._window = self._at, _range(self._location, self._at, self._at + _WINDOW)
+            view[:] = self._window[self._at - self._begin : end - self._begin]
+        self._at += len(view)
+        return len(view)
+
+
+def locate(path: str | Location) -> Location:
+    """Return where a path or a URL leads.
+
+    Example:
+        >>> locate("work_dirs/net.pth").name, locate("memory://bucket/net.pth").suffix
+        ('net.pth', '.pth')
+
+    Raises:
+        ConfigError: fsspec or the package that it needs for such a URL is not installed, or it does not know such URLs.
+    """
+    if not isinstance(path, str) or not _URL.match(path):
+        return path if isinstance(path, RemotePath) else Path(path)
+    protocol = path.partition("://")[0]
+    try:
+        from fsspec.core import url_to_fs
+
+        fs, inner = url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        extra = _PACKAGES.get(protocol)
+        remedy = f"Install it with: pip install 'lockstep-engine[{extra}]'" if extra else "Give a path on a disk"
+        raise ConfigError(f"{path} must be a path or a URL that fsspec can open, but: {error}. {remedy}") from error
+    except Exception as error:  # the filesystem connects, and each has errors of its own
+        raise ConfigError(f"{path} cannot be reached: {type(error).__name__}: {error}") from error
+    if protocol in ("file", "local"):
+        return Path(inner)
+    return RemotePath(path.rstrip("/") if inner.strip("/") else path, inner, fs)
+
+
+def require_disk(path: str | Path, argument: str) -> None:
+    """Check that a path is no URL.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if _LIKE_URL.match(str(path)):
+        raise ConfigError(
+            f"`{argument}` must be a folder on a disk, but is {path}. Checkpoints may go to a bucket, by the `out_dir` "
+            "of CheckpointHook, and weights by `lockstep export`"
+        )
+
+
+def size_of(location: Location) -> int:
+    """Return the size of a file in bytes."""
+    if isinstance(location, Path):
+        return location.stat().st_size
+    with location._reached():
+        return int(location.fs.size(location.path))
+
+
+def read_into(location: Location, start: int, target: memoryview) -> None:
+    """Fill `target` with the bytes of a file from `start` on.
+
+    **Cost**: for a file on a disk, no memory; else 16 MiB.
+
+    Raises:
+        OSError: the file cannot be read, or ends before.
+    """
+    if isinstance(location, Path):
+        with location.open("rb", buffering=0) as file:
+            file.seek(start)
+            done = 0
+            while done < len(target):
+                count = file.readinto(target[done:])
+                if not count:
+                    raise OSError(f"{location} ends at byte {start + done}, before {start + len(target)}")
+                done += count
+        return
+    for begin in range(0, len(target), _CHUNK):
+        end = min(begin + _CHUNK, len(target))
+        read = _range(location, start + begin, start + end)
+        if len(read) != end - begin:
+            raise OSError(f"{location} ends at byte {start + begin + len(read)}, before {start + len(target)}")
+        target[begin:end] = read
+
+
+def write_bytes(file: IO[bytes], content: memoryview) -> None:
+    """Write to an open file in chunks, because a file of fsspec buffers what it gets at once."""
+    for begin in range(0, len(content), _CHUNK):
+        file.write(content[begin : begin + _CHUNK])
+
+
+def unlink_all(locations: Iterable[RemotePath]) -> None:
+    """Remove remote files, several at a time."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for _ in pool.map(RemotePath.unlink, locations):
+            pass
+
+
+def _range(location: RemotePath, start: int, end: int) -> bytes:
+    with location._reached():
+        content: bytes = location.fs.cat_file(location.path, start=start, end=end)
+        return content
