@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,16 @@ class _Object:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+@contextmanager
+def watched(before: Callable[[str, str], object]) -> Iterator[None]:
+    """Call a function before each change of a bucket by this process."""
+    usual, Bucket.before = Bucket.before, staticmethod(before)
+    try:
+        yield
+    finally:
+        Bucket.before = staticmethod(usual)
 
 
 fsspec.register_implementation("bucket", Bucket, clobber=True)
