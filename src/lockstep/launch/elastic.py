@@ -143,11 +143,12 @@ class _Agent(LocalElasticAgent):
         super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._awaits_cause(worker_group) or self._awaits_preempted(worker_group):
+        reports = {failure.local_rank: failure for failure in self._recorded(worker_group)}
+        statuses = {worker.local_rank: _exit_status(worker.id) for worker in worker_group.workers}
+        if self._awaits_cause(reports, statuses) or self._awaits_preempted(reports, statuses):
             return RunResult(state=WorkerState.HEALTHY)
-        recorded = {failure.local_rank: failure for failure in self._recorded(worker_group)}
-        preempted = {rank for rank, failure in recorded.items() if is_preempted(failure)}
-        if any(_exit_status(worker.id) and worker.local_rank not in preempted for worker in worker_group.workers):
+        preempted = {rank for rank, report in reports.items() if is_preempted(report)}
+        if any(status for rank, status in statuses.items() if rank not in preempted):
             self._stopped.touch()  # torch now stops the others
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed() and all(map(is_preempted, result.failures.values())):
@@ -163,26 +164,23 @@ class _Agent(LocalElasticAgent):
                 say(f"{describe(result.failures, self._log_dir)}\n\nStarting all ranks again ({count} of {total}).")
         return result
 
-    def _awaits_cause(self, worker_group: WorkerGroup) -> bool:
+    def _awaits_cause(self, reports: Mapping[int, ProcessFailure], statuses: Mapping[int, int | None]) -> bool:
         """Return whether all reports so far blame another rank, and that rank has not reported its cause yet."""
-        recorded = self._recorded(worker_group)
-        if not recorded or not all(is_follow_up(failure) for failure in recorded):
+        if not reports or not all(map(is_follow_up, reports.values())):
             return False
-        reported = {failure.local_rank for failure in recorded}
-        silent = [worker for worker in worker_group.workers if worker.local_rank not in reported]
-        if not silent or any(_exit_status(worker.id) is not None for worker in silent):
+        silent = [status for rank, status in statuses.items() if rank not in reports]
+        if not silent or any(status is not None for status in silent):
             return False
         self._cause_awaited_since = self._cause_awaited_since or time.monotonic()
         return time.monotonic() - self._cause_awaited_since < _SECONDS_FOR_CAUSE
 
-    def _awaits_preempted(self, worker_group: WorkerGroup) -> bool:
+    def _awaits_preempted(self, reports: Mapping[int, ProcessFailure], statuses: Mapping[int, int | None]) -> bool:
         """Return whether some ranks have stopped at a signal, and the others are about to."""
-        recorded = self._recorded(worker_group)
-        if not recorded or not all(map(is_preempted, recorded)):
+        if not reports or not all(map(is_preempted, reports.values())):
             return False
-        statuses = [_exit_status(worker.id) for worker in worker_group.workers]
-        if None not in statuses or statuses.count(None) + len(recorded) < len(statuses):
-            return False
+        silent = [status for rank, status in statuses.items() if rank not in reports]
+        if None not in statuses.values() or any(status is not None for status in silent):
+            return False  # all have ended, or one has ended otherwise
         self._preempted_since = self._preempted_since or time.monotonic()
         return time.monotonic() - self._preempted_since < self._shutdown_timeout
 
