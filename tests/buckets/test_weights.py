@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +15,19 @@ from lockstep.weights import export_checkpoint, load_checkpoint, locate
 
 from ..weights.test_export import Tied, content, equal, train
 from ..weights.test_files import write
+from .conftest import run_job
 
 FORMS = [("safetensors", "one.safetensors"), ("torch", "net.pth"), ("safetensors", "a/b")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    """Run a server with one bucket, to which variables lead."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(600):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-            patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-                patch.setenv(name, "testing")
-            s3fs.S3FileSystem().mkdir("weights")  # its threads stay from here on
-            yield
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def run_job(*words: Any) -> None:
-    """Run `job.py` on two ranks, which the rank pool would blame for the threads of s3fs."""
-    job = [sys.executable, "-m", "lockstep", "launch", str(Path(__file__).with_name("job.py")), "--nproc", "2", "--"]
-    done = subprocess.run([*job, *map(str, words)], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 def test_a_model_is_saved_to_a_bucket_and_loaded_from_it(tmp_path: Path) -> None:
-    run_job(tmp_path / "work", "save", "s3://weights/saved")
+    run_job("weights_job.py", tmp_path / "work", "save", "s3://weights/saved")
     names = sorted(path.rpartition("/")[2] for path in s3fs.S3FileSystem().ls("weights/saved"))
     assert names[-1] == "model.safetensors.index.json"
     assert len(names) > 2
     export_checkpoint(tmp_path / "work", tmp_path / "exported")
     assert equal(content(locate("s3://weights/saved")), content(tmp_path / "exported"))
-    run_job(tmp_path / "again", "load", "s3://weights/saved")
+    run_job("weights_job.py", tmp_path / "again", "load", "s3://weights/saved")
     export_checkpoint(tmp_path / "again", tmp_path / "unchanged")
     assert equal(content(tmp_path / "unchanged"), content(tmp_path / "exported"))
 

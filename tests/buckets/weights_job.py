@@ -1,4 +1,4 @@
-"""Train, and save to or load from a bucket: `job.py WORK_DIR save|load URL`."""
+"""Train, and save to or load from a bucket: `weights_job.py WORK_DIR save|load URL`."""
 
 from __future__ import annotations
 
