@@ -110,9 +110,7 @@ def test_a_server_that_goes_away_ends_a_run(tmp_path: Path, monkeypatch: pytest.
             monkeypatch.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()  # which know the other server
         s3fs.S3FileSystem().mkdir("elsewhere")
-        with pytest.raises(
-            OSError, match=r"epoch_1 could not be written: rank 0: s3://elsewhere/runs/net/.* cannot be"
-        ):
+        with pytest.raises(OSError, match=r"epoch_1 could not be written: rank 0: s3://elsewhere/runs/net/.* can"):
             train(tmp_path / "net", "s3://elsewhere/runs", 2)
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -123,7 +121,7 @@ def test_a_server_that_goes_away_ends_a_run(tmp_path: Path, monkeypatch: pytest.
         (
             "s3://no-such-bucket/runs",
             {},
-            r"The specified bucket does not exist.* Check that the bucket exists, and that",
+            r"The specified bucket does not exist.* Check that the bucket exists, and",
         ),
         ("s3://runs/x", {"AWS_ACCESS_KEY_ID": ""}, r"s3://runs/x/.* Unable to locate credentials.* has credentials to"),
         ("gs://runs/x", {}, r"gs://runs/x must be .*pip install 'lockstep-engine\[gs\]'"),

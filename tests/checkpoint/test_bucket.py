@@ -410,7 +410,7 @@ def test_a_rank_reads_only_what_it_needs(tmp_path: Path):
     assert all(torch.equal(loaded[name], value) for name, value in small.items())
     assert sum(end - start for _, start, end in Bucket.ranges) < 24_000_000 + 10 * 2**20
     assert len(Bucket.ranges) < 12
-    assert max(end - start for _, start, end in Bucket.ranges) == 16 * 2**20
+    assert max(end - start for _, start, end in Bucket.ranges) == 4 * 2**20
     if get_rank() == 0:
         Bucket.ranges.clear()
         ((_, tensor),) = read_tensors(directory, "model", ["s77"])

@@ -67,7 +67,7 @@ def save_state(
         last_of: the work_dir, or the folder in the bucket, whose last checkpoint it becomes; None for none.
 
     **Collective**: every rank. **Cost**: each rank writes its share, and needs 1 MiB of memory for it if tensors are
-    contiguous; 48 MiB more for a bucket. Between ranks only the plan is sent.
+    contiguous; about 80 MiB more for a bucket. Between ranks only the plan is sent.
 
     Raises:
         ConfigError: on every rank, if a value on some rank can't be saved; the message names it.
