@@ -15,5 +15,6 @@ def check_local(what: str, **given: object) -> None:
         if value is not None and value != {"backend": "local"}:
             raise ConfigError(
                 f"`{name}` must be None, but is {value!r}: {what} are written through the file system. Mount the "
-                "storage, and give its folder as the Runner's `work_dir`"
+                "storage, and give its folder as the Runner's `work_dir`. Checkpoints may go to a URL, by `out_dir` of "
+                "CheckpointHook"
             )
