@@ -248,11 +248,18 @@ def locate(path: str | Location) -> Location:
         ('net.pth', '.pth')
 
     Raises:
-        ConfigError: fsspec or the package that it needs for such a URL is not installed, or it does not know such URLs.
+        ConfigError: fsspec or the package that it needs for such a URL is not installed, or it does not know such URLs;
+            or it is a `Path` made of a URL, or names no bucket.
     """
+    if isinstance(path, Path) and _LIKE_URL.match(str(path)):
+        raise ConfigError(f"a URL must be given as a string, but is {path!r}, a path on the disk")
     if not isinstance(path, str) or not _URL.match(path):
         return path if isinstance(path, RemotePath) else Path(path)
-    protocol = path.partition("://")[0]
+    protocol, _, inner = path.partition("://")
+    if protocol in _PACKAGES:
+        path = f"{protocol}://{re.sub('//+', '/', inner)}"
+        if not inner.strip("/"):
+            raise ConfigError(f"{path} must name a bucket, as in {protocol}://BUCKET/NAME")
     try:
         from fsspec.core import url_to_fs
 

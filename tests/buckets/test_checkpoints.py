@@ -71,6 +71,17 @@ def test_large_checkpoints_are_sent_in_parts_and_read_by_ranges():
     assert names("s3://runs/large") == ["epoch_1/manifest.json", "epoch_1/rank_0.2.safetensors", "last_checkpoint"]
 
 
+@pytest.mark.parametrize("url", ["s3://runs/a b[1]*?ü%20#x", "s3://runs//deep//er/", "s3://runs/"])
+def test_any_name_will_do(url: str, tmp_path: Path):
+    first = train(tmp_path / "one" / "n[e]t", url, 1, resume=True)
+    assert sorted(first) == list(range(8))
+    second = train(tmp_path / "two" / "n[e]t", url, 2, resume=True, max_keep_ckpts=1)
+    assert sorted(second) == list(range(8, 16))
+    root = locate(url) / "n[e]t"
+    assert [one.directory.name for one in find_checkpoints([root])] == ["epoch_2"]
+    assert len(names(str(root))) == 3
+
+
 def test_the_commands(tmp_path: Path):
     root = locate("s3://runs/commands")
     for number in (1, 2, 3):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +36,7 @@ from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hook
 from lockstep.location import locate
-from lockstep.runner import Runner, Session
+from lockstep.runner import Runner, Session, start
 from lockstep.runner.resuming import find_resumption
 from lockstep.testing import ranks
 from lockstep.weights import export_checkpoint, load_checkpoint
@@ -189,7 +189,6 @@ def test_a_run_goes_on_on_a_fresh_machine(strategy: str, async_save: bool, tmp_p
         {"manifest.json", "rank_0.safetensors"} | ({"rank_1.safetensors"} if strategy == "fsdp" else set())
     )
     assert not list(first.run_dir.glob("**/manifest.json"))
-    time.sleep(1.1)  # so that the runs' folders have different names
     second = train(tmp_path / "two" / "net", 5, resume=True, **options)
     assert min(second.losses) == 3 * per_epoch
     assert second.losses == pytest.approx({i: whole[i] for i in second.losses}, rel=1e-6)
@@ -493,8 +492,32 @@ def test_the_work_dir_is_on_a_disk(url: Any, tmp_path: Path, monkeypatch: pytest
     assert names(tmp_path) == {"config.py"}
 
 
-def test_a_file_url_is_a_path_on_the_disk(tmp_path: Path):
+def test_a_run_never_takes_the_name_of_another_in_the_bucket(tmp_path: Path):
+    class Noon:
+        @staticmethod
+        def now() -> datetime:
+            return datetime(2026, 1, 1, 12)
+
+    with patch.object(start, "datetime", Noon):
+        for machine in ("one", "two", "three"):
+            train(tmp_path / machine / "net", 2, resume=True, **saving(tmp_path / "runs", max_keep_ckpts=1))
+    assert names(tmp_path / "runs") == {
+        "net/last_checkpoint",
+        *(f"net/20260101_120000/epoch_2/{file}" for file in ("manifest.json", "rank_0.safetensors")),
+    }
+    # The second and the third had nothing to do, and saved nothing; now there is something.
+    with patch.object(start, "datetime", Noon):
+        train(tmp_path / "four" / "net", 3, resume=True, **saving(tmp_path / "runs", max_keep_ckpts=1))
+    assert find_last_checkpoint(at(tmp_path / "runs" / "net")).parent.name == "20260101_120000_1"
+    assert len(names(tmp_path / "runs")) == 3
+
+
+def test_a_url_is_a_path_on_the_disk_or_a_string(tmp_path: Path):
     assert locate(f"file://{tmp_path}/a") == tmp_path / "a"
+    with pytest.raises(ConfigError, match=r"a URL must be given as a string, but is PosixPath\('s3:/runs/x'\)"):
+        train(tmp_path / "net", 1, default_hooks={"checkpoint": {"out_dir": Path("s3://runs/x")}})
+    with pytest.raises(ConfigError, match="s3:// must name a bucket, as in s3://BUCKET/NAME"):
+        locate("s3://")
     assert str(locate("memory://a/b/")) == "memory://a/b"
     assert str(locate("memory://a/b").parent / "c") == "memory://a/c"
     assert locate("memory://a").parent == locate("memory://a")

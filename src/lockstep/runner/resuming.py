@@ -101,9 +101,9 @@ def find_resumption(load_from: Weights | None, folders: Sequence[Location]) -> t
             return directory, faults
         faults.append(fault)
     if faults:
+        places = " or ".join(map(str, folders))
         raise ConfigError(
-            f"resume=True must find a whole checkpoint in {folders[0]}, but none of those there is: "
-            f"{' / '.join(faults)}"
+            f"resume=True must find a whole checkpoint in {places}, but none of those there is: {' / '.join(faults)}"
         )
     return None, []
 

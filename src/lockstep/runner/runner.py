@@ -477,7 +477,8 @@ class Runner(PartsOfRun):
         if isinstance(run, TrainRun) and run.resume_from is not None:
             resuming.resume_run(run, run.resume_from)
         elif isinstance(run, TrainRun) and self.args.resume:
-            self.logger.info("no checkpoint to resume from in %s: training begins anew", self.work_dir)
+            places = dict.fromkeys([str(self.work_dir), str(run.checkpoint_dir.parent)])
+            self.logger.info("no checkpoint to resume from in %s: training begins anew", " or ".join(places))
         elif self._load_from is not None:
             core = unwrap_model(run.model)
             load_weights(run.strategy, core, self._load_from, training=isinstance(run, TrainRun))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from lockstep.dist import get_dist_info, infer_launcher, init_dist, is_distributed, is_main_process, run_on_main
 from lockstep.errors import ConfigError
+from lockstep.location import Location
 from lockstep.logging import JsonLinesSink, MessageHub, open_console
 from lockstep.runner import resuming
 from lockstep.runner.arguments import RunnerArguments, checked_keys
@@ -39,7 +40,7 @@ def open_workspace(
     resuming.clear_drafts(folders if trains else folders[:1])  # first of all: they may fill the disk
     resume_from, skipped = resuming.find_resumption(load_from, folders) if args.resume else (None, [])
     work_dir = Path(args.work_dir)
-    run_dir = make_run_dir(work_dir, args.experiment_name)
+    run_dir = make_run_dir(work_dir, args.experiment_name, folders[1:] if trains else ())
     seed = set_randomness(resuming.randomness_of(args.randomness, resume_from))
     if rank == 0:
         save_config(args.cfg, run_dir)
@@ -100,8 +101,14 @@ def _allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def make_run_dir(work_dir: Path, experiment_name: str | None) -> Path:
+def make_run_dir(work_dir: Path, experiment_name: str | None, others: Sequence[Location] = ()) -> Path:
     """Create a new folder for this run, named after the time, and return it on every rank.
+
+    Args:
+        work_dir: where it is created.
+        experiment_name: begins its name.
+        others: places of checkpoints, in which there must be no folder of that name either: a run on another machine
+            may have begun within the same second.
 
     **Collective**: every rank; rank 0 creates the folder.
 
@@ -109,7 +116,7 @@ def make_run_dir(work_dir: Path, experiment_name: str | None) -> Path:
         ConfigError: the folder cannot be created; PeerError on the other ranks.
     """
     prefix = "" if experiment_name is None else f"{experiment_name}_"
-    return run_on_main(lambda: _new_folder(work_dir, f"{prefix}{datetime.now():%Y%m%d_%H%M%S}"))
+    return run_on_main(lambda: _new_folder(work_dir, f"{prefix}{datetime.now():%Y%m%d_%H%M%S}", others))
 
 
 def save_config(cfg: Any, run_dir: Path) -> None:
@@ -136,10 +143,12 @@ def make_folder(folder: Path, *, anew: bool = False) -> None:
         ) from error
 
 
-def _new_folder(parent: Path, name: str) -> Path:
+def _new_folder(parent: Path, name: str, others: Sequence[Location]) -> Path:
     # Two runs may begin within one second.
     for attempt in range(1000):
         folder = parent / (name if attempt == 0 else f"{name}_{attempt}")
+        if any((other / folder.name).exists() for other in others):
+            continue
         with suppress(FileExistsError):
             make_folder(folder, anew=True)
             return folder
