@@ -18,8 +18,8 @@ from lockstep.location import Location, RemotePath
 POINTER_FILE = "last_checkpoint"
 
 
-def point_to_checkpoint(root: Location, directory: Location) -> None:
-    """Make `directory` the last checkpoint of `root`. Rank 0 calls this after saving.
+class PointerDraft:
+    """A pointer that is on the disk already, but leads nowhere before it is published, which needs no more space.
 
     The path is stored relative to the root, which may therefore be moved; a second line has its digest.
 
@@ -27,14 +27,37 @@ def point_to_checkpoint(root: Location, directory: Location) -> None:
         root: the work_dir; for a checkpoint in a bucket, a folder there that it lies in.
         directory: the checkpoint.
     """
-    if isinstance(root, RemotePath):
-        assert isinstance(directory, RemotePath), "a pointer leads to where it lies itself"
-        (root / POINTER_FILE).write_bytes(_content(str(directory.relative_to(root))))
-        return
-    draft = root / f".{POINTER_FILE}.draft"
-    write_durably(draft, _content(os.path.relpath(str(directory), root)))
-    draft.replace(root / POINTER_FILE)
-    sync_folder(root)
+
+    def __init__(self, root: Location, directory: Location) -> None:
+        self._root = root
+        if isinstance(root, RemotePath):
+            assert isinstance(directory, RemotePath), "a pointer leads to where it lies itself"
+            self._content = _content(str(directory.relative_to(root)))
+            return
+        self._draft = root / f".{POINTER_FILE}.draft"
+        try:
+            write_durably(self._draft, _content(os.path.relpath(str(directory), root)))
+        except OSError:
+            self.discard()
+            raise
+
+    def publish(self) -> None:
+        """Make the checkpoint the last one of the root."""
+        if isinstance(self._root, RemotePath):
+            (self._root / POINTER_FILE).write_bytes(self._content)
+            return
+        self._draft.replace(self._root / POINTER_FILE)
+        sync_folder(self._root)
+
+    def discard(self) -> None:
+        """Remove what there is of it, if it has not been published."""
+        if not isinstance(self._root, RemotePath):
+            self._draft.unlink(missing_ok=True)
+
+
+def point_to_checkpoint(root: Location, directory: Location) -> None:
+    """Make `directory`, a checkpoint, the last one of `root`; see `PointerDraft`."""
+    PointerDraft(root, directory).publish()
 
 
 def read_pointer(root: Location, others: Sequence[Location] = ()) -> Location | None:

@@ -17,6 +17,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -27,6 +28,7 @@ from lockstep.checkpoint.files import writing
 from lockstep.checkpoint.manifest import (
     BLOCK,
     ITEM_SIZES,
+    MANIFEST_FILE,
     Chunk,
     Manifest,
     StoredFile,
@@ -34,7 +36,7 @@ from lockstep.checkpoint.manifest import (
     checksum_of,
     dump_manifest,
 )
-from lockstep.checkpoint.pointer import point_to_checkpoint
+from lockstep.checkpoint.pointer import PointerDraft
 from lockstep.checkpoint.together import on_all_then_main
 from lockstep.checkpoint.values import encode, merge
 from lockstep.dist import is_main_process
@@ -129,6 +131,7 @@ class Save:
         self._planner = DefaultSavePlanner(flatten_state_dict=False)
         # Known to rank 0 alone:
         self._draft: Draft | None = None
+        self._pointer: PointerDraft | None = None
         self._values: Any = {}
         self._forms: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtypes and shapes
 
@@ -173,12 +176,8 @@ class Save:
         """On every rank: write its share."""
         if not share.items:
             return None
-        try:
+        with _space_for(share.size, share.path):
             return _write(share, tensor_of)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(share.path, RemotePath):
-                raise _no_space(share.size, shutil.disk_usage(share.path.parent).free, share.path) from error
-            raise
 
     def complete(self, written: list[Written | None]) -> list[None]:
         """On rank 0: write the manifest, publish the draft, and point to it."""
@@ -204,15 +203,22 @@ class Save:
             },
         )
         sizes = {name: file.size for name, file in manifest.files.items()}
-        self._draft.publish(dump_manifest(manifest), sizes)
-        if self._last_of is not None:
-            point_to_checkpoint(self._last_of, self.directory)
+        content = dump_manifest(manifest)
+        # All that needs space comes before the checkpoint gets its name.
+        with _space_for(len(content), self._draft.folder / MANIFEST_FILE):
+            if self._last_of is not None:
+                self._pointer = PointerDraft(self._last_of, self.directory)
+            self._draft.publish(content, sizes)
+        if self._pointer is not None:
+            self._pointer.publish()
         return [None] * len(written)
 
     def clean(self) -> None:
-        """Remove the draft of a save that has failed."""
+        """Remove the drafts of a save that has failed."""
         if self._draft is not None:
             self._draft.discard()
+        if self._pointer is not None:
+            self._pointer.discard()
 
 
 def _write(share: Share, tensor_of: Callable[[WriteItem], Tensor]) -> Written:
@@ -295,6 +301,17 @@ def _require_plain(name: str, tensor: Tensor) -> None:
     if dtype not in ITEM_SIZES or tensor.layout is not torch.strided:
         what = dtype if dtype not in ITEM_SIZES else f"of the layout {str(tensor.layout).removeprefix('torch.')}"
         raise ConfigError(f"`{name}` must be a dense tensor of a usual dtype to be saved, but is {what}. Convert it")
+
+
+@contextmanager
+def _space_for(needed: int, path: Location) -> Iterator[None]:
+    """Say how many bytes are needed and free where the disk turns out to be full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(path, RemotePath):
+            raise _no_space(needed, shutil.disk_usage(path.parent).free, path) from error
+        raise
 
 
 def _no_space(needed: int, free: int, path: Location) -> OSError:
