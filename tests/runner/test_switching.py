@@ -242,6 +242,41 @@ def test_what_can_not_be_built_anew_is_refused_and_the_training_goes_on(tmp_path
 
 
 @ranks(2)
+def test_saves_in_the_background_and_workers_and_an_early_stop(tmp_path: Path):
+    class Stop(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+            if runner.iter == 3:  # after this epoch, and so it is not worth a switch any more
+                runner.train_loop.stop_training = True
+
+    watch = Watch({2: "fsdp", 4: "ddp"})
+    _, runner = train(
+        tmp_path, {}, custom_hooks=[Stop(), watch], test_evaluator=Error(),
+        train_dataloader=DataLoader(Points(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True),
+        test_dataloader=DataLoader(Points(), batch_size=4),
+        default_hooks={"checkpoint": {"by_epoch": False, "interval": 1, "async_save": True}},
+    )  # fmt: skip
+    assert (runner.iter, runner.epoch) == (6, 1)
+    assert watch.strategies == names(("DDP", 2), ("FSDP", 4))
+    assert sorted(sample for rank in all_gather_object(Net.seen) for sample in rank) == list(range(48))
+    assert {path.name for path in runner.run_dir.iterdir() if path.is_dir()} == {f"iter_{done}" for done in range(1, 7)}
+    assert runner.test()["error"] == pytest.approx(watch.metrics[-1], abs=1e-6)
+
+
+@ranks(2)
+def test_ranks_that_share_samples_from_then_on(tmp_path: Path):
+    """With tensor parallelism the global batch is half as large; each sample of the epoch is still seen once."""
+    parallel = {
+        "type": "fsdp",
+        "tensor_parallel": {"degree": 2, "plan": {"layers.0": "colwise", "layers.2": "rowwise"}},
+    }
+    _, runner = train(tmp_path, {}, train_cfg={"max_epochs": 1}, custom_hooks=[Watch({2: parallel})])
+    assert runner.iter == 2 + 8
+    first, second = all_gather_object(Net.seen)
+    assert first[8:] == second[8:]
+    assert sorted([*first, *second[:8]]) == list(range(48))
+
+
+@ranks(2)
 def test_a_strategy_that_fails_leaves_a_checkpoint_to_resume_from(tmp_path: Path):
     whole, _ = train(tmp_path / "whole", {})
     tracker = Tracker()

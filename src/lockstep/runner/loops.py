@@ -147,8 +147,8 @@ class TrainLoop(ABC):
             self._leave_if_asked(may_switch)
 
     def _leave_if_asked(self, may_switch: Callable[[], bool]) -> None:
-        if self.runner.next_strategy is not None and may_switch():
-            del self._step  # it holds the model
+        if self.runner.next_strategy is not None and not self.stop_training and may_switch():
+            vars(self).pop("_step", None)  # it holds the model
             raise StrategySwitch
 
     def _endless_turns(self) -> Iterator[Turn]:
