@@ -6,6 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from lockstep.cli.main import app
 from lockstep.cli.options import CfgOptions, Nproc
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
 
@@ -75,3 +76,19 @@ def test_a_script_keeps_its_own_arguments(words, shown):
 )
 def test_what_cannot_be_read_is_told(words, says):
     assert says in invoke(scripted, ScriptCommand, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["launch", "s.py", "--nproc", "0"], "'--nproc': must be a whole number, 1 or more, but is 0"),
+        (["launch", "s.py", "--nproc", "two"], "'--nproc': must be a whole number, 1 or more, but is two"),
+        (["train", "c.py", "--max-restarts", "-1"], "'--max-restarts': must be a whole number, 0 or more, but is -1"),
+        (["find-batch-size", "c.py", "--updates", "1"], "'--updates': must be a whole number, 2 or more, but is 1"),
+        (["checkpoints", "prune", ".", "--keep", "0.5"], "'--keep': must be a whole number, 1 or more, but is 0.5"),
+    ],
+)
+def test_a_number_that_an_option_can_not_take_is_shown(words, says):
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())

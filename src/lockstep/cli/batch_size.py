@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.jobs import Job, Mode, config_of
+from lockstep.cli.options import whole_number
 from lockstep.config import Config
 from lockstep.errors import ConfigError, TopologyError, counted
 from lockstep.launch.loading import loading_torch
@@ -32,7 +33,7 @@ class FindBatchSize(Job):
     bisect: Annotated[
         bool, typer.Option("--bisect", help="Go on between the largest size that fits and the one that does not.")
     ] = False
-    updates: Annotated[int, typer.Option(min=2, metavar="N", help="Updates of the model with each size.")] = 3
+    updates: Annotated[int, whole_number(2, help="Updates of the model with each size.")] = 3
     memory: Annotated[
         str | None,
         typer.Option(

@@ -28,9 +28,25 @@ def complete_launchers(incomplete: str) -> list[str]:
     return [name for name in _LAUNCHERS if name.startswith(incomplete)]
 
 
-rank_option = partial(typer.Option, rich_help_panel="Ranks")
+def whole_number(at_least: int, **options: Any) -> Any:
+    """Return an option that takes a whole number; any other value is a usage error that shows the value."""
 
-Nproc = Annotated[int | None, rank_option(min=1, help="Ranks on this machine. Default: 1.")]
+    def parse(value: str) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            number = at_least - 1
+        if number < at_least:
+            raise typer.BadParameter(f"must be a whole number, {at_least} or more, but is {value}")
+        return number
+
+    return typer.Option(parser=parse, **{"metavar": "N", **options})
+
+
+rank_option = partial(typer.Option, rich_help_panel="Ranks")
+_rank_number = partial(whole_number, rich_help_panel="Ranks")
+
+Nproc = Annotated[int | None, _rank_number(1, help="Ranks on this machine. Default: 1.")]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A Python, YAML or JSON file.")]
 CfgOptions = Annotated[
     list[str] | None,
@@ -41,9 +57,9 @@ CfgOptions = Annotated[
     ),
 ]
 GraceSeconds = Annotated[
-    int, rank_option(min=0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
+    int, _rank_number(0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
 ]
-MaxRestarts = Annotated[int, rank_option(min=0, help="How often all ranks start again after one failed.")]
+MaxRestarts = Annotated[int, _rank_number(0, help="How often all ranks start again after one failed.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +67,8 @@ class RankOptions:
     """Options for the number of ranks and machines."""
 
     nproc: Nproc = None
-    nnodes: Annotated[int, rank_option(min=1, help="Machines of the job; call this on each.")] = 1
-    node_rank: Annotated[int, rank_option(min=0, help="Which of the machines this is.")] = 0
+    nnodes: Annotated[int, _rank_number(1, help="Machines of the job; call this on each.")] = 1
+    node_rank: Annotated[int, _rank_number(0, help="Which of the machines this is.")] = 0
     rdzv: Annotated[
         str | None,
         rank_option(
