@@ -31,6 +31,11 @@ class Logits(nn.Module):
         return self.head(self.body(x).tanh())
 
 
+class Several(Logits):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x * mask)
+
+
 class ReturnsLoss(Logits):
     def forward(self, x: Tensor, y: Tensor, mode: str = "tensor"):
         logits = super().forward(x)
@@ -163,7 +168,14 @@ class Unlabelled(Dicts):
             TypeError,
             r"`forward` of Logits must take the batch, which has 2 entries.*the Runner is given loss=",
         ),
+        (
+            Several,
+            {"loss": nn.CrossEntropyLoss()},
+            TypeError,
+            r"which has 1 entry, but its parameters are .*: missing .* 'mask'\. A tuple is passed by position",
+        ),
         (Logits, {"loss": Learned()}, ConfigError, "`loss` must have no parameters, but Learned has centers"),
+        (Logits, {"loss": nn.CrossEntropyLoss}, TypeError, r"is the class CrossEntropyLoss\. Call it: loss=Cross"),
         (Logits, {"loss": 3}, TypeError, "`loss` must be a function or a module, but is 3 of int"),
         (
             Named,

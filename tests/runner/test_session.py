@@ -418,6 +418,15 @@ def test_data_without_a_batch_and_what_is_no_model_are_refused(tmp_path):
             session_of(tmp_path).prepare(wrong, optimizer, loader())
 
 
+@pytest.mark.parametrize("strategy", [None, "fsdp"])
+@ranks(2)
+def test_an_optimizer_of_another_model_is_refused(tmp_path, strategy):
+    session = session_of(tmp_path, strategy=strategy)
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"`optimizer` must .*(SGD updates none of them|parameters of another model)"):
+        session.prepare(network(), optimizer, loader())
+
+
 def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
     with pytest.raises(TypeError, match="takes no optim_wrapper, train_dataloader: hand in"):
         Session(tmp_path, optim_wrapper={}, train_dataloader=[])

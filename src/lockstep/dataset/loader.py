@@ -73,7 +73,7 @@ def build_dataloader(
     if not hasattr(loader, "__iter__"):
         raise TypeError(
             "a data loader must be a torch DataLoader, an iterable of batches or a config dict, "
-            f"but is {loader!r} of type {type(loader).__name__}"
+            + ("but is None" if loader is None else f"but is {loader!r} of type {type(loader).__name__}")
         )
     return shard_loader(loader, seed, evaluation, shard)  # type: ignore[no-any-return]
 

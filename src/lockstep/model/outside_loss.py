@@ -34,13 +34,16 @@ class OutsideLoss:
         predicted: the loss of the last predicted batch, detached.
 
     Raises:
-        TypeError: `function` can't be called with two arguments.
+        TypeError: `function` can't be called with two arguments, or is a class.
         ConfigError: it has parameters, which no optimizer would train.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         if not callable(function):
             raise TypeError(f"`loss` must be a function or a module, but is {function!r} of {type(function).__name__}")
+        if isinstance(function, type):
+            name = function.__name__
+            raise TypeError(f"`loss` must be a function or a module, but is the class {name}. Call it: loss={name}()")
         names = _parameters(function)
         if isinstance(function, nn.Module):
             if learned := [name for name, _ in function.named_parameters()]:

@@ -128,7 +128,8 @@ def _scalar(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
         raise ValueError(
             f"the loss must be a scalar, but has shape {tuple(loss.shape)}. "
-            "Reduce it in the model, for example with .mean(); or, if these are outputs, give the Runner a `loss`"
+            "Reduce it in the model, for example with .mean(); or, if these are outputs, give the Runner a `loss`, or "
+            "compute one in your loop"
         )
     return loss.reshape(()) if loss.dim() else loss
 
@@ -181,12 +182,14 @@ def _misfit(core: nn.Module, batch: Any, kwargs: Mapping[str, Any]) -> str | Non
     try:
         signature.bind(core, *args, **named, **kwargs)
     except TypeError as error:
-        given = f"the keys {', '.join(map(str, named))}" if named else f"{len(args)} entries"
+        places = "1 entry" if len(args) == 1 else f"{len(args)} entries"
+        given = f"the keys {', '.join(map(str, named))}" if named else places
         return (
             f"`forward` of {type(core).__name__} must take the batch, which has {given}, but its parameters are "
-            f"{signature}: {error}. A model trains in one of three forms: `forward` takes the whole batch and returns "
-            "the loss; `forward` takes the inputs, and the Runner is given loss=..., such as nn.CrossEntropyLoss(); or "
-            "the model has a train_step(data, optim_wrapper) of its own"
+            f"{signature}: {error}. A tuple is passed by position, a dict by its keys. A model trains in one of three "
+            "forms: `forward` takes the whole batch and returns the loss; `forward` takes the inputs, and the Runner "
+            "is given loss=..., such as nn.CrossEntropyLoss(); or the model has a train_step(data, optim_wrapper) of "
+            "its own"
         )
     return None
 

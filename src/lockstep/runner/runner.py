@@ -378,7 +378,9 @@ class Runner(PartsOfRun):
 
     def _check_can_train(self, verb: str) -> None:
         if self.args.train_dataloader is None:
-            raise ConfigError(f"`train_dataloader` must be given to {verb}, but is None. Give a DataLoader, or a dict of its arguments")
+            raise ConfigError(
+                f"`train_dataloader` must be given to {verb}, but is None. Give a DataLoader, or its config"
+            )
         if self._has_trained:
             raise RuntimeError("this Runner has trained already; make another one to train again")
 

@@ -7,11 +7,14 @@ state: the import takes half as long as that of torch, and a run without checkpo
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Collection
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.device import get_device
+from lockstep.errors import ConfigError
 from lockstep.model import is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper, build_optim_wrapper
 from lockstep.strategy.base import ModelState, OptimLike, OptimState, Prepared, Strategy
@@ -38,11 +41,15 @@ class NativeStrategy(Strategy):
 
     def parallelize(self, model: nn.Module, optim_wrapper: OptimLike | None = None) -> Prepared:
         """Move the model to this rank's device, wrap it, then build its optimizer."""
+        known = {id(parameter) for parameter in model.parameters()}  # by id, so that a model that is sharded is freed
         if not is_model_wrapper(model):
             model = self.wrap(self.to_device(model))
         self._model = model
         if optim_wrapper is not None:
             self._optim_wrapper = build_optim_wrapper(model, optim_wrapper)
+            known.update(map(id, model.parameters()))
+            for optimizer in self._optim_wrapper.optimizers:
+                _check_updates(optimizer, known)
         return model, self._optim_wrapper
 
     def model_state(self) -> ModelState:
@@ -94,3 +101,13 @@ class NativeStrategy(Strategy):
         if self._optim_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}.prepare() must be called with an optim wrapper first")
         return self._optim_wrapper
+
+
+def _check_updates(optimizer: Optimizer, known: Collection[int]) -> None:
+    """Refuse an optimizer of another model, which would train nothing; `known` has the ids of the parameters."""
+    if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"`optimizer` must update parameters of the model, but {kind} updates none of them. Make it from "
+            f"model.parameters() of the model that you hand in, or give its config, as in dict(type='{kind}', lr=...)"
+        )
