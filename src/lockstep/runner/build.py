@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric, Evaluator, LossMetric
@@ -29,7 +30,8 @@ from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments
 from lockstep.runner.eval_loops import EvalLoop
 from lockstep.runner.hook import Hook
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
-from lockstep.runner.run import Run, TrainRun
+from lockstep.runner.preemption import spare_workers
+from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers, build_visualizers
 
@@ -179,6 +181,19 @@ def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
         for name in wrapper
         for scheduler in build_param_schedulers(wrapper[name].optimizer, cfg.get(name) if by_name else cfg, **length)
     ]
+
+
+def build_loader(mode: Literal["train", "val", "test"], space: Workspace, shard: DataShard) -> Any:
+    """Return the loader of this rank's shard of the data for a mode. **Collective**: every rank."""
+    loader = getattr(space.args, f"{mode}_dataloader")
+    try:
+        built = build_dataloader(loader, seed=space.seed, evaluation=mode != "train", shard=shard[:2])
+    except Exception as error:
+        error.add_note(f"while building `{mode}_dataloader`")
+        raise
+    if space.args.stop_signals:
+        spare_workers(built)
+    return built
 
 
 def build_eval_loop(mode: Literal["val", "test"], run: Run, dataloader: Any) -> EvalLoop:

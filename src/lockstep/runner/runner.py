@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.dataset import DataShard, agree_on_shard, build_dataloader
+from lockstep.dataset import agree_on_shard
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, Preempted
 from lockstep.location import locate, require_disk
@@ -27,7 +27,7 @@ from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.interfaces import AnyEvalLoop, AnyTrainLoop
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
 from lockstep.runner.parts_of_run import PartsOfRun, not_built, taking
-from lockstep.runner.preemption import answering, spare_workers
+from lockstep.runner.preemption import answering
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.runner.switching import StrategySwitch
 from lockstep.strategy import Strategy, build_strategy
@@ -399,7 +399,7 @@ class Runner(PartsOfRun):
         optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
         optim_wrapper, parts = self._prepare(space, strategy, model, optim, anew)
         assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
-        train_dataloader = self._dataloader("train", space, parts["data_shard"])
+        train_dataloader = build.build_loader("train", space, parts["data_shard"])
         if make_train_loop is None:
             train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
             make_train_loop = partial(build.build_train_loop, train_cfg)
@@ -454,7 +454,7 @@ class Runner(PartsOfRun):
 
     def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> AnyEvalLoop:
         """Build the run's validation or test loop."""
-        loop = build.build_eval_loop(mode, run, self._dataloader(mode, run, run.data_shard))
+        loop = build.build_eval_loop(mode, run, build.build_loader(mode, run, run.data_shard))
         setattr(run, f"{mode}_loop", loop)
         return loop
 
@@ -484,17 +484,6 @@ class Runner(PartsOfRun):
         elif self._load_from is not None:
             core = unwrap_model(run.model)
             load_weights(run.strategy, core, self._load_from, training=isinstance(run, TrainRun))
-
-    def _dataloader(self, mode: str, space: Workspace, shard: DataShard) -> Any:
-        loader = getattr(self.args, f"{mode}_dataloader")
-        try:
-            built = build_dataloader(loader, seed=space.seed, evaluation=mode != "train", shard=shard[:2])
-        except Exception as error:
-            error.add_note(f"while building `{mode}_dataloader`")
-            raise
-        if self.args.stop_signals:
-            spare_workers(built)
-        return built
 
     def _or_default(self, name: str, default: Mapping[str, Any]) -> Any:
         given = getattr(self.args, name)

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lockstep.checkpoint import BackgroundSaver, save_state
 from lockstep.dataset.random_state import random_state
@@ -16,9 +16,6 @@ from lockstep.location import Location, RemotePath
 from lockstep.model import unwrap_model
 from lockstep.runner.agreement import Agreement, Request
 from lockstep.weights import describe_model
-
-if TYPE_CHECKING:
-    from lockstep.runner.run import TrainRun
 
 SAVE_FILE = "save_now"
 """A file of this name in the work_dir asks for a checkpoint."""
@@ -31,13 +28,13 @@ class Saving:
     """Writes the checkpoints of a run, one at a time.
 
     Args:
-        run: the run.
+        run: the run, a `TrainRun`.
 
     Attributes:
         saved_iter: number of iterations after which the last checkpoint was saved that has the optimizer's state.
     """
 
-    def __init__(self, run: TrainRun) -> None:
+    def __init__(self, run: Any) -> None:
         self._run = run
         self._background = BackgroundSaver()
         self._is_told = False
@@ -224,10 +221,11 @@ class Saving:
                 end(True)
 
 
-def _root_of(run: TrainRun, directory: Location) -> Location:
+def _root_of(run: Any, directory: Location) -> Location:
     """Return where the pointer to the last checkpoint is kept: the work_dir, or its counterpart in a bucket."""
     if not isinstance(directory, RemotePath):
-        return run.work_dir
+        work_dir: Location = run.work_dir
+        return work_dir
     return directory.parent.parent if directory.parent.name == run.run_dir.name else directory.parent
 
 
