@@ -182,8 +182,6 @@ class CheckpointHook(Hook):
         found: list[Location] = []
         for run in self._former:
             folder = self._folder(runner).parent / run
-            if folder == self._folder(runner):
-                continue  # its own are counted elsewhere
             if re.fullmatch(r"[\w.\-]*\d{8}_\d{6}[\w.\-]*", run) and folder.is_dir() and not folder.is_symlink():
                 matches = [(name.fullmatch(path.name), path) for path in folder.iterdir() if str(path) not in best]
                 regular = sorted((int(match[1]), path) for match, path in matches if match and is_checkpoint(path))
