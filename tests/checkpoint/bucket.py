@@ -72,9 +72,11 @@ class _Object:
         except Exception:
             os.unlink(self._file.name)
             raise
-        Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(self._file.name, self.path)
-        self.closed = True
+        while not self.closed:
+            with suppress(FileNotFoundError):  # another process has just removed the folder, which was empty
+                Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(self._file.name, self.path)
+                self.closed = True
 
     def discard(self) -> None:
         self._file.close()
