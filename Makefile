@@ -129,7 +129,7 @@ soak-preemption: $(READY)  ## a training that is stopped fifty times, and goes o
 	$(BIN)/python tests/launchers/soak_preemption.py
 
 .PHONY: test-buckets
-test-buckets: .venv-buckets/.ready  ## weights in a bucket, of a server that speaks S3, on this machine
+test-buckets: .venv-buckets/.ready  ## weights and checkpoints in a bucket, of a server that speaks S3, on this machine
 	.venv-buckets/bin/python -m pytest tests/buckets $(PYTEST_ARGS)
 
 .venv-buckets/.ready: pyproject.toml constraints.txt requirements/buckets.txt
