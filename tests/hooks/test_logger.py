@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor, nn
@@ -58,12 +59,12 @@ class Reader(Hook):
     [(0.0, [[], [], [2], [2], [2, 4], [2, 4]]), (60.0, [[]] * 6)],
     ids=["slow steps", "fast steps"],
 )
-def test_records_wait_for_others_unless_they_are_old(tmp_path: Path, monkeypatch, seconds, expected):
-    monkeypatch.setattr(logger, "_BATCH_SECONDS", seconds)
+def test_records_wait_for_others_unless_they_are_old(tmp_path: Path, seconds, expected):
     reader, without = Reader(), {"logger": None, "checkpoint": None}
     cfg = {"max_iters": 6}
     runner = make_runner(tmp_path, [LoggerHook(interval=2), reader], default_hooks=without, train_cfg=cfg)
-    runner.train()
+    with patch.object(logger, "_BATCH_SECONDS", seconds):
+        runner.train()
     if get_rank() == 0:
         assert reader.read == expected
         assert written(runner.run_dir) == [2, 4, 6]
@@ -90,12 +91,11 @@ class FullDisk:
 
 
 @ranks(2)
-def test_a_record_that_cannot_be_shown_costs_no_other(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(logger, "_BATCH_SECONDS", 60.0)
+def test_a_record_that_cannot_be_shown_costs_no_other(tmp_path: Path):
     without = {"logger": None, "checkpoint": None}
     changes = {"train_cfg": {"max_iters": 8}, "visualizer": FullDisk()}
     runner = make_runner(tmp_path, [LoggerHook(interval=2)], default_hooks=without, **changes)
-    with warnings.catch_warnings():
+    with patch.object(logger, "_BATCH_SECONDS", 60.0), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the visualizer FullDisk has failed")
         runner.train()
     if get_rank() == 0:
@@ -103,12 +103,11 @@ def test_a_record_that_cannot_be_shown_costs_no_other(tmp_path: Path, monkeypatc
 
 
 @ranks(2)
-def test_an_interruption_while_a_record_is_shown_costs_no_other(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(logger, "_BATCH_SECONDS", 60.0)
+def test_an_interruption_while_a_record_is_shown_costs_no_other(tmp_path: Path):
     key, without = Interrupted(), {"logger": None, "checkpoint": None, "nan_check": None}
     hooks, changes = [LoggerHook(interval=2), key], {"train_cfg": {"max_iters": 8}, "visualizer": key}
     runner = make_runner(tmp_path, hooks, default_hooks=without, **changes)
-    with pytest.raises(KeyboardInterrupt):
+    with patch.object(logger, "_BATCH_SECONDS", 60.0), pytest.raises(KeyboardInterrupt):
         runner.train()
     if get_rank() == 0:
         assert written(runner.run_dir) == [2, 4, 6, 8]
