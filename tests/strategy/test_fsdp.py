@@ -224,8 +224,12 @@ def test_an_optimizer_that_can_not_be_handed_over_is_refused():
     optimizer.step()
     with pytest.raises(ConfigError, match=r"AdamW has a state already.*Give its config"):
         FSDPStrategy().prepare(model, optimizer)
+    other = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="SGD updates none of them"):
+        FSDPStrategy().prepare(seeded(), torch.optim.SGD(other.parameters(), lr=1.0))
+    model = seeded()
     with pytest.raises(ConfigError, match="SGD has parameters of another model"):
-        FSDPStrategy().prepare(seeded(), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))
+        FSDPStrategy().prepare(model, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1.0))
 
 
 @ranks(1, fresh=True)

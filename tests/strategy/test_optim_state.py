@@ -289,8 +289,8 @@ def test_states_of_several_optimizers_are_given_back_to_each():
 
 def test_what_is_no_parameter_of_the_model_has_no_name():
     strategy = SingleDeviceStrategy()
-    scale = nn.Parameter(torch.ones(7))
-    strategy.prepare(PartlyUsed(), OptimWrapper(torch.optim.SGD([scale], lr=0.1)))
+    model, scale = PartlyUsed(), nn.Parameter(torch.ones(7))
+    strategy.prepare(model, OptimWrapper(torch.optim.SGD([scale, *model.parameters()], lr=0.1)))
     with pytest.raises(ConfigError, match=r"SGD updates 1 others, one of shape \(7,\), whose state has no name"):
         strategy.optim_state()
 
