@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+_logger = logging.getLogger(__name__)
 
 
 class JsonLinesSink:
     """A file with one JSON object per line, each readable as soon as it is written.
 
-    Numbers that JSON does not support become the strings "nan", "inf" and "-inf".
+    Numbers that JSON does not support become the strings "nan", "inf" and "-inf". Where records can't be written, as on
+    a full disk, there is a warning, once.
 
     Args:
         path: the file; created at the first record. Its folder must exist.
@@ -21,24 +26,37 @@ class JsonLinesSink:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
+        self._is_told = False
 
     def write(self, record: Mapping[str, Any], *, flush: bool = True) -> None:
         """Append a record; without `flush`, it is readable only after the next record with `flush`."""
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
         try:
             line = json.dumps(record, allow_nan=False)
         except (TypeError, ValueError):  # not plain values, which is rare
             line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
-        self._file.write(f"{line}\n")
-        if flush:
-            self._file.flush()
+        with self._told():
+            if self._file is None:
+                self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(f"{line}\n")
+            if flush:
+                self._file.flush()
 
     def close(self) -> None:
         """Close the file; another record opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with self._told():
+                file.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Warn of the first failure: what a training reports must not end it."""
+        try:
+            yield
+        except OSError as error:
+            if not self._is_told:
+                _logger.warning("records can't be written to %s: %s. What runs goes on", self.path, error)
+            self._is_told = True
 
 
 def _plain(value: Any) -> Any:
