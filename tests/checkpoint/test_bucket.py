@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from lockstep.checkpoint.bucket import BucketDraft
 from lockstep.checkpoint.drafts import drafts_in, is_owned
 from lockstep.cli.main import app
 from lockstep.dist import all_gather_object, get_rank, get_world_size
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, Preempted
 from lockstep.hooks import Hook
 from lockstep.location import locate
 from lockstep.runner import Runner, Session, start
@@ -252,6 +253,17 @@ def test_the_best_and_what_hooks_save_go_there_too(tmp_path: Path):
     assert sum(name.startswith("best") for name in regular(root)) == 1
     assert str(runner.message_hub.get_info("best_ckpt")).startswith(f"bucket://{tmp_path}/runs/net/")
     assert verify(at(tmp_path / "elsewhere")) > 0
+
+
+def test_a_run_that_a_signal_stops_is_saved_there(tmp_path: Path):
+    class Signal(Hook):
+        def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+            if runner.iter == 2 and runner.resume_from is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Preempted):
+        train(tmp_path / "one" / "net", 2, Signal(), **saving(tmp_path / "runs"))
+    assert min(train(tmp_path / "two" / "net", 2, Signal(), resume=True, **saving(tmp_path / "runs")).losses) in (3, 4)
 
 
 def test_a_session_saves_there(tmp_path: Path):
