@@ -360,7 +360,7 @@ class Runner(PartsOfRun):
         **Collective**: every rank.
         """
         assert self._workspace is not None
-        directory = run.save_checkpoint(run.run_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
+        directory = run.save_checkpoint(run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
         former, done = type(run.strategy).__name__, run.iter
         self.args = replace(self.args, strategy=run.next_strategy)
         self._workspace = replace(self._workspace, args=self.args, resume_from=directory, skipped=())
