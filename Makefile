@@ -32,13 +32,13 @@ test-checkpoints: $(READY)  ## checkpoints and weights: damage, attacks, kills, 
 	$(BIN)/python -m pytest $(CHECKPOINTS) $(PYTEST_ARGS)
 
 .PHONY: test-layouts
-# SHARE=K/N runs every N-th test, from the K-th on; so of the engines below.
+# SHARE=K/N runs every N-th test, from the K-th on; so of jobs and engines.
 test-layouts: $(READY)  ## FSDP's options and checks, tensor parallelism, compiled models, states of optimizers, against one process
 	$(BIN)/python -m pytest $(LAYOUTS) $(if $(SHARE),--share $(SHARE)) $(PYTEST_ARGS)
 
 .PHONY: test-jobs
 test-jobs: $(READY)  ## the commands, torchrun, mpirun, Slurm and two hosts for real; every example
-	$(BIN)/python -m pytest $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(JOBS) $(if $(SHARE),--share $(SHARE)) $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(READY)  ## the tests that need a GPU, where there is one

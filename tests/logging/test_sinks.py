@@ -20,7 +20,7 @@ def test_a_full_disk_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCapture
             sink.write({"loss": 1.0})
         sink.close()
     (record,) = caplog.records
-    assert "metrics.jsonl: [Errno 28] No space left on device. What runs goes on" in record.getMessage()
+    assert "metrics.jsonl: [Errno 28] No space left on device. The run goes on without them" in record.getMessage()
 
 
 def test_records_are_written_again_when_there_is_room(tmp_path: Path):

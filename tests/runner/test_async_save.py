@@ -278,6 +278,19 @@ def test_a_file_asks_for_a_checkpoint_again_and_again(tmp_path):
     assert resumed.losses == whole.losses[max(saved) :]
 
 
+def test_before_the_first_iteration_there_is_nothing_to_save(tmp_path):
+    (tmp_path / "save_now").touch()
+
+    class Early(Hook):
+        def before_train(self, runner):
+            time.sleep(1.5)
+
+    run = train(tmp_path, Early(), iterations=2).run
+    assert names_in(run.run_dir) == []
+    assert "nothing to save before the first iteration" in (run.run_dir / "log.txt").read_text()
+    assert not (tmp_path / "save_now").exists()
+
+
 @ranks(2)
 def test_a_window_of_accumulation_is_completed_before_a_checkpoint_that_is_asked_for(tmp_path):
     wrapper = {"optimizer": {"type": "SGD", "lr": 0.01}, "accumulative_counts": 8}

@@ -58,6 +58,8 @@ def test_shares_have_something_of_everything_and_rows_are_those_of_the_issue():
     found = {
         row.name: {
             "plain": {"losses": [0.0] * 16},
+            "dropout": {"losses": [1.0] * 16},
+            f"dropout from {row.name}": {"losses": [1.0] * 10},
             **{
                 f"{kind} from {name}": dict.fromkeys(("model", "optimizer", "average", "schedules"), 0.0)
                 | {"losses": [0.0] * 10}
@@ -71,6 +73,9 @@ def test_shares_have_something_of_everything_and_rows_are_those_of_the_issue():
     found["DDP-2"]["plain from FSDP-3"]["losses"] = [2e-6] * 10
     found["DDP-3"]["averaged from FSDP-3"]["average"] = 1e-9
     del found["single"]["plain from single"]
+    found["FSDP-2"]["dropout from FSDP-2"]["losses"] = [1.0 + 1e-7] * 10  # not bit for bit
+    found["FSDP-3"]["dropout"]["losses"] = found["FSDP-3"]["plain"]["losses"]  # there was none
     assert [line.split(":")[0] for line in strategies.faults(strategies.ROWS, found)] == [
-        "single to single", "single to single", "FSDP-3 to DDP-2", "FSDP-3 to DDP-3",
+        "single to single", "single to single", "FSDP-2, with dropout", "FSDP-3 to DDP-2", "FSDP-3 to DDP-3",
+        "FSDP-3, with dropout",
     ]  # fmt: skip

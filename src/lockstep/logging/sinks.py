@@ -55,7 +55,7 @@ class JsonLinesSink:
             yield
         except OSError as error:
             if not self._is_told:
-                _logger.warning("records can't be written to %s: %s. What runs goes on", self.path, error)
+                _logger.warning("records can't be written to %s: %s. The run goes on without them", self.path, error)
             self._is_told = True
 
 

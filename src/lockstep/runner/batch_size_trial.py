@@ -74,8 +74,7 @@ def try_size(folder: Path, make_runner: MakeRunner, size: int, updates: int, mem
     if memory is not None:
         _limit_memory(memory)
     runner = make_runner(size)
-    runner.args = replace(runner.args, log_level="ERROR", resume=False)
-    runner.work_dir = folder / "runs"
+    runner.args = replace(runner.args, log_level="ERROR", resume=False, work_dir=folder / "runs")
     seconds = 0.0
     try:
         with runner.rehearsing("tried") as run:

@@ -128,10 +128,14 @@ class Saving:
         """Save between two iterations, because somebody asks for it. **Collective**: every rank."""
         run = self._run
         self.finish()
-        name = f"iter_{run.iter}"
         if run.iter > self.saved_iter:
-            run.save_checkpoint(run.checkpoint_dir, name, epoch=run.epoch, iteration=run.iter, on_save_error="warn")
-        _logger.info("%s: iteration %d %s", reason, run.iter, "is saved" if run.iter == self.saved_iter else "is not")
+            run.save_checkpoint(
+                run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter, on_save_error="warn"
+            )
+        if run.iter == 0:
+            _logger.info("%s: nothing to save before the first iteration", reason)
+        elif run.iter == self.saved_iter:
+            _logger.info("%s: iteration %d is saved", reason, run.iter)
         if run.rank == 0:
             (run.work_dir / SAVE_FILE).unlink(missing_ok=True)
 
