@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import FileWriter
 
 _FLUSH_SECONDS = 10
+# Records come in batches. With the default of 10 events, the training would wait for the writing thread.
+_MAX_QUEUE = 1000
 
 
 @VISUALIZERS.register_module(name=["TensorBoardVisualizer", "TensorboardVisBackend"])
@@ -41,7 +43,7 @@ class TensorBoardVisualizer:
         from torch.utils.tensorboard import FileWriter
 
         folder = run_dir / "tensorboard" if self._save_dir is None else self._save_dir
-        self._writer = FileWriter(str(folder), flush_secs=_FLUSH_SECONDS)
+        self._writer = FileWriter(str(folder), max_queue=_MAX_QUEUE, flush_secs=_FLUSH_SECONDS)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Write values, each under its own tag."""
