@@ -7,8 +7,8 @@ import torch
 from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
-from lockstep.dist import get_dist_info
-from lockstep.evaluator import Evaluator
+from lockstep.dist import all_reduce, get_dist_info
+from lockstep.evaluator import BaseMetric, Evaluator
 from lockstep.testing import ranks
 
 SCORES = torch.randn(11, 3, generator=torch.Generator().manual_seed(2)).softmax(1)
@@ -64,3 +64,29 @@ def test_labels_may_be_those_of_the_batch() -> None:
     evaluator = Evaluator(MulticlassAccuracy(3, average="micro"))
     evaluator.process(SCORES, data_batch=(None, SCORES.argmax(1)))
     assert evaluator.evaluate(11) == {"MulticlassAccuracy": 1.0}
+
+
+class BuiltWhileComputing(BaseMetric):
+    """Uses torchmetrics, and a collective, where only rank 0 is."""
+
+    def process(self, data_batch: object, data_samples: tuple) -> None:
+        self.results += list(zip(*data_samples, strict=True))
+
+    def compute_metrics(self, results: list) -> dict[str, float]:
+        metric = MulticlassAccuracy(3, average="micro")
+        for scores, label in results:
+            metric.update(scores[None], label[None])
+        count = torch.tensor(len(results))
+        all_reduce(count)
+        return {"accuracy": metric.compute().item(), "count": count.item()}
+
+
+@ranks(1, 2, 4)
+def test_a_metric_may_be_built_where_only_one_rank_is(wanted: dict) -> None:
+    rank, world_size = get_dist_info()
+    metric = BuiltWhileComputing()
+    metric.process(None, (SCORES[rank::world_size], LABELS[rank::world_size]))
+    found = metric.evaluate(len(SCORES))
+    assert found["count"] == len(SCORES)
+    assert found["accuracy"] == pytest.approx(wanted["MulticlassAccuracy"])
+    assert get_dist_info() == (rank, world_size)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
+
+import torch.distributed as torch_dist
 
 from lockstep.dist import all_reduce_tree, collect_results, get_rank, get_world_size, run_on_main
 
@@ -52,7 +56,11 @@ class BaseMetric(ABC):
 
     @abstractmethod
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """Return metric values by name, from the results of all ranks. Called only on rank 0."""
+        """Return metric values by name, from the results of all ranks.
+
+        It is called on rank 0 alone, as in one process: collectives of `lockstep.dist` return at once, and so do
+        metrics of torchmetrics that are computed here. The other ranks wait for the values.
+        """
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
         """Return the metric values of the whole dataset, and clear the results.
@@ -85,7 +93,11 @@ class BaseMetric(ABC):
                 type(self).__name__, total, size, get_world_size(), size,
             )  # fmt: skip
         collected = collect_results(results, size, device=self.collect_device, tmpdir=self.collect_dir)
-        return run_on_main(lambda: self._named(self.compute_metrics(collected or [])))
+        return run_on_main(lambda: self._computed(collected or []))
+
+    def _computed(self, results: list[Any]) -> dict[str, Any]:
+        with _as_one_process():
+            return self._named(self.compute_metrics(results))
 
     def _named(self, metrics: Any) -> dict[str, Any]:
         if not isinstance(metrics, Mapping) or not metrics:
@@ -96,3 +108,17 @@ class BaseMetric(ABC):
         if self.prefix is None:
             return dict(metrics)
         return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+
+
+@contextmanager
+def _as_one_process() -> Iterator[None]:
+    """Let code of this thread that asks torch whether there are other ranks find none, so that it waits for nobody.
+
+    **Source**: `jit_distributed_available` (torchmetrics 1.9) asks so before it gathers states.
+    """
+    found, here = torch_dist.is_initialized, threading.get_ident()
+    torch_dist.is_initialized = lambda: threading.get_ident() != here and found()
+    try:
+        yield
+    finally:
+        torch_dist.is_initialized = found
