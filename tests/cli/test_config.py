@@ -5,7 +5,9 @@ import pytest
 
 def test_print_shows_the_whole_config_as_python(here, folder):
     (folder / "child.yaml").write_text("_base_: line.py\nmodel: {width: 7}\n")
-    code, out, err = here("config", "print", "child.yaml", "--cfg-options", "train_cfg.max_epochs=3", "new.key=x")
+    code, out, err = here(
+        "config", "print", "child.yaml", "--trust-config", "--cfg-options", "train_cfg.max_epochs=3", "new.key=x"
+    )
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "model = dict(type='toy.Line', width=7)",

@@ -199,3 +199,51 @@ def test_a_config_is_read_once_where_its_values_can_be_handed_on(lockstep, folde
     command = shlex.split(json.loads(run.read_text())["command"])
     assert command == ["lockstep", *shlex.split("train own.py --nproc 2 train_cfg.max_epochs=2 --work-dir runs")]
     assert "max_epochs=2" in (run.parent / "config.py").read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "{}"],
+        ["train", "{}", "--no-check"],
+        ["train", "{}", "--no-check", "--nproc", "2"],
+        ["test", "{}", "--no-check", "--checkpoint", "line.py"],
+        ["find-lr", "{}", "--no-check"],
+        ["find-batch-size", "{}", "--no-check"],
+        ["config", "print", "{}"],
+        ["config", "check", "{}"],
+        ["config", "diff", "{}", "line.py"],
+    ],
+)
+def test_a_yaml_that_leads_to_code_is_refused_before_anything_is_imported(here, folder, words):
+    (folder / "evil.yaml").write_text("model:\n  type: os.system\n  command: touch trace\ncustom_imports: toy\n")
+    code, out, err = here(*(word.format("evil.yaml") for word in words))
+    assert code in (1, 2)
+    assert "starting" not in out
+    assert f"{folder}/evil.yaml:2: `model.type` = 'os.system' is an import path" in err
+    assert f"{folder}/evil.yaml:4: `custom_imports` imports modules" in err
+    assert "toy" not in sys.modules
+    assert sorted(path.name for path in folder.iterdir()) == ["evil.yaml", "line.py", "toy.py"]
+
+
+YAML = """\
+custom_imports: toy
+model: {type: toy.Line}
+train_dataloader: {dataset: {type: toy.Points}, batch_size: 2}
+optim_wrapper: {optimizer: {type: SGD, lr: 1.0e-3}}
+train_cfg: {max_epochs: 1}
+"""
+
+
+def test_a_trusted_yaml_trains_on_ranks_that_are_started(lockstep, folder):
+    (folder / "line.yaml").write_text(YAML)
+    code, _, err = lockstep("train", "line.yaml", "--trust-config", "--nproc", "2")
+    assert code == 0, err
+
+
+def test_names_that_the_user_types_are_imported(here, folder):
+    (folder / "line.yaml").write_text("train_cfg: {max_epochs: 1}\nmodel: {width: 1}\n")
+    words = ["custom_imports=toy", "model.type=toy.Line", "train_dataloader.dataset.type=toy.Points"]
+    code, out, err = here("config", "check", "line.yaml", *words)
+    assert (code, out, err) == (0, "line.yaml: no faults\n", "")
+    assert "toy" in sys.modules

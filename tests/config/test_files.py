@@ -79,7 +79,7 @@ def test_a_python_config_imports_the_modules_beside_it_and_leaves_the_path_as_it
 def test_custom_imports_are_imported(write):
     write("toy_registering.py", "")
     path = write("c.yaml", "custom_imports: {imports: [toy_registering]}")
-    Config.fromfile(path)
+    Config.fromfile(path, trusted=True)
     assert "toy_registering" in sys.modules
     with pytest.raises(ConfigError, match=r"`custom_imports` names `not_there`.*No module"):
         Config.fromfile(write("d.py", "custom_imports = dict(imports='not_there')"))

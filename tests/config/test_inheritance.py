@@ -47,7 +47,7 @@ def test_several_bases_in_several_formats_and_generations(write):
     write("one.json", '{"_base_": "grand.yaml", "lr": 0.2}')
     write("sub/two.yaml", "_base_: two_base.py\nepochs: 3\n")
     write("sub/two_base.py", "epochs = 1\nseed = 0\n")
-    cfg = Config.fromfile(write("child.py", "_base_ = ['one.json', 'sub/two.yaml']\nlr = 0.3\n"))
+    cfg = Config.fromfile(write("child.py", "_base_ = ['one.json', 'sub/two.yaml']\nlr = 0.3\n"), trusted=True)
     assert cfg == {"lr": 0.3, "model": {"type": "Net"}, "epochs": 3, "seed": 0}
     order = [cfg.text.index(name) for name in ("grand.yaml\n", "one.json\n", "two_base.py\n")]
     assert order == sorted(order)

@@ -38,7 +38,7 @@ def test_so_does_one_in_yaml_or_json(suffix: str, tmp_path: Path):
     file.write_text(
         '{"_base_": "base.py", "widths": "{{_base_.model.width}}", "work_dir": "{{fileBasenameNoExtension}}"}'
     )
-    cfg = Config.fromfile(file)
+    cfg = Config.fromfile(file, trusted=True)
     assert (cfg.widths, cfg.work_dir) == ([1, 2], "net")
 
 

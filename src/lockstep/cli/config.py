@@ -12,22 +12,23 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.errors import print_error
-from lockstep.cli.options import CfgOptions, ConfigPath
+from lockstep.cli.options import CfgOptions, ConfigPath, TrustConfig
 from lockstep.config import Config, Difference, differences, parse_options
+from lockstep.config.config import import_custom
 from lockstep.errors import INPUT_ERRORS, ConfigError, did_you_mean
 
 _SAME, _DIFFERENT, _TROUBLE = 0, 1, 2  # the exit codes of diff
 _STYLES = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
 
 
-def read_config(path: Path) -> Config:
-    """Return the config at `path`.
+def read_config(path: Path, *, trusted: bool = False) -> Config:
+    """Return the config at `path`; a YAML or JSON file may lead to code only if it is `trusted`.
 
     From then on, modules in its folder and in the current folder can be imported, as from a script there.
     """
     import_from_beside(path)
     try:
-        return Config.fromfile(path)
+        return Config.fromfile(path, trusted=trusted)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
 
@@ -42,6 +43,8 @@ def import_from_beside(path: Path) -> None:
 def apply_options(cfg: Config, options: Sequence[str]) -> None:
     """Apply ``--cfg-options``, strings ``key=value``, to a config.
 
+    The user has typed them: unlike a YAML file, they may name import paths and `custom_imports`, which are imported.
+
     Raises:
         ConfigError: a top-level key is neither in the config nor an argument of Runner, so nothing would read it; the
             message also lists what else is wrong with the changed config.
@@ -52,21 +55,24 @@ def apply_options(cfg: Config, options: Sequence[str]) -> None:
         if key in cfg:
             continue
         from lockstep.runner import Runner  # imports torch
+        from lockstep.runner.arguments import CONFIG_KEYS
 
-        if key not in (known := signature(Runner).parameters):
+        if key not in (known := {*signature(Runner).parameters, *CONFIG_KEYS}):
             hint = did_you_mean(key, {*cfg, *known})
             strays.append(f"the config has no key `{key}` for the option `{dotted}`{hint}")
             del changes[dotted]
     cfg.merge_from_dict(changes)
+    if any(dotted.partition(".")[0] == "custom_imports" for dotted in changes):
+        import_custom(cfg)
     if strays:
         from lockstep.lint import check_config
 
         check_config(cfg, needed=(), others=strays)
 
 
-def print_config(config: ConfigPath, cfg_options: CfgOptions = None) -> None:
+def print_config(config: ConfigPath, cfg_options: CfgOptions = None, trust_config: TrustConfig = False) -> None:
     """Print a config, merged with its bases and options, as Python."""
-    cfg = read_config(config)
+    cfg = read_config(config, trusted=trust_config)
     cfg.merge_from_dict(parse_options(cfg_options or []))
     text = cfg.pretty_text
     if not sys.stdout.isatty():
@@ -78,12 +84,12 @@ def print_config(config: ConfigPath, cfg_options: CfgOptions = None) -> None:
     Console().print(Syntax(text, "python", background_color="default", word_wrap=True))
 
 
-def check(config: ConfigPath, cfg_options: CfgOptions = None) -> None:
+def check(config: ConfigPath, cfg_options: CfgOptions = None, trust_config: TrustConfig = False) -> None:
     """List everything that is wrong with a config, without building anything from it.
 
     It finds unknown keys, types and arguments, missing ones, impossible values, and contradictions.
     """
-    cfg = read_config(config)
+    cfg = read_config(config, trusted=trust_config)
     apply_options(cfg, cfg_options or [])
     from lockstep.lint import check_config  # imports torch
 
@@ -94,10 +100,11 @@ def check(config: ConfigPath, cfg_options: CfgOptions = None) -> None:
 def diff(
     old: Annotated[Path, typer.Argument(metavar="A", help="A config.")],
     new: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    trust_config: TrustConfig = False,
 ) -> None:
     """Print which keys differ between two configs, merged with their bases; exit with code 1 if any differ."""
     try:
-        found = list(differences(read_config(old), read_config(new)))
+        found = list(differences(*(read_config(path, trusted=trust_config) for path in (old, new))))
     except INPUT_ERRORS as error:
         print_error(error)
         raise typer.Exit(_TROUBLE) from None

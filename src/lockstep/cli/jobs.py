@@ -20,6 +20,7 @@ from lockstep.cli.options import (
     GraceSeconds,
     MaxRestarts,
     RankOptions,
+    TrustConfig,
     complete_launchers,
     complete_strategies,
     rank_option,
@@ -61,6 +62,7 @@ class Job(RankOptions, ABC):
         bool,
         typer.Option("--check/--no-check", help="Look for errors in the whole config before anything is started."),
     ] = True
+    trust_config: TrustConfig = False
     launcher: Annotated[
         str | None,
         rank_option(
@@ -84,7 +86,7 @@ class Job(RankOptions, ABC):
         Raises:
             ConfigError: the config cannot be read, or a change is not valid.
         """
-        cfg = read_config(self.config)
+        cfg = read_config(self.config, trusted=self.trust_config)
         if self.strategy is not None:
             cfg.merge_from_dict({"strategy": {"_delete_": True, "type": self.strategy}})
         apply_options(cfg, self.cfg_options or [])

@@ -56,6 +56,13 @@ CfgOptions = Annotated[
         help="Change the config: a.b=1 c.0=[1,2]. The name of this option may be left out.",
     ),
 ]
+TrustConfig = Annotated[
+    bool,
+    typer.Option(
+        "--trust-config",
+        help="Let a YAML or JSON config name import paths, custom_imports and Python bases, which run code.",
+    ),
+]
 GraceSeconds = Annotated[
     int, _rank_number(0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
 ]

@@ -20,6 +20,7 @@ from lockstep.config.inheritance import Source
 from lockstep.config.options import set_dotted
 from lockstep.config.python_file import PythonFile, importable
 from lockstep.config.source_form import plain_data, python_source, source_form
+from lockstep.config.trust import refuse_code
 from lockstep.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Config(ConfigDict):
         use_environment_variables: bool = True,
         lazy_import: bool | None = None,
         format_python_code: bool = True,
+        *,
+        trusted: bool = False,
     ) -> Self:
         """Read a config from a Python, YAML or JSON file, with the files that it names in `_base_`.
 
@@ -80,6 +83,9 @@ class Config(ConfigDict):
         fileBasename }}``, ``{{ fileDirname }}`` and ``{{ fileExtname }}`` stand for parts of the file's path, and ``{{
         _base_.model.depth }}`` for a value of its bases.
 
+        A Python file is a program, which is run. YAML and JSON files are data: unless they are trusted, they may not
+        name import paths, `custom_imports`, or a Python file as a base.
+
         Args:
             filename: the file.
             use_predefined_variables: for compatibility with MMEngine; placeholders are always filled in.
@@ -87,13 +93,22 @@ class Config(ConfigDict):
             use_environment_variables: for compatibility with MMEngine; placeholders for these raise an error.
             lazy_import: for compatibility with MMEngine; ignored, the contents of the file decide.
             format_python_code: for compatibility with MMEngine; ignored, output is always formatted.
+            trusted: let YAML and JSON files do what Python files can.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ConfigError: the file or a base has an error; the message names file, line and key.
+            ConfigError: the file or a base has an error, or leads to code without being trusted; the message names
+                file, line and key.
         """
-        path = Path(filename).expanduser().resolve()
+        given = Path(filename).expanduser()
+        path = given.resolve()
+        if path.suffix == ".py" != given.suffix and path.is_file() and not trusted:
+            raise ConfigError(
+                f"{given}: leads to a Python file, {path}, which would be run. Name that file itself, if you trust it"
+            )
         source = Source.read(path)
+        if not trusted:
+            refuse_code(source)
         cfg = cls(source.values(), filename=path, text=source.text())
         if import_custom_modules:
             with importable(path.parent):
@@ -101,12 +116,13 @@ class Config(ConfigDict):
         return cfg
 
     @classmethod
-    def fromstring(cls, cfg_str: str, file_format: str) -> Self:
+    def fromstring(cls, cfg_str: str, file_format: str, *, trusted: bool = False) -> Self:
         """Read a config from the text of a file.
 
         Args:
             cfg_str: the text.
             file_format: the suffix of such a file, such as `".py"`.
+            trusted: see `fromfile`.
 
         Example:
             >>> Config.fromstring("lr = 0.1", ".py").lr
@@ -115,7 +131,7 @@ class Config(ConfigDict):
         with TemporaryDirectory() as folder:
             file = Path(folder) / f"config{file_format}"
             file.write_text(cfg_str, encoding="utf-8")
-            cfg = cls.fromfile(file)
+            cfg = cls.fromfile(file, trusted=trusted)
         return cls(cfg, text=cfg_str)
 
     @property

@@ -17,6 +17,8 @@ from lockstep.errors import ConfigError
 
 # The first line of a file that `Config.dump` writes. Such a file has lost the code that read its helper variables.
 DUMPED = "# Every key of the config, written by lockstep.\n"
+_MOST_VALUES = 1_000_000
+_MOST_LEVELS = 100
 
 
 class Location(NamedTuple):
@@ -159,6 +161,7 @@ class DataFile(ConfigFile):
         super().__init__(path, text)
         try:
             values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+            _check_size(values)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
         except yaml.MarkedYAMLError as error:
@@ -166,6 +169,10 @@ class DataFile(ConfigFile):
             begun = error.context_mark  # of the bracket or mapping that is not closed, for instance
             where = f" {error.context}, which begins in line {begun.line + 1}" if begun and error.context else ""
             raise ConfigError(f"{path}:{line}: {error.problem}{where}") from error
+        except (yaml.YAMLError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        except RecursionError:
+            raise ConfigError(f"{path}: is nested too deeply") from None
         self._values: dict[str, Any] = {} if values is None else values
         if not isinstance(values, dict | None) or not all(isinstance(key, str) for key in self._values):
             raise ConfigError(f"{path}: must hold one mapping with strings as keys")
@@ -185,6 +192,25 @@ class DataFile(ConfigFile):
             yield from _writes_below([], yaml.compose(self.text, Loader=yaml.SafeLoader))
         except yaml.YAMLError:  # JSON may be indented with tabs, YAML may not
             return
+
+
+def _check_size(values: object) -> None:
+    """Raise a ValueError if data have absurdly many values: in YAML, a few aliases can stand for billions."""
+    count, rest = 0, [iter((values,))]
+    while rest:
+        if (value := next(rest[-1], rest)) is rest:
+            rest.pop()
+            continue
+        count += 1
+        if count > _MOST_VALUES or len(rest) > _MOST_LEVELS:
+            raise ValueError(
+                f"contains itself, or has more than {_MOST_VALUES:,} values or {_MOST_LEVELS} levels, written out. A "
+                "config describes a run; keep data in files of their own"
+            )
+        if isinstance(value, dict):
+            rest.append(iter((*value.keys(), *value.values())))
+        elif isinstance(value, list | tuple | set):
+            rest.append(iter(value))
 
 
 def _writes_below(path: list[str], node: yaml.Node | None) -> Iterator[Write]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.registry.registry import Library, Registry, in_default_scope, init_default_scope
+from lockstep.registry.registry import Library, Registry, in_default_scope, init_default_scope, is_registered
 from lockstep.registry.signatures import BuildError
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "Registry",
     "in_default_scope",
     "init_default_scope",
+    "is_registered",
 ]
 
 

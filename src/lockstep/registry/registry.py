@@ -10,6 +10,7 @@ from importlib import import_module
 from inspect import getmembers, isclass, isroutine
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar, overload
+from weakref import WeakSet
 
 from lockstep.errors import RegistryError, did_you_mean, nearest
 from lockstep.registry.signatures import construct
@@ -19,6 +20,7 @@ EntryT = TypeVar("EntryT", bound=Entry)
 Names: TypeAlias = str | list[str] | tuple[str, ...] | None
 
 _default_scope: str | None = None
+_registries: WeakSet[Registry] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class Registry:
             if scope in parent._children:
                 raise RegistryError(f"{parent!r} has a child of scope `{scope}` already; choose another `scope`")
             parent._children[scope] = self
+        _registries.add(self)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -321,6 +324,22 @@ def in_default_scope(scope: str | None) -> Iterator[None]:
         yield
     finally:
         init_default_scope(before)
+
+
+def is_registered(name: str) -> bool:
+    """Return whether a name with its scope, ``"scope.Name"``, is registered in some registry.
+
+    Nothing is imported but the modules that fill the registries of this scope: `name` is never taken as an import path.
+
+    Example:
+        >>> from lockstep.registry import OPTIMIZERS
+        >>> is_registered("lockstep.AdamW"), is_registered("torch.optim.AdamW")
+        (True, False)
+    """
+    scope, _, own = name.partition(".")
+    if not own or "." in own:
+        return False
+    return any(registry.scope == scope and registry._ascend(own) is not None for registry in list(_registries))
 
 
 def _import_entry(path: str) -> Entry | None:
