@@ -71,10 +71,10 @@ def apply_options(cfg: Config, options: Sequence[str]) -> None:
 
 
 def print_config(config: ConfigPath, cfg_options: CfgOptions = None, trust_config: TrustConfig = False) -> None:
-    """Print a config, merged with its bases and options, as Python."""
+    """Print a config, merged with its bases and options, as Python. Passwords, tokens and keys in it are '***'."""
     cfg = read_config(config, trusted=trust_config)
     cfg.merge_from_dict(parse_options(cfg_options or []))
-    text = cfg.pretty_text
+    text = cfg.masked().pretty_text
     if not sys.stdout.isatty():
         print(text, end="")
         return

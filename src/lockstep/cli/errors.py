@@ -6,6 +6,7 @@ import os
 import time
 
 from lockstep.errors import TopologyError
+from lockstep.masking import mask_text
 from lockstep.topology import infer_launcher, read_topology
 
 _SECONDS_FOR_RANK_0 = 3.0
@@ -21,7 +22,7 @@ def print_error(error: Exception) -> None:
         # after that has a different error.
         time.sleep(_SECONDS_FOR_RANK_0)
     notes = getattr(error, "__notes__", ())
-    text = Text.assemble(("error: ", "bold red"), "\n".join([str(error), *notes]))
+    text = Text.assemble(("error: ", "bold red"), mask_text("\n".join([str(error), *notes])))
     Console(stderr=True, soft_wrap=True).print(text)
 
 

@@ -22,6 +22,7 @@ from lockstep.config.python_file import PythonFile, importable
 from lockstep.config.source_form import plain_data, python_source, source_form
 from lockstep.config.trust import refuse_code
 from lockstep.errors import ConfigError
+from lockstep.masking import mask_text, mask_value
 
 _logger = logging.getLogger(__name__)
 _SLOTS = ("_changed", "_filename", "_text")
@@ -169,7 +170,8 @@ class Config(ConfigDict):
         """Return the config as text, and write it to `file`, whose suffix chooses the format.
 
         Python source gives an equal config when it is read again. YAML and JSON have no classes and tuples: they hold
-        import paths and lists instead. Python and YAML files begin with a comment that lockstep wrote them.
+        import paths and lists instead. Python and YAML files begin with a comment that lockstep wrote them. Secrets are
+        written as they are; see `masked`.
 
         Raises:
             ConfigError: the suffix is unknown.
@@ -187,6 +189,17 @@ class Config(ConfigDict):
             raise ConfigError(f"{file}: a config must end in .py, .yaml, .yml or .json")
         Path(file).write_text(text, encoding="utf-8")
         return text
+
+    def masked(self) -> Self:
+        """Return a copy for others to see: passwords, tokens and keys in it are ``"***"``.
+
+        Example:
+            >>> Config(dict(visualizer=dict(type="WandbVisualizer", api_key="abc"))).masked().visualizer.api_key
+            '***'
+        """
+        copied = type(self)(mask_value(self.to_dict()), self.filename, mask_text(self.text))
+        copied._changed = self._changed
+        return copied
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
         """Set values by dotted keys.

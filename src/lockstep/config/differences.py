@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lockstep.config.dictionary import items_below
 from lockstep.config.source_form import python_value
+from lockstep.masking import MASK, mask_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Difference:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield the differences, in the order of the first config; additions come at the end of each dict and list.
 
+    Secrets are shown as ``"***"``. One that is masked in one of the configs counts as equal to the other's.
+
     Example:
         >>> [d.key for d in differences({"a": 1, "b": {"c": [1, 2]}}, {"b": {"c": [1, 3]}, "d": 0})]
         ['a', 'b.c.1', 'd']
@@ -45,8 +48,10 @@ def _between(old: object, new: object, prefix: str) -> Iterator[Difference]:
             yield from (Difference("removed", path, old=source) for path, source in _leaves(key, value))
         elif items_below(value) and items_below(after[name]) and _kind(value) is _kind(after[name]):
             yield from _between(value, after[name], f"{key}.")
-        elif (source := python_value(value)) != (other := python_value(after[name])):
-            yield Difference("changed", key, source, other)
+        elif python_value(value) != python_value(after[name]):
+            source, other = (python_value(mask_value(each, key)) for each in (value, after[name]))
+            if source != other or MASK not in f"{value}{after[name]}":
+                yield Difference("changed", key, source, other)
     for name, value in after.items():
         if name not in before:
             yield from (Difference("added", path, new=source) for path, source in _leaves(f"{prefix}{name}", value))
@@ -58,7 +63,7 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, str]]:
     for name, item in items.items():
         yield from _leaves(f"{key}.{name}", item)
     if not items:
-        yield key, python_value(value)
+        yield key, python_value(mask_value(value, key))
 
 
 def _kind(value: object) -> type:

@@ -11,6 +11,8 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
+from lockstep.masking import mask_text
+
 WIDTH = 100
 
 
@@ -165,7 +167,7 @@ def _attribute(owner: Any, path: list[str]) -> Any:
 
 def _description(value: Any) -> str:
     name = getattr(value, "__qualname__", None)
-    return f"<{type(value).__name__} {name}>" if name else repr(value)
+    return f"<{type(value).__name__} {name}>" if name else mask_text(repr(value))
 
 
 def _is_name(key: Any) -> bool:

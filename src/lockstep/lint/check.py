@@ -6,9 +6,11 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.config import Config
+from lockstep.config.dictionary import items_below
 from lockstep.errors import ConfigError, counted, nearest
 from lockstep.lint.parts import Fault
 from lockstep.lint.sections import faults_of
+from lockstep.masking import is_masked
 from lockstep.registry import in_default_scope
 from lockstep.runner.arguments import ARGUMENTS, CONFIG_KEYS, misfits, mispaired
 
@@ -61,9 +63,21 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
             yield Fault(key, f"is not an argument of Runner, and nothing reads it{_remedy(key)}")
     for key, says in mispaired(cfg):
         yield Fault(key, says)
+    for key in _masked_keys("", cfg):
+        yield Fault(
+            key, "was masked when the config was saved. Give the secret again, as an option or in a config of yours"
+        )
     for key in needed:
         if cfg.get(key) is None:
             yield Fault(key, "must be given")
+
+
+def _masked_keys(prefix: str, value: object) -> Iterator[str]:
+    for name, item in items_below(value).items():
+        if is_masked(item):
+            yield f"{prefix}{name}"
+        else:
+            yield from _masked_keys(f"{prefix}{name}.", item)
 
 
 def _remedy(key: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.config.dictionary import items_below
 from lockstep.errors import RegistryError, did_you_mean, nearest
 from lockstep.lint.values import misfit
+from lockstep.masking import mask_value
 from lockstep.registry import Registry
 from lockstep.registry.signatures import Arguments
 
@@ -34,7 +35,7 @@ class Fault:
             if part not in (below := items_below(value)):
                 return f"`{self.key}` {self.says}"
             value = below[part]
-        shown = repr(value)
+        shown = repr(mask_value(value, self.key))
         if isinstance(value, Mapping | list | tuple) or len(shown) > _LONGEST_VALUE or shown in self.says:
             return f"`{self.key}` {self.says}"
         return f"`{self.key}` = {shown} {self.says}"

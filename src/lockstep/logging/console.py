@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
+from lockstep.masking import mask_text
 
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 
@@ -22,7 +24,12 @@ def open_console(*, speaks: bool) -> Console:
 
 @contextmanager
 def run_logging(
-    console: Console, file: Path, *, level: int | str = "INFO", file_level: int | str = "INFO"
+    console: Console,
+    file: Path,
+    *,
+    level: int | str = "INFO",
+    file_level: int | str = "INFO",
+    secrets: Collection[str] = (),
 ) -> Iterator[logging.Logger]:
     """Send lockstep's log messages to a console and to a file until the context ends.
 
@@ -31,9 +38,10 @@ def run_logging(
         file: receives messages of `file_level` and above; created at the first one.
         level: name or number of a logging level.
         file_level: the same for the file.
+        secrets: strings that are shown as `***`, beside what looks like a secret by itself.
     """
     logger = logging.getLogger("lockstep")
-    handlers = [_ConsoleHandler(console), file_handler(file)]
+    handlers = [_ConsoleHandler(console, secrets), file_handler(file, secrets)]
     for handler, handler_level in zip(handlers, (level, file_level), strict=True):
         handler.setLevel(handler_level)
         logger.addHandler(handler)
@@ -78,21 +86,34 @@ def warnings_once(*, speaks: bool) -> Iterator[None]:
 class _ConsoleHandler(logging.Handler):
     """Prints through a rich console, above a live progress bar if there is one."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, secrets: Collection[str]) -> None:
         super().__init__()
         self._console = console
+        self._secrets = secrets
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             style = _STYLES.get(record.levelno, "")
             prefix = f"{record.levelname.lower()}: " if style else ""
-            self._console.print(Text(prefix + record.getMessage(), style=style))
+            self._console.print(Text(prefix + mask_text(record.getMessage(), self._secrets), style=style))
         except Exception:
             self.handleError(record)
 
 
-def file_handler(file: Path) -> logging.Handler:
-    """Return a handler that writes to a file, which is created at the first message."""
+class _MaskingFormatter(logging.Formatter):
+    """Writes messages and tracebacks without secrets."""
+
+    def __init__(self, form: str, date: str, secrets: Collection[str]) -> None:
+        super().__init__(form, date)
+        self._secrets = secrets
+
+    def format(self, record: logging.LogRecord) -> str:
+        return mask_text(super().format(record), self._secrets)
+
+
+def file_handler(file: Path, secrets: Collection[str] = ()) -> logging.Handler:
+    """Return a handler that writes to a file, which is created at the first message; `secrets` become `***`."""
     handler = logging.FileHandler(file, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(_MaskingFormatter(form, "%Y-%m-%d %H:%M:%S", secrets))
     return handler

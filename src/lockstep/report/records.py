@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lockstep.errors import ReportError
+from lockstep.masking import mask_text, mask_value
 
 Record: TypeAlias = Mapping[str, Any]
 
@@ -98,8 +99,9 @@ def read_run(folder: Path) -> Run:
         evaluations=[record for record in records if record["mode"] in MODES],
         ranks=list(_json_lines(folder / _RANKS, faults)),
         lr_search=searches[began:],
-        environment=_json_object(folder / "environment.json", faults),
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        # Masked also here: another library or an earlier version may have written them.
+        environment=mask_value(_json_object(folder / "environment.json", faults)),
+        config=mask_text(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else "",
         faults=faults,
     )
 

@@ -20,6 +20,7 @@ from lockstep.config import Config
 from lockstep.device import get_device
 from lockstep.dist import gather_object, get_backend, run_on_main
 from lockstep.evaluator import format_metrics
+from lockstep.masking import mask_words
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.runner.run import Run, Workspace
 from lockstep.strategy import Strategy
@@ -36,7 +37,7 @@ def write_environment(run: Run) -> None:
 
 
 def begin_records(run: Run, *, adds_config: bool) -> None:
-    """Open the visualizers, and hand them the config if asked to.
+    """Open the visualizers, and hand them the config if asked to, its secrets masked.
 
     **Collective**: every rank; rank 0 opens.
 
@@ -55,7 +56,7 @@ def _write_environment(run: Run, ranks: list[dict[str, Any]]) -> None:
 def _begin(run: Run, adds_config: bool) -> None:
     run.visualizer.open(run.run_dir)
     if adds_config and isinstance(run.cfg, Mapping):
-        run.visualizer.add_config(run.cfg if isinstance(run.cfg, Config) else Config(run.cfg))
+        run.visualizer.add_config((run.cfg if isinstance(run.cfg, Config) else Config(run.cfg)).masked())
 
 
 def describe_model(model: nn.Module, strategy: Strategy) -> str:
@@ -115,7 +116,7 @@ def _describe_run(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def _command() -> str:
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
-    return shlex.join([name, *sys.argv[1:]])
+    return shlex.join([name, *mask_words(sys.argv[1:])])
 
 
 def _describe_rank() -> dict[str, Any]:

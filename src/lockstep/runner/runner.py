@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lockstep.device import get_device
 from lockstep.errors import ConfigError, Preempted
 from lockstep.location import locate, require_disk
 from lockstep.logging import MessageHub, run_logging, warnings_once
+from lockstep.masking import secrets_in
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS, in_default_scope
@@ -321,7 +323,13 @@ class Runner(PartsOfRun):
         with (
             in_default_scope(self.args.default_scope),
             warnings_once(speaks=space.rank == 0),
-            run_logging(space.console, space.run_dir / file, level=self.args.log_level, file_level=file_level),
+            run_logging(
+                space.console,
+                space.run_dir / file,
+                level=self.args.log_level,
+                file_level=file_level,
+                secrets=secrets_in(self.cfg) | secrets_in(os.environ),
+            ),
         ):
             self.logger.info(
                 "%s, seed %d, folder %s",

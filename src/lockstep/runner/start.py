@@ -11,10 +11,12 @@ from typing import Any, cast
 
 import torch
 
+from lockstep.config import Config
 from lockstep.dist import get_dist_info, infer_launcher, init_dist, is_distributed, is_main_process, run_on_main
 from lockstep.errors import ConfigError
 from lockstep.location import Location
 from lockstep.logging import JsonLinesSink, MessageHub, open_console
+from lockstep.masking import mask_text
 from lockstep.runner import resuming
 from lockstep.runner.arguments import RunnerArguments, checked_keys
 from lockstep.runner.run import Workspace
@@ -120,9 +122,13 @@ def make_run_dir(work_dir: Path, experiment_name: str | None, others: Sequence[L
 
 
 def save_config(cfg: Any, run_dir: Path) -> None:
-    """Write the config, if there is one, into the run's folder."""
-    if cfg is not None and hasattr(cfg, "dump"):
-        cfg.dump(run_dir / "config.py")
+    """Write the config, if there is one, into the run's folder, its secrets masked."""
+    file = run_dir / "config.py"
+    if isinstance(cfg, Config):
+        cfg.masked().dump(file)
+    elif cfg is not None and hasattr(cfg, "dump"):  # that of another library
+        cfg.dump(file)
+        file.write_text(mask_text(file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def make_folder(folder: Path, *, anew: bool = False) -> None:

@@ -1,0 +1,217 @@
+"""Masking of secrets: in what is saved and shown, passwords, tokens and keys become `***`.
+
+A secret is known by its name (`api_key`, `HF_TOKEN`), by its form (`hf_...`, `AKIA...`, the password in a URL), or,
+in a log, because the run's config has it under such a name. Tokens of a tokenizer are none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+MASK = "***"
+_SHORTEST_IN_LOGS = 6  # a shorter secret could be a part of other words
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+# Names that end so are secret, whatever stands before.
+_SECRET = {
+    *("apikey", "authkey", "accesskey", "secretkey", "privatekey", "apitoken", "authtoken", "authorization", "jwt"),
+    *("credential", "credentials", "passcode", "passphrase", "passwd", "password", "passwords", "secret", "secrets"),
+}
+_PASSWORDS = (["passcode"], ["passwd"], ["password"], ["pwd"])  # which may be numbers
+# Words before `key` and before `token` that make it secret: `sort_key` and `pad_token` are not.
+_BEFORE_KEY = {
+    *("access", "account", "api", "auth", "client", "deploy", "encryption", "license", "master", "private", "secret"),
+    *("service", "shared", "signing", "ssh", "storage", "subscription", "webhook"),
+}
+_BEFORE_TOKEN = {
+    *("access", "account", "api", "app", "auth", "aws", "bearer", "bot", "ci", "clearml", "client", "comet", "csrf"),
+    *("deploy", "gcp", "git", "github", "gitlab", "hf", "hub", "huggingface", "job", "login", "mlflow", "neptune"),
+    *("npm", "oauth", "personal", "private", "pypi", "refresh", "sas", "secret", "security", "service", "session"),
+    *("slack", "telegram", "tracking", "upload", "user", "wandb", "webhook"),
+}
+_SPECIAL_TOKEN = re.compile(r"[<\[{|].*[>\]}|]")  # of a tokenizer
+_NO_SECRETS = {"", MASK, "None", "none", "null", "True", "true", "False", "false"}
+
+_FORMS = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{22,}|\bglpat-[\w-]{20,}"
+    r"|\bsk-[\w-]{20,}|\bxox[abeprs]-[\w-]{10,}|\bAIza[\w-]{35}|\bnvapi-[\w-]{20,}|\bwandb_v\d_\w{20,}"
+    r"|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s/'\"@:]*):([^\s/'\"]+)@")
+_BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}")
+_WANDB = re.compile(r"(wandb[^\n]{0,40}?)\b[0-9a-f]{40}\b", re.IGNORECASE)
+_QUOTED = r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\""
+_ASSIGNED = re.compile(
+    # name=value, 'name': 'value', --name value; a colon or a space alone is also what sentences have.
+    rf"(?P<left>(?P<name>[A-Za-z_][\w.-]*)['\"]?\]?(?:\s*=\s*|\s*:\s*(?=['\"])))(?P<value>{_QUOTED}|[^\s'\",;&)\]}}]+)"
+    rf"|(?P<option>(?<![\w-])--?(?P<of>[A-Za-z][\w.-]*)\s+)(?P<given>{_QUOTED}|[^\s'\"-][^\s'\"]*)"
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a value of this name is a secret: of a config's key, an option or a variable.
+
+    Example:
+        >>> [is_secret_name(name) for name in ("visualizer.api_key", "HF_TOKEN", "pad_token", "num_tokens")]
+        [True, True, False, False]
+    """
+    *above, last = name.split(".")
+    if last != "type" and any(_holds_secrets(key) for key in above):
+        return True
+    words = _words(last)
+    if words[-2:] == ["key", "id"]:  # of AWS
+        words.pop()
+    before, last = ["", *words][-2:] if words else ("", "")
+    if last in ("token", "tokens"):
+        return words == ["token"] or before in _BEFORE_TOKEN
+    if last == "pwd":
+        return before != ""  # PWD alone is the current folder
+    return last in _SECRET or (last in ("key", "keys") and before in _BEFORE_KEY)
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in _WORDS.findall(name)]
+
+
+def _holds_secrets(name: str) -> bool:
+    """Return whether all strings below a key are secret, as below `credentials`; a part of a model may be a `token`."""
+    return _words(name)[-1:] in ([word] for word in _SECRET)
+
+
+def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """Return a text without the secrets that can be recognised in it, and without the given ones.
+
+    Example:
+        >>> mask_text("s3://me:pass@host/x --api-key=abc num_tokens=7")
+        's3://me:***@host/x --api-key=*** num_tokens=7'
+    """
+    for secret in secrets:
+        text = text.replace(secret, MASK)
+    text = _IN_URL.sub(rf"\1:{MASK}@", text)
+    text = _BEARER.sub(rf"\1 {MASK}", text)
+    text = _ASSIGNED.sub(_without_value, text)
+    text = _WANDB.sub(rf"\1{MASK}", text)
+    return _FORMS.sub(MASK, text)
+
+
+def mask_value(value: Any, name: str = "") -> Any:
+    """Return a copy of a config's value, in which secrets are masked; dicts, lists and tuples are copied.
+
+    Args:
+        value: the value.
+        name: its key.
+
+    Example:
+        >>> mask_value({"lr": 0.1, "login": {"api_key": "abc", "user": "me"}})
+        {'lr': 0.1, 'login': {'api_key': '***', 'user': 'me'}}
+    """
+    return _masked(value, name)
+
+
+def mask_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line, without secrets.
+
+    Example:
+        >>> mask_words(["train", "visualizer.api_key=abc", "--token", "abc", "tokens=8"])
+        ['train', 'visualizer.api_key=***', '--token', '***', 'tokens=8']
+    """
+    masked = []
+    before = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if before.startswith("-") and "=" not in before and not word.startswith("-") and is_secret_name(before):
+            masked.append(_masked(word, before))
+        elif equals and re.fullmatch(r"[\w.-]+", name):
+            masked.append(f"{name}={_masked(value, name)}")
+        else:
+            masked.append(mask_text(word))
+        before = word
+    return masked
+
+
+def secrets_in(value: Any, name: str = "") -> set[str]:
+    """Return the strings that `mask_value` would mask as a whole, if they are long enough to be looked for in a log."""
+    return {found for found in _secrets(value, name) if len(found) >= _SHORTEST_IN_LOGS}
+
+
+def is_masked(value: Any) -> bool:
+    """Return whether a value is a string from which a secret was removed."""
+    return isinstance(value, str) and (value == MASK or f":{MASK}@" in value)
+
+
+def _masked(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _masked(item, _below(name, key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_masked(item, name) for item in value]
+        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, str) and not isinstance(value, Enum):
+        return MASK if _is_secret(value, name) else mask_text(value)
+    return MASK if _is_plain_secret(value, name) else value
+
+
+def _secrets(value: Any, name: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _secrets(item, _below(name, key))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _secrets(item, name)
+    elif isinstance(value, str) and _is_secret(value, name):
+        yield value
+
+
+def _below(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _is_secret(value: str, name: str) -> bool:
+    if value in _NO_SECRETS or _SPECIAL_TOKEN.fullmatch(value):
+        return False
+    return is_secret_name(name) or (_words(name)[-1:] in (["key"], ["token"]) and _looks_random(value))
+
+
+def _is_plain_secret(value: object, name: str) -> bool:
+    """Return whether a value that is no string is a secret."""
+    if not is_secret_name(name) or isinstance(value, bool):
+        return False
+    return isinstance(value, bytes) or (isinstance(value, int | float) and _words(name)[-1:] in _PASSWORDS)
+
+
+def _looks_random(text: str) -> bool:
+    """Return whether a text looks as if a machine had drawn it: a hash, or letters of both cases and digits."""
+    if re.fullmatch(r"[0-9a-f]{32,}", text):
+        return True
+    kinds = ("[a-z]", "[A-Z]", "[0-9]")
+    return re.fullmatch(r"[A-Za-z0-9+/=_-]{20,}", text) is not None and all(re.search(kind, text) for kind in kinds)
+
+
+def _without_value(found: re.Match[str]) -> str:
+    name, left, value = found["name"], found["left"], found["value"]
+    if name is None:
+        name, left, value = found["of"], found["option"], found["given"]
+    quote = value[0] if value[0] in "'\"" else ""
+    plain = value[1:-1] if quote else value
+    if (
+        plain in _NO_SECRETS
+        or _SPECIAL_TOKEN.fullmatch(plain)
+        or (not quote and _is_code(plain, name))
+        or not is_secret_name(name)
+    ):
+        # The value of a name that says nothing may itself be such an assignment: --cfg-options api_key=...
+        return left + _ASSIGNED.sub(_without_value, value) if "=" in value and len(value) < len(found[0]) else found[0]
+    return f"{left}{quote}{MASK}{quote}"
+
+
+def _is_code(value: str, name: str) -> bool:
+    """Return whether a value without quotes is a number or the beginning of an expression, not a secret."""
+    if re.fullmatch(r"[\d.+-]+", value):
+        return _words(name)[-1:] not in _PASSWORDS
+    return value[0] in "([{<" or re.match(r"[A-Za-z_][\w.]*\(", value) is not None

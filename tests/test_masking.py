@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from lockstep.masking import MASK, is_secret_name, mask_text, mask_value, mask_words, secrets_in
+
+SECRET = [
+    *("api_key", "apikey", "apiKey", "API_KEY", "OPENAI_API_KEY", "visualizer.api_key", "WANDB_API_KEY", "api-key"),
+    *("token", "TOKEN", "hf_token", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "api_token", "auth_token", "accessToken"),
+    *("use_auth_token", "NEPTUNE_API_TOKEN", "api_tokens", "AWS_SESSION_TOKEN", "GITHUB_TOKEN", "csrf-token"),
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "aws_secret_access_key", "secret_key", "private_key", "ssh_key"),
+    *("password", "PASSWORD", "db_password", "passwd", "db_pwd", "passphrase", "MLFLOW_TRACKING_PASSWORD"),
+    *("secret", "client_secret", "clientSecret", "secrets", "credentials", "credentials.user", "aws_credentials.x.y"),
+    *("Authorization", "SLURM_JWT", "AZURE_STORAGE_KEY", "account_key"),
+]  # fmt: skip
+NO_SECRET = [
+    *("tokens_of", "num_tokens", "tokenizer", "tokenizer.name", "pad_token_id", "token_type_ids", "pad_token"),
+    *("bos_token", "eos_token", "unk_token", "mask_token", "cls_token", "sep_token", "image_token", "tokens"),
+    *("additional_special_tokens", "max_new_tokens", "tokens_per_second", "token_dropout", "token_embedding"),
+    *("use_cls_token", "num_image_tokens", "token.type", "key", "keys", "key_padding_mask", "sort_key", "monitor_key"),
+    *("num_heads_key", "primary_key", "keyframe", "secretary", "credential_file", "password_file", "secret_dim"),
+    *("passing", "PWD", "OLDPWD", "author", "auth", "api_url", "access_mode", "keep", "passes"),
+    *("lr", "weight_decay", "key_value_heads", "num_key_value_heads", "token_ids", "tokenize", "api_key_name", ""),
+]
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_a_secret_name(name):
+    assert is_secret_name(name)
+    assert mask_value("x", name) == MASK
+
+
+@pytest.mark.parametrize("name", NO_SECRET)
+def test_no_secret_name(name):
+    assert not is_secret_name(name)
+    value = {"a": "<pad>", "b": [1, "hello world"], "type": "Embedding"}
+    assert mask_value(value, name) == value
+    assert mask_value(7, name) == 7
+    assert mask_text(f"{name}='<pad>' {name}=12 {name}: hello") == f"{name}='<pad>' {name}=12 {name}: hello"
+
+
+HF = "hf_" + "aB3" * 11 + "x"
+HEX = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("s3://me:pa:ss@bucket/a@b", "s3://me:***@bucket/a@b"),
+        ("s3://me:p@ss@bucket/x", "s3://me:***@bucket/x"),
+        ("mysql://root:hunter2@db:3306/runs and more", "mysql://root:***@db:3306/runs and more"),
+        ("redis://:hunter2@db/0", "redis://:***@db/0"),
+        ("ssh://git@host/x s3://bucket/a@b", "ssh://git@host/x s3://bucket/a@b"),
+        ("http://[::1]:29500/x tcp://localhost:29500", "http://[::1]:29500/x tcp://localhost:29500"),
+        (f"login {HF}.", "login ***."),
+        ("AKIAIOSFODNN7EXAMPLE", "***"),
+        ("ghp_" + "a1" * 18, "***"),
+        ("glpat-" + "a1" * 10, "***"),
+        ("sk-proj-" + "a1" * 20, "***"),
+        ("xoxb-123456789012-abcdef", "***"),
+        ("AIza" + "b" * 35, "***"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.sflKxwRJSMeKKF2QT4", "***"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\nx", "***\nx"),
+        (f"wandb login {HEX}", "wandb login ***"),
+        (f"wandb_key {HEX}", "wandb_key ***"),
+        (f"commit {HEX}", f"commit {HEX}"),
+        ("Authorization: Bearer abcdefgh12", "Authorization: Bearer ***"),
+        ("dict(api_key='abc', lr=0.1)", "dict(api_key='***', lr=0.1)"),
+        ("{'api_key': 'abc', \"token\": \"x\"}", "{'api_key': '***', \"token\": \"***\"}"),
+        ("password='it\\'s' x", "password='***' x"),
+        ("--api-key abc --lr 3", "--api-key *** --lr 3"),
+        ("--api-key=abc --num-tokens=3", "--api-key=*** --num-tokens=3"),
+        ("--cfg-options visualizer.api_key=abc", "--cfg-options visualizer.api_key=***"),
+        ("--env=HF_TOKEN=abc", "--env=HF_TOKEN=***"),
+        ("https://x/y?user=me&token=abc&z=1", "https://x/y?user=me&token=***&z=1"),
+        ("AccountKey=abc==;x", "AccountKey=***;x"),
+        ("password=12345", "password=***"),
+        ("token=12 token=None api_key=True", "token=12 token=None api_key=True"),
+        ("password = getpass(prompt)", "password = getpass(prompt)"),
+        ("the token: where it is", "the token: where it is"),
+        ("`password` must be a str", "`password` must be a str"),
+    ],
+)
+def test_a_text(text, masked):
+    assert mask_text(text) == masked
+    assert mask_text(masked) == masked
+
+
+def test_values_in_any_nesting():
+    Pair = namedtuple("Pair", "a b")
+    value = {
+        "visualizer": [{"type": "Wandb", "init_kwargs": {"api_key": "abc", "mode": "online"}}],
+        "load_from": "s3://me:pass@bucket/x",
+        "credentials": {"type": "basic", "user": "me", "levels": ["a", ("b",)]},
+        "password": 123456,
+        "secret": b"abc",
+        "token": {"type": "Embedding", "width": 3},
+        "api_keys": ["a", None, True],
+        "use_auth_token": True,
+        "pair": Pair("x", HF),
+        "private_key": Path("key.pem"),
+        "key": HEX,
+        "company_token": "aZ09" * 6,
+        3: str,
+    }
+    before = repr(value)
+    assert mask_value(value) == {
+        "visualizer": [{"type": "Wandb", "init_kwargs": {"api_key": MASK, "mode": "online"}}],
+        "load_from": "s3://me:***@bucket/x",
+        "credentials": {"type": "basic", "user": MASK, "levels": [MASK, (MASK,)]},
+        "password": MASK,
+        "secret": MASK,
+        "token": {"type": "Embedding", "width": 3},
+        "api_keys": [MASK, None, True],
+        "use_auth_token": True,
+        "pair": Pair("x", MASK),
+        "private_key": Path("key.pem"),
+        "key": MASK,
+        "company_token": MASK,
+        3: str,
+    }
+    assert repr(value) == before
+
+
+def test_what_is_looked_for_in_logs():
+    found = secrets_in({"api_key": "abcdef-1", "password": "pw", "x": {"token": "ghijkl-2"}, "name": "mnopqr-3"})
+    assert found == {"abcdef-1", "ghijkl-2"}  # a shorter one may be a part of any word
+    assert mask_text("sent abcdef-1 and mnopqr-3", found) == "sent *** and mnopqr-3"
+
+
+def test_words_of_a_command_line():
+    words = ["train", "c.py", "--token", "abc", "visualizer.init.api_key=a b", "model.pad_token=<pad>", "--seed", "3"]
+    words += ["load_from=s3://me:pw@host/x", "--password=x", "visualizer={'api_key':'x'}", "--use-token", "--resume"]
+    assert mask_words(words) == [
+        *("train", "c.py", "--token", "***", "visualizer.init.api_key=***", "model.pad_token=<pad>", "--seed", "3"),
+        *("load_from=s3://me:***@host/x", "--password=***", "visualizer={'api_key':'***'}", "--use-token", "--resume"),
+    ]
