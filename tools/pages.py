@@ -1,4 +1,4 @@
-"""The pages of the site that no one writes: the API reference, the list of decisions, and the changelog."""
+"""The pages of the site that are not in docs/: the API reference, the list of decisions, and files of the root."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(_page(config, "reference/index.md", "\n".join(rows) + "\n"))
     changes = (ROOT / "CHANGELOG.md").read_text()
     files.append(_page(config, "changelog.md", changes.replace("](docs/", "](")))
+    files.append(_page(config, "security.md", (ROOT / "SECURITY.md").read_text().replace("](docs/", "](")))
     return files
 
 
