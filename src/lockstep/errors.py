@@ -10,6 +10,7 @@ LockstepError
 └── DistError (RuntimeError)             something between ranks
     ├── PeerError                        another rank failed first; names it and its cause
     ├── CollectiveMismatchError          ranks called with arguments that do not belong together
+    ├── DivergenceError                  replicas of a model are no longer equal; names the tensor and the ranks
     └── CollectiveTimeoutError (TimeoutError)   a rank did not arrive in time
 ```
 
@@ -22,7 +23,7 @@ names the rank on which it occurred.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -88,6 +89,25 @@ class CollectiveMismatchError(DistError):
     """Ranks of one group called a collective with arguments that do not belong together."""
 
 
+class DivergenceError(DistError):
+    """Ranks that must hold the same values hold different ones.
+
+    Attributes:
+        name: the first tensor or value that differs.
+        ranks: the ranks that differ from most of the others, or from the first one where there is no majority.
+        iteration: the number of complete iterations at the check that found it.
+    """
+
+    def __init__(self, message: str, *, name: str, ranks: Sequence[int], iteration: int) -> None:
+        super().__init__(message)
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.iteration = iteration
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_divergence_error, (str(self), self.name, self.ranks, self.iteration)
+
+
 class CollectiveTimeoutError(DistError, TimeoutError):
     """A rank did not take part in a collective within the group's timeout."""
 
@@ -98,6 +118,10 @@ INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, ReportError, TopologyEr
 
 def _rebuild_peer_error(message: str, rank: int | None, cause: str) -> PeerError:
     return PeerError(message, rank=rank, cause=cause)
+
+
+def _rebuild_divergence_error(message: str, name: str, ranks: Sequence[int], iteration: int) -> DivergenceError:
+    return DivergenceError(message, name=name, ranks=ranks, iteration=iteration)
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

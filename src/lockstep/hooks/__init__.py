@@ -14,6 +14,7 @@ from lockstep.hooks.mfu import MFUHook
 from lockstep.hooks.nan_check import NaNCheckHook
 from lockstep.hooks.profiler import ProfilerHook
 from lockstep.hooks.progress import ProgressHook
+from lockstep.hooks.replica_check import ReplicaCheckHook
 from lockstep.hooks.runtime_info import RuntimeInfoHook
 from lockstep.hooks.sampler_seed import DistSamplerSeedHook
 from lockstep.hooks.scheduler import ParamSchedulerHook
@@ -38,6 +39,7 @@ __all__ = [
     "ParamSchedulerHook",
     "ProfilerHook",
     "ProgressHook",
+    "ReplicaCheckHook",
     "RuntimeInfoHook",
     "SyncBuffersHook",
 ]

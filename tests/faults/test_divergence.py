@@ -1,0 +1,215 @@
+"""One flipped bit on one rank is found within an interval, and named; what differs by design is not."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.dist import all_gather_object, get_rank, get_world_size
+from lockstep.errors import ConfigError, DivergenceError
+from lockstep.hooks import Hook, ReplicaCheckHook
+from lockstep.testing import ranks
+
+from .runs import FlipBit, bits_of, make_model, make_runner
+
+NAMES = {
+    "weight": "0.up.weight",
+    "buffer": "0.scale",
+    "exp_avg": "exp_avg of 0.up.weight",
+    "exp_avg_sq": "exp_avg_sq of 0.up.weight",
+    "step": "step of 0.up.weight",
+    "lr": "lr of parameter group 0 of AdamW",
+}
+
+
+def train_until_it_is_found(tmp_path: Path, strategy: str, what: str, rank: int) -> DivergenceError:
+    runner = make_runner(tmp_path, strategy, [FlipBit(what, rank, after=7), ReplicaCheckHook(interval=5)], 20)
+    with pytest.raises(DivergenceError) as caught:
+        runner.train()
+    error = caught.value
+    assert error.iteration == 10  # the check that follows
+    assert len(set(all_gather_object(str(error)))) == 1  # the same on every rank, and the group is usable
+    assert "All was equal after iteration 5." in str(error)
+    return error
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("what", ["weight", "buffer", "exp_avg", "exp_avg_sq", "lr"])
+def test_a_flipped_bit_under_ddp_is_named(tmp_path: Path, what):
+    # What is flipped spreads to the weight, which comes first; the buffer and the options stand by themselves.
+    error = train_until_it_is_found(tmp_path, "ddp", what, rank=get_world_size() - 1)
+    assert NAMES[what].replace(" of ", "` of `") in str(error)
+    assert error.ranks == (get_world_size() - 1,)
+    others = ", ".join(map(str, range(get_world_size() - 1)))
+    assert re.search(
+        rf"rank {get_world_size() - 1} of {get_world_size()} \(on .+\) against {others}, after", str(error)
+    )
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("what", ["weight", "buffer", "exp_avg", "step"])
+def test_the_element_and_its_bit_are_named(tmp_path: Path, what):
+    check = ReplicaCheckHook(interval=1)
+    runner = make_runner(tmp_path, "ddp", [FlipBit(what, 1, after=3), check], 5)
+    with pytest.raises(DivergenceError, match="bit 0 of it differs") as caught:
+        runner.train()
+    assert (caught.value.name, caught.value.ranks, caught.value.iteration) == (NAMES[what], (1,), 3)
+    last = {"weight": 127, "buffer": 7, "exp_avg": 127, "step": 0}[what]
+    assert f"Element {last} of torch.float32" in str(caught.value)
+    assert "further value" not in str(caught.value)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), copy.ranks) == (str(caught.value), (1,))
+
+
+@ranks(4)
+@pytest.mark.parametrize("what", ["weight", "exp_avg"])
+def test_ranks_with_the_same_shard_are_compared(tmp_path: Path, what):
+    check = ReplicaCheckHook(interval=1)
+    runner = make_runner(tmp_path, "hybrid", [FlipBit(what, 3, after=3), check], 5)
+    with pytest.raises(DivergenceError) as caught:
+        runner.train()
+    # Ranks 1 and 3 hold the second half. Which of them is right can't be known: the first counts as usual.
+    assert (caught.value.name, caught.value.ranks) == (NAMES[what], (3,))
+    assert "(shard 1) differs" in str(caught.value)
+    assert "rank 3 of 4" in str(caught.value)
+    assert "against 1, after iteration 3" in str(caught.value)
+    assert "Element 63 of this rank's part, torch.float32 [8, 8]" in str(caught.value)
+
+
+@ranks(2)
+@pytest.mark.parametrize("what", ["buffer", "step", "lr"])
+def test_under_plain_fsdp_what_is_whole_is_compared(tmp_path: Path, what):
+    runner = make_runner(tmp_path, "fsdp", [FlipBit(what, 1, after=3), ReplicaCheckHook(interval=1)], 5)
+    with pytest.raises(DivergenceError) as caught:
+        runner.train()
+    assert caught.value.name == NAMES[what]
+
+
+class FlipNorm(Hook):
+    """Flips a bit of a weight that ranks of a tensor-parallel group hold alike."""
+
+    priority = "HIGH"
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if runner.iter == 2 and get_rank() == 1:
+            bits_of(dict(runner.strategy.core().named_parameters())["0.norm.weight"])[0] ^= 1 << 30
+
+
+class DrawOnce(Hook):
+    """Draws a random number on one rank."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if runner.iter == 2 and get_rank() == 1:
+            torch.rand(1)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize(("hook", "name"), [(FlipNorm, "0.norm.weight"), (DrawOnce, "torch's random state")])
+def test_under_tensor_parallelism_whole_weights_and_random_state_are_compared(tmp_path: Path, hook, name):
+    runner = make_runner(tmp_path, "tensor", [hook(), ReplicaCheckHook(interval=1)], 5)
+    with pytest.raises(DivergenceError) as caught:
+        runner.train()
+    assert (caught.value.name, caught.value.ranks, caught.value.iteration) == (name, (1,), 3)
+
+
+@ranks(2)
+def test_a_checkpoint_of_unequal_replicas_is_not_written(tmp_path: Path):
+    changes = {
+        "default_hooks": {"progress": None, "checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": 4}}
+    }
+    runner = make_runner(tmp_path, "ddp", [FlipBit("weight", 1, after=6), ReplicaCheckHook()], 20, **changes)
+    with pytest.raises(DivergenceError, match="Resume from a checkpoint of that iteration or before"):
+        runner.train()
+    if get_rank() == 0:
+        assert [path.name for path in runner.run_dir.glob("iter_*")] == ["iter_4"]
+
+
+@ranks(2)
+def test_a_warning_is_given_once_for_each_tensor(tmp_path: Path):
+    hooks = [FlipBit("buffer", 1, after=3), {"type": "ReplicaCheckHook", "interval": 1, "on_divergence": "warn"}]
+    runner = make_runner(tmp_path, "ddp", hooks, 6)
+    runner.train()
+    assert runner.iter == 6
+    own = runner.run_dir / ("log.txt" if get_rank() == 0 else "log_rank1.txt")
+    assert own.read_text().count("`0.scale` differs between ranks that must hold the same values: rank 1 of 2") == 1
+
+
+@ranks(2)
+def test_what_is_ignored_may_differ(tmp_path: Path):
+    hooks = [FlipBit("buffer", 1, after=3), ReplicaCheckHook(interval=1, ignore=["*.scale"])]
+    runner = make_runner(tmp_path, "ddp", hooks, 5)
+    runner.train()
+    assert runner.iter == 5
+
+
+def amp(optimizer: str, **more: Any) -> dict[str, Any]:
+    return {"type": "AmpOptimWrapper", "optimizer": {"type": optimizer, "lr": 1e-3}, **more}
+
+
+NO_FAULT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "float16 accumulated": ("ddp", amp("AdamW", dtype="float16", accumulative_counts=3)),
+    "bfloat16 clipped": ("ddp", amp("NAdam", dtype="bfloat16", clip_grad={"max_norm": 1.0})),
+    "powerSGD": ({"type": "ddp", "comm_hook": "powerSGD"}, {"optimizer": {"type": "SGD", "lr": 0.01, "momentum": 0.9}}),
+    "broadcast buffers": ({"type": "ddp", "broadcast_buffers": True}, {"optimizer": {"type": "RMSprop", "lr": 1e-3}}),
+    "lbfgs": ("ddp", {"optimizer": {"type": "LBFGS", "lr": 1e-3, "max_iter": 2}}),
+    "fsdp": ("fsdp", {"optimizer": {"type": "Adam", "lr": 1e-3, "fused": True}}),
+    "tensor parallel": ("tensor", {"optimizer": {"type": "AdamW", "lr": 1e-3}}),
+}
+COMPLETE = int(os.environ.get("LOCKSTEP_FAULTS_ITERS", "40"))  # of a longer run
+
+
+@ranks(2, 4, timeout=300)
+@pytest.mark.parametrize("case", NO_FAULT)
+def test_there_is_no_false_alarm(tmp_path: Path, case):
+    strategy, optim_wrapper = NO_FAULT[case]
+    hooks = [{"type": "EMAHook", "momentum": 0.01}, ReplicaCheckHook(interval=1)]
+    schedule = [] if case == "lbfgs" else [{"type": "CosineAnnealingLR", "by_epoch": False}]
+    runner = make_runner(
+        tmp_path, strategy, hooks, COMPLETE, param_scheduler=schedule, optim_wrapper=optim_wrapper,
+    )  # fmt: skip
+    runner.train()
+    assert runner.iter == COMPLETE
+
+
+@ranks(2)
+def test_unequal_amounts_of_data_and_synchronised_norms_are_no_fault(tmp_path: Path):
+    # Rank 1 has fewer batches, and keeps its running statistics while it waits for rank 0.
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(make_model())
+    data = TensorDataset(*[torch.randn(12 - 4 * get_rank(), 8)] * 2)
+    loader = DataLoader(data, batch_size=4)
+    runner = make_runner(
+        tmp_path,
+        "ddp",
+        [ReplicaCheckHook(interval=1)],
+        8,
+        model=model,
+        train_dataloader=loader,
+    )
+    runner.train()
+    assert runner.iter == 8
+
+
+def test_one_rank_has_nothing_to_compare(tmp_path: Path):
+    runner = make_runner(tmp_path, None, [ReplicaCheckHook(interval=1)], 3)
+    runner.train()
+    assert runner.iter == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"interval": 0}, "`interval` must be at least 1, but is 0"),
+        ({"on_divergence": "log"}, "`on_divergence` must be 'raise' or 'warn', but is 'log'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        ReplicaCheckHook(**arguments)
