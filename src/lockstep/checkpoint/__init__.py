@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.drafts import remove, remove_dead_drafts
 from lockstep.checkpoint.pointer import point_to_checkpoint
-from lockstep.checkpoint.search import candidates, find_checkpoints, find_last_checkpoint
+from lockstep.checkpoint.search import candidates, find_checkpoints, find_last_checkpoint, written_at
 from lockstep.checkpoint.verify import is_checkpoint, verify
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ __all__ = [
     "remove_dead_drafts",
     "save_state",
     "verify",
+    "written_at",
 ]
 
 

@@ -44,6 +44,11 @@ class Found:
             return 0.0
 
 
+def written_at(directory: Location) -> float:
+    """Return when a checkpoint was written, in seconds since 1970; 0 if there is none."""
+    return Found(directory).time
+
+
 def find_last_checkpoint(work_dir: Location) -> Location | None:
     """Return the checkpoint that the pointer of `work_dir` names, or None if there is none or it is not complete.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import candidates, load_state, read_meta, remove_dead_drafts, verify
+from lockstep.checkpoint import candidates, load_state, read_meta, remove_dead_drafts, verify, written_at
 from lockstep.checkpoint.together import on_all
 from lockstep.dataset.random_state import set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
@@ -23,6 +24,8 @@ from lockstep.runner.uneven_inputs import BEGINNING
 from lockstep.weights import Weights, checkpoint_at
 
 _logger = logging.getLogger(__name__)
+RESUME_SINCE = "LOCKSTEP_RESUME_SINCE"
+"""Variable that the launcher sets for ranks that it has restarted: when the job began, in seconds since 1970."""
 
 
 def checkpoint_folders(args: RunnerArguments) -> list[Location]:
@@ -72,40 +75,61 @@ def clear_drafts(folders: Sequence[Location]) -> None:
         _logger.info("removed %s, which an interrupted save had left", draft)
 
 
-def find_resumption(load_from: Weights | None, folders: Sequence[Location]) -> tuple[Location | None, list[str]]:
+def find_resumption(
+    load_from: Weights | None, folders: Sequence[Location], *, asked: bool = True
+) -> tuple[Location | None, list[str]]:
     """Return the checkpoint to resume from, and what is wrong with those that would have come before it.
 
-    It is `load_from` if given; else the last one of the work_dir, or the newest one that is whole. Its bytes are
-    compared with their checksums here, before anything of the run is built; each rank reads a part of them.
+    In ranks that were restarted it is the last one that this job has saved, asked for or not. Else, if asked for, it is
+    `load_from` if given; else the last one of the work_dir, or the newest one that is whole. Its bytes are compared
+    with their checksums here, before anything of the run is built; each rank reads a part of them.
 
     Args:
-        load_from: what the user has asked for.
+        load_from: where the user wants to resume from.
         folders: the work_dir, and further folders that hold its checkpoints.
+        asked: whether the user wants to resume.
 
     **Collective**: every rank; rank 0 looks.
 
     Raises:
         ConfigError: on every rank, if `load_from` is not a checkpoint, or if there are some and none is whole.
     """
+    began = os.environ.get(RESUME_SINCE)
+    if began is not None:
+        found, faults = _newest(folders, since=float(began))
+        if found is not None or not asked:
+            return found, faults
+    if not asked:
+        return None, []
     if load_from is not None:
         named = run_on_main(lambda: checkpoint_at(load_from.path))
         if fault := _fault_in(named):
             raise ConfigError(fault)
         return named, []
+    found, faults = _newest(folders)
+    if found is None and faults:
+        places = " or ".join(map(str, folders))
+        raise ConfigError(
+            f"resume=True must find a whole checkpoint in {places}, but none of those there is: {' / '.join(faults)}"
+        )
+    return found, faults
+
+
+def _newest(folders: Sequence[Location], since: float = 0.0) -> tuple[Location | None, list[str]]:
+    """Return the last whole checkpoint, and the faults of later ones. **Collective**: every rank; rank 0 looks."""
     faults: list[str] = []
-    search = candidates(folders[0], folders[1:])  # rank 0 alone goes through it
+    search = (
+        (directory, fault)
+        for directory, fault in candidates(folders[0], folders[1:])
+        if since == 0.0 or written_at(directory) >= since
+    )
     while (found := run_on_main(partial(next, search, None))) is not None:
         directory, fault = found
         fault = fault or _fault_in(directory)
         if fault is None:
             return directory, faults
         faults.append(fault)
-    if faults:
-        places = " or ".join(map(str, folders))
-        raise ConfigError(
-            f"resume=True must find a whole checkpoint in {places}, but none of those there is: {' / '.join(faults)}"
-        )
-    return None, []
+    return None, faults
 
 
 def _fault_in(directory: Location) -> str | None:

@@ -40,7 +40,9 @@ def open_workspace(
     if trains:
         resuming.check_writable(folders)
     resuming.clear_drafts(folders if trains else folders[:1])  # first of all: they may fill the disk
-    resume_from, skipped = resuming.find_resumption(load_from, folders) if args.resume else (None, [])
+    resume_from, skipped = (
+        resuming.find_resumption(load_from, folders, asked=args.resume) if trains or args.resume else (None, [])
+    )
     work_dir = Path(args.work_dir)
     run_dir = make_run_dir(work_dir, args.experiment_name, folders[1:] if trains else ())
     seed = set_randomness(resuming.randomness_of(args.randomness, resume_from))
