@@ -248,3 +248,23 @@ def test_every_colour_is_defined(tmp_path: Path):
     style = html.partition("<style>")[2].partition("</style>")[0]
     used, defined = set(re.findall(r"var\((--[a-z]+\d?)\)", html)), set(re.findall(r"(--[a-z]+\d?):", style))
     assert used - defined == {"--c", "--rows"}  # which each element has of its own
+
+
+def straggler(iteration: int, rank: int, part: str | None, **more: Any) -> dict[str, Any]:
+    times = {"seconds": 0.095, "others": 0.015, "lost": 0.08} if part else {"seconds": 0.0, "others": 0.0, "lost": 0.0}
+    place = {"mode": "straggler", "epoch": 1, "iter": iteration, "rank": rank, "part": part, "begin": iteration - 9}
+    return {**place, **times, "host": "<node>", **more}
+
+
+def test_slow_ranks_are_listed_with_their_times(tmp_path: Path):
+    records = [train_record(step) for step in range(10, 101, 10)]
+    records[5:5] = [straggler(50, 2, "compute"), straggler(70, 2, None), straggler(90, 1, "data", host="")]
+    page = page_of(write_run(tmp_path / "run", records))
+    rows = [text for text in page.texts["tr"] if "forward" in text or "data" in text]
+    assert rows == ["forward and backward passes2 (<node>)41709515" + "80", "wait for data181the end951580"]
+    assert any("Slow ranks" in text for text in page.texts["h2"])
+
+
+def test_without_slow_ranks_there_is_no_list(tmp_path: Path):
+    page = page_of(write_run(tmp_path / "run", [train_record(10), straggler(20, 1, None)]))
+    assert not any("Slow ranks" in text for text in page.texts["h2"])

@@ -13,6 +13,7 @@ from lockstep.dist import gather_object
 from lockstep.hooks.exchange import ExchangeTimer
 from lockstep.hooks.rank_times import RankTimes
 from lockstep.hooks.storage import check_local
+from lockstep.hooks.stragglers import OwnWork, Sample, StragglerWatch, described
 from lockstep.logging import HistoryBuffer
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -24,6 +25,7 @@ _AMOUNTS = "amounts/"
 # Records that come faster are written in batches: code that runs in a row takes a fraction of the time of single calls.
 _BATCH_SECONDS = 0.5
 _RETURNED = "returned:"  # marks the model's values among the numbers that ranks send
+_WORK = "work"  # the samples of this rank's own work, beside them
 
 
 class _Unwritten(NamedTuple):
@@ -92,6 +94,10 @@ class LoggerHook(Hook):
     iteration that ends at least half a second later, and always before a validation, a checkpoint and the end of an
     epoch, and when the run fails.
 
+    With each record, the own work of all ranks is compared: a step without the wait for slower ranks. A warning names a
+    rank that keeps the others waiting, and at what: data, computing, or communication. `metrics.jsonl` gets a line for
+    it, and the visualizer the number of slow ranks.
+
     Args:
         interval: number of iterations from one record to the next. The end of an epoch also makes one.
         ignore_last: make no record at the end of an epoch, when fewer than `interval` iterations are left over.
@@ -101,6 +107,7 @@ class LoggerHook(Hook):
             reason.
         log_metric_by_epoch: in an epoch-based loop, plot metrics over epochs in the visualizer. By default they are
             plotted over iterations, like the losses.
+        slow_factor: warn of a rank whose own work takes so many times as long as the median of the others; None never.
 
     **Cost**: per record one `gather_object` of some 300 bytes.
 
@@ -121,9 +128,12 @@ class LoggerHook(Hook):
         file_client_args: None = None,
         log_metric_by_epoch: bool = False,
         backend_args: None = None,
+        slow_factor: float | None = 1.5,
     ) -> None:
         if interval < 1:
             raise ValueError(f"`interval` must be at least 1, but is {interval}")
+        if slow_factor is not None and slow_factor <= 1:
+            raise ValueError(f"`slow_factor` must be above 1 or None, but is {slow_factor}")
         check_local("records", out_dir=out_dir, file_client_args=file_client_args, backend_args=backend_args)
         self.interval = interval
         self.ignore_last = ignore_last
@@ -135,12 +145,18 @@ class LoggerHook(Hook):
         self._epoch = _EpochSums()
         self._exchange: ExchangeTimer | None = None
         self._rank_times: RankTimes | None = None
+        self.slow_factor = slow_factor
+        self._work: OwnWork | None = None
+        self._watch: StragglerWatch | None = None
 
     def before_train(self, runner: TrainRun) -> None:
         """Start to measure the exchange of gradients."""
         self._exchange = ExchangeTimer(runner.model, self.interval)
         if runner.rank == 0:
             self._rank_times = RankTimes(runner.run_dir / "ranks.jsonl")
+        if self.slow_factor is not None and runner.distributed:
+            self._work = OwnWork(runner.model)
+            self._watch = StragglerWatch(runner.world_size, self.slow_factor)
 
     def before_train_epoch(self, runner: TrainRun) -> None:
         """Reset the sums of the previous epoch."""
@@ -161,6 +177,8 @@ class LoggerHook(Hook):
         if norm is not None:
             hub.update_scalar("train/grad_norm", norm)
         self._samples.append(runner.train_loop.samples)
+        if self._work is not None:
+            self._work.note(hub)
         if (runner.iter + 1) % self.interval == 0:
             self._make_record(runner, runner.iter + 1)
 
@@ -209,10 +227,27 @@ class LoggerHook(Hook):
         waited = None if self._exchange is None else self._exchange.mean_seconds(len(samples))
         peaks = {"peak_flops": runner.message_hub.get_info("peak_flops", 0.0), "memory_mib": peak_memory() / 2**20}
         own = partial(self._own_numbers, last, samples, waited, peaks)
-        gathered = gather_object(own()) if runner.distributed else []
+        gathered: list[dict[str, Any]] | None = []
+        if runner.distributed:
+            work = {} if self._work is None else {_WORK: (self._work.host, self._work.take(iteration, waited))}
+            gathered = gather_object({**own(), **work})
         if gathered is not None:
+            if self._work is not None:
+                self._tell_of_stragglers(runner, [numbers.pop(_WORK) for numbers in gathered])
             rates, ranks = _first_rates(runner), lambda: gathered or [own()]
             self._unwritten.append(_Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, ranks))
+
+    def _tell_of_stragglers(self, runner: TrainRun, by_rank: Sequence[tuple[str, list[Sample]]]) -> None:
+        """Compare the ranks' samples of the same iterations; tell of each rank that begins or ceases to be slow."""
+        assert self._watch is not None
+        for samples in zip(*(own for _, own in by_rank), strict=True):
+            for slow in self._watch.add(samples):
+                host = by_rank[slow.rank][0]
+                tell = runner.logger.info if slow.part is None else runner.logger.warning
+                tell("%s", described(slow, runner.world_size, host))
+                place = {"mode": "straggler", "epoch": runner.epoch + 1, "iter": slow.end}
+                runner.records.write({**place, **slow._asdict(), "host": host})
+                runner.visualizer.add_scalars({"train/slow_ranks": len(self._watch.slow_ranks)}, step=slow.end)
 
     def _write_all(self) -> None:
         while self._unwritten:

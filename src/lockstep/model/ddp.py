@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.model import steps
 from lockstep.model.autograd_graph import leaves_of
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
+from lockstep.model.exchange_clock import ExchangeClock
 from lockstep.model.wrapper import ModelWrapper
 from lockstep.registry import MODEL_WRAPPERS
 
@@ -59,6 +60,9 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             views of the buckets in which they are sent, so they are held once, not twice, and are not copied back. To
             keep a gradient from one step to the next, copy it or pass False.
 
+    Attributes:
+        clock: how long this rank has waited in backward passes; stands still on an accelerator.
+
     **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
 
     **Raises**: `ConfigError`, on every rank before the backward pass, if trainable parameters get no gradient on some
@@ -88,6 +92,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             kwargs[_BUFFERS_ARGUMENT] = kwargs.pop("broadcast_buffers")
         kwargs.setdefault("gradient_as_bucket_view", True)  # docs/decisions/0010
         trains_itself = steps.defines_step(module, "train_step")
+        self.clock = ExchangeClock()
         if steps.calls_parts(module) and not kwargs.get("static_graph"):
             kwargs.setdefault("find_unused_parameters", True)
         self._replicate(module, kwargs, comm_hook)
@@ -114,6 +119,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             self._explain(error)
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Let `hook` exchange the gradients, and time it; see torch's `DistributedDataParallel`."""
+        super().register_comm_hook(state, self.clock.timed(hook))
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:
@@ -150,7 +159,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         try:
             if syncs and self._trains_itself:
                 self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+            if self.device_type == "cpu":
+                self.clock.begin(loss)
             yield
+            self.clock.end()
         except RuntimeError as error:
             self._explain(error)
 

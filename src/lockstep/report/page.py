@@ -17,6 +17,7 @@ from lockstep.report.heatmap import heatmap_html
 from lockstep.report.lr_search import lr_search_html
 from lockstep.report.records import Run, number
 from lockstep.report.scale import Scale
+from lockstep.report.stragglers import stragglers_html
 
 # The browser enforces that the page loads nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -56,6 +57,7 @@ def page_html(run: Run) -> str:
             _section("Search for a learning rate", "one update at each rate", search[0] if search else ""),
             _section("Curves", "by iteration", "".join(html for html, _ in charts)),
             _section("Time by rank", "mean over the iterations between two records", "".join(h for h, _ in heatmaps)),
+            stragglers_html(run),
             f'<div class="pair">{evaluations_html(run)}{environment_html(run)}</div>',
             _config_html(run),
             f'</main><script type="application/json" id="values">{_script_json(values)}</script>',

@@ -17,6 +17,7 @@ _RECORDS = "metrics.jsonl"
 _RANKS = "ranks.jsonl"
 MODES = ("val", "test")
 _LR_SEARCH = "lr_search"
+_STRAGGLER = "straggler"
 _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
@@ -29,6 +30,7 @@ class Run:
         train: means over a few iterations each.
         evaluations: metrics of validations and tests.
         ranks: times by rank; see `lockstep.hooks.rank_times`.
+        stragglers: ranks that were slow, or no longer are; see `lockstep.hooks.stragglers`.
         lr_search: the last search for a learning rate; see `lockstep.runner.lr_finder`.
         environment: host, devices and versions of the run.
         config: the config as Python source.
@@ -39,6 +41,7 @@ class Run:
     train: list[Record]
     evaluations: list[Record]
     ranks: list[Record] = field(default_factory=list)
+    stragglers: list[Record] = field(default_factory=list)
     lr_search: list[Record] = field(default_factory=list)
     environment: Record = field(default_factory=dict)
     config: str = ""
@@ -85,7 +88,7 @@ def read_run(folder: Path) -> Run:
     records = [
         record
         for record in _json_lines(folder / _RECORDS, faults)
-        if record.get("mode") in ("train", "epoch", _LR_SEARCH, *MODES)
+        if record.get("mode") in ("train", "epoch", _LR_SEARCH, _STRAGGLER, *MODES)
     ]
     if not records:
         found = f", only what cannot be read ({faults[0]})" if faults else ""
@@ -98,6 +101,7 @@ def read_run(folder: Path) -> Run:
         train=[record for record in records if record["mode"] == "train"],
         evaluations=[record for record in records if record["mode"] in MODES],
         ranks=list(_json_lines(folder / _RANKS, faults)),
+        stragglers=[record for record in records if record["mode"] == _STRAGGLER],
         lr_search=searches[began:],
         # Masked also here: another library or an earlier version may have written them.
         environment=mask_value(_json_object(folder / "environment.json", faults)),

@@ -1,0 +1,321 @@
+"""Which rank is slower than the others, and at what.
+
+Ranks that exchange gradients take equally long for a step, whichever of them is slow: the others wait for it. So each
+rank's own work is compared: the step without that wait.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import Literal, NamedTuple, TypeAlias
+
+from torch import nn
+
+from lockstep.logging import MessageHub
+from lockstep.model import MMDistributedDataParallel
+
+Part: TypeAlias = Literal["data", "compute", "communication"]
+
+# Iterations in one sample, or more where a record covers many; a sample counts if a rank is slow in most of them.
+_SAMPLE = 5
+_MOST_SAMPLES = 20
+# A rank is slow after so many samples in a row, in which it has cost so much, and no longer slow after so many others.
+_IN_A_ROW, _LOST_SECONDS, _RECOVERED_AFTER = 2, 0.5, 4
+# Work that varies by itself, as with inputs of many lengths, makes now one rank slower, now another. Each sample of the
+# last 40 in which that has cost much, but did not last, makes the row longer that is asked for.
+_REMEMBERED, _MUCH_SECONDS, _LONGER = 40, _LOST_SECONDS / 2, 3
+_LEAST_SECONDS = 0.003
+
+
+class _Iteration(NamedTuple):
+    """Seconds: of the whole, waiting for data, waiting for gradients, and in a communication hook."""
+
+    step: float
+    data: float
+    waited: float
+    communication: float
+
+    @property
+    def compute(self) -> float:
+        return max(0.0, self.step - self.data - self.waited - self.communication)
+
+
+class Sample(NamedTuple):
+    """Some iterations of one rank; seconds per iteration.
+
+    Attributes:
+        end: the last of these iterations.
+        iterations: how many there are.
+        step: the median of whole iterations.
+        data: that of the wait for data.
+        compute: that of the step without data, waiting and communication; nan if the wait is not known.
+        communication: that of the code of a communication hook.
+        work: data and compute together, as much as all but a fifth of the iterations took at least.
+        most: the same, as much as all but a fifth took at most.
+        sending: as `work`, of communication.
+    """
+
+    end: int
+    iterations: int
+    step: float
+    data: float
+    compute: float
+    communication: float
+    work: float
+    most: float
+    sending: float
+
+
+class OwnWork:
+    """Measures this rank's own work.
+
+    On the CPU, each iteration is measured by the wrapper's clock. Otherwise, the mean wait for gradients over some
+    iterations is taken off their mean; see `ExchangeTimer`. Without DDP the wait is not known: then only the wait for
+    data counts as own work.
+
+    Args:
+        model: the model, wrapped.
+
+    **Cost**: 1 us per iteration.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        wrappers = [module for module in model.modules() if isinstance(module, MMDistributedDataParallel)]
+        self._clocks = [wrapper.clock for wrapper in wrappers]
+        self._is_exact = bool(wrappers) and all(wrapper.device_type == "cpu" for wrapper in wrappers)
+        self._iterations: list[_Iteration] = []
+        self._waited = self._hooked = 0.0
+        self.host = socket.gethostname()
+
+    def note(self, hub: MessageHub) -> None:
+        """Add the iteration that ends."""
+        scalars = hub.log_scalars
+        if "train/time" not in scalars:  # without IterTimerHook
+            return
+        waited, hooked = sum(clock.waited for clock in self._clocks), sum(clock.hooked for clock in self._clocks)
+        step, data = float(scalars["train/time"].values[-1]), float(scalars["train/data_time"].values[-1])
+        self._iterations.append(_Iteration(step, data, waited - self._waited, hooked - self._hooked))
+        self._waited, self._hooked = waited, hooked
+
+    def take(self, end: int, waited: float | None) -> list[Sample]:
+        """Return samples of the iterations up to `end` that have not been returned; a few may be left for later.
+
+        Args:
+            end: the number of complete iterations.
+            waited: the mean wait for gradients, in seconds.
+        """
+        rows = self._iterations
+        if self._is_exact:
+            size = max(_SAMPLE, math.ceil(len(rows) / _MOST_SAMPLES))
+        else:
+            size = max(1, len(rows))
+        count = len(rows) // size
+        begin = end - len(rows)
+        groups = [rows[place * size : (place + 1) * size] for place in range(count)]
+        self._iterations = rows[count * size :]
+        return [self._sample(begin + (place + 1) * size, group, waited) for place, group in enumerate(groups)]
+
+    def _sample(self, end: int, rows: Sequence[_Iteration], waited: float | None) -> Sample:
+        count = len(rows)
+        if not self._is_exact:
+            step, data, own = (fmean(getattr(row, name) for row in rows) for name in ("step", "data", "communication"))
+            compute = math.nan if waited is None else max(0.0, step - data - waited - own)
+            work = data if waited is None else data + compute
+            return Sample(end, count, step, data, compute, own, work, work, own)
+        step, data, compute, own = (
+            median(getattr(row, name) for row in rows) for name in ("step", "data", "compute", "communication")
+        )
+        works, sending = sorted(row.data + row.compute for row in rows), sorted(row.communication for row in rows)
+        few = count // _SAMPLE
+        return Sample(end, count, step, data, compute, own, works[few], works[-1 - few], sending[few])
+
+
+class Slow(NamedTuple):
+    """A rank that is slow, or no longer slow.
+
+    Attributes:
+        rank: the rank.
+        part: at what; None if it is no longer slow.
+        begin: the first of the iterations of which the times are.
+        end: the last of them.
+        seconds: what that part of an iteration took on the rank.
+        others: the median of the other ranks.
+        lost: seconds of each iteration for which the others waited.
+    """
+
+    rank: int
+    part: Part | None
+    begin: int
+    end: int
+    seconds: float = 0.0
+    others: float = 0.0
+    lost: float = 0.0
+
+
+class _Row:
+    """Samples in a row in which one rank was slow at one thing."""
+
+    def __init__(self, part: Part, begin: int) -> None:
+        self.part, self.begin = part, begin
+        self.samples = self.iterations = 0
+        self._seconds = self._others = self.lost = 0.0
+
+    def add(self, sample: Sample, others: float, lost: float) -> None:
+        self.samples += 1
+        self.iterations += sample.iterations
+        self._seconds += sample.iterations * getattr(sample, self.part)
+        self._others += sample.iterations * others
+        self.lost += sample.iterations * lost
+
+    def described(self, rank: int, end: int) -> Slow:
+        each = self.iterations
+        return Slow(rank, self.part, self.begin, end, self._seconds / each, self._others / each, self.lost / each)
+
+
+class StragglerWatch:
+    """Finds slow ranks in the samples of all ranks.
+
+    A rank is slow if its own work takes `factor` times as long as the median of the others, and at least 3 ms longer,
+    in two samples of five iterations in a row, in which it has cost half a second. Of the five, all but one must take
+    so long, and longer than all but one take the others.
+
+    Args:
+        size: number of ranks.
+        factor: above 1.
+
+    **Source**: medians instead of means, because one iteration with a pause says nothing of the others.
+    """
+
+    def __init__(self, size: int, factor: float) -> None:
+        self._factor = factor
+        self._rows: list[_Row | None] = [None] * size
+        self._told: dict[int, Part] = {}
+        self._good: dict[int, int] = {}  # samples since a rank that was slow has been slow
+        self._unsteady: deque[int] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def slow_ranks(self) -> Mapping[int, Part]:
+        """The ranks that are slow, and at what."""
+        return self._told
+
+    def add(self, samples: Sequence[Sample]) -> list[Slow]:
+        """Add one sample of each rank, of the same iterations; return what has changed."""
+        found = self._found(samples)
+        broken = 0
+        changes: list[Slow] = []
+        for rank, sample in enumerate(samples):
+            row, this = self._rows[rank], found.get(rank)
+            if row is not None and (this is None or this[0] != row.part):
+                if rank not in self._told and row.lost >= _MUCH_SECONDS:
+                    broken += row.samples
+                row = None
+            if this is not None:
+                part, others, lost = this
+                row = row or _Row(part, sample.end - sample.iterations + 1)
+                row.add(sample, others, lost)
+            self._rows[rank] = row
+            changes += self._changes(rank, row, sample.end)
+        self._unsteady.append(broken)
+        return changes
+
+    def _changes(self, rank: int, row: _Row | None, end: int) -> list[Slow]:
+        if row is None:
+            if rank in self._told:
+                self._good[rank] = self._good.get(rank, 0) + 1
+                if self._good[rank] >= _RECOVERED_AFTER:
+                    del self._told[rank], self._good[rank]
+                    return [Slow(rank, None, end, end)]
+            return []
+        self._good.pop(rank, None)
+        is_long = row.samples >= _IN_A_ROW + _LONGER * sum(self._unsteady) and row.lost >= _LOST_SECONDS
+        if not is_long or self._told.get(rank) == row.part:
+            return []
+        self._told[rank] = row.part
+        return [row.described(rank, end)]
+
+    def _found(self, samples: Sequence[Sample]) -> dict[int, tuple[Part, float, float]]:
+        """Return the ranks that were slow: at what, the others' median of it, and the seconds lost per iteration."""
+        is_known = not any(math.isnan(sample.compute) for sample in samples)
+        data = _Others([sample.data for sample in samples])
+        compute = _Others([sample.compute if is_known else 0.0 for sample in samples])
+        work = _Others([sample.data + (sample.compute if is_known else 0.0) for sample in samples])
+        most = _Others([sample.most for sample in samples])
+        sending = _Others([sample.communication for sample in samples])
+        found: dict[int, tuple[Part, float, float]] = {}
+        for rank, sample in enumerate(samples):
+            usual = work.median(rank)
+            lost = sample.work - usual
+            # Without the others' own work, it is compared with what a step would take without the delay.
+            whole = usual if is_known else max(usual, sample.step - lost)
+            if self._is_much(lost, whole) and sample.work > most.median(rank):
+                if is_known and compute.excess(rank) > data.excess(rank):
+                    found[rank] = "compute", compute.median(rank), lost
+                else:
+                    found[rank] = "data", data.median(rank), lost
+        if found:  # a communication hook may wait for the slow rank
+            return found
+        for rank, sample in enumerate(samples):
+            usual = sending.median(rank)
+            lost = sample.sending - usual
+            whole = usual + work.median(rank) if is_known else sample.step - lost
+            if self._is_much(lost, whole):
+                found[rank] = "communication", usual, lost
+        return found
+
+    def _is_much(self, lost: float, usual: float) -> bool:
+        return lost >= max(_LEAST_SECONDS, (self._factor - 1) * usual)
+
+
+class _Others:
+    """The values of all ranks, and the median of all but one."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+        self._sorted = sorted(values)
+
+    def median(self, rank: int) -> float:
+        """Return the median of the other ranks."""
+        own, count = bisect_left(self._sorted, self._values[rank]), len(self._sorted) - 1
+        low, high = (place + (place >= own) for place in ((count - 1) // 2, count // 2))
+        return (self._sorted[low] + self._sorted[high]) / 2
+
+    def excess(self, rank: int) -> float:
+        """Return how much a rank's value is above that."""
+        return self._values[rank] - self.median(rank)
+
+
+_SAID: Mapping[Part, tuple[str, str]] = {
+    "data": ("it waits {} for each batch", "the median of the others is {}"),
+    "compute": ("its forward and backward passes take {}", "the median of the others is {}"),
+    "communication": ("its communication hook takes {}", "the median of the others is {}"),
+}
+
+
+def described(slow: Slow, size: int, host: str = "") -> str:
+    """Return what is slow in words.
+
+    Example:
+        >>> described(Slow(2, "compute", 41, 60, 0.095, 0.015, 0.08), 4)[:75]
+        'rank 2 of 4 is slow: its forward and backward passes take 95 ms, the median'
+        >>> described(Slow(1, None, 100, 100), 2, "node7")
+        'rank 1 of 2 (on node7) is no longer slow, after iteration 100'
+    """
+    rank = f"rank {slow.rank} of {size}" + (f" (on {host})" if host else "")
+    if slow.part is None:
+        return f"{rank} is no longer slow, after iteration {slow.end}"
+    own, others = _SAID[slow.part]
+    if size == 2:
+        others = f"rank {1 - slow.rank} {{}}"
+    return (
+        f"{rank} is slow: {own.format(_shown(slow.seconds))}, {others.format(_shown(slow.others))} "
+        f"(iterations {slow.begin} to {slow.end}). All ranks wait for it, {_shown(slow.lost)} in each step"
+    )
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

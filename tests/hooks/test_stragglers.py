@@ -1,0 +1,133 @@
+"""Samples of ranks that are healthy, slow, uneven or paused, and what is said of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from statistics import median
+
+import pytest
+
+from lockstep.hooks import LoggerHook
+from lockstep.hooks.stragglers import Sample, Slow, StragglerWatch, described
+
+
+def sample(
+    place: int, data: Sequence[float], compute: Sequence[float], sent: Sequence[float] = (0.0,) * 5, known: bool = True
+) -> Sample:
+    """Return the sample of five iterations, the `place`-th of a run."""
+    work = sorted(wait + (own if known else 0.0) for wait, own in zip(data, compute, strict=True))
+    step = median(data) + median(compute) + median(sent)
+    own = median(compute) if known else math.nan
+    return Sample(5 * place + 5, 5, step, median(data), own, median(sent), work[1], work[-2], sorted(sent)[1])
+
+
+def even(place: int, data: float = 0.001, compute: float = 0.015, sent: float = 0.0, known: bool = True) -> Sample:
+    return sample(place, [data] * 5, [compute] * 5, [sent] * 5, known)
+
+
+def watched(size: int, rows: Sequence[Sequence[Sample]], factor: float = 1.5) -> list[Slow]:
+    watch = StragglerWatch(size, factor)
+    return [slow for row in rows for slow in watch.add(row)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 1000])
+@pytest.mark.parametrize("part", ["data", "compute", "communication"])
+def test_the_slow_rank_is_named_after_two_samples(size, part):
+    name = {"data": "data", "compute": "compute", "communication": "sent"}[part]
+    slow = {"data": 0.081, "compute": 0.095, "communication": 0.08}[part]
+    rows = [[even(place, **({name: slow} if rank == size - 1 else {})) for rank in range(size)] for place in range(9)]
+    (found,) = watched(size, rows)
+    assert (found.rank, found.part, found.begin, found.end) == (size - 1, part, 1, 10)
+    assert found.seconds == pytest.approx(slow)
+    assert found.lost == pytest.approx(0.08)
+
+
+def test_several_ranks_may_be_slow_as_on_one_host():
+    rows = [[even(place, compute=0.1 if rank in (2, 3) else 0.02) for rank in range(8)] for place in range(4)]
+    assert [(found.rank, found.part) for found in watched(8, rows)] == [(2, "compute"), (3, "compute")]
+
+
+def test_a_small_loss_takes_longer_to_be_told():
+    rows = [[even(place), even(place, compute=0.025)] for place in range(40)]
+    (found,) = watched(2, rows)
+    assert found.end == 50  # 10 ms in each of 50 iterations
+
+
+@pytest.mark.parametrize("compute", [0.018, 0.022])
+def test_less_than_the_factor_is_not_told(compute):
+    assert watched(2, [[even(place), even(place, compute=compute)] for place in range(400)]) == []
+
+
+def test_differences_of_less_than_3_ms_are_not_told():
+    assert watched(2, [[even(place, compute=0.0005), even(place, compute=0.003)] for place in range(2000)]) == []
+
+
+def test_pauses_are_not_told():
+    paused = [0.015, 0.015, 4.0, 0.015, 0.015]
+    rows = [[even(place), sample(place, [0.001] * 5, paused if place % 3 == 0 else [0.015] * 5)] for place in range(99)]
+    assert watched(2, rows) == []
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_work_that_varies_by_itself_is_not_told(size):
+    for seed in range(5):
+        draw = random.Random(seed)
+        rows = [
+            [sample(place, [0.001] * 5, [draw.uniform(0.3, 0.6) for _ in range(5)]) for _ in range(size)]
+            for place in range(400)
+        ]
+        assert watched(size, rows) == [], seed
+
+
+def test_a_slow_rank_is_found_among_varying_ones():
+    draw = random.Random(0)
+    rows = [
+        [
+            sample(place, [0.001] * 5, [draw.uniform(0.3, 0.6) + 0.8 * (rank == 2 and place > 50) for _ in range(5)])
+            for rank in range(4)
+        ]
+        for place in range(100)
+    ]
+    (found,) = watched(4, rows)
+    assert (found.rank, found.part) == (2, "compute")
+    assert found.end <= 5 * 55
+
+
+def test_ranks_that_wait_in_their_hook_for_a_slow_one_are_not_called_slow():
+    rows = [[even(place, sent=0.08), even(place, compute=0.095)] for place in range(9)]
+    assert [(found.rank, found.part) for found in watched(2, rows)] == [(1, "compute")]
+
+
+def test_without_the_wait_for_others_only_data_count():
+    busy = [[even(place, known=False, compute=0.095), even(place, known=False)] for place in range(9)]
+    assert watched(2, busy) == []
+    waiting = [
+        [even(place, known=False, compute=0.095), even(place, known=False, data=0.08)] for place in range(9)
+    ]  # rank 0 waits for rank 1 in its forward pass
+    assert [(found.rank, found.part) for found in watched(2, waiting)] == [(1, "data")]
+
+
+def test_it_is_told_once_and_again_when_it_changes():
+    def rows(begin: int, end: int, **slow: float) -> list[list[Sample]]:
+        return [[even(place), even(place, **slow)] for place in range(begin, end)]
+
+    found = watched(2, [*rows(0, 20, compute=0.1), *rows(20, 40, data=0.1), *rows(40, 60), *rows(60, 80, data=0.1)])
+    told = [(slow.part, slow.end) for slow in found]
+    assert told == [("compute", 10), ("data", 110), (None, 220), ("data", 310)]
+
+
+def test_what_is_said():
+    slow = Slow(2, "compute", 41, 60, 0.0951, 0.0149, 0.08)
+    assert described(slow, 4, "node1") == (
+        "rank 2 of 4 (on node1) is slow: its forward and backward passes take 95.1 ms, the median of the others is "
+        "14.9 ms (iterations 41 to 60). All ranks wait for it, 80 ms in each step"
+    )
+    assert "it waits 2.5 s for each batch, rank 1 1 ms" in described(Slow(0, "data", 1, 10, 2.5, 0.001, 2.4), 2)
+
+
+@pytest.mark.parametrize("factor", [0, 1])
+def test_a_wrong_factor_is_refused(factor):
+    with pytest.raises(ValueError, match=f"`slow_factor` must be above 1 or None, but is {factor}"):
+        LoggerHook(slow_factor=factor)
