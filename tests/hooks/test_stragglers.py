@@ -27,8 +27,8 @@ def even(place: int, data: float = 0.001, compute: float = 0.015, sent: float = 
     return sample(place, [data] * 5, [compute] * 5, [sent] * 5, known)
 
 
-def watched(size: int, rows: Sequence[Sequence[Sample]], factor: float = 1.5) -> list[Slow]:
-    watch = StragglerWatch(size, factor)
+def watched(rows: Sequence[Sequence[Sample]], factor: float = 1.5) -> list[Slow]:
+    watch = StragglerWatch(factor)
     return [slow for row in rows for slow in watch.add(row)]
 
 
@@ -38,7 +38,7 @@ def test_the_slow_rank_is_named_after_two_samples(size, part):
     name = {"data": "data", "compute": "compute", "communication": "sent"}[part]
     slow = {"data": 0.081, "compute": 0.095, "communication": 0.08}[part]
     rows = [[even(place, **({name: slow} if rank == size - 1 else {})) for rank in range(size)] for place in range(9)]
-    (found,) = watched(size, rows)
+    (found,) = watched(rows)
     assert (found.rank, found.part, found.begin, found.end) == (size - 1, part, 1, 10)
     assert found.seconds == pytest.approx(slow)
     assert found.lost == pytest.approx(0.08)
@@ -46,28 +46,28 @@ def test_the_slow_rank_is_named_after_two_samples(size, part):
 
 def test_several_ranks_may_be_slow_as_on_one_host():
     rows = [[even(place, compute=0.1 if rank in (2, 3) else 0.02) for rank in range(8)] for place in range(4)]
-    assert [(found.rank, found.part) for found in watched(8, rows)] == [(2, "compute"), (3, "compute")]
+    assert [(found.rank, found.part) for found in watched(rows)] == [(2, "compute"), (3, "compute")]
 
 
 def test_a_small_loss_takes_longer_to_be_told():
     rows = [[even(place), even(place, compute=0.025)] for place in range(40)]
-    (found,) = watched(2, rows)
+    (found,) = watched(rows)
     assert found.end == 50  # 10 ms in each of 50 iterations
 
 
 @pytest.mark.parametrize("compute", [0.018, 0.022])
 def test_less_than_the_factor_is_not_told(compute):
-    assert watched(2, [[even(place), even(place, compute=compute)] for place in range(400)]) == []
+    assert watched([[even(place), even(place, compute=compute)] for place in range(400)]) == []
 
 
 def test_differences_of_less_than_3_ms_are_not_told():
-    assert watched(2, [[even(place, compute=0.0005), even(place, compute=0.003)] for place in range(2000)]) == []
+    assert watched([[even(place, compute=0.0005), even(place, compute=0.003)] for place in range(2000)]) == []
 
 
 def test_pauses_are_not_told():
     paused = [0.015, 0.015, 4.0, 0.015, 0.015]
     rows = [[even(place), sample(place, [0.001] * 5, paused if place % 3 == 0 else [0.015] * 5)] for place in range(99)]
-    assert watched(2, rows) == []
+    assert watched(rows) == []
 
 
 @pytest.mark.parametrize("size", [2, 4, 16])
@@ -78,7 +78,7 @@ def test_work_that_varies_by_itself_is_not_told(size):
             [sample(place, [0.001] * 5, [draw.uniform(0.3, 0.6) for _ in range(5)]) for _ in range(size)]
             for place in range(400)
         ]
-        assert watched(size, rows) == [], seed
+        assert watched(rows) == [], seed
 
 
 def test_a_slow_rank_is_found_among_varying_ones():
@@ -90,30 +90,30 @@ def test_a_slow_rank_is_found_among_varying_ones():
         ]
         for place in range(100)
     ]
-    (found,) = watched(4, rows)
+    (found,) = watched(rows)
     assert (found.rank, found.part) == (2, "compute")
     assert found.end <= 5 * 55
 
 
 def test_ranks_that_wait_in_their_hook_for_a_slow_one_are_not_called_slow():
     rows = [[even(place, sent=0.08), even(place, compute=0.095)] for place in range(9)]
-    assert [(found.rank, found.part) for found in watched(2, rows)] == [(1, "compute")]
+    assert [(found.rank, found.part) for found in watched(rows)] == [(1, "compute")]
 
 
 def test_without_the_wait_for_others_only_data_count():
     busy = [[even(place, known=False, compute=0.095), even(place, known=False)] for place in range(9)]
-    assert watched(2, busy) == []
+    assert watched(busy) == []
     waiting = [
         [even(place, known=False, compute=0.095), even(place, known=False, data=0.08)] for place in range(9)
     ]  # rank 0 waits for rank 1 in its forward pass
-    assert [(found.rank, found.part) for found in watched(2, waiting)] == [(1, "data")]
+    assert [(found.rank, found.part) for found in watched(waiting)] == [(1, "data")]
 
 
 def test_it_is_told_once_and_again_when_it_changes():
     def rows(begin: int, end: int, **slow: float) -> list[list[Sample]]:
         return [[even(place), even(place, **slow)] for place in range(begin, end)]
 
-    found = watched(2, [*rows(0, 20, compute=0.1), *rows(20, 40, data=0.1), *rows(40, 60), *rows(60, 80, data=0.1)])
+    found = watched([*rows(0, 20, compute=0.1), *rows(20, 40, data=0.1), *rows(40, 60), *rows(60, 80, data=0.1)])
     told = [(slow.part, slow.end) for slow in found]
     assert told == [("compute", 10), ("data", 110), (None, 220), ("data", 310)]
 

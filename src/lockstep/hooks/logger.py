@@ -156,7 +156,7 @@ class LoggerHook(Hook):
             self._rank_times = RankTimes(runner.run_dir / "ranks.jsonl")
         if self.slow_factor is not None and runner.distributed:
             self._work = OwnWork(runner.model)
-            self._watch = StragglerWatch(runner.world_size, self.slow_factor)
+            self._watch = StragglerWatch(self.slow_factor)
 
     def before_train_epoch(self, runner: TrainRun) -> None:
         """Reset the sums of the previous epoch."""
@@ -240,7 +240,7 @@ class LoggerHook(Hook):
     def _tell_of_stragglers(self, runner: TrainRun, by_rank: Sequence[tuple[str, list[Sample]]]) -> None:
         """Compare the ranks' samples of the same iterations; tell of each rank that begins or ceases to be slow."""
         assert self._watch is not None
-        for samples in zip(*(own for _, own in by_rank), strict=True):
+        for samples in zip(*(own for _, own in by_rank), strict=False):  # equally many
             for slow in self._watch.add(samples):
                 host = by_rank[slow.rank][0]
                 tell = runner.logger.info if slow.part is None else runner.logger.warning

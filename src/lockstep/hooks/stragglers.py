@@ -10,8 +10,9 @@ import math
 import socket
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from statistics import fmean
 from typing import Literal, NamedTuple, TypeAlias
 
 from torch import nn
@@ -19,6 +20,8 @@ from torch import nn
 from lockstep.logging import MessageHub
 from lockstep.model import MMDistributedDataParallel
 
+# Seconds: of the whole, waiting for data, computing, and in a communication hook.
+_Iteration: TypeAlias = tuple[float, float, float, float]
 Part: TypeAlias = Literal["data", "compute", "communication"]
 
 # Iterations in one sample, or more where a record covers many; a sample counts if a rank is slow in most of them.
@@ -30,19 +33,6 @@ _IN_A_ROW, _LOST_SECONDS, _RECOVERED_AFTER = 2, 0.5, 4
 # last 40 in which that has cost much, but did not last, makes the row longer that is asked for.
 _REMEMBERED, _MUCH_SECONDS, _LONGER = 40, _LOST_SECONDS / 2, 3
 _LEAST_SECONDS = 0.003
-
-
-class _Iteration(NamedTuple):
-    """Seconds: of the whole, waiting for data, waiting for gradients, and in a communication hook."""
-
-    step: float
-    data: float
-    waited: float
-    communication: float
-
-    @property
-    def compute(self) -> float:
-        return max(0.0, self.step - self.data - self.waited - self.communication)
 
 
 class Sample(NamedTuple):
@@ -97,9 +87,12 @@ class OwnWork:
         scalars = hub.log_scalars
         if "train/time" not in scalars:  # without IterTimerHook
             return
-        waited, hooked = sum(clock.waited for clock in self._clocks), sum(clock.hooked for clock in self._clocks)
         step, data = float(scalars["train/time"].values[-1]), float(scalars["train/data_time"].values[-1])
-        self._iterations.append(_Iteration(step, data, waited - self._waited, hooked - self._hooked))
+        waited = hooked = 0.0
+        for clock in self._clocks:
+            waited, hooked = waited + clock.waited, hooked + clock.hooked
+        own = hooked - self._hooked
+        self._iterations.append((step, data, max(0.0, step - data - own - (waited - self._waited)), own))
         self._waited, self._hooked = waited, hooked
 
     def take(self, end: int, waited: float | None) -> list[Sample]:
@@ -122,17 +115,17 @@ class OwnWork:
 
     def _sample(self, end: int, rows: Sequence[_Iteration], waited: float | None) -> Sample:
         count = len(rows)
+        steps, data, compute, sending = (sorted(column) for column in zip(*rows, strict=True))
         if not self._is_exact:
-            step, data, own = (fmean(getattr(row, name) for row in rows) for name in ("step", "data", "communication"))
-            compute = math.nan if waited is None else max(0.0, step - data - waited - own)
-            work = data if waited is None else data + compute
-            return Sample(end, count, step, data, compute, own, work, work, own)
-        step, data, compute, own = (
-            median(getattr(row, name) for row in rows) for name in ("step", "data", "compute", "communication")
+            step, wait, own = fmean(steps), fmean(data), fmean(sending)
+            rest = math.nan if waited is None else max(0.0, step - wait - waited - own)
+            work = wait if waited is None else wait + rest
+            return Sample(end, count, step, wait, rest, own, work, work, own)
+        works = sorted(row[1] + row[2] for row in rows)
+        half, few = count // 2, count // _SAMPLE
+        return Sample(
+            end, count, steps[half], data[half], compute[half], sending[half], works[few], works[-1 - few], sending[few]
         )
-        works, sending = sorted(row.data + row.compute for row in rows), sorted(row.communication for row in rows)
-        few = count // _SAMPLE
-        return Sample(end, count, step, data, compute, own, works[few], works[-1 - few], sending[few])
 
 
 class Slow(NamedTuple):
@@ -185,15 +178,14 @@ class StragglerWatch:
     so long, and longer than all but one take the others.
 
     Args:
-        size: number of ranks.
         factor: above 1.
 
     **Source**: medians instead of means, because one iteration with a pause says nothing of the others.
     """
 
-    def __init__(self, size: int, factor: float) -> None:
+    def __init__(self, factor: float) -> None:
         self._factor = factor
-        self._rows: list[_Row | None] = [None] * size
+        self._rows: dict[int, _Row] = {}
         self._told: dict[int, Part] = {}
         self._good: dict[int, int] = {}  # samples since a rank that was slow has been slow
         self._unsteady: deque[int] = deque(maxlen=_REMEMBERED)
@@ -208,8 +200,8 @@ class StragglerWatch:
         found = self._found(samples)
         broken = 0
         changes: list[Slow] = []
-        for rank, sample in enumerate(samples):
-            row, this = self._rows[rank], found.get(rank)
+        for rank in sorted({*found, *self._rows, *self._told}):
+            sample, row, this = samples[rank], self._rows.pop(rank, None), found.get(rank)
             if row is not None and (this is None or this[0] != row.part):
                 if rank not in self._told and row.lost >= _MUCH_SECONDS:
                     broken += row.samples
@@ -218,7 +210,7 @@ class StragglerWatch:
                 part, others, lost = this
                 row = row or _Row(part, sample.end - sample.iterations + 1)
                 row.add(sample, others, lost)
-            self._rows[rank] = row
+                self._rows[rank] = row
             changes += self._changes(rank, row, sample.end)
         self._unsteady.append(broken)
         return changes
@@ -241,13 +233,14 @@ class StragglerWatch:
     def _found(self, samples: Sequence[Sample]) -> dict[int, tuple[Part, float, float]]:
         """Return the ranks that were slow: at what, the others' median of it, and the seconds lost per iteration."""
         is_known = not any(math.isnan(sample.compute) for sample in samples)
-        data = _Others([sample.data for sample in samples])
-        compute = _Others([sample.compute if is_known else 0.0 for sample in samples])
-        work = _Others([sample.data + (sample.compute if is_known else 0.0) for sample in samples])
-        most = _Others([sample.most for sample in samples])
-        sending = _Others([sample.communication for sample in samples])
+        work = _Others(samples, lambda sample: sample.data + (sample.compute if is_known else 0.0))
+        data, most = _Others(samples, lambda sample: sample.data), _Others(samples, lambda sample: sample.most)
+        compute = _Others(samples, lambda sample: sample.compute)
+        sending = _Others(samples, lambda sample: sample.communication)
         found: dict[int, tuple[Part, float, float]] = {}
         for rank, sample in enumerate(samples):
+            if not self._is_much(sample.work - work.least, work.least):  # which is quicker to see
+                continue
             usual = work.median(rank)
             lost = sample.work - usual
             # Without the others' own work, it is compared with what a step would take without the delay.
@@ -260,6 +253,8 @@ class StragglerWatch:
         if found:  # a communication hook may wait for the slow rank
             return found
         for rank, sample in enumerate(samples):
+            if not self._is_much(sample.sending - sending.least, sending.least):
+                continue
             usual = sending.median(rank)
             lost = sample.sending - usual
             whole = usual + work.median(rank) if is_known else sample.step - lost
@@ -272,21 +267,29 @@ class StragglerWatch:
 
 
 class _Others:
-    """The values of all ranks, and the median of all but one."""
+    """A value of each rank, and the median of all ranks but one."""
 
-    def __init__(self, values: Sequence[float]) -> None:
-        self._values = values
-        self._sorted = sorted(values)
+    def __init__(self, samples: Sequence[Sample], value: Callable[[Sample], float]) -> None:
+        self._samples, self._value = samples, value
+
+    @cached_property
+    def _sorted(self) -> list[float]:
+        return sorted(map(self._value, self._samples))
+
+    @cached_property
+    def least(self) -> float:
+        """A number that none of the medians is below."""
+        return self._sorted[max(0, len(self._sorted) - 2) // 2]
 
     def median(self, rank: int) -> float:
         """Return the median of the other ranks."""
-        own, count = bisect_left(self._sorted, self._values[rank]), len(self._sorted) - 1
+        own, count = bisect_left(self._sorted, self._value(self._samples[rank])), len(self._sorted) - 1
         low, high = (place + (place >= own) for place in ((count - 1) // 2, count // 2))
         return (self._sorted[low] + self._sorted[high]) / 2
 
     def excess(self, rank: int) -> float:
         """Return how much a rank's value is above that."""
-        return self._values[rank] - self.median(rank)
+        return self._value(self._samples[rank]) - self.median(rank)
 
 
 _SAID: Mapping[Part, tuple[str, str]] = {
