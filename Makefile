@@ -24,8 +24,15 @@ LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals
 # So do checkpoints that are damaged, attacked or resumed in another form, and weights in and out.
 CHECKPOINTS := $(addprefix tests/,checkpoint weights runner/test_position.py runner/test_resume_matrix.py)
 
+# So do faults of every kind, each in a job of its own, and who is to blame for it.
+FAULTS := tests/faults
+
 test: $(READY)  ## the main test suite, on real ranks
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(JOBS) $(LAYOUTS) $(CHECKPOINTS)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(JOBS) $(LAYOUTS) $(CHECKPOINTS) $(FAULTS)) $(PYTEST_ARGS)
+
+.PHONY: test-faults
+test-faults: $(READY)  ## faults of ranks: wrong calls, errors, exits, signals, slow and diverging ranks; who is named
+	$(BIN)/python -m pytest $(FAULTS) $(if $(SHARE),--share $(SHARE)) $(PYTEST_ARGS)
 
 .PHONY: test-checkpoints
 test-checkpoints: $(READY)  ## checkpoints and weights: damage, attacks, kills, resuming in another form, other formats

@@ -43,10 +43,40 @@ def whole_number(at_least: int, **options: Any) -> Any:
     return typer.Option(parser=parse, **{"metavar": "N", **options})
 
 
+class RankCount(int):
+    """A number of ranks; of a range MIN:MAX, its end.
+
+    Attributes:
+        least: MIN; None without a range.
+    """
+
+    least: int | None = None
+
+
+def _rank_count(value: str) -> RankCount:
+    first, colon, last = value.partition(":")
+    try:
+        least, most = int(first), int(last if colon else first)
+    except ValueError:
+        least, most = 0, 0
+    if not 1 <= least <= most:
+        raise typer.BadParameter(f"must be a whole number, 1 or more, or a range MIN:MAX of them, but is {value}")
+    count = RankCount(most)
+    count.least = least if colon else None
+    return count
+
+
 rank_option = partial(typer.Option, rich_help_panel="Ranks")
 _rank_number = partial(whole_number, rich_help_panel="Ranks")
 
-Nproc = Annotated[int | None, _rank_number(1, help="Ranks on this machine. Default: 1.")]
+Nproc = Annotated[
+    int | None,
+    rank_option(
+        parser=_rank_count,
+        metavar="N",
+        help="Ranks on this machine. Default: 1. MIN:MAX: as many as are left start again, see --max-restarts.",
+    ),
+]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A Python, YAML or JSON file.")]
 CfgOptions = Annotated[
     list[str] | None,
@@ -85,8 +115,14 @@ class RankOptions:
 
     def job_spec(self) -> JobSpec:
         """Return the job that the options describe, or exit with a usage error."""
+        least = getattr(self.nproc, "least", None)
+        if least is not None and not getattr(self, "max_restarts", 0):
+            raise typer.BadParameter(
+                f"`--nproc` {least}:{self.nproc} must come with --max-restarts, which says how often the ranks that are "
+                "left start again. Give both, or one number of ranks"
+            )
         try:
-            return JobSpec(self.nproc or 1, self.nnodes, self.node_rank, self.rdzv)
+            return JobSpec(self.nproc or 1, self.nnodes, self.node_rank, self.rdzv, least)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 

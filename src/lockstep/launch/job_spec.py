@@ -16,6 +16,8 @@ class JobSpec:
         nnodes: number of nodes of the job.
         node_rank: the number of this node.
         rdzv: ``"HOST:PORT"`` where the nodes connect; HOST is an address of node 0. None with one node.
+        least_nproc: when ranks are restarted, those that were lost are left out, as long as so many remain. None keeps
+            their number.
 
     Raises:
         ValueError: a number is out of range, or `rdzv` is missing, not valid, or given with one node.
@@ -25,6 +27,7 @@ class JobSpec:
     nnodes: int = 1
     node_rank: int = 0
     rdzv: str | None = None
+    least_nproc: int | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("--nproc", self.nproc), ("--nnodes", self.nnodes)):
