@@ -27,7 +27,11 @@ SUM_OF_RANKS = """
 
 def ranks_of(job):
     """Return the processes of the ranks, once there are two."""
-    return _eventually(lambda: (found := psutil.Process(job.pid).children()) and len(found) == 2 and found)
+    return _eventually(lambda: (found := _ranks_of(psutil.Process(job.pid))) and len(found) == 2 and found)
+
+
+def _ranks_of(process):
+    return [child for child in process.children() if "lockstep.launch.worker" in child.cmdline()]
 
 
 def _eventually(condition, seconds: float = 60):

@@ -277,7 +277,7 @@ def namespaces():
 
 
 def test_two_hosts_train_together_and_listen_on_their_own_address_alone(scripts, namespaces):
-    script = scripts.write(TALK.format(before="", after="sys.stdin.readline()"))
+    script = scripts.write(TALK.format(before="", after="time.sleep(60)"))
     jobs = start_nodes(scripts, "10.213.77.1:29533", script, nproc=(2, 2), before=namespaces)
     for rank, job in enumerate(jobs):
         lines = {job.stdout.readline() for _ in range(2)}

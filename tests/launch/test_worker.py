@@ -104,26 +104,6 @@ def test_ranks_other_than_the_first_write_to_their_log(rank, tmp_path):
     assert (tmp_path / "logs" / "rank_3.log").read_text() == text
 
 
-def test_a_clean_up_that_hangs_does_not_keep_a_failed_rank(tmp_path):
-    code = dedent(
-        """
-        import atexit, sys, time
-        from lockstep.launch import worker
-        worker._SECONDS_TO_CLEAN_UP = 0.2
-        import os
-        atexit.register(time.sleep, 60)
-        worker.main(["--agent", str(os.getppid()), "--", sys.argv[1]])
-        """
-    )
-    script = tmp_path / "script.py"
-    script.write_text("1 / 0")
-    environment = os.environ | {"LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, str(script)], env=environment)
-    assert done.returncode == 1
-    assert time.monotonic() - began < 30
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a process when its parent is no more")
 def test_a_rank_dies_with_its_agent(tmp_path):
     script = tmp_path / "script.py"

@@ -1,7 +1,7 @@
 """The ranks of this machine under torch's elastic agent, on behalf of `launch`.
 
 It is the agent of torchrun. lockstep adds its own rendezvous (`rendezvous`), what each rank does when it starts and
-ends (`worker`), and the messages about failures (`failures`).
+ends (`worker`), how they are watched and ended (`processes`), and the messages about failures (`ledger`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from lockstep.errors import LaunchError, Preempted
-from lockstep.launch.failures import describe, exit_code, first_failed, is_follow_up, is_preempted
 from lockstep.launch.job_spec import JobSpec
+from lockstep.launch.ledger import Ledger, RankRecord, awaits_cause
+from lockstep.launch.memory import MemoryKills
 from lockstep.launch.notices import say
+from lockstep.launch.processes import RankProcesses
 from lockstep.launch.rendezvous import NodeFailedError, NodesRendezvous
+from lockstep.launch.sessions import Guard
 from lockstep.launch.worker import STOPPED_FILE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
-# How long to wait for the report of the rank that failed first, after other ranks have reported its failure.
-_SECONDS_FOR_CAUSE = 3.0
+_SECONDS_FOR_CAUSE = 3.0  # for another node to say that it failed first
+_SECONDS_TO_END = 3.0  # after SIGTERM, when another rank has failed
+_SECONDS_TO_CLEAN_UP = 10.0  # after an error that the rank has reported
+_SECONDS_TO_DIE = 30  # after SIGKILL: a process that waits for a device ends when the device answers
 
 
 def run_ranks(
@@ -59,14 +63,20 @@ def run_ranks(
         max_restarts=max_restarts,
     )
     try:
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _signals_handled(), _torch_quiet():
+        with (
+            tempfile.TemporaryDirectory(prefix="lockstep-") as folder,
+            Guard(folder) as guard,
+            _signals_handled(),
+            _torch_quiet(),
+        ):
             if payload is not None:
                 file = Path(folder, "payload")
                 file.write_text(payload, encoding="utf-8")
                 additions["LOCKSTEP_PAYLOAD"] = str(file)
             stopped = additions[STOPPED_FILE] = str(Path(folder, "stopped"))
             setup = _RankSetup(folder, additions, rendezvous)
-            result = _Agent(spec, rendezvous, setup, logs, Path(stopped), grace_seconds).run()
+            agent = _Agent(spec, rendezvous, setup, guard, logs, Path(stopped), grace_seconds)
+            result = agent.run()
     except _PreemptedError:
         rendezvous.await_others()
         raise LaunchError(
@@ -88,11 +98,10 @@ def run_ranks(
         raise LaunchError(f"all ranks were stopped by {error.sigval.name}", exit_code=code) from None  # if ignored
     else:
         if result.is_failed():
-            failure = result.failures[first_failed(result.failures)]
-            seconds = _SECONDS_FOR_CAUSE if is_follow_up(failure) else 0.0
-            node, code = rendezvous.give_up(exit_code(failure), seconds)
+            ledger = agent.ledger
+            node, code = rendezvous.give_up(ledger.exit_code, 0.0 if ledger.is_cause_known else _SECONDS_FOR_CAUSE)
             before = "" if node == job.node_rank else f"\n\nNode {node} failed before this one: look there first."
-            raise LaunchError(describe(result.failures, logs) + before, exit_code=code)
+            raise LaunchError(agent.describe() + before, exit_code=code)
     finally:
         rendezvous.shutdown()
 
@@ -105,101 +114,127 @@ def _worker_arguments(command: Sequence[str], log_dir: str | None) -> tuple[str,
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent with messages for the user, a complete list of failed ranks, and lockstep's exit barrier."""
-
-    _cause_awaited_since: float | None = None
-    _preempted_since: float | None = None
+    """torch's agent with a ledger of failures, lockstep's way to end ranks, and lockstep's exit barrier."""
 
     def __init__(
         self,
         spec: WorkerSpec,
         rendezvous: NodesRendezvous,
         setup: _RankSetup,
+        guard: Guard,
         log_dir: str | None,
         stopped: Path,
         grace_seconds: int,
     ) -> None:
         super().__init__(spec, setup, shutdown_timeout=grace_seconds)
         self._nodes = rendezvous
+        self._guard = guard
         self._log_dir = log_dir
         self._stopped = stopped
+        self._processes: RankProcesses | None = None
+        self._failed_since: float | None = None
+        self._memory_kills = MemoryKills()
+        self.ledger: Ledger
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the ranks; raise `_PreemptedError` if all have stopped at a signal and saved."""
         try:
             return super().run(role)  # type: ignore[no-any-return]
         except SignalException:
-            recorded = self._recorded(self._worker_group)
-            if len(recorded) == len(self._worker_group.workers) and all(map(is_preempted, recorded)):
-                raise _PreemptedError from None
+            if self._processes is not None:
+                self._processes.look()
+                if all(record.is_preempted for record in self._processes.records):
+                    raise _PreemptedError from None
             raise
+
+    def describe(self) -> str:
+        """Return the message about the failures of the last attempt."""
+        return self.ledger.describe(self._log_dir, self._worker_group.workers[0].global_rank)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stopped.unlink(missing_ok=True)
-        return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+        self._failed_since = None
+        self._memory_kills = MemoryKills()
+        pids: dict[int, int] = super()._start_workers(worker_group)
+        self._guard.watch(pids.values())
+        assert self._pcontext is not None
+        workers = worker_group.workers
+        self._processes = RankProcesses(
+            [RankRecord(worker.global_rank, pids[worker.local_rank]) for worker in workers],
+            [self._pcontext.error_files[worker.local_rank] for worker in workers],
+        )
+        return pids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._stopped.touch()  # a rank that would save first must not: others are gone
         super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        reports = {failure.local_rank: failure for failure in self._recorded(worker_group)}
-        statuses = {worker.local_rank: _exit_status(worker.id) for worker in worker_group.workers}
-        if self._awaits_cause(reports, statuses) or self._awaits_preempted(reports, statuses):
+        assert self._processes is not None
+        self._processes.look()
+        records = self._processes.records
+        if all(record.has_left for record in records):
+            return RunResult(
+                state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
+            )
+        failed = any(record.has_failed for record in records)
+        if not failed and not any(record.is_preempted for record in records):
             return RunResult(state=WorkerState.HEALTHY)
-        preempted = {rank for rank, report in reports.items() if is_preempted(report)}
-        if any(status for rank, status in statuses.items() if rank not in preempted):
-            self._stopped.touch()  # torch now stops the others
-        result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed() and all(map(is_preempted, result.failures.values())):
+        self._failed_since = self._failed_since or time.monotonic()
+        patience = awaits_cause(records) if failed else self._awaits_preempted(records)
+        if time.monotonic() - self._failed_since < patience:
+            return RunResult(state=WorkerState.HEALTHY)
+        if not failed and all(record.is_preempted or record.has_left for record in records):
             raise _PreemptedError
-        if result.is_failed():
-            self._cause_awaited_since = None
-            # torch reports the ranks that had ended when it checked; the rank that raised first may end later.
-            for failure in self._recorded(worker_group):
-                result.failures.setdefault(worker_group.workers[failure.local_rank].global_rank, failure)
-            if self._remaining_restarts > 0:
-                total = worker_group.spec.max_restarts
-                count = total - self._remaining_restarts + 1
-                say(f"{describe(result.failures, self._log_dir)}\n\nStarting all ranks again ({count} of {total}).")
-        return result
+        self._end_failed(worker_group)
+        return RunResult(state=WorkerState.FAILED)
 
-    def _awaits_cause(self, reports: Mapping[int, ProcessFailure], statuses: Mapping[int, int | None]) -> bool:
-        """Return whether all reports so far blame another rank, and that rank has not reported its cause yet."""
-        if not reports or not all(map(is_follow_up, reports.values())):
-            return False
-        silent = [status for rank, status in statuses.items() if rank not in reports]
-        if not silent or any(status is not None for status in silent):
-            return False
-        self._cause_awaited_since = self._cause_awaited_since or time.monotonic()
-        return time.monotonic() - self._cause_awaited_since < _SECONDS_FOR_CAUSE
+    def _awaits_preempted(self, records: Sequence[RankRecord]) -> float:
+        """Return for how many seconds to wait for ranks that are about to stop at a signal, as others have."""
+        return self._shutdown_timeout if any(record.status is None for record in records) else 0.0
 
-    def _awaits_preempted(self, reports: Mapping[int, ProcessFailure], statuses: Mapping[int, int | None]) -> bool:
-        """Return whether some ranks have stopped at a signal, and the others are about to."""
-        if not reports or not all(map(is_preempted, reports.values())):
-            return False
-        silent = [status for rank, status in statuses.items() if rank not in reports]
-        if None not in statuses.values() or any(status is not None for status in silent):
-            return False  # all have ended, or one has ended otherwise
-        self._preempted_since = self._preempted_since or time.monotonic()
-        return time.monotonic() - self._preempted_since < self._shutdown_timeout
+    def _end_failed(self, worker_group: WorkerGroup) -> None:
+        """End the ranks that run after others have failed, and note the failures."""
+        assert self._processes is not None
+        self._stopped.touch()
+        self._processes.note_stacks()
+        self._processes.send(signal.SIGTERM, to_reported=False)
+        if not self._processes.wait(_SECONDS_TO_END, for_reported=False):
+            self._processes.send(signal.SIGKILL, to_reported=False)
+            self._processes.wait(_SECONDS_TO_CLEAN_UP - _SECONDS_TO_END)
+        self._kill()
+        whole_job = worker_group.group_world_size == 1
+        self.ledger = Ledger(self._processes.records, whole_job=whole_job, memory=self._memory_kills.describe())
+        if self._remaining_restarts > 0:
+            total = worker_group.spec.max_restarts
+            count = total - self._remaining_restarts + 1
+            say(f"{self.describe()}\n\nStarting all ranks again ({count} of {total}).")
 
-    def _recorded(self, worker_group: WorkerGroup) -> list[ProcessFailure]:
-        """Return the failures for which ranks of this node have written an error file."""
-        files = {} if self._pcontext is None else self._pcontext.error_files
-        return [
-            ProcessFailure(worker.local_rank, worker.id, 1, files[worker.local_rank])
-            for worker in worker_group.workers
-            if worker.local_rank in files and os.path.exists(files[worker.local_rank])
-        ]
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        failed = self._stopped.exists()
         if death_sig == signal.SIGINT:
             say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
-        elif not self._stopped.exists() and threading.current_thread() is threading.main_thread():
+        elif not failed and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1):  # once more must not keep the ranks from saving
                 signal.signal(number, signal.SIG_IGN)
-        super()._shutdown(death_sig, *args, **kwargs)
+        if self._processes is not None:
+            try:
+                self._processes.send(death_sig)
+                self._processes.wait(_SECONDS_TO_END if failed else timeout)
+            except SignalException:  # Ctrl-C once more
+                say("killing all ranks")
+                self._kill(seconds=0.0)
+            else:
+                self._kill()
+        super()._shutdown(signal.SIGKILL, timeout=_SECONDS_TO_DIE)
+
+    def _kill(self, seconds: float = 1.0) -> None:
+        """Kill the ranks that still run, and what ranks have left behind; `seconds` is for the latter to end."""
+        assert self._processes is not None
+        self._processes.send(signal.SIGKILL)
+        self._processes.wait(_SECONDS_TO_DIE)
+        self._processes.look()
+        self._processes.close(seconds)
 
     def _exit_barrier(self) -> None:
         # torch's own barrier waits at most five minutes, and Ctrl-C does not interrupt it.
@@ -208,15 +243,6 @@ class _Agent(LocalElasticAgent):
 
 class _PreemptedError(Exception):
     """All ranks of this node have stopped at a signal, and saved."""
-
-
-def _exit_status(pid: int) -> int | None:
-    """Return the exit code of a child process, or its signal, without reaping it; None while it runs."""
-    try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # reaped already, so that it did not fail
-        return 0
-    return None if ended is None else ended.si_status
 
 
 class _RankSetup(DefaultLogsSpecs):

@@ -10,7 +10,9 @@ What it adds to `python SCRIPT`:
 - With ``--log-dir``, all local ranks except 0 write their output to files there.
 - Output appears line by line, and lines of several ranks do not mix.
 - An error that ends the script is written to the file that the agent reads (``TORCHELASTIC_ERROR_FILE``, in torch's
-  format), instead of to a terminal where the tracebacks of all ranks would mix.
+  format), instead of to a terminal where the tracebacks of all ranks would mix. The report says whether the error only
+  follows the failure of another rank.
+- At a signal of the agent (`STACK_SIGNAL`) it writes where it is, even if it hangs.
 
 It does not import torch, so that the script can still set variables that torch reads when it is imported.
 """
@@ -26,17 +28,21 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
-from lockstep.errors import INPUT_ERRORS
+from lockstep.errors import INPUT_ERRORS, CollectiveTimeoutError, PeerError
 
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
-_SECONDS_TO_CLEAN_UP = 10
+# What torch says in a script without lockstep where another rank is gone, or does not come.
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "failed to recv, got 0 bytes")
+_LATE = ("Timed out waiting", "wait timeout after")
 _PR_SET_PDEATHSIG = 1
+STACK_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
+"""At this signal a rank writes its stack to `stack_file`."""
 STOPPED_FILE = "LOCKSTEP_STOPPED_FILE"
 """Variable that names a file: it is there while the agent stops its ranks because one has failed."""
 
@@ -49,6 +55,7 @@ def main(argv: list[str]) -> None:
         _write_output_to(rank_log(options.log_dir, os.environ["RANK"]))
     _write_by_lines()
     faulthandler.enable()
+    _tell_stack()
     try:
         _run(target)
     except KeyboardInterrupt:
@@ -62,16 +69,17 @@ def main(argv: list[str]) -> None:
             raise
         if options.log_dir is not None and os.environ["LOCAL_RANK"] != "0":
             traceback.print_exception(error)
-        # The agent acts only after this process has ended, so limit the time of a clean-up that waits for other ranks.
-        timer = threading.Timer(_SECONDS_TO_CLEAN_UP, os._exit, [1])
-        timer.daemon = True
-        timer.start()
         sys.exit(1)
 
 
 def rank_log(log_dir: str | Path, rank: int | str) -> Path:
     """Return the file to which a rank writes its output."""
     return Path(log_dir) / f"rank_{rank}.log"
+
+
+def stack_file(error_file: str) -> Path:
+    """Return the file to which a rank writes its stack, beside the one for its error."""
+    return Path(error_file).with_name("stack")
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -106,6 +114,13 @@ def _write_by_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
+def _tell_stack() -> None:
+    """Write the stack of the main thread when the agent asks for it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, file=stack_file(path).open("w"), all_threads=False)
+
+
 def _run(target: list[str]) -> None:
     if target[0] == "-m":
         sys.argv = target[1:]
@@ -128,11 +143,37 @@ def _record(error: BaseException) -> bool:
     kind = type(error).__name__
     code = error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     extra = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now, "type": kind, "exitcode": code}
+    extra |= {"follows": _follows(error), "place": _place(error.__traceback__)}
     report = {"message": f"{kind}: {error}", "extraInfo": extra}
     draft = Path(f"{path}.{os.getpid()}")  # the agent may be reading the file
     draft.write_text(json.dumps({"message": report}))
     draft.replace(path)
     return True
+
+
+def _follows(error: BaseException) -> Literal["gone", "late"] | None:
+    """Return whether an error, or one behind it, says only that another rank is gone, or did not come in time."""
+    seen: set[int] = set()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        seen.add(id(behind))
+        text = str(behind) if isinstance(behind, RuntimeError) else ""
+        if isinstance(behind, PeerError) or any(words in text for words in _GONE):
+            return "gone"
+        if isinstance(behind, CollectiveTimeoutError) or any(words in text for words in _LATE):
+            return "late"
+        behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
+    return None
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return the innermost line outside of lockstep and torch, as ``FILE:LINE``; "" if there is none."""
+    place = ""
+    for frame, line in traceback.walk_tb(trace):
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in ("lockstep", "torch", "runpy"):
+            place = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    return place
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:

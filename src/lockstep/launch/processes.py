@@ -1,0 +1,141 @@
+"""The processes of a node's ranks: how and when each ended, what it reported, and the signals that it is sent.
+
+Each rank leads a session of its own; its data loader workers and other subprocesses belong to that session, unless they
+leave it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.launch.ledger import RankRecord, Report
+from lockstep.launch.sessions import end_sessions, state_of
+from lockstep.launch.worker import STACK_SIGNAL, stack_file
+
+_POLL_SECONDS = 0.02
+_SECONDS_FOR_STACK = 0.5
+_FRAMES_OF_START = ("<frozen runpy>", f"{os.sep}launch{os.sep}worker.py")
+
+
+class RankProcesses:
+    """The ranks of this node, in one attempt.
+
+    Args:
+        records: an entry for each rank, which is kept up to date.
+        error_files: the file in which each of them reports its error.
+    """
+
+    def __init__(self, records: Iterable[RankRecord], error_files: Iterable[str]) -> None:
+        self.records = list(records)
+        self._error_files = list(error_files)
+        self._is_closed = False
+        self._watchers = [threading.Thread(target=_watch, args=(record,), daemon=True) for record in self.records]
+        for watcher in self._watchers:
+            watcher.start()
+
+    def look(self) -> None:
+        """Read what the ranks have reported; where one has failed, also the states of the others."""
+        for record, path in zip(self.records, self._error_files, strict=True):
+            _note_end(record)
+            if record.report is None:
+                record.report = Report.read(path)
+        if any(record.has_failed for record in self.records):
+            for record in self.records:
+                if record.is_silent and record.status is None and record.signalled == float("inf"):
+                    record.state = state_of(record.pid)
+
+    def note_stacks(self) -> None:
+        """Let the ranks that have not reported say where they are."""
+        files: Mapping[int, Path] = {
+            number: stack_file(path)
+            for number, (record, path) in enumerate(zip(self.records, self._error_files, strict=True))
+            if record.is_silent and stack_file(path).exists()
+        }
+        if STACK_SIGNAL is None or not files:
+            return
+        for number in files:
+            self.records[number].signalled = time.time()  # what a stopped rank does when it goes on is no cause
+            with suppress(ProcessLookupError):
+                os.kill(self.records[number].pid, STACK_SIGNAL)
+                os.kill(self.records[number].pid, signal.SIGCONT)
+        deadline = time.monotonic() + _SECONDS_FOR_STACK
+        while time.monotonic() < deadline and not all(file.stat().st_size for file in files.values()):
+            time.sleep(_POLL_SECONDS)
+        for number, file in files.items():
+            self.records[number].stack = _own_frames(file.read_text(errors="replace"))
+
+    def send(self, number: signal.Signals, *, to_reported: bool = True) -> None:
+        """Send a signal to the sessions of all ranks that run, and let those continue that are stopped.
+
+        Args:
+            number: the signal.
+            to_reported: also to those that have reported an error, and are about to end.
+        """
+        for record in self.records:
+            _note_end(record)
+            if record.status is not None or (not to_reported and record.report is not None):
+                continue
+            record.signalled = min(record.signalled, time.time())
+            record.signals.append(number)
+            with suppress(ProcessLookupError, PermissionError):  # it has ended meanwhile
+                os.killpg(record.pid, number)
+                os.killpg(record.pid, signal.SIGCONT)
+
+    def wait(self, seconds: float, *, for_reported: bool = True) -> bool:
+        """Wait until all ranks have ended, and return whether they have.
+
+        Args:
+            seconds: how long to wait.
+            for_reported: also for those that have reported an error.
+        """
+        deadline = time.monotonic() + seconds
+        while running := [record for record in self.records if record.status is None]:
+            if not for_reported and all(record.report is not None for record in running):
+                return False
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+            for record in running:
+                _note_end(record)
+        return True
+
+    def close(self, seconds: float) -> None:
+        """End what is left of the ranks' sessions, after all ranks have ended; `seconds` is for ending at SIGTERM."""
+        if not self._is_closed:
+            end_sessions({record.pid for record in self.records}, seconds)
+        self._is_closed = True
+        for watcher in self._watchers:
+            watcher.join(_SECONDS_FOR_STACK)
+
+
+def _watch(record: RankRecord) -> None:
+    """Note the moment at which a rank ends."""
+    with suppress(ChildProcessError):
+        os.waitid(os.P_PID, record.pid, os.WEXITED | os.WNOWAIT)
+    _note_end(record)
+
+
+def _note_end(record: RankRecord) -> None:
+    """Note whether a rank has ended, without reaping it."""
+    if record.status is not None:
+        return
+    try:
+        ended = os.waitid(os.P_PID, record.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # somebody has reaped it: its exit code is not known
+        record.ended, record.status = time.time(), 0
+        return
+    if ended is not None:
+        record.ended = record.ended or time.time()
+        record.status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _own_frames(stack: str) -> str:
+    """Return the frames of a stack by `faulthandler` without those that start the script."""
+    lines = [line for line in stack.splitlines() if line.startswith("  File ")]
+    return "\n".join(line for line in lines if not any(words in line for words in _FRAMES_OF_START))
