@@ -81,7 +81,10 @@ def test_what_cannot_be_read_is_told(words, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["launch", "s.py", "--nproc", "0"], "'--nproc': must be a whole number, 1 or more, or a range MIN:MAX of them, but is 0"),
+        (
+            ["launch", "s.py", "--nproc", "0"],
+            "'--nproc': must be a whole number, 1 or more, or a range MIN:MAX of them, but is 0",
+        ),
         (["launch", "s.py", "--nproc", "two"], "1 or more, or a range MIN:MAX of them, but is two"),
         (["launch", "s.py", "--nproc", "3:2"], "1 or more, or a range MIN:MAX of them, but is 3:2"),
         (["train", "c.py", "--nproc", "1:2"], "`--nproc` 1:2 must come with --max-restarts"),

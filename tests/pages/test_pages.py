@@ -25,7 +25,10 @@ blocks = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(blocks)
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 # Made by other commands, or records of what was.
 PAGES = [page for page in PAGES if page.name not in ("models.md", "parity.md") and "decisions" not in page.parts]
 

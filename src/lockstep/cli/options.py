@@ -118,8 +118,8 @@ class RankOptions:
         least = getattr(self.nproc, "least", None)
         if least is not None and not getattr(self, "max_restarts", 0):
             raise typer.BadParameter(
-                f"`--nproc` {least}:{self.nproc} must come with --max-restarts, which says how often the ranks that are "
-                "left start again. Give both, or one number of ranks"
+                f"`--nproc` {least}:{self.nproc} must come with --max-restarts: how often the ranks that are left "
+                "start again. Give both, or one number of ranks"
             )
         try:
             return JobSpec(self.nproc or 1, self.nnodes, self.node_rank, self.rdzv, least)

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from lockstep.errors import LaunchError, Preempted
+from lockstep.errors import LaunchError, Preempted, counted
 from lockstep.launch.job_spec import JobSpec
 from lockstep.launch.ledger import Ledger, RankRecord, awaits_cause
 from lockstep.launch.memory import MemoryKills
@@ -32,7 +32,7 @@ from lockstep.launch.notices import say
 from lockstep.launch.processes import RankProcesses
 from lockstep.launch.rendezvous import NodeFailedError, NodesRendezvous
 from lockstep.launch.sessions import Guard
-from lockstep.launch.worker import STOPPED_FILE
+from lockstep.launch.worker import RESUME_SINCE, STOPPED_FILE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
@@ -74,8 +74,9 @@ def run_ranks(
                 file.write_text(payload, encoding="utf-8")
                 additions["LOCKSTEP_PAYLOAD"] = str(file)
             stopped = additions[STOPPED_FILE] = str(Path(folder, "stopped"))
-            setup = _RankSetup(folder, additions, rendezvous)
-            agent = _Agent(spec, rendezvous, setup, guard, logs, Path(stopped), grace_seconds)
+            again = {} if payload is None else {RESUME_SINCE: str(time.time())}
+            setup = _RankSetup(folder, additions, again, rendezvous)
+            agent = _Agent(spec, rendezvous, setup, guard, logs, Path(stopped), grace_seconds, job.least_nproc)
             result = agent.run()
     except _PreemptedError:
         rendezvous.await_others()
@@ -125,8 +126,10 @@ class _Agent(LocalElasticAgent):
         log_dir: str | None,
         stopped: Path,
         grace_seconds: int,
+        least_nproc: int | None,
     ) -> None:
         super().__init__(spec, setup, shutdown_timeout=grace_seconds)
+        self._least_nproc = least_nproc
         self._nodes = rendezvous
         self._guard = guard
         self._log_dir = log_dir
@@ -206,9 +209,14 @@ class _Agent(LocalElasticAgent):
         whole_job = worker_group.group_world_size == 1
         self.ledger = Ledger(self._processes.records, whole_job=whole_job, memory=self._memory_kills.describe())
         if self._remaining_restarts > 0:
-            total = worker_group.spec.max_restarts
+            spec = worker_group.spec
+            total = spec.max_restarts
             count = total - self._remaining_restarts + 1
-            say(f"{self.describe()}\n\nStarting all ranks again ({count} of {total}).")
+            again = "Starting all ranks again"
+            if self._least_nproc is not None and self.ledger.lost:
+                spec.local_world_size = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
+                again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
+            say(f"{self.describe()}\n\n{again} ({count} of {total}).")
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         failed = self._stopped.exists()
@@ -246,11 +254,17 @@ class _PreemptedError(Exception):
 
 
 class _RankSetup(DefaultLogsSpecs):
-    """Adds variables to the environment of each rank; torch's agent has a hook for that here."""
+    """Adds variables to the environment of each rank, and others of each that was restarted.
 
-    def __init__(self, folder: str, additions: Mapping[str, str], rendezvous: NodesRendezvous) -> None:
+    Torch's agent has a hook for that here.
+    """
+
+    def __init__(
+        self, folder: str, additions: Mapping[str, str], again: Mapping[str, str], rendezvous: NodesRendezvous
+    ) -> None:
         super().__init__(log_dir=folder)
         self._additions = additions
+        self._again = again
         self._rendezvous = rendezvous
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -258,6 +272,8 @@ class _RankSetup(DefaultLogsSpecs):
         for env in envs.values():
             # The agent counts only its own node's failures; the attempt number is the same on all nodes.
             env.update(self._additions, TORCHELASTIC_RESTART_COUNT=str(self._rendezvous.attempt))
+            if self._rendezvous.attempt > 0:
+                env.update(self._again)
         return destinations
 
 

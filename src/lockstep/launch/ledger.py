@@ -147,6 +147,13 @@ class RankRecord:
         return signal.SIGKILL in self.signals and self.status == -signal.SIGKILL
 
     @property
+    def is_lost(self) -> bool:
+        """Whether something from outside ended or stopped the rank: no error of its own, and no signal of ours."""
+        if self.is_stopped:
+            return True
+        return self.report is None and self.own_status is not None and -self.own_status in _DEADLY
+
+    @property
     def failed_itself(self) -> bool:
         """Whether the rank failed of its own accord."""
         return self.has_failed and not self.follows
@@ -188,6 +195,11 @@ class Ledger:
     def is_cause_known(self) -> bool:
         """Whether the first culprit did more than report that another rank failed."""
         return not self._culprits[0].follows
+
+    @property
+    def lost(self) -> list[int]:
+        """The ranks that something from outside ended or stopped."""
+        return sorted(record.rank for record in self._records if record.is_lost)
 
     @property
     def culprit(self) -> int:

@@ -45,6 +45,8 @@ STACK_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
 """At this signal a rank writes its stack to `stack_file`."""
 STOPPED_FILE = "LOCKSTEP_STOPPED_FILE"
 """Variable that names a file: it is there while the agent stops its ranks because one has failed."""
+RESUME_SINCE = "LOCKSTEP_RESUME_SINCE"
+"""Variable of ranks of a training that were restarted: when the job began, in seconds since 1970."""
 
 
 def main(argv: list[str]) -> None:

@@ -14,6 +14,7 @@ from lockstep.checkpoint.together import on_all
 from lockstep.dataset.random_state import set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
 from lockstep.errors import ConfigError, counted
+from lockstep.launch.worker import RESUME_SINCE
 from lockstep.location import Location, RemotePath, locate
 from lockstep.optim.paramwise import param_sites
 from lockstep.optim.scheduler import FormulaScheduler
@@ -24,8 +25,6 @@ from lockstep.runner.uneven_inputs import BEGINNING
 from lockstep.weights import Weights, checkpoint_at
 
 _logger = logging.getLogger(__name__)
-RESUME_SINCE = "LOCKSTEP_RESUME_SINCE"
-"""Variable that the launcher sets for ranks that it has restarted: when the job began, in seconds since 1970."""
 
 
 def checkpoint_folders(args: RunnerArguments) -> list[Location]:
