@@ -29,7 +29,8 @@ from lockstep.launch.job_spec import JobSpec
 from lockstep.launch.ledger import Ledger, RankRecord, awaits_cause
 from lockstep.launch.memory import MemoryKills
 from lockstep.launch.notices import say
-from lockstep.launch.processes import RankProcesses
+from lockstep.launch.processes import RankProcesses, iteration_file
+from lockstep.launch.progress import ITERATION_FILE
 from lockstep.launch.rendezvous import NodeFailedError, NodesRendezvous
 from lockstep.launch.sessions import Guard
 from lockstep.launch.worker import RESUME_SINCE, STOPPED_FILE
@@ -137,6 +138,8 @@ class _Agent(LocalElasticAgent):
         self._processes: RankProcesses | None = None
         self._failed_since: float | None = None
         self._memory_kills = MemoryKills()
+        self._failed_iteration: int | None = None
+        self._failed_alike = ""
         self.ledger: Ledger
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -152,7 +155,7 @@ class _Agent(LocalElasticAgent):
 
     def describe(self) -> str:
         """Return the message about the failures of the last attempt."""
-        return self.ledger.describe(self._log_dir, self._worker_group.workers[0].global_rank)
+        return self.ledger.describe(self._log_dir, self._worker_group.workers[0].global_rank) + self._failed_alike
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stopped.unlink(missing_ok=True)
@@ -208,10 +211,17 @@ class _Agent(LocalElasticAgent):
         self._kill()
         whole_job = worker_group.group_world_size == 1
         self.ledger = Ledger(self._processes.records, whole_job=whole_job, memory=self._memory_kills.describe())
+        total = worker_group.spec.max_restarts
+        count = total - self._remaining_restarts + 1
+        before, self._failed_iteration = self._failed_iteration, self._processes.iteration_of(self.ledger.culprit)
+        if self._remaining_restarts > 0 and before is not None and before == self._failed_iteration:
+            self._failed_alike = (
+                f"\n\nIteration {before + 1} has failed in two attempts, one after the other, so the ranks are not "
+                f"started again (--max-restarts {total})."
+            )
+            self._remaining_restarts = 0
         if self._remaining_restarts > 0:
             spec = worker_group.spec
-            total = spec.max_restarts
-            count = total - self._remaining_restarts + 1
             again = "Starting all ranks again"
             if self._least_nproc is not None and self.ledger.lost:
                 spec.local_world_size = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
@@ -269,7 +279,8 @@ class _RankSetup(DefaultLogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)
-        for env in envs.values():
+        for local_rank, env in envs.items():
+            env[ITERATION_FILE] = str(iteration_file(destinations.error_files[local_rank]))
             # The agent counts only its own node's failures; the attempt number is the same on all nodes.
             env.update(self._additions, TORCHELASTIC_RESTART_COUNT=str(self._rendezvous.attempt))
             if self._rendezvous.attempt > 0:

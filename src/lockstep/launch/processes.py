@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch.ledger import RankRecord, Report
+from lockstep.launch.progress import read_iteration
 from lockstep.launch.sessions import end_sessions, state_of
 from lockstep.launch.worker import STACK_SIGNAL, stack_file
 
@@ -49,6 +50,11 @@ class RankProcesses:
             for record in self.records:
                 if record.is_silent and record.status is None and record.signalled == float("inf"):
                     record.state = state_of(record.pid)
+
+    def iteration_of(self, rank: int) -> int | None:
+        """Return how many iterations a rank has completed, or None if it has not told."""
+        files = dict(zip((record.rank for record in self.records), self._error_files, strict=True))
+        return read_iteration(iteration_file(files[rank]))
 
     def note_stacks(self) -> None:
         """Let the ranks that have not reported say where they are."""
@@ -112,6 +118,11 @@ class RankProcesses:
         self._is_closed = True
         for watcher in self._watchers:
             watcher.join(_SECONDS_FOR_STACK)
+
+
+def iteration_file(error_file: str) -> Path:
+    """Return the file to which a rank writes how far it has come, beside the one for its error."""
+    return Path(error_file).with_name("iteration")
 
 
 def _watch(record: RankRecord) -> None:
