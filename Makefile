@@ -16,7 +16,7 @@ demo: $(READY)  ## train on real digits in two processes
 	$(BIN)/lockstep train examples/digits/config.py --nproc 2
 
 # Whole jobs, started as a user starts them, take minutes: they have a word of their own.
-JOBS := $(addprefix tests/,launchers examples launch faults cli runner/test_batch_size_finder.py runner/test_preemption.py)
+JOBS := $(addprefix tests/,launchers examples launch cli runner/test_batch_size_finder.py runner/test_preemption.py)
 # So do the combinations of what strategies can do, and of optimizers with them.
 LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals.py optim_state.py tensor_parallel.py \
 	compile.py) $(addprefix tests/model/test_,fsdp.py fsdp_consistency.py)
