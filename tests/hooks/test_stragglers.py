@@ -49,10 +49,15 @@ def test_several_ranks_may_be_slow_as_on_one_host():
     assert [(found.rank, found.part) for found in watched(rows)] == [(2, "compute"), (3, "compute")]
 
 
-def test_a_small_loss_takes_longer_to_be_told():
-    rows = [[even(place), even(place, compute=0.025)] for place in range(40)]
+@pytest.mark.parametrize(
+    ("usual", "slow", "end"),
+    [(0.004, 0.029, 20), (0.015, 0.065, 10), (0.015, 0.026, 230), (0.1, 0.19, 50)],
+    ids=["25 ms, clear", "50 ms, clear", "11 ms, less clear", "90 ms, less clear"],
+)
+def test_what_costs_less_or_is_less_clear_takes_longer_to_be_told(usual, slow, end):
+    rows = [[even(place, compute=usual), even(place, compute=slow)] for place in range(60)]
     (found,) = watched(rows)
-    assert found.end == 50  # 10 ms in each of 50 iterations
+    assert found.end == end
 
 
 @pytest.mark.parametrize("compute", [0.018, 0.022])
@@ -62,6 +67,11 @@ def test_less_than_the_factor_is_not_told(compute):
 
 def test_differences_of_less_than_3_ms_are_not_told():
     assert watched([[even(place, compute=0.0005), even(place, compute=0.003)] for place in range(2000)]) == []
+
+
+def test_another_process_that_takes_half_of_a_core_for_two_seconds_is_not_told():
+    rows = [[even(place), even(place, compute=0.03 if place % 60 < 13 else 0.015)] for place in range(400)]
+    assert watched(rows) == []
 
 
 def test_pauses_are_not_told():

@@ -33,6 +33,9 @@ _IN_A_ROW, _LOST_SECONDS, _RECOVERED_AFTER = 2, 0.5, 4
 # last 40 in which that has cost much, but did not last, makes the row longer that is asked for.
 _REMEMBERED, _MUCH_SECONDS, _LONGER = 40, _LOST_SECONDS / 2, 3
 _LEAST_SECONDS = 0.003
+# Another process on a rank's core makes it up to twice as slow while it lasts. What does not clearly cost more than
+# that, as a share of the others' work, must last five times as long.
+_CLEAR, _PATIENCE = 1.5, 5
 
 
 class Sample(NamedTuple):
@@ -156,14 +159,19 @@ class _Row:
     def __init__(self, part: Part, begin: int) -> None:
         self.part, self.begin = part, begin
         self.samples = self.iterations = 0
-        self._seconds = self._others = self.lost = 0.0
+        self._seconds = self._others = self.lost = self._whole = 0.0
 
-    def add(self, sample: Sample, others: float, lost: float) -> None:
+    @property
+    def is_clear(self) -> bool:
+        return self.lost >= _CLEAR * self._whole
+
+    def add(self, sample: Sample, others: float, lost: float, whole: float) -> None:
         self.samples += 1
         self.iterations += sample.iterations
         self._seconds += sample.iterations * getattr(sample, self.part)
         self._others += sample.iterations * others
         self.lost += sample.iterations * lost
+        self._whole += sample.iterations * whole
 
     def described(self, rank: int, end: int) -> Slow:
         each = self.iterations
@@ -174,8 +182,9 @@ class StragglerWatch:
     """Finds slow ranks in the samples of all ranks.
 
     A rank is slow if its own work takes `factor` times as long as the median of the others, and at least 3 ms longer,
-    in two samples of five iterations in a row, in which it has cost half a second. Of the five, all but one must take
-    so long, and longer than all but one take the others.
+    in two samples of five iterations in a row, in which it has cost half a second; if it takes less than 2.5 times as
+    long, in ten samples, in which it has cost 2.5 seconds. Of the five iterations, all but one must take so long, and
+    longer than all but one take the others.
 
     Args:
         factor: above 1.
@@ -207,9 +216,9 @@ class StragglerWatch:
                     broken += row.samples
                 row = None
             if this is not None:
-                part, others, lost = this
+                part, *times = this
                 row = row or _Row(part, sample.end - sample.iterations + 1)
-                row.add(sample, others, lost)
+                row.add(sample, *times)
                 self._rows[rank] = row
             changes += self._changes(rank, row, sample.end)
         self._unsteady.append(broken)
@@ -224,20 +233,25 @@ class StragglerWatch:
                     return [Slow(rank, None, end, end)]
             return []
         self._good.pop(rank, None)
-        is_long = row.samples >= _IN_A_ROW + _LONGER * sum(self._unsteady) and row.lost >= _LOST_SECONDS
+        patience = 1 if row.is_clear else _PATIENCE
+        least = _IN_A_ROW * patience + _LONGER * sum(self._unsteady)
+        is_long = row.samples >= least and row.lost >= _LOST_SECONDS * patience
         if not is_long or self._told.get(rank) == row.part:
             return []
         self._told[rank] = row.part
         return [row.described(rank, end)]
 
-    def _found(self, samples: Sequence[Sample]) -> dict[int, tuple[Part, float, float]]:
-        """Return the ranks that were slow: at what, the others' median of it, and the seconds lost per iteration."""
+    def _found(self, samples: Sequence[Sample]) -> dict[int, tuple[Part, float, float, float]]:
+        """Return the ranks that were slow: at what, and seconds.
+
+        They are the others' median of it, what was lost in each iteration, and what the work takes without that.
+        """
         is_known = not any(math.isnan(sample.compute) for sample in samples)
         work = _Others(samples, lambda sample: sample.data + (sample.compute if is_known else 0.0))
         data, most = _Others(samples, lambda sample: sample.data), _Others(samples, lambda sample: sample.most)
         compute = _Others(samples, lambda sample: sample.compute)
         sending = _Others(samples, lambda sample: sample.communication)
-        found: dict[int, tuple[Part, float, float]] = {}
+        found: dict[int, tuple[Part, float, float, float]] = {}
         for rank, sample in enumerate(samples):
             if not self._is_much(sample.work - work.least, work.least):  # which is quicker to see
                 continue
@@ -247,9 +261,9 @@ class StragglerWatch:
             whole = usual if is_known else max(usual, sample.step - lost)
             if self._is_much(lost, whole) and sample.work > most.median(rank):
                 if is_known and compute.excess(rank) > data.excess(rank):
-                    found[rank] = "compute", compute.median(rank), lost
+                    found[rank] = "compute", compute.median(rank), lost, whole
                 else:
-                    found[rank] = "data", data.median(rank), lost
+                    found[rank] = "data", data.median(rank), lost, whole
         if found:  # a communication hook may wait for the slow rank
             return found
         for rank, sample in enumerate(samples):
@@ -259,7 +273,7 @@ class StragglerWatch:
             lost = sample.sending - usual
             whole = usual + work.median(rank) if is_known else sample.step - lost
             if self._is_much(lost, whole):
-                found[rank] = "communication", usual, lost
+                found[rank] = "communication", usual, lost, whole
         return found
 
     def _is_much(self, lost: float, usual: float) -> bool:
