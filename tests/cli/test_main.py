@@ -40,7 +40,7 @@ def test_help_does_not_import_torch(words, tmp_path):
         (["config", "print", "line.py", "model.width=3"], 0, "width=3"),
         (["config", "diff", "line.py", "line.py"], 0, ""),
         (["report", "."], 0, "report.html"),
-        (["doctor"], 1, "lockstep     │"),
+        (["doctor"], 1, "lockstep      │"),
         (["train", "none.py", "--nproc", "2"], 1, "there is no config file"),
         (["train", "line.py", "--launcher", "torch"], 1, "`launcher` must be one of"),
         (["train", "line.py", "--nnodes", "2"], 2, "`--rdzv` must be HOST:PORT"),
@@ -73,7 +73,7 @@ def test_the_installed_command_and_the_module_are_the_same(lockstep):
 def test_the_doctor_finds_that_ranks_can_meet(lockstep):
     code, out, _ = lockstep("doctor")
     assert code == 0
-    assert f"lockstep     │ {__version__}" in out
+    assert f"lockstep      │ {__version__}" in out
     assert "gloo" in out
     assert "works (127.0.0.1" in out
     assert "none: lockstep starts its own ranks" in out

@@ -114,7 +114,7 @@ class Job(RankOptions, ABC):
         launcher = self.launcher or infer_launcher(os.environ)
         here = launcher != "none" or (spec.nproc == 1 and spec.nnodes == 1 and max_restarts == 0)
         if launcher != "none":
-            _check_ranks_found(launcher, self)
+            check_ranks_found(launcher, self)
         with loading_torch(self._loading(None if here else spec) if launcher == "none" else None):
             cfg = self.read()
             import torch  # noqa: F401  # needed by all that follows; the config may not have imported it
@@ -283,7 +283,7 @@ def default_work_dir(config: Path) -> Path:
     return Path("work_dirs") / (path.parent.name if path.stem == "config" else path.stem)
 
 
-def _check_ranks_found(launcher: str, options: RankOptions) -> None:
+def check_ranks_found(launcher: str, options: RankOptions) -> None:
     """Check that the options agree with the ranks found in the environment.
 
     Raises:

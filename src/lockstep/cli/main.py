@@ -15,11 +15,12 @@ from typer.core import TyperGroup
 from lockstep.cli.batch_size import FindBatchSize
 from lockstep.cli.checkpoints import checkpoints_app
 from lockstep.cli.config import check, diff, print_config
-from lockstep.cli.doctor import doctor, strategies
+from lockstep.cli.doctor import Doctor
 from lockstep.cli.errors import print_error
 from lockstep.cli.export import Export
 from lockstep.cli.jobs import FindLR, Test, Train
 from lockstep.cli.options import GraceSeconds, MaxRestarts, RankOptions, command
+from lockstep.cli.strategies import strategies
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
 from lockstep.errors import INPUT_ERRORS, LaunchError, nearest
 from lockstep.launch import launch
@@ -130,7 +131,7 @@ app.command("find-lr", cls=CfgOptionsCommand)(command(FindLR))
 app.command("find-batch-size", cls=CfgOptionsCommand)(command(FindBatchSize))
 app.command("launch", cls=ScriptCommand)(command(Launch))
 app.command("export")(command(Export))
-app.command("doctor")(doctor)
+app.command("doctor")(command(Doctor))
 app.command("strategies")(strategies)
 app.command("report")(report)
 

@@ -1,0 +1,171 @@
+"""`lockstep doctor`: what a machine has, what the ranks of a job have in common, and what contradicts itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.doctor import machine, network
+from lockstep.cli.doctor.display import as_json, print_table
+from lockstep.cli.doctor.finding import Finding, examined, worst
+from lockstep.cli.errors import print_error
+from lockstep.cli.jobs import check_ranks_found
+from lockstep.cli.options import RankOptions, whole_number
+from lockstep.errors import ConfigError, LockstepError, counted
+from lockstep.launch import launch
+
+_TITLE = "lockstep doctor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doctor(RankOptions):
+    """Show what this machine has for a training, and what contradicts itself or does not work, with a remedy.
+
+    Alone it looks at versions, launcher, variables, host, interfaces, MASTER_PORT, shared memory, limits, cores,
+    accelerators and backends. With --nproc, or started by torchrun, mpirun, srun or lockstep launch, the ranks also
+    compare what they have, and measure their clocks and the network between each two. The exit code is 1 after a fault,
+    which is something that contradicts itself or cannot work, and 0 after warnings.
+    """
+
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False
+    timeout: Annotated[int, whole_number(1, metavar="SECONDS", help="How long ranks wait for each other.")] = 60
+
+    def run(self) -> None:
+        """Look, and print what was found."""
+        spec = self.job_spec()
+        at = machine.topology_of(os.environ)
+        if at is not None and at.world_size > 1:
+            check_ranks_found(at.launcher, self)
+            self._look_over_ranks()
+            return
+        own = _own_findings(os.environ)
+        if not self.json_:
+            print_table(_TITLE, own)
+        if spec.nproc > 1 or spec.nnodes > 1:
+            self._start_ranks(own)
+            return
+        by_torch = _torch_findings(os.environ)
+        if self.json_:
+            print(as_json([*own, *by_torch], world_size=1))
+        else:
+            print_table("as torch finds it", by_torch)
+        self._end([*own, *by_torch])
+
+    def _look_over_ranks(self) -> None:
+        """Look as a rank of a job; rank 0 prints."""
+        at = machine.topology_of(os.environ)
+        assert at is not None
+        own = _own_findings(os.environ)
+        if at.rank == 0 and not self.json_:
+            print_table(_TITLE, own)
+        try:
+            found = findings_over_ranks(own, self.timeout)
+        except (ImportError, LockstepError, OSError, RuntimeError, ValueError) as error:
+            met = Finding("meeting", f"the ranks cannot meet: {error}", "fault", ranks=(at.rank,))
+            if at.local_rank == 0 and not self.json_:
+                print_table(f"rank {at.rank} of {at.world_size}", [*(one for one in own if one.status != "ok"), met])
+            elif at.rank == 0:
+                print(as_json([*own, met], at.world_size))
+            raise typer.Exit(1) from None
+        if at.rank == 0:
+            self._print(found, at.world_size, shown=own)
+        sys.stdout.flush()
+        self._end(found, speaks=at.rank == 0)
+
+    def _start_ranks(self, own: Sequence[Finding]) -> None:
+        """Start ranks that look together, and print what they have found on node 0."""
+        with TemporaryDirectory(prefix="lockstep-") as folder:
+            file = Path(folder, "found.json")
+            payload = json.dumps({"file": str(file), "timeout": self.timeout})
+            launch(["-m", "lockstep.cli.doctor.rank"], self.job_spec(), payload=payload)
+            if self.node_rank != 0:  # rank 0 has written the file on node 0
+                return
+            known = json.loads(file.read_text(encoding="utf-8"))
+        found = [Finding.of(one) for one in known["findings"]]
+        self._print(found, known["world_size"], shown=own)
+        self._end(found)
+
+    def _print(self, found: Sequence[Finding], world_size: int, shown: Sequence[Finding]) -> None:
+        """Print what ranks have found, but for what is the same on rank 0 and shown already."""
+        if self.json_:
+            print(as_json(found, world_size))
+            return
+        known = {finding.name for finding in shown}
+        others = [
+            one for one in found if one.ranks and one.status != "ok" and (one.name not in known or 0 not in one.ranks)
+        ]
+        common = [one for one in found if not one.ranks or (0 in one.ranks and one.name not in known)]
+        print_table(f"over {world_size} ranks", [*(one for one in others if one not in common), *common], world_size)
+
+    def _end(self, findings: Sequence[Finding], *, speaks: bool = True) -> None:
+        """Exit with code 1 if there are faults, and name them."""
+        if worst(finding.status for finding in findings) != "fault":
+            return
+        names = list(dict.fromkeys(finding.name for finding in findings if finding.status == "fault"))
+        if speaks and not self.json_:
+            print_error(ConfigError(f"{counted(len(names), 'fault')}, see above: {', '.join(names)}"))
+        raise typer.Exit(1)
+
+
+def findings_over_ranks(own: Sequence[Finding], timeout: float) -> list[Finding]:
+    """Join the other ranks, and return what all of them have found.
+
+    **Collective**: every rank of the job.
+
+    Args:
+        own: what this rank has found without torch.
+        timeout: how many seconds to wait for other ranks.
+    """
+    from lockstep.cli.doctor.over_ranks import examine  # imports torch
+    from lockstep.dist import destroy_dist, init_dist
+
+    init_dist(timeout=timeout)
+    try:
+        return examine([*own, *_torch_findings(os.environ)])
+    finally:
+        destroy_dist()
+
+
+def look_as_rank() -> None:
+    """Look as a rank that `lockstep doctor` has started; rank 0 writes what was found to the file that it was told."""
+    asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
+    found = findings_over_ranks(_own_findings(os.environ), asked["timeout"])
+    at = machine.topology_of(os.environ)
+    assert at is not None
+    if at.rank == 0:
+        Path(asked["file"]).write_text(as_json(found, at.world_size), encoding="utf-8")
+
+
+def _own_findings(env: Mapping[str, str]) -> list[Finding]:
+    """Return what this process finds without torch."""
+    checks: dict[str, Callable[[Mapping[str, str]], Finding]] = {
+        "cores": machine.cores,
+        "launcher": machine.launcher,
+        "variables": machine.variables,
+        "host": network.host,
+        "interfaces": network.interfaces,
+        "port": network.port,
+        "shared memory": machine.shared_memory,
+        "limits": machine.limits,
+    }
+    return [*machine.versions(), *examined({name: partial(check, env) for name, check in checks.items()})]
+
+
+def _torch_findings(env: Mapping[str, str]) -> list[Finding]:
+    """Return what this process finds by torch."""
+    try:
+        from lockstep.cli.doctor import by_torch
+
+        alone = [] if (at := machine.topology_of(env)) is not None and at.world_size > 1 else [by_torch.loopback(env)]
+        return [by_torch.accelerators(env), by_torch.backends(env), *alone]
+    except ImportError as error:
+        return [Finding("torch", f"cannot be imported: {error}", "fault", "Install it from pytorch.org.")]

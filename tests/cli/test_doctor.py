@@ -1,0 +1,212 @@
+"""The doctor finds real causes: each is made, in a process of its own, before the doctor looks."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from importlib.metadata import version
+from textwrap import dedent
+
+import pytest
+
+DOCTOR = (sys.executable, "-m", "lockstep", "doctor", "--json")
+_OF_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "GLOO_",
+    "NCCL_",
+    "OMP_",
+)
+
+
+def look(*words, before=(), **options):
+    """Return the exit code of `lockstep doctor --json` and what it has found, by name; of one name, the worst."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    env |= options.pop("env", {})
+    done = subprocess.run(
+        [*before, *DOCTOR, *words], env=env, capture_output=True, text=True, timeout=180, check=False, **options
+    )
+    told = json.loads(done.stdout) if done.stdout.startswith("{") else pytest.fail(done.stdout + done.stderr)
+    order = {"ok": 0, "warning": 1, "fault": 2}
+    assert told["status"] == max((one["status"] for one in told["findings"]), key=order.__getitem__)
+    assert done.returncode == (1 if told["status"] == "fault" else 0)
+    return told, {one["name"]: one for one in sorted(told["findings"], key=lambda one: order[one["status"]])}
+
+
+def needs_root(*command):
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"needs root, and `{' '.join(command)}`")
+
+
+def test_alone_it_tells_all_in_json_with_keys_that_stay():
+    told, found = look()
+    assert set(told) == {"format", "lockstep", "status", "world_size", "findings"}
+    assert (told["format"], told["world_size"]) == (1, 1)
+    assert {tuple(one) for one in told["findings"]} == {("name", "text", "status", "remedy", "facts", "ranks")}
+    assert {
+        *("lockstep", "python", "torch", "optional", "cores", "launcher", "variables", "host", "interfaces", "port"),
+        *("shared memory", "limits", "accelerators", "backends", "loopback"),
+    } == set(found)
+    assert found["torch"]["facts"]["version"] == version("torch")
+    assert found["limits"]["facts"]["nofile"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert "lo" in [each["name"] for each in found["interfaces"]["facts"]["interfaces"]]
+    assert found["cores"]["facts"]["affinity"] == sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(("files", "status"), [(100, "fault"), (600, "warning")])
+def test_few_open_files(files, status):
+    _, found = look(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)))
+    assert found["limits"]["status"] == status
+    assert f"only {files} files may be open" in found["limits"]["text"]
+    assert "ulimit -n" in found["limits"]["remedy"]
+
+
+def test_more_threads_than_cores():
+    one = min(os.sched_getaffinity(0))
+    _, found = look(env={"OMP_NUM_THREADS": "2"}, preexec_fn=lambda: os.sched_setaffinity(0, [one]))
+    assert found["cores"]["status"] == "warning"
+    assert found["cores"]["facts"]["affinity"] == [one]
+    assert "OMP_NUM_THREADS to 1" in found["cores"]["remedy"]
+
+
+def test_a_port_that_is_taken_and_by_whom():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        _, found = look(env={"MASTER_PORT": str(port)})
+        assert found["port"]["status"] == "fault"
+        assert f"{port} (MASTER_PORT) is in use by process {os.getpid()} (" in found["port"]["text"]
+        assert "Choose another MASTER_PORT" in found["port"]["remedy"]
+    _, found = look(env={"MASTER_PORT": str(port)})
+    assert found["port"]["text"] == f"{port} (MASTER_PORT) is free"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status"),
+    [("no0", "fault"), ("=l", "fault"), ("l", "ok"), ("^docker", "ok"), ("^l,e,i,v,w,d,b,t,s", "fault")],
+)
+def test_interfaces_by_the_rule_of_nccl(wanted, status):
+    if "^l" in wanted and any(name[0] not in "leivwdbts" for _, name in socket.if_nameindex()):
+        pytest.skip("this machine has other interfaces")
+    _, found = look(env={"NCCL_SOCKET_IFNAME": wanted})
+    assert found["variables"]["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("make", "status", "says"),
+    [
+        ("mount -t tmpfs -o size=16m tmpfs /dev/shm", "warning", "16 MiB free of 16 MiB: workers of data loaders"),
+        ("mount -t tmpfs -o ro tmpfs /dev/shm", "fault", "/dev/shm cannot be written"),
+        ("mount -t tmpfs -o size=1m tmpfs /dev/shm", "fault", "/dev/shm cannot be written"),
+    ],
+)
+def test_shared_memory_that_is_too_small(make, status, says):
+    needs_root("unshare", "--mount", "true")
+    _, found = look(before=("unshare", "--mount", "sh", "-c", f'{make} && exec "$@"', "sh"))
+    assert found["shared memory"]["status"] == status
+    assert says in found["shared memory"]["text"]
+    assert "--shm-size" in found["shared memory"]["remedy"]
+
+
+def test_a_host_name_that_does_not_resolve():
+    needs_root("unshare", "--uts", "true")
+    _, found = look(before=("unshare", "--uts", "sh", "-c", 'hostname no-such-host.invalid && exec "$@"', "sh"))
+    assert (found["host"]["status"], found["host"]["facts"]["addresses"]) == ("warning", [])
+    assert "does not resolve" in found["host"]["text"]
+
+
+def test_an_interface_that_is_down():
+    needs_root("unshare", "--net", "ip", "link")
+    make = 'ip link set lo up; ip link add no-cable type veth peer name other; exec "$@"'
+    before = ("unshare", "--net", "sh", "-c", make, "sh")
+    _, found = look(before=before, env={"GLOO_SOCKET_IFNAME": "no-cable"})
+    assert found["interfaces"]["status"] == "fault"
+    assert "GLOO_SOCKET_IFNAME names no-cable, which is down" in found["interfaces"]["text"]
+
+
+def test_ranks_that_cannot_meet():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    told, found = look("--timeout", "3", env={**alone, "MASTER_ADDR": "127.0.0.1"})
+    assert (told["world_size"], found["meeting"]["status"]) == (2, "fault")
+    assert found["port"]["status"] == "ok"
+    _, found = look("--timeout", "3", env={**alone, "MASTER_ADDR": "no-such-host.invalid"})
+    assert "MASTER_ADDR, no-such-host.invalid, does not resolve" in found["host"]["text"]
+    waits = {**alone, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    _, found = look("--timeout", "3", env=waits)
+    assert f"nobody answers at 127.0.0.1:{port}" in found["port"]["text"]
+
+
+@pytest.fixture
+def rank_1_differs(tmp_path):
+    """Return a folder for PYTHONPATH that gives rank 1 another clock, another variable and another numpy."""
+    (tmp_path / "sitecustomize.py").write_text(
+        dedent("""
+            import os, sys, time
+            if os.environ.get("RANK") == "1":
+                os.environ["NCCL_DEBUG"] = "INFO"
+                sys.path.insert(0, os.path.join(os.path.dirname(__file__), "other"))
+                true_time = time.time
+                time.time = lambda: true_time() + 30
+        """)
+    )
+    other = tmp_path / "other" / "numpy-0.1.2.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.1.2\n")
+    return tmp_path
+
+
+def test_ranks_that_differ(rank_1_differs):
+    env = {"PYTHONPATH": f"{rank_1_differs}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    told, found = look("--nproc", "2", env=env)
+    assert told["world_size"] == 2
+    differs = found["versions over ranks"]
+    assert differs["status"] == "fault"
+    assert f"numpy differs: {version('numpy')} (rank 0), 0.1.2 (rank 1)" in differs["text"]
+    assert "NCCL_DEBUG differs: unset (rank 0), INFO (rank 1)" in found["variables over ranks"]["text"]
+    clocks = found["clocks over ranks"]
+    assert (clocks["status"], clocks["facts"]["offset_seconds"]["1"]) == ("warning", pytest.approx(30, abs=5))
+    assert "ahead of that of rank 0" in clocks["text"]
+
+
+@pytest.mark.parametrize("start", ["doctor", "launch", "torchrun"])
+def test_ranks_that_are_alike(start):
+    before = {
+        "doctor": (),
+        "launch": (sys.executable, "-m", "lockstep", "launch", "--nproc", "2"),
+        "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    }[start]
+    words = () if before else ("--nproc", "2")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    target = ("-m", "lockstep", "doctor", "--json") if before else DOCTOR
+    done = subprocess.run([*before, *target, *words], env=env, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    found = {one["name"]: one for one in told["findings"]}
+    assert told["world_size"] == 2
+    assert found["limits"]["ranks"] == [0, 1]
+    assert found["devices over ranks"]["facts"]["devices"][1]["device"] in ("cpu", "cuda:1")
+    (pair,) = found["network over ranks"]["facts"]["pairs"]
+    assert (pair["first"], pair["second"]) == (0, 1)
+    assert pair["latency"] > 0
+    assert pair["bandwidth"] > 0
+    assert found["hosts over ranks"]["facts"]["hosts"] == [socket.gethostname()] * 2
+
+
+def test_tables_have_each_finding_and_remedy(lockstep):
+    cores = len(os.sched_getaffinity(0))
+    code, out, err = lockstep("doctor", "--nproc", "2", env={"COLUMNS": "200", "OMP_NUM_THREADS": str(cores)})
+    assert code == 0, err
+    assert out.startswith("lockstep doctor")
+    assert "over 2 ranks" in out
+    assert f"{2 * cores} threads of 2 ranks on " in out
+    assert "Set OMP_NUM_THREADS=" in out
