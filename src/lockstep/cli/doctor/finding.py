@@ -66,7 +66,7 @@ def examined(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
     for name, check in checks.items():
         try:
             found.append(check())
-        except OSError as error:
+        except (AttributeError, OSError) as error:  # other systems lack some of it
             found.append(Finding(name, f"could not be found out: {error}", "warning"))
     return found
 

@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import socket
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -92,6 +93,8 @@ def variables(env: Mapping[str, str]) -> Finding:
 
 def shared_memory(env: Mapping[str, str]) -> Finding:
     """Check that there is room in /dev/shm for the workers of data loaders."""
+    if sys.platform != "linux":
+        return Finding("shared memory", "not looked at on this system")
     at = topology_of(env)
     ranks = 1 if at is None else at.local_size
     enough = "Give the container more: `docker run --shm-size=8g`, or a volume at /dev/shm (docs: Clusters)"
