@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -72,6 +74,9 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
+OTHERS = {2: "rank 1", 3: "ranks 1, 2"}
+
+
 @ranks(2, 3)
 def test_every_rank_learns_what_each_called() -> None:
     check_collectives("always")
@@ -80,7 +85,11 @@ def test_every_rank_learns_what_each_called() -> None:
             called = [others if rank else first for rank in range(get_world_size())]
             with pytest.raises(CollectiveMismatchError) as raised:
                 CALLS[called[get_rank()]]()
-            assert str(raised.value).endswith("\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(called)))
+            table = "\n".join(
+                rf"  {who}: {re.escape(call)} at \S*test_guard\.py:\d+"
+                for who, call in (("rank 0", first), (OTHERS[get_world_size()], others))
+            )
+            assert re.search(rf"their call \d+ differs:\n{table}$", str(raised.value))
             assert_group_works()
     finally:
         check_collectives("off")
@@ -95,9 +104,13 @@ def test_nothing_is_changed_by_a_mismatch() -> None:
             all_reduce(data)
         assert data.unique().tolist() == [5.0]
         with pytest.raises(CollectiveMismatchError):
-            all_reduce(data, async_op=True)
+            all_reduce(data, async_op=True).wait()
+        assert data.unique().tolist() == [5.0]
     finally:
         check_collectives("off")
+
+
+LISTED = r"ranks of the group of ranks 1, 2 .*\n  rank 0: barrier\(\) at .*\n  rank 1: all_gather\(\) at "
 
 
 @ranks(3)
@@ -106,7 +119,7 @@ def test_in_a_subgroup_calls_are_listed_by_its_ranks() -> None:
     check_collectives("always")
     try:
         if get_rank() > 0:
-            with pytest.raises(CollectiveMismatchError, match=r"\n  rank 0: barrier\(\)\n  rank 1: all_gather\(\)$"):
+            with pytest.raises(CollectiveMismatchError, match=LISTED):
                 barrier(group) if get_rank() == 1 else all_gather(ones(1), group)
             assert_group_works(group)
     finally:
@@ -148,26 +161,68 @@ def test_calls_that_belong_together_pass_the_check(size: int) -> None:
     run_on(size, call_everything)
 
 
-@ranks(2)
-def test_a_sample_is_the_first_20_calls_of_a_group_and_every_hundredth() -> None:
-    group = torch_dist.new_group([0, 1])
-    check_collectives("sample")
-    caught = []
+def calls_until_a_mismatch(mode: str, known: int, *, is_new: bool = False) -> int:
+    """Return how many calls pass after `known` ones, where one rank has then made another call than the others."""
+    group = torch_dist.new_group(list(range(get_world_size())))
+    passed: list[int] = []
+
+    def differ() -> None:
+        if get_rank() != 0 and is_new:
+            all_reduce(ones(50), "min", group)
+        else:
+            all_reduce(ones(50), ("sum", "max")[get_rank() == 0], group)  # of one size, so nothing aborts
+        for number in range(1000):
+            passed.append(number)
+            all_reduce(ones(50), "sum", group)
+            if number == 300:
+                time.sleep(3)  # the watch compares them
+
+    check_collectives(mode)
     try:
-        for number in range(301):
-            try:
-                # Ops that differ do no harm: each rank applies its own.
-                all_reduce(ones(1), ("sum", "max")[get_rank()], group)
-            except CollectiveMismatchError:
-                caught.append(number)
+        for _ in range(known):
+            all_reduce(ones(50), "sum", group)
+            all_reduce(ones(50), "max", group)
+        with pytest.raises(CollectiveMismatchError, match=f"their call {2 * known + 1} differs"):
+            differ()
     finally:
         check_collectives("off")
-    assert caught == [*range(20), 100, 200, 300]
+    return passed[-1] if passed else -1
+
+
+@ranks(2, 3)
+def test_the_first_20_calls_are_compared_in_every_mode() -> None:
+    assert calls_until_a_mismatch("off", known=3) == -1
 
 
 @ranks(2)
-def test_off_is_how_it_starts() -> None:
-    all_reduce(ones(1), ("sum", "max")[get_rank()])
+def test_a_sample_finds_a_mismatch_of_the_past() -> None:
+    assert 0 <= calls_until_a_mismatch("sample", known=60) < 150
+
+
+@ranks(3, fresh=True)
+def test_a_mismatch_of_later_calls_is_found_by_the_watch() -> None:
+    init_dist("pytorch")
+    assert calls_until_a_mismatch("off", known=60) >= 0
+
+
+@ranks(3, fresh=True)
+def test_a_call_of_a_new_kind_does_not_meet_another_one() -> None:
+    init_dist("pytorch")
+    assert calls_until_a_mismatch("off", known=60, is_new=True) == -1
+
+
+@ranks(2)
+def test_always_compares_every_call() -> None:
+    assert calls_until_a_mismatch("always", known=60) == -1
+
+
+@ranks(2)
+def test_lines_may_differ() -> None:
+    for _ in range(60):
+        if get_rank() == 0:
+            all_reduce(ones(1))
+        else:
+            all_reduce(ones(1))
     assert_group_works()
 
 

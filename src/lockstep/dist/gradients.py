@@ -25,6 +25,7 @@ from torch.autograd import Function
 from lockstep.dist.groups import Comm
 from lockstep.dist.header import (
     TENSOR_HEADER_BYTES,
+    TENSOR_ROOM_BYTES,
     all_gather_header,
     decode_failure,
     report_failure,
@@ -104,12 +105,13 @@ def synced(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tens
         wants = _wish(inputs)
     text = call.encode()
     head = _HEAD.pack(0, wants, hashlib.blake2b(text, digest_size=16).digest())
-    headers = all_gather_header((head + text)[:TENSOR_HEADER_BYTES].ljust(TENSOR_HEADER_BYTES, b"\0"), comm)
+    headers = all_gather_header((head + text)[:TENSOR_ROOM_BYTES].ljust(TENSOR_HEADER_BYTES, b"\0"), comm)
     require_no_failure([decode_failure(header) for header in headers], comm)
     said = [_HEAD.unpack_from(header) for header in headers]
     wishes = [wish for _, wish, _ in said]
     if len({digest for _, _, digest in said}) > 1 or {_GRADIENT, _GRAD_MODE_OFF} <= set(wishes):
-        raise _mismatch([header[_HEAD.size :].rstrip(b"\0").decode(errors="replace") for header in headers], wishes)
+        texts = [header[_HEAD.size : TENSOR_ROOM_BYTES].rstrip(b"\0").decode(errors="replace") for header in headers]
+        raise _mismatch(texts, wishes)
     if _GRADIENT in wishes:
         return _applied(linear, inputs)
     with torch.no_grad():

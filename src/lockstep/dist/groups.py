@@ -19,6 +19,7 @@ from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.device import get_device
+from lockstep.dist.calls import Calls
 from lockstep.errors import DistError, TopologyError
 from lockstep.topology import Topology, infer_launcher, read_topology
 
@@ -58,6 +59,8 @@ class Comm:
         devices: device types whose tensors the group communicates without staging.
         comm_device: the device through which tensors on all other device types are staged.
         missing_ops: reductions that the backend can't run.
+        calls: what this rank has called in the group; None without a process group.
+        ranks: the ranks of the group within the default group.
     """
 
     reference: ReferenceType[ProcessGroup] | None
@@ -67,6 +70,8 @@ class Comm:
     devices: frozenset[str]
     comm_device: torch.device
     missing_ops: frozenset[str] = frozenset()
+    calls: Calls | None = None
+    ranks: tuple[int, ...] = (0,)
 
     @property
     def pg(self) -> ProcessGroup | None:
@@ -82,6 +87,13 @@ class Comm:
     def this_rank(self) -> str:
         """This process in words, for error messages: ``rank 0 of 2``."""
         return f"rank {self.rank} of {self.size}"
+
+    @property
+    def name(self) -> str:
+        """The group in words, for error messages: ``the default group (2)``, ``the group of ranks 1, 3``."""
+        if self.pg is None or self.pg is GroupMember.WORLD:
+            return f"the default group ({self.size})"
+        return f"the group of ranks {', '.join(map(str, self.ranks))}"
 
     def to_wire(self, data: Tensor) -> Tensor:
         """Return `data`, or a contiguous copy on a device that the group supports, detached from the autograd graph."""
@@ -131,6 +143,13 @@ def resolve(group: GroupLike = None) -> Comm:
         pg = _process_group_of(group)
     known = _resolved.get(pg)
     return known if known is not None else _describe(pg)
+
+
+def known_groups() -> list[Comm]:
+    """Return the communicators of all groups that have been used; any thread may ask."""
+    with suppress(RuntimeError):  # one is being added
+        return list(_resolved.values())
+    return []
 
 
 def forget_groups() -> None:
@@ -291,7 +310,11 @@ def _describe(pg: ProcessGroup) -> Comm:
         comm_device = torch.device("cpu")
     missing = frozenset[str]().union(*(_MISSING_OPS.get(name, _MEAN_IN_DOUBT) for _, name in backends))
     backend = torch_dist.get_backend(pg)
-    comm = _resolved[pg] = Comm(ref(pg), pg.rank(), pg.size(), backend, frozenset(devices), comm_device, missing)
+    ranks = tuple(torch_dist.get_process_group_ranks(pg))
+    calls = None if backend == "fake" else Calls()  # its ranks are not there
+    comm = _resolved[pg] = Comm(
+        ref(pg), pg.rank(), pg.size(), backend, frozenset(devices), comm_device, missing, calls, ranks
+    )
     return comm
 
 

@@ -17,20 +17,21 @@ import torch
 from torch import Tensor
 
 from lockstep.dist.groups import Comm
-from lockstep.dist.transport import HeaderMemory, transport_of
+from lockstep.dist.transport import DIGEST_BYTES, HeaderMemory, transport_of
 from lockstep.errors import PeerError
 
-# Sizes of headers: a call's name and arguments; a tensor's shape and dtype, or a dict's digest; an object's sizes.
-CALL_HEADER_BYTES = 256
-TENSOR_HEADER_BYTES = 512
-OBJECT_HEADER_BYTES = 4096
+# What a header holds: a tensor's shape and dtype, or a dict's digest; an object's sizes. A digest of the calls follows.
+TENSOR_ROOM_BYTES = 512
+OBJECT_ROOM_BYTES = 4096
+TENSOR_HEADER_BYTES = TENSOR_ROOM_BYTES + DIGEST_BYTES
+OBJECT_HEADER_BYTES = OBJECT_ROOM_BYTES + DIGEST_BYTES
 
 _CPU = torch.device("cpu")
 
 _OK, _FAILED = 0, 1
 # status, fingerprint of what the rank expects, dtype, number of dims; then the dims, then the tensor
 _HEAD = struct.Struct("<4q")
-_MOST_DIMS = (TENSOR_HEADER_BYTES - _HEAD.size) // 8
+_MOST_DIMS = (TENSOR_ROOM_BYTES - _HEAD.size) // 8
 _FAILURE = struct.Struct("<2q")
 # Sorted, so that the order is the same on every rank.
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
@@ -62,7 +63,7 @@ class Header:
         self.dtype, self.shape, self.expected, self.failure = dtype, shape, expected, failure
         self.nbytes = prod(shape) * dtype.itemsize
         self.encoded = struct.pack(f"<{4 + len(shape)}q", _OK, expected, _CODES[dtype], len(shape), *shape)
-        self.is_inline = len(self.encoded) + self.nbytes <= TENSOR_HEADER_BYTES
+        self.is_inline = len(self.encoded) + self.nbytes <= TENSOR_ROOM_BYTES
 
     def write(self, memory: HeaderMemory, index: int, data: Tensor) -> None:
         """Write this header, and the tensor if it is inline, to position `index`."""
@@ -126,7 +127,7 @@ def read_headers(memory: HeaderMemory, likely: Header | None = None) -> list[Hea
 def encode_failure(error: BaseException, size: int = TENSOR_HEADER_BYTES) -> bytes:
     """Return a header that says why this rank has nothing to send; the text is cut to fit."""
     # A file name in a message may contain what UTF-8 can't encode; that must not leave the other ranks waiting.
-    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[: size - _FAILURE.size]
+    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[: size - _FAILURE.size - DIGEST_BYTES]
     return (_FAILURE.pack(_FAILED, len(text)) + text).ljust(size, b"\0")
 
 

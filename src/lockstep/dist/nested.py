@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import sys
 from collections.abc import Iterable, MutableMapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from math import prod
 from numbers import Integral
@@ -16,11 +17,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.dist.calls import grouped
 from lockstep.dist.consistency import check_call, report_refusals
 from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
 from lockstep.dist.groups import Comm, GroupLike, resolve
 from lockstep.dist.header import (
     TENSOR_HEADER_BYTES,
+    TENSOR_ROOM_BYTES,
     all_gather_header,
     decode_failure,
     report_failure,
@@ -81,7 +84,7 @@ def all_reduce_dict(
     """
     data = either("data", data, "py_dict", py_dict)
     comm = resolve(group)
-    check_call("all_reduce_dict", comm, op)
+    check_call("all_reduce_dict", comm, _named(op))
     with report_failure(comm):
         if not isinstance(data, MutableMapping):
             raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
@@ -115,7 +118,7 @@ def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
         {'hits': [1, 4]}
     """
     comm = resolve(group)
-    check_call("all_reduce_tree", comm, op)
+    check_call("all_reduce_tree", comm, _named(op))
     with report_failure(comm):  # of a tree that can't be walked
         items = list(tree_items(data))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
@@ -251,6 +254,13 @@ def sync_random_seed(
     if isinstance(agreed, bool) or not isinstance(agreed, Integral) or not 0 <= int(agreed) < 2**63:
         raise ValueError(f"`seed` must be an int from 0 to 2**63 - 1, but is {agreed!r} on rank 0 ({comm.this_rank})")
     return int(agreed)
+
+
+def _named(op: object) -> str:
+    """Return the name of an operation; an unknown one is refused later, on all ranks."""
+    with suppress(ValueError):
+        return op_name(op)
+    return str(op)
 
 
 def _listed(params: Any) -> list[Tensor]:
@@ -431,7 +441,7 @@ def _plan_of(structure: _Structure) -> _Plan:
         numel = sum(map(prod, shapes))
         bundles.append(_Bundle(dtype, tuple(by_dtype[dtype]), len(set(shapes)) == 1, numel, offset))
         offset += numel * dtype.itemsize
-    return _Plan(digest.rjust(_HEAD_BYTES, b"\0"), tuple(bundles), offset <= TENSOR_HEADER_BYTES)
+    return _Plan(digest.rjust(_HEAD_BYTES, b"\0"), tuple(bundles), offset <= TENSOR_ROOM_BYTES)
 
 
 def _lines(structure: _Structure) -> list[str]:
@@ -440,15 +450,18 @@ def _lines(structure: _Structure) -> list[str]:
 
 def _mismatch(lines: list[str], comm: Comm) -> CollectiveMismatchError:
     """Return the error that lists, for each rank, what not all ranks have. **Collective**: every rank."""
-    structures = [set(other) for other in all_gather_packed(lines, comm)]
+    assert comm.calls is not None  # one process agrees with itself
+    number = comm.calls.number
+    gathered = all_gather_packed((lines, comm.calls.call(number).site), comm)
+    structures = [set(structure) for structure, _ in gathered]
     shared = set.intersection(*structures)
-    table = "\n".join(
-        f"  rank {rank}: {', '.join(sorted(structure - shared)) or '(nothing else)'}"
-        for rank, structure in enumerate(structures)
-    )
+    table = {
+        rank: f"{', '.join(sorted(structure - shared)) or '(nothing else)'} at {site}"
+        for rank, (structure, (_, site)) in enumerate(zip(structures, gathered, strict=True))
+    }
     return CollectiveMismatchError(
-        f"all ranks must hand in the same keys, shapes and dtypes; beyond the {len(shared)} that they share they have\n"
-        f"{table}"
+        f"ranks of {comm.name} must hand in the same keys, shapes and dtypes in call {number}; beyond the "
+        f"{len(shared)} that they share they have\n{grouped(table)}"
     )
 
 

@@ -21,6 +21,7 @@ from lockstep.dist.consistency import check_call
 from lockstep.dist.groups import Comm, GroupLike, resolve
 from lockstep.dist.header import (
     OBJECT_HEADER_BYTES,
+    OBJECT_ROOM_BYTES,
     all_gather_header,
     broadcast_header,
     decode_failure,
@@ -504,4 +505,4 @@ def scatter_packed(objects: Sequence[object], src: int, comm: Comm, check: Calla
 
 
 def _fits(nbytes: int) -> bool:
-    return _HEAD.size + nbytes <= OBJECT_HEADER_BYTES
+    return _HEAD.size + nbytes <= OBJECT_ROOM_BYTES

@@ -213,8 +213,10 @@ def _reduce_to(
     data: Tensor, dst: int | None, name: OpName, plan: Reduction, comm: Comm, async_op: bool
 ) -> Handle | None:
     """Reduce into rank `dst`'s data, or into every rank's if `dst` is None."""
+    transport = transport_of(comm)
+    is_small = dst is None and transport.reduces_small(data)
     if dst is None:
-        check_call("all_reduce", comm, data, name)
+        check_call("all_reduce", comm, data, name, carries=is_small)
     else:
         check_call("reduce", comm, data, name, dst)
     pg = comm.pg
@@ -222,13 +224,19 @@ def _reduce_to(
         _alone(data, plan)
         return Handle((), comm) if async_op else None
 
-    def start(travelling: Tensor, wire_op: OpName) -> Work:
+    def start(travelling: Tensor, wire_op: OpName) -> Work | Handle:
+        if is_small:
+            return transport.start_small(travelling, wire_op)
         if dst is None:
             return pg.allreduce([travelling], _options(AllreduceOptions, wire_op, "asyncOp", async_op))
         return pg.reduce([travelling], _options(ReduceOptions, wire_op, "rootRank", dst))
 
     if not async_op and _is_plain(data, plan, comm):
-        wait_for(start(data, plan.wire_op), comm)
+        started = start(data, plan.wire_op)
+        if isinstance(started, Handle):
+            started.wait()
+        else:
+            wait_for(started, comm)
         return None
     return wait_unless_async(_reduce(data, plan, comm, start, keeps=dst in (None, comm.rank)), async_op)
 
@@ -348,7 +356,7 @@ def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], name: OpName, 
     wires = list(input_list) if is_plain else [comm.to_wire(entry) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
 
-    def start(received: Tensor, wire_op: OpName) -> Work:
+    def start(received: Tensor, wire_op: OpName) -> Work | Handle:
         return pg.reduce_scatter([received], [travelling], options(ReduceScatterOptions, reduceOp=TORCH_OPS[wire_op]))
 
     if is_plain:
@@ -422,7 +430,7 @@ def _reduce(
     data: Tensor,
     plan: Reduction,
     comm: Comm,
-    start: Callable[[Tensor, OpName], Work],
+    start: Callable[[Tensor, OpName], Work | Handle],
     *,
     keeps: bool,
 ) -> Handle:

@@ -2,34 +2,54 @@
 
 A `Transport` is chosen once for each group. It uses the backend's collectives. On the CPU, messages go directly from
 rank to rank instead (`PairwiseCpu`), which is faster; deleting that class would change no result.
+
+Every header ends with the digest of this rank's calls (`Calls`), so that ranks that have made different calls find out
+wherever a header is sent.
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import cache
 from threading import Thread
+from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, GatherOptions, ProcessGroup, ScatterOptions, Work
+from torch.distributed import (
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ProcessGroup,
+    ReduceOp,
+    ScatterOptions,
+    Work,
+)
 
 from lockstep.device import copy_into
 from lockstep.dist.groups import SOLO, Comm
-from lockstep.errors import CollectiveTimeoutError, DistError, PeerError
+from lockstep.dist.reduce_ops import OpName, combine_in_place
+from lockstep.dist.watch import interrupt, mismatch, timeout_error, translate_error
+from lockstep.errors import CollectiveTimeoutError, PeerError
 
-# gloo matches sends and receives between two ranks by tag, in order; any two different numbers work.
-_HEADER_TAG, _SEGMENT_TAG = 0x10C4, 0x10C5
+# gloo matches sends and receives between two ranks by tag, in order. Messages of different sizes have different tags,
+# because gloo aborts the process where a message is longer than expected.
+_HEADER_TAG, _SEGMENT_TAG, _ROUND_TAG = 0x10C4, 0x10C5, 0x10C6
+_TAG_BITS = 16
 
-# gloo's messages (torch 2.13) for a connection whose peer is gone, and for one that timed out.
-GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_SILENT = ("Timed out", "timed out", "timeout")
+_WORD = struct.Struct("<q")
+DIGEST_BYTES = _WORD.size  # at the end of every header
+_RANGE = struct.Struct("<2q")  # lowest and highest digest of several ranks
+_ROUND_BYTES = 512
+# Elements of a tensor that fits behind them, however it is encoded: in at most 16 bytes for each.
+_MOST_SMALL = (_ROUND_BYTES - _RANGE.size) // 16
 
 # Dtypes that every backend moves by name; all others travel as bytes.
 _NATIVE_DTYPES = frozenset(
@@ -88,12 +108,16 @@ class _PairwiseHandle(Handle):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until all are completed; see `Handle.wait`."""
+        if timeout is not None:
+            self.is_completed()  # a receive that times out itself closes all connections of the group (gloo)
         if self._outcome is None:
-            return super().wait(timeout)
+            return super().wait()
         try:
             return self._outcome.result(None if timeout is None else timeout.total_seconds())
         except TimeoutError as error:
-            raise _too_late(self._comm, f"{timeout} are over") from error
+            if self._outcome.done():
+                raise
+            raise timeout_error(self._comm, f"{timeout} are over") from error
 
     def is_completed(self) -> bool:
         """Return whether `wait` would not block."""
@@ -109,6 +133,43 @@ class _PairwiseHandle(Handle):
             outcome.set_exception(error)
 
 
+class _SmallReduction(Handle):
+    """An all_reduce of a small tensor between two ranks, in one message each way, which also holds the digests."""
+
+    __slots__ = ("_data", "_op", "_rounds", "_transport")
+
+    def __init__(self, transport: Transport, data: Tensor, op: OpName) -> None:
+        self._transport, self._data, self._op = transport, data, op
+        self._rounds: _Rounds | None = transport.take_rounds()
+        self._rounds.payload(data)[0].copy_(data)
+        exchange = _PairwiseHandle(self._rounds.start(transport.pg, transport.comm), transport.comm)
+        super().__init__([exchange], transport.comm)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until `data` is reduced; see `Handle.wait`."""
+        super().wait(timeout)
+        if self._rounds is not None:
+            rounds, self._rounds = self._rounds, None
+            self._complete(rounds)
+        return True
+
+    def _complete(self, rounds: _Rounds) -> None:
+        transport, data = self._transport, self._data
+        if not rounds.merge():
+            raise mismatch(transport.comm, all_know=True)
+        other = rounds.payload(data)[1]
+        with torch.no_grad():
+            # In the order of the ranks, so that both have the same bits.
+            if transport.comm.rank == 0:
+                combine_in_place(data, other, self._op)
+            else:
+                combine_in_place(other, data, self._op)
+                data.copy_(other)
+            if self._op == "mean":
+                data.div_(2)
+        transport.give_back(rounds)
+
+
 class HeaderMemory:
     """Headers of one size, one after the other in one piece of memory.
 
@@ -119,13 +180,24 @@ class HeaderMemory:
         views: one view for each header.
     """
 
-    __slots__ = ("address", "data", "header_bytes", "views")
+    __slots__ = ("_ends", "address", "data", "header_bytes", "views")
 
     def __init__(self, number: int, header_bytes: int) -> None:
         self.data = bytearray(number * header_bytes)
         self.address = ctypes.addressof((ctypes.c_char * len(self.data)).from_buffer(self.data))
         self.header_bytes = header_bytes
         self.views = [memoryview(self.data)[k * header_bytes : (k + 1) * header_bytes] for k in range(number)]
+        self._ends = range(header_bytes, number * header_bytes + 1, header_bytes)
+
+    def stamp(self, digest: int) -> None:
+        """Write the digest of this rank's calls to the end of each header."""
+        for end in self._ends:
+            _WORD.pack_into(self.data, end - DIGEST_BYTES, digest)
+
+    def agrees(self, digest: int) -> bool:
+        """Return whether every header ends with this digest."""
+        word, data = _WORD.pack(digest), self.data
+        return all(data.startswith(word, end - DIGEST_BYTES) for end in self._ends)
 
 
 class HeaderBuffers:
@@ -161,6 +233,63 @@ class HeaderBuffers:
             memory.copy_(staged)
 
 
+class _Rounds:
+    """Memory for a message of one size to one rank, and from one, in as many rounds as it takes to hear of all ranks.
+
+    In round k, rank r sends to rank r + 2**k what it has heard so far, and receives from rank r - 2**k.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._own, self._other = HeaderMemory(1, _ROUND_BYTES), HeaderMemory(1, _ROUND_BYTES)
+        self._sent = [torch.frombuffer(self._own.data, dtype=torch.uint8)]
+        self._received = [torch.frombuffer(self._other.data, dtype=torch.uint8)]
+        self._steps = [1 << k for k in range((comm.size - 1).bit_length())]
+        self._payloads: dict[tuple[torch.dtype, torch.Size], tuple[Tensor, Tensor]] = {}
+
+    def compare(self, pg: ProcessGroup, comm: Comm) -> bool:
+        """Return whether all ranks have made the same calls; all get the same answer. **Collective**."""
+        agrees = True
+        for step in self._steps:
+            first = step == 1
+            for work in self.start(pg, comm, step, with_own=first):
+                wait_for(work, comm)
+            agrees = self.merge()
+        return agrees
+
+    def start(self, pg: ProcessGroup, comm: Comm, step: int = 1, *, with_own: bool = True) -> list[Work]:
+        """Start one round."""
+        if with_own:
+            digest = 0 if comm.calls is None else comm.calls.digest
+            _RANGE.pack_into(self._own.data, 0, digest, digest)
+        try:
+            return [
+                pg.recv(self._received, (comm.rank - step) % comm.size, _ROUND_TAG),
+                pg.send(self._sent, (comm.rank + step) % comm.size, _ROUND_TAG),
+            ]
+        except RuntimeError as error:  # gloo refuses to send to a rank that it knows to be gone
+            raise translate_error(error, comm) from error
+
+    def merge(self) -> bool:
+        """Add what has been received to what is sent next; return whether all agree so far."""
+        low, high = _RANGE.unpack_from(self._own.data)
+        other_low, other_high = _RANGE.unpack_from(self._other.data)
+        low, high = min(low, other_low), max(high, other_high)
+        _RANGE.pack_into(self._own.data, 0, low, high)
+        return bool(low == high)
+
+    def payload(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tensors like `data` in the messages that are sent and received."""
+        key = (data.dtype, data.shape)
+        views = self._payloads.get(key)
+        if views is None:
+            sent, received = (
+                x[_RANGE.size : _RANGE.size + data.nbytes].view(data.dtype).view(data.shape)
+                for x in (*self._sent, *self._received)
+            )
+            views = self._payloads[key] = sent, received
+        return views
+
+
 class Transport:
     """Carries headers and segments within one group, by the collectives of its backend, on any device.
 
@@ -172,6 +301,7 @@ class Transport:
         self.comm = comm
         self._buffers: dict[int, HeaderBuffers] = {}
         self._kept: deque[Tensor] = deque(maxlen=8)
+        self._free_rounds: list[_Rounds] = []
 
     @property
     def pg(self) -> ProcessGroup:
@@ -197,21 +327,89 @@ class Transport:
             self._kept.append(sent)
 
     def all_gather_headers(self, buffers: HeaderBuffers) -> None:
-        """Give every rank every rank's header: from `own` to `every`."""
-        self._move(buffers, getattr(self.pg, _ALL_GATHER_SINGLE), buffers.every_staged, buffers.own_staged)
+        """Give every rank every rank's header: from `own` to `every`.
+
+        This and the other methods for headers raise CollectiveMismatchError where the ranks have made different calls.
+        """
+        digest = self._stamp(buffers.own)
+        self._all_gather_headers(buffers)
+        self._require_same_calls(buffers.every, digest)
 
     def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
         """Give rank `dst` every rank's header: from `own` to its `every`."""
-        outputs = [buffers.parts] if self.comm.rank == dst else []
-        self._move(buffers, self.pg.gather, outputs, [buffers.own_staged], options(GatherOptions, rootRank=dst))
+        digest = self._stamp(buffers.own)
+        self._gather_headers(buffers, dst)
+        if self.comm.rank == dst:
+            self._require_same_calls(buffers.every, digest)
 
     def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
         """Give rank i the i-th header of rank `src`: from its `every` to `own`."""
-        inputs = [buffers.parts] if self.comm.rank == src else []
-        self._move(buffers, self.pg.scatter, [buffers.own_staged], inputs, options(ScatterOptions, rootRank=src))
+        digest = self._stamp(buffers.every if self.comm.rank == src else buffers.own)
+        self._scatter_headers(buffers, src)
+        self._require_same_calls(buffers.own, digest)
 
     def broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
         """Give every rank `src`'s header: from its `own` to every `own`."""
+        digest = self._stamp(buffers.own)
+        self._broadcast_header(buffers, src)
+        self._require_same_calls(buffers.own, digest)
+
+    def have_same_calls(self) -> bool:
+        """Return whether all ranks have made the same calls; all get the same answer. **Collective**: every rank."""
+        if "cpu" in self.comm.devices:
+            rounds = self.take_rounds()
+            try:
+                agrees = rounds.compare(self.pg, self.comm)
+            except (PeerError, CollectiveTimeoutError):
+                interrupt(self.comm)  # others may wait for this rank, in a later round
+                raise
+            self.give_back(rounds)
+            return agrees
+        digest = 0 if self.comm.calls is None else self.comm.calls.digest
+        digests = torch.tensor([digest, ~digest], device=self.comm.comm_device)
+        wait_for(self.pg.allreduce([digests], options(AllreduceOptions, reduceOp=ReduceOp.MAX)), self.comm)
+        highest, lowest = digests.tolist()
+        return bool(highest == ~lowest)
+
+    def reduces_small(self, data: Tensor) -> bool:
+        """Return whether an all_reduce of `data` goes by `start_small`: a matter of its shape alone."""
+        return False
+
+    def start_small(self, data: Tensor, op: OpName) -> Handle:
+        """Reduce a small tensor of the group's device in place; `wait` raises if the calls differ."""
+        return _SmallReduction(self, data, op)
+
+    def take_rounds(self) -> _Rounds:
+        """Return memory that no call in flight uses."""
+        return self._free_rounds.pop() if self._free_rounds else _Rounds(self.comm)
+
+    def give_back(self, rounds: _Rounds) -> None:
+        """Let other calls use this memory."""
+        self._free_rounds.append(rounds)
+
+    def _stamp(self, memory: HeaderMemory) -> int:
+        calls = self.comm.calls
+        if calls is None:
+            return 0
+        memory.stamp(calls.digest)
+        return calls.digest
+
+    def _require_same_calls(self, memory: HeaderMemory, digest: int) -> None:
+        if self.comm.calls is not None and not memory.agrees(digest):
+            raise mismatch(self.comm)
+
+    def _all_gather_headers(self, buffers: HeaderBuffers) -> None:
+        self._move(buffers, getattr(self.pg, _ALL_GATHER_SINGLE), buffers.every_staged, buffers.own_staged)
+
+    def _gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
+        outputs = [buffers.parts] if self.comm.rank == dst else []
+        self._move(buffers, self.pg.gather, outputs, [buffers.own_staged], options(GatherOptions, rootRank=dst))
+
+    def _scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
+        inputs = [buffers.parts] if self.comm.rank == src else []
+        self._move(buffers, self.pg.scatter, [buffers.own_staged], inputs, options(ScatterOptions, rootRank=src))
+
+    def _broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
         chosen = options(BroadcastOptions, rootRank=src, asyncOp=False)
         self._move(buffers, self.pg.broadcast, [buffers.own_staged], chosen)
 
@@ -284,21 +482,22 @@ class PairwiseCpu(Transport):
     accelerators, which run messages in order, pairs of sends and receives could block each other.
     """
 
-    def all_gather_headers(self, buffers: HeaderBuffers) -> None:
-        """See `Transport`."""
+    def reduces_small(self, data: Tensor) -> bool:
+        """See `Transport`. Between two ranks, this is faster than gloo's own all_reduce."""
+        return self.comm.size == 2 and 0 < data.numel() <= _MOST_SMALL
+
+    def _all_gather_headers(self, buffers: HeaderBuffers) -> None:
         buffers.copy_own()
         self._exchange_headers(buffers, buffers.of_others, buffers.own_to_others)
 
-    def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
-        """See `Transport`."""
+    def _gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
         if self.comm.rank == dst:
             buffers.copy_own()
             self._exchange_headers(buffers, buffers.of_others, {})
         else:
             self._exchange_headers(buffers, {}, {dst: buffers.own_staged})
 
-    def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
-        """See `Transport`."""
+    def _scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
         if self.comm.rank == src:
             buffers.own.data[:] = buffers.every.views[src]
             self._exchange_headers(buffers, {}, buffers.of_others)
@@ -346,10 +545,11 @@ class PairwiseCpu(Transport):
         pg = self.pg
         works = buffers.in_flight = []
         refusal = None
+        tag = _HEADER_TAG + (buffers.own.header_bytes << _TAG_BITS)
         for start, parts in ((pg.recv, receiving), (pg.send, sending)):
             for rank, part in parts.items():
                 try:
-                    works.append(start([part], rank, _HEADER_TAG))
+                    works.append(start([part], rank, tag))
                 except RuntimeError as error:
                     refusal = error
         if refusal is not None:
@@ -366,8 +566,8 @@ class _Alone(PairwiseCpu):
         """Return new buffers, because threads may call concurrently: there is no order of messages to keep."""
         return HeaderBuffers(header_bytes, self.comm)
 
-    def broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
-        """See `Transport`."""
+    def _broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
+        pass
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
         """See `Transport`."""
@@ -418,6 +618,9 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
 
 def wait_for(work: Work, comm: Comm, timeout: timedelta | None = None) -> None:
     """Wait for one piece of work; see `Handle.wait` for what it raises."""
+    calls = comm.calls
+    if calls is not None:
+        calls.since, calls.waiting = monotonic(), calls.number
     try:
         if timeout is None:
             work.wait()
@@ -425,21 +628,9 @@ def wait_for(work: Work, comm: Comm, timeout: timedelta | None = None) -> None:
             work.wait(timeout)
     except RuntimeError as error:
         raise translate_error(error, comm) from error
-
-
-def translate_error(error: RuntimeError, comm: Comm) -> Exception:
-    """Return lockstep's error for a backend's error: a PeerError, a CollectiveTimeoutError or another DistError."""
-    text = str(error)
-    if any(words in text for words in GONE):
-        return PeerError(
-            f"a rank of the group ended or lost its connection during a collective ({comm.this_rank}). "
-            f"Look for its own error first. The backend says: {text}",
-            rank=None,
-            cause=text,
-        )
-    if any(words in text for words in _SILENT):
-        return _too_late(comm, f"The backend says: {text}")
-    return error if isinstance(error, DistError) else DistError(f"{text} ({comm.this_rank})")
+    finally:
+        if calls is not None:
+            calls.waiting = 0
 
 
 def is_plain_memory(data: Tensor) -> bool:
@@ -464,13 +655,6 @@ def bytes_of(data: Tensor) -> ctypes.Array[ctypes.c_char]:
     buffer = (ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr())
     buffer._owner = data  # type: ignore[attr-defined]  # the buffer borrows the tensor's memory
     return buffer
-
-
-def _too_late(comm: Comm, detail: str) -> CollectiveTimeoutError:
-    return CollectiveTimeoutError(
-        f"a rank of the group did not take part in a collective in time ({comm.this_rank}). Do all ranks call the same "
-        f"collectives in the same order? {detail}"
-    )
 
 
 @cache

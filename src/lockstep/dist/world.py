@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import socket
 import sys
@@ -28,8 +29,9 @@ from lockstep.device import get_device
 from lockstep.dist import groups
 from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.validate import NOT_GIVEN, either
+from lockstep.dist.watch import end_watch, start_watch
 from lockstep.engines import adopt_group, load_engine
-from lockstep.errors import CollectiveTimeoutError, DistError, TopologyError, counted
+from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError, TopologyError, counted
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 
 _SECONDS_FOR_THREADS = 0.1
@@ -125,7 +127,8 @@ def init_dist(
     groups.topologies[pg] = topology
     if topology.world_size > 1:
         _generation += 1
-    atexit.register(destroy_dist)
+        start_watch()
+    atexit.register(_leave)
     if init_backend != "torch":
         adopt_group(init_backend, backend)
 
@@ -136,13 +139,20 @@ def destroy_dist() -> None:
     It also runs automatically at exit, because a process that ends while a gloo group is alive may abort with exit code
     -6 instead of 0 (torch 2.13).
 
-    **Collective**: every rank, at about the same time; nothing is sent.
+    **Collective**: every rank, at about the same time. It waits for up to two seconds for the others, to compare the
+    calls of all ranks for the last time.
+
+    **Raises**: CollectiveMismatchError if the ranks have made different calls; the group is gone all the same. At exit,
+    the message is printed, and the exit code is 1.
     """
-    atexit.unregister(destroy_dist)
+    atexit.unregister(_leave)
+    difference = end_watch()
     groups.forget_groups()
     with _undo:
         if torch_dist.is_initialized():
             _end_group()
+    if difference is not None:
+        raise CollectiveMismatchError(difference)
 
 
 @overload
@@ -286,19 +296,15 @@ def _not_met(error: Exception, topology: Topology) -> Exception:
     )
 
 
-def side_store() -> Store:
-    """Return a new connection to the store at which the ranks met.
-
-    A thread may wait at it without stopping the others. Keys are those of the default group.
-
-    Raises:
-        DistError: the store can't be shared, or there is none.
-    """
+def _leave() -> None:
+    """End the group at exit; Python ignores what a function raises there."""
     try:
-        met: Any = torch_dist.distributed_c10d._get_default_store()
-        return cast("Store", met.clone())  # torch's stubs lack it
-    except Exception as error:
-        raise DistError(f"the ranks have no store that can be shared: {error}") from error
+        destroy_dist()
+    except CollectiveMismatchError as error:
+        print(f"lockstep.errors.CollectiveMismatchError: {error}", file=sys.stderr, flush=True)
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def _end_group() -> None:

@@ -1,0 +1,248 @@
+"""The record of calls: what this rank has called in each group, in which order, and from which lines.
+
+Each group has one `Calls`. A call costs about a microsecond: nothing is formatted before an error needs the text.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from time import monotonic
+from types import CodeType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+_KEPT = 2**14  # calls; a power of two
+_MARGIN = 256  # calls that this rank may make while its record is being read
+_MOST_FINGERPRINTS = 2**12
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+_Key: TypeAlias = tuple[Any, ...]
+
+
+class Call(NamedTuple):
+    """One call, as all ranks must make it, and the line that makes it, which may differ.
+
+    Attributes:
+        text: name and arguments.
+        site: the file and line outside of lockstep.
+        fingerprint: 64 bits of the name and the arguments.
+    """
+
+    text: str
+    site: str
+    fingerprint: int
+
+    def __str__(self) -> str:
+        return f"{self.text} at {self.site}"
+
+
+class Calls:
+    """The calls of one rank in one group; the last ones, and a digest of all.
+
+    Attributes:
+        number: number of calls so far.
+        digest: 64 bits that depend on all of these calls and their order.
+        waiting: the call that this rank waits for, by number; 0 if it does not wait.
+        since: when it began to wait, by the monotonic clock.
+        began: when the last call began.
+        failure: why this group can't be used further; None if it can.
+        has_failed: whether a call has raised an error of which other ranks may not know.
+    """
+
+    __slots__ = (
+        "_codes", "_digests", "_fingerprints", "_indices", "_recent", "_seen", "_table", "began", "digest", "failure",
+        "has_failed", "number", "resets", "since", "waiting",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.resets = -1
+        self.failure: str | None = None
+        self.has_failed = False
+        self.waiting, self.since, self.began = 0, 0.0, 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, after a mismatch that all ranks know of."""
+        self.resets += 1
+        self.number = self.digest = 0
+        self._table: list[tuple[CodeType, int, _Key, str]] = []
+        self._fingerprints: list[int] = []
+        self._indices: dict[_Key, int] = {}
+        self._seen: set[int] = set()
+        self._recent = array("I", bytes(4 * _KEPT))
+        self._digests = array("q", bytes(8 * _KEPT))
+
+    def add(self, name: str, arguments: tuple[object, ...], detail: str = "") -> bool:
+        """Record a call, and return whether it is the first of its kind in this group, as it is then on every rank.
+
+        Args:
+            name: name of the function.
+            arguments: what must be the same on all ranks; of tensors, this is dtype and shape.
+            detail: what may differ between ranks.
+        """
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+            frame = frame.f_back
+        what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
+        # The hash of a code object takes long; `_table` keeps the object, so that no other gets its id.
+        key = (id(frame.f_code), frame.f_lasti, what, detail)
+        index = self._indices.get(key)
+        is_new = False
+        if index is None:
+            index, is_new = self._enter(key, frame.f_code)
+        number = self.number
+        place = number & (_KEPT - 1)
+        # Python's hash of integers is the same in every process.
+        self.digest = self._digests[place] = hash((self.digest, self._fingerprints[index]))
+        self._recent[place] = index
+        self.number = number + 1
+        self.began = monotonic()
+        return is_new
+
+    def digest_after(self, number: int) -> int | None:
+        """Return the digest after the first `number` calls; None if it is not kept."""
+        if not max(0, self.number - _KEPT + _MARGIN) < number <= self.number:
+            return None
+        return self._digests[(number - 1) & (_KEPT - 1)]
+
+    def call(self, number: int) -> Call:
+        """Return a call that is kept, by its number, from 1."""
+        return self._described(self._recent[(number - 1) & (_KEPT - 1)])
+
+    def export(self) -> dict[str, Any]:
+        """Return the record as JSON's types."""
+        number = self.number
+        first = max(1, number - _KEPT + _MARGIN + 1)
+        indices = [self._recent[(one - 1) & (_KEPT - 1)] for one in range(first, number + 1)]
+        used = {index: place for place, index in enumerate(dict.fromkeys(indices))}
+        packed = array("I", [used[index] for index in indices]).tobytes()
+        waiting = self.waiting
+        return {
+            "number": number,
+            "digest": self.digest_after(number),
+            "resets": self.resets,
+            "calls": [list(self._described(index)) for index in used],
+            "order": base64.b64encode(zlib.compress(packed, 1)).decode(),
+            "waiting": waiting,
+            "seconds": monotonic() - (self.since if waiting else self.began),
+            "failure": self.failure,
+        }
+
+    def _enter(self, key: _Key, code: CodeType) -> tuple[int, bool]:
+        if len(self._table) >= 4 * _KEPT:
+            self._compact()
+        _, instruction, what, detail = key
+        fingerprint = _fingerprint(what)
+        is_new = fingerprint not in self._seen and len(self._seen) < _MOST_FINGERPRINTS
+        if is_new:
+            self._seen.add(fingerprint)
+        self._table.append((code, instruction, what, detail))
+        self._fingerprints.append(fingerprint)
+        index = self._indices[key] = len(self._table) - 1
+        return index, is_new
+
+    def _compact(self) -> None:
+        """Drop what is not among the calls that are kept."""
+        used = sorted(set(self._recent))
+        places = {index: place for place, index in enumerate(used)}
+        self._table = [self._table[index] for index in used]
+        self._fingerprints = [self._fingerprints[index] for index in used]
+        self._recent = array("I", [places[index] for index in self._recent])
+        self._indices.clear()
+
+    def _described(self, index: int) -> Call:
+        code, instruction, (name, *arguments), detail = self._table[index]
+        text = f"{name}{detail}" if detail else f"{name}({', '.join(map(_described, arguments))})"
+        return Call(text, _site(code, instruction), self._fingerprints[index])
+
+
+class Record:
+    """The calls of a rank, as it has exported them.
+
+    Attributes:
+        number: number of calls that it has made.
+        digest: digest of these calls.
+        resets: how often its record has begun anew.
+        waiting: the call that it waits for, by number, or 0.
+        seconds: how long ago it began to wait, or its last call began.
+        failure: why it can't use the group further.
+    """
+
+    def __init__(self, exported: Mapping[str, Any]) -> None:
+        self.number: int = exported["number"]
+        self.digest: int | None = exported["digest"]
+        self.resets: int = exported["resets"]
+        self.waiting: int = exported["waiting"]
+        self.seconds: float = exported["seconds"]
+        self.failure: str | None = exported["failure"]
+        self._calls = [Call(*one) for one in exported["calls"]]
+        self._order = array("I", zlib.decompress(base64.b64decode(exported["order"])))
+        self.first = self.number - len(self._order) + 1
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def call(self, number: int) -> Call | None:
+        """Return a call by its number, from 1; None if it was not made, or is not kept."""
+        place = number - self.first
+        return self._calls[self._order[place]] if 0 <= place < len(self._order) else None
+
+
+def first_difference(records: Sequence[Record]) -> int | None:
+    """Return the number of the first call that is not the same in all records; None if those that are kept are."""
+    first = max(record.first for record in records)
+    for number in range(first, max(record.number for record in records) + 1):
+        calls = [record.call(number) for record in records]
+        if len({None if call is None else call.fingerprint for call in calls}) > 1:
+            return number
+    return None
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ``rank 1``, or ``ranks 0, 2``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def grouped(lines: Mapping[int, str]) -> str:
+    """Return one line for each set of ranks with the same text."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in lines.items():
+        ranks_of.setdefault(text, []).append(rank)
+    return "\n".join(f"  {ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
+
+
+def _fingerprint(what: _Key) -> int:
+    text = repr([(str(x[0]), tuple(x[1])) if isinstance(x, tuple) else x for x in what])
+    return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little", signed=True)
+
+
+def _site(code: CodeType, instruction: int) -> str:
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return f"{short_path(code.co_filename)}:{line}"
+
+
+def short_path(file: str) -> str:
+    """Return a file's path from the working directory if it lies there, else the whole path."""
+    try:
+        folder = os.getcwd() + os.sep
+    except OSError:
+        return file
+    return file.removeprefix(folder)
+
+
+def _described(argument: object) -> str:
+    if isinstance(argument, tuple):
+        dtype, shape = argument
+        return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+    return str(argument).removeprefix("torch.") if isinstance(argument, torch.dtype) else str(argument)
