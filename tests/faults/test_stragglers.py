@@ -119,7 +119,7 @@ def test_the_slow_rank_and_what_is_slow_are_named_within_20_iterations(tmp_path:
             (row,) = found
             assert (row["rank"], row["part"]) == (get_world_size() - 1, PARTS[what]), found
             assert row["iter"] <= begin + 20
-            assert row["begin"] >= begin - 4  # the sample that it begins in
+            assert row["begin"] >= begin - 9  # the samples before are other ones
             # Sleeping takes at least so long; a loaded machine makes it longer.
             assert row["seconds"] - row["others"] > 0.5 * SECONDS
 

@@ -156,26 +156,30 @@ class Slow(NamedTuple):
 class _Row:
     """Samples in a row in which one rank was slow at one thing."""
 
-    def __init__(self, part: Part, begin: int) -> None:
-        self.part, self.begin = part, begin
-        self.samples = self.iterations = 0
-        self._seconds = self._others = self.lost = self._whole = 0.0
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.samples = 0
+        self.lost = 0.0
+        # The last ones: the sample, the others' time, what was lost, and the work without that.
+        self._last: deque[tuple[Sample, float, float, float]] = deque(maxlen=_IN_A_ROW * _PATIENCE)
 
     @property
     def is_clear(self) -> bool:
-        return self.lost >= _CLEAR * self._whole
+        latest = list(self._last)[-_IN_A_ROW:]
+        return sum(lost for _, _, lost, _ in latest) >= _CLEAR * sum(whole for *_, whole in latest)
 
     def add(self, sample: Sample, others: float, lost: float, whole: float) -> None:
         self.samples += 1
-        self.iterations += sample.iterations
-        self._seconds += sample.iterations * getattr(sample, self.part)
-        self._others += sample.iterations * others
         self.lost += sample.iterations * lost
-        self._whole += sample.iterations * whole
+        self._last.append((sample, others, lost, whole))
 
-    def described(self, rank: int, end: int) -> Slow:
-        each = self.iterations
-        return Slow(rank, self.part, self.begin, end, self._seconds / each, self._others / each, self.lost / each)
+    def described(self, rank: int, samples: int) -> Slow:
+        """Return the means of the last samples."""
+        latest = list(self._last)[-samples:]
+        first, last = latest[0][0], latest[-1][0]
+        seconds = fmean(getattr(sample, self.part) for sample, *_ in latest)
+        others, lost = fmean(row[1] for row in latest), fmean(row[2] for row in latest)
+        return Slow(rank, self.part, first.end - first.iterations + 1, last.end, seconds, others, lost)
 
 
 class StragglerWatch:
@@ -217,7 +221,7 @@ class StragglerWatch:
                 row = None
             if this is not None:
                 part, *times = this
-                row = row or _Row(part, sample.end - sample.iterations + 1)
+                row = row or _Row(part)
                 row.add(sample, *times)
                 self._rows[rank] = row
             changes += self._changes(rank, row, sample.end)
@@ -239,7 +243,7 @@ class StragglerWatch:
         if not is_long or self._told.get(rank) == row.part:
             return []
         self._told[rank] = row.part
-        return [row.described(rank, end)]
+        return [row.described(rank, _IN_A_ROW * patience)]
 
     def _found(self, samples: Sequence[Sample]) -> dict[int, tuple[Part, float, float, float]]:
         """Return the ranks that were slow: at what, and seconds.
