@@ -6,6 +6,7 @@ Each group has one `Calls`. A call costs about a microsecond: nothing is formatt
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import sys
 import zlib
@@ -22,7 +23,12 @@ from torch import Tensor
 _KEPT = 2**14  # calls; a power of two
 _MARGIN = 256  # calls that this rank may make while its record is being read
 _MOST_FINGERPRINTS = 2**12
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# Frames that are not the caller's: lockstep's own, torch's, and those of `with`.
+_NOT_OF_CALLERS = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(torch.__file__) + os.sep,
+    contextlib.__file__,
+)
 
 _Key: TypeAlias = tuple[Any, ...]
 
@@ -89,7 +95,7 @@ class Calls:
             detail: what may differ between ranks.
         """
         frame = sys._getframe(2)
-        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        while frame.f_code.co_filename.startswith(_NOT_OF_CALLERS) and frame.f_back is not None:
             frame = frame.f_back
         what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
         # The hash of a code object takes long; `_table` keeps the object, so that no other gets its id.

@@ -37,6 +37,7 @@ from lockstep.topology import LauncherName, Topology, environ, read_topology
 _SECONDS_FOR_THREADS = 0.1
 LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(minutes=5)
+_TIMEOUT = timedelta(minutes=10)  # torch's own is 10 minutes with NCCL, and 30 with gloo
 _OPEN_KEY = "open"  # rank 0 sets this key in the store that it serves for a group
 _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
 # Each backend's variable for the network interface of its own connections.
@@ -69,8 +70,9 @@ def init_dist(
         backend: any backend of torch.distributed, or a map such as ``"cpu:gloo,cuda:nccl"``. None takes that map if
             CUDA and NCCL are available, else gloo.
         init_backend: ``"torch"``, or the engine that adopts the group: ``"deepspeed"``, ``"colossalai"``.
-        timeout: how long a collective waits for a missing rank, in seconds or as a timedelta. None takes torch's
-            default.
+        timeout: how long a collective waits for a missing rank, in seconds or as a timedelta; None is 10 minutes, with
+            every backend. A warning says after 30 seconds for whom a rank waits, and what that one does, then at
+            doubling intervals; the environment variable ``LOCKSTEP_HEARTBEAT`` sets the first.
         port: port of the store on rank 0. None takes ``MASTER_PORT``, else a free one (single node) or one derived
             from the job's identity (several nodes).
         store: a store at which the ranks meet, in place of an address and port.
@@ -117,7 +119,12 @@ def init_dist(
         try:
             met = _meet(topology, store, port, duration or _STORE_TIMEOUT, undo)
             torch_dist.init_process_group(
-                backend, timeout=duration, store=met, rank=topology.rank, world_size=topology.world_size, **kwargs
+                backend,
+                timeout=duration or _TIMEOUT,
+                store=met,
+                rank=topology.rank,
+                world_size=topology.world_size,
+                **kwargs,
             )
         except (torch_dist.DistStoreError, torch_dist.DistNetworkError) as error:
             raise _not_met(error, topology) from error

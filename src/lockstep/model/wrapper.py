@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.dist.watch import backend_errors_translated
 from lockstep.model import steps
 from lockstep.model.outside_loss import losses_of, predictions_of
 from lockstep.model.steps import ParseLosses, UpdatesParams
@@ -102,11 +103,15 @@ def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dic
 
     Returns:
         The values to log, detached and on their device; `"loss"` is what was minimised.
+
+    Raises:
+        PeerError: a rank has ended during a forward or backward pass that communicates.
+        CollectiveTimeoutError: a rank did not arrive in time.
     """
     core = unwrap_model(model)
     if model is core:
         return _DefaultStep(model, core)(data, optim_wrapper)
-    with driving(model, optim_wrapper):
+    with backend_errors_translated(), driving(model, optim_wrapper):
         if not steps.defines_step(core, "train_step"):
             return _DefaultStep(model, core)(data, optim_wrapper)
         own: Callable[..., dict[str, Tensor]] = core.train_step  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
+from lockstep.dist.watch import backend_errors_translated
 from lockstep.model import ModelWrapper
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
 from lockstep.registry import OPTIM_WRAPPERS
@@ -208,11 +209,12 @@ class OptimWrapper:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch."""
-        if self._driver is None:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-        else:
-            with self._driver.backward_context(loss, syncs=self.should_sync()):
+        with backend_errors_translated():
+            if self._driver is None:
                 loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            else:
+                with self._driver.backward_context(loss, syncs=self.should_sync()):
+                    loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:
