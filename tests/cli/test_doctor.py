@@ -70,6 +70,15 @@ def test_few_open_files(files, status):
     assert "ulimit -n" in found["limits"]["remedy"]
 
 
+@pytest.mark.parametrize(("processes", "status"), [(60, "fault"), (500, "warning")])
+def test_few_processes(processes, status):
+    needs_root("unshare", "--user", "--map-user=1000", "prlimit", "--nproc=60", "true")  # root has no such limit
+    _, found = look(before=("unshare", "--user", "--map-user=1000", "prlimit", f"--nproc={processes}"))
+    assert found["limits"]["status"] == status
+    assert f"only {processes} processes and threads" in found["limits"]["text"]
+    assert "ulimit -u" in found["limits"]["remedy"]
+
+
 def test_more_threads_than_cores():
     one = min(os.sched_getaffinity(0))
     _, found = look(env={"OMP_NUM_THREADS": "2"}, preexec_fn=lambda: os.sched_setaffinity(0, [one]))
