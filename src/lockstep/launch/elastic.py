@@ -136,7 +136,7 @@ class _Agent(LocalElasticAgent):
         self._log_dir = log_dir
         self._stopped = stopped
         self._processes: RankProcesses | None = None
-        self._failed_since: float | None = None
+        self._since: dict[str, float] = {}  # when a rank was first seen to have failed, or to have been preempted
         self._memory_kills = MemoryKills()
         self._failed_iteration: int | None = None
         self._failed_alike = ""
@@ -159,7 +159,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stopped.unlink(missing_ok=True)
-        self._failed_since = None
+        self._since.clear()
         self._memory_kills = MemoryKills()
         pids: dict[int, int] = super()._start_workers(worker_group)
         self._guard.watch(pids.values())
@@ -186,9 +186,9 @@ class _Agent(LocalElasticAgent):
         failed = any(record.has_failed for record in records)
         if not failed and not any(record.is_preempted for record in records):
             return RunResult(state=WorkerState.HEALTHY)
-        self._failed_since = self._failed_since or time.monotonic()
+        since = self._since.setdefault("failed" if failed else "preempted", time.monotonic())
         patience = awaits_cause(records) if failed else self._awaits_preempted(records)
-        if time.monotonic() - self._failed_since < patience:
+        if time.monotonic() - since < patience:
             return RunResult(state=WorkerState.HEALTHY)
         if not failed and all(record.is_preempted or record.has_left for record in records):
             raise _PreemptedError
@@ -203,11 +203,13 @@ class _Agent(LocalElasticAgent):
         """End the ranks that run after others have failed, and note the failures."""
         assert self._processes is not None
         self._stopped.touch()
-        self._processes.note_stacks()
+        began = time.monotonic()
+        if not any(record.failed_itself for record in self._processes.records):
+            self._processes.note_stacks()
         self._processes.send(signal.SIGTERM, to_reported=False)
         if not self._processes.wait(_SECONDS_TO_END, for_reported=False):
             self._processes.send(signal.SIGKILL, to_reported=False)
-            self._processes.wait(_SECONDS_TO_CLEAN_UP - _SECONDS_TO_END)
+            self._processes.wait(began + _SECONDS_TO_CLEAN_UP - time.monotonic())
         self._kill()
         whole_job = worker_group.group_world_size == 1
         self.ledger = Ledger(self._processes.records, whole_job=whole_job, memory=self._memory_kills.describe())
