@@ -68,4 +68,4 @@ try:
     call() if PLACE == "call" else train()
 except Exception as error:
     print(f"\nraised at {time.time()} {type(error).__name__}: {error}", flush=True)
-    os._exit(3)
+    sys.exit(3)

@@ -47,12 +47,12 @@ def check_collectives(mode: CheckMode = "always") -> None:
             `init_dist` is called.
 
     In every mode, digests are also compared wherever a header is sent (`all_gather`, `gather`, `scatter`, objects,
-    dicts), in each `all_reduce` of up to 31 elements between two ranks on the CPU, by a thread every second, and at the
-    end by `destroy_dist`. Not compared: calls of `torch.distributed`'s own functions, and what DDP and FSDP call;
+    dicts), by a thread every second, and at the end by `destroy_dist`. Not compared: calls of `torch.distributed`'s own functions, and what DDP and FSDP call;
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares those.
 
     **Collective**: every rank, at the same point of the program; nothing is sent. **Cost**: for each compared call
-    log2(ranks) messages from each rank, of 512 bytes; for others one or two microseconds.
+    log2(ranks) messages from each rank, of 512 bytes; in an `all_reduce` of up to 31 elements between two ranks on the
+    CPU, this message also holds the data. For others, one or two microseconds.
 
     **Example (2 ranks)**::
 
@@ -76,7 +76,7 @@ def check_mode() -> CheckMode:
     return _mode
 
 
-def check_call(name: str, comm: Comm, *arguments: object, carries: bool = False) -> None:
+def check_call(name: str, comm: Comm, *arguments: object, carries: bool = False) -> bool:
     """Record this call, and compare it with those of all ranks, if it is due.
 
     Whether it is due depends on what is the same on all ranks of a correct program alone: the number of the call, and
@@ -86,20 +86,26 @@ def check_call(name: str, comm: Comm, *arguments: object, carries: bool = False)
         name: name of the function.
         comm: the group.
         *arguments: those that must be the same on all ranks; of tensors, this is dtype and shape.
-        carries: the call itself compares the digests of all ranks, in one message.
+        carries: if a comparison is due, the call itself makes it, with its own message.
+
+    **Returns**: whether the call must make it.
 
     **Raises**: CollectiveMismatchError, on every rank.
     """
     calls = comm.calls
     if calls is None:
-        return
+        return False
     if calls.failure is not None:
         raise mismatch(comm)
     if not calls.number:
         start_watch()
     is_new = calls.add(name, arguments)
-    if not carries and (is_new or _mode == "always" or _is_due(calls.number)):
-        _compare(comm)
+    if not is_new and _mode != "always" and not _is_due(calls.number):
+        return False
+    if carries:
+        return True
+    _compare(comm)
+    return False
 
 
 def report_refusals(name: str, comm: Comm) -> AbstractContextManager[None]:

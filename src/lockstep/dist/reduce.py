@@ -214,9 +214,9 @@ def _reduce_to(
 ) -> Handle | None:
     """Reduce into rank `dst`'s data, or into every rank's if `dst` is None."""
     transport = transport_of(comm)
-    is_small = dst is None and transport.reduces_small(data)
+    compares = False
     if dst is None:
-        check_call("all_reduce", comm, data, name, carries=is_small)
+        compares = check_call("all_reduce", comm, data, name, carries=transport.reduces_small(data))
     else:
         check_call("reduce", comm, data, name, dst)
     pg = comm.pg
@@ -225,7 +225,7 @@ def _reduce_to(
         return Handle((), comm) if async_op else None
 
     def start(travelling: Tensor, wire_op: OpName) -> Work | Handle:
-        if is_small:
+        if compares:
             return transport.start_small(travelling, wire_op)
         if dst is None:
             return pg.allreduce([travelling], _options(AllreduceOptions, wire_op, "asyncOp", async_op))

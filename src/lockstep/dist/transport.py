@@ -372,7 +372,7 @@ class Transport:
         return bool(highest == ~lowest)
 
     def reduces_small(self, data: Tensor) -> bool:
-        """Return whether an all_reduce of `data` goes by `start_small`: a matter of its shape alone."""
+        """Return whether `start_small` takes `data`: a matter of its shape alone."""
         return False
 
     def start_small(self, data: Tensor, op: OpName) -> Handle:
@@ -483,7 +483,7 @@ class PairwiseCpu(Transport):
     """
 
     def reduces_small(self, data: Tensor) -> bool:
-        """See `Transport`. Between two ranks, this is faster than gloo's own all_reduce."""
+        """See `Transport`. Between two ranks, one exchange replaces the comparison and gloo's all_reduce."""
         return self.comm.size == 2 and 0 < data.numel() <= _MOST_SMALL
 
     def _all_gather_headers(self, buffers: HeaderBuffers) -> None:

@@ -45,7 +45,7 @@ _SECONDS_TO_ANSWER = 1.5
 _SECONDS_TO_LOOK = 1.0  # after which a wait is looked at for the first time, then at doubling intervals
 _SECONDS_TO_COMPARE = 1.0
 _SECONDS_TO_END = 2.0
-_SECONDS_TO_LINGER = 1.0
+_SECONDS_TO_LINGER = 2.0
 _JUDGE = 0  # the rank that compares the calls of all at the end
 _POLL_SECONDS = 0.005
 _FRAMES = 6
@@ -544,6 +544,10 @@ class Watch:
         try:
             if has_failed or failure is not None:
                 return None if has_failed else failure
+            if not comms:
+                if self.rank == _JUDGE:
+                    self._store.set("verdict", "")
+                return None
             return self._judge(comms) if self.rank == _JUDGE else self._verdict(comms)
         finally:
             self._store.add("left", 1)
