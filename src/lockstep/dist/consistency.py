@@ -47,8 +47,8 @@ def check_collectives(mode: CheckMode = "always") -> None:
             `init_dist` is called.
 
     In every mode, digests are also compared wherever a header is sent (`all_gather`, `gather`, `scatter`, objects,
-    dicts), by a thread every second, and at the end by `destroy_dist`. Not compared: calls of `torch.distributed`'s own functions, and what DDP and FSDP call;
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares those.
+    dicts), by a thread every second, and at the end by `destroy_dist`. Not compared: calls of `torch.distributed`'s own
+    functions, and what DDP and FSDP call; ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares those.
 
     **Collective**: every rank, at the same point of the program; nothing is sent. **Cost**: for each compared call
     log2(ranks) messages from each rank, of 512 bytes; in an `all_reduce` of up to 31 elements between two ranks on the

@@ -454,16 +454,13 @@ class Watch:
         records = _records(comm, states)
         if has_failed and number:
             self._find_cause(comm, calls, records)
-        absent: list[int] = []
-        for rank in range(comm.size):
-            state = states[comm.ranks[rank]]
-            if rank == comm.rank:
-                continue
-            record = records.get(rank)
-            if state is None or state["ended"] or (record.number if record is not None else 0) < number:
-                absent.append(rank)
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        made = {rank: records[rank].number if rank in records else 0 for rank in others}
+        absent = [rank for rank in others if states[comm.ranks[rank]] is None or made[rank] < number]
+        if not absent:  # those that have made the call, and then ended, may have done so because of others
+            absent = [rank for rank in others if (states[comm.ranks[rank]] or {}).get("ended")]
         if not absent:  # torch's own collectives are not recorded: whoever is not in one of them is late
-            absent = [r for r in range(comm.size) if r != comm.rank and not _is_waiting(states[comm.ranks[r]])]
+            absent = [rank for rank in others if not _is_waiting(states[comm.ranks[rank]])]
         found = []
         for rank in absent:
             world_rank = comm.ranks[rank]
