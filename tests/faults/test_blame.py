@@ -20,7 +20,7 @@ barrier()
 subprocess.Popen(["sleep", "1000"])  # in each rank, as a data loader's worker
 if get_rank() == 1:
     {fault}
-barrier() if get_rank() == 0 else all_reduce(torch.ones(100_000))
+all_reduce(torch.ones(100_000))
 """
 PLAIN_SCRIPT = """
 import atexit, os, signal, subprocess, sys, time
@@ -56,13 +56,13 @@ class Case:
 CASES = {
     "raises": Case("raise ValueError('boom')", "raised ValueError (pid {pid})", then="ValueError: boom"),
     "raises and ends slowly": Case(SLOWLY, "raised ValueError (pid {pid})", then="ValueError: boom"),
-    "leaves its group before it raises": Case(
-        "from lockstep.dist import destroy_dist; destroy_dist(); time.sleep(1); raise ValueError('boom')",
-        "raised ValueError (pid {pid})",
-        then="ValueError: boom",
+    "leaves its group while others call": Case(
+        "from lockstep.dist import destroy_dist; destroy_dist()",
+        "raised CollectiveMismatchError (pid {pid})",
+        then="rank 1: has ended, after barrier() at script.py:6",
     ),
     "exits with 3": Case("sys.exit(3)", "exited with code 3 (pid {pid})", code=3),
-    "exits with 0": Case("sys.exit(0)", "exited with code 0 (pid {pid}) while other ranks went on"),
+    "exits with 0": Case("sys.exit(0)", "exited with code 1 (pid {pid})"),  # lockstep tells at the end of the process
     "os._exit(0)": Case("os._exit(0)", "exited with code 0 (pid {pid}) while other ranks went on"),
     "aborts": Case("os.abort()", "was ended by SIGABRT (pid {pid})", code=134),
     "SIGKILL": Case(

@@ -62,6 +62,7 @@ class Job:
             word, pid = self.process.stdout.readline().split()
             assert word == "ready"
             self.ranks.append(psutil.Process(int(pid)))
+        self.ranks.sort(key=lambda rank: rank.environ()["RANK"])  # they may be ready in any order
         self.others = [child for rank in self.ranks for child in rank.children(recursive=True)]
         return self
 
