@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.checkpoint.saving import Save, Share, data_of, size_of
 from lockstep.checkpoint.together import Failure, on_all_then_main
 from lockstep.dist import get_dist_info
-from lockstep.dist.watch import side_store
+from lockstep.dist.watch.watch import side_store
 from lockstep.errors import CollectiveTimeoutError
 from lockstep.location import Location
 

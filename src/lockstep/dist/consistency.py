@@ -17,7 +17,8 @@ from lockstep.dist.header import (
     require_no_failure,
 )
 from lockstep.dist.transport import transport_of
-from lockstep.dist.watch import mismatch, start_watch
+from lockstep.dist.watch.failures import mismatch
+from lockstep.dist.watch.watch import start_watch
 from lockstep.errors import CollectiveMismatchError
 
 CheckMode: TypeAlias = Literal["off", "sample", "always"]

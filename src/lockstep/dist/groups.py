@@ -19,7 +19,7 @@ from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.device import get_device
-from lockstep.dist.calls import Calls
+from lockstep.dist.watch.calls import Calls
 from lockstep.errors import DistError, TopologyError
 from lockstep.topology import Topology, infer_launcher, read_topology
 

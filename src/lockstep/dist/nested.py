@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.dist.calls import grouped
 from lockstep.dist.consistency import check_call, report_refusals
 from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
 from lockstep.dist.groups import Comm, GroupLike, resolve
@@ -34,6 +33,7 @@ from lockstep.dist.reduce import all_reduce
 from lockstep.dist.reduce_ops import OpLike, OpName, combine_in_place, op_name, reduction
 from lockstep.dist.transport import bytes_of, transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
+from lockstep.dist.watch.calls import grouped
 from lockstep.errors import CollectiveMismatchError
 from lockstep.tree import tree_items, tree_unflatten
 

@@ -36,20 +36,18 @@ from torch.distributed import (
 from lockstep.device import copy_into
 from lockstep.dist.groups import SOLO, Comm
 from lockstep.dist.reduce_ops import OpName, combine_in_place
-from lockstep.dist.watch import interrupt, mismatch, timeout_error, translate_error
+from lockstep.dist.watch.failures import mismatch, timeout_error, translate_error
+from lockstep.dist.watch.rounds import MOST_SMALL, Rounds
+from lockstep.dist.watch.watch import interrupt
 from lockstep.errors import CollectiveTimeoutError, PeerError
 
 # gloo matches sends and receives between two ranks by tag, in order. Messages of different sizes have different tags,
-# because gloo aborts the process where a message is longer than expected.
-_HEADER_TAG, _SEGMENT_TAG, _ROUND_TAG = 0x10C4, 0x10C5, 0x10C6
+# because gloo aborts the process where a message is longer than expected; `watch.rounds` has the next one.
+_HEADER_TAG, _SEGMENT_TAG = 0x10C4, 0x10C5
 _TAG_BITS = 16
 
 _WORD = struct.Struct("<q")
 DIGEST_BYTES = _WORD.size  # at the end of every header
-_RANGE = struct.Struct("<2q")  # lowest and highest digest of several ranks
-_ROUND_BYTES = 512
-# Elements of a tensor that fits behind them, however it is encoded: in at most 16 bytes for each.
-_MOST_SMALL = (_ROUND_BYTES - _RANGE.size) // 16
 
 # Dtypes that every backend moves by name; all others travel as bytes.
 _NATIVE_DTYPES = frozenset(
@@ -140,7 +138,7 @@ class _SmallReduction(Handle):
 
     def __init__(self, transport: Transport, data: Tensor, op: OpName) -> None:
         self._transport, self._data, self._op = transport, data, op
-        self._rounds: _Rounds | None = transport.take_rounds()
+        self._rounds: Rounds | None = transport.take_rounds()
         self._rounds.payload(data)[0].copy_(data)
         exchange = _PairwiseHandle(self._rounds.start(transport.pg, transport.comm), transport.comm)
         super().__init__([exchange], transport.comm)
@@ -153,7 +151,7 @@ class _SmallReduction(Handle):
             self._complete(rounds)
         return True
 
-    def _complete(self, rounds: _Rounds) -> None:
+    def _complete(self, rounds: Rounds) -> None:
         transport, data = self._transport, self._data
         if not rounds.merge():
             raise mismatch(transport.comm, all_know=True)
@@ -233,63 +231,6 @@ class HeaderBuffers:
             memory.copy_(staged)
 
 
-class _Rounds:
-    """Memory for a message of one size to one rank, and from one, in as many rounds as it takes to hear of all ranks.
-
-    In round k, rank r sends to rank r + 2**k what it has heard so far, and receives from rank r - 2**k.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self._own, self._other = HeaderMemory(1, _ROUND_BYTES), HeaderMemory(1, _ROUND_BYTES)
-        self._sent = [torch.frombuffer(self._own.data, dtype=torch.uint8)]
-        self._received = [torch.frombuffer(self._other.data, dtype=torch.uint8)]
-        self._steps = [1 << k for k in range((comm.size - 1).bit_length())]
-        self._payloads: dict[tuple[torch.dtype, torch.Size], tuple[Tensor, Tensor]] = {}
-
-    def compare(self, pg: ProcessGroup, comm: Comm) -> bool:
-        """Return whether all ranks have made the same calls; all get the same answer. **Collective**."""
-        agrees = True
-        for step in self._steps:
-            first = step == 1
-            for work in self.start(pg, comm, step, with_own=first):
-                wait_for(work, comm)
-            agrees = self.merge()
-        return agrees
-
-    def start(self, pg: ProcessGroup, comm: Comm, step: int = 1, *, with_own: bool = True) -> list[Work]:
-        """Start one round."""
-        if with_own:
-            digest = 0 if comm.calls is None else comm.calls.digest
-            _RANGE.pack_into(self._own.data, 0, digest, digest)
-        try:
-            return [
-                pg.recv(self._received, (comm.rank - step) % comm.size, _ROUND_TAG),
-                pg.send(self._sent, (comm.rank + step) % comm.size, _ROUND_TAG),
-            ]
-        except RuntimeError as error:  # gloo refuses to send to a rank that it knows to be gone
-            raise translate_error(error, comm) from error
-
-    def merge(self) -> bool:
-        """Add what has been received to what is sent next; return whether all agree so far."""
-        low, high = _RANGE.unpack_from(self._own.data)
-        other_low, other_high = _RANGE.unpack_from(self._other.data)
-        low, high = min(low, other_low), max(high, other_high)
-        _RANGE.pack_into(self._own.data, 0, low, high)
-        return bool(low == high)
-
-    def payload(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tensors like `data` in the messages that are sent and received."""
-        key = (data.dtype, data.shape)
-        views = self._payloads.get(key)
-        if views is None:
-            sent, received = (
-                x[_RANGE.size : _RANGE.size + data.nbytes].view(data.dtype).view(data.shape)
-                for x in (*self._sent, *self._received)
-            )
-            views = self._payloads[key] = sent, received
-        return views
-
-
 class Transport:
     """Carries headers and segments within one group, by the collectives of its backend, on any device.
 
@@ -301,7 +242,7 @@ class Transport:
         self.comm = comm
         self._buffers: dict[int, HeaderBuffers] = {}
         self._kept: deque[Tensor] = deque(maxlen=8)
-        self._free_rounds: list[_Rounds] = []
+        self._free_rounds: list[Rounds] = []
 
     @property
     def pg(self) -> ProcessGroup:
@@ -357,9 +298,12 @@ class Transport:
     def have_same_calls(self) -> bool:
         """Return whether all ranks have made the same calls; all get the same answer. **Collective**: every rank."""
         if "cpu" in self.comm.devices:
-            rounds = self.take_rounds()
+            rounds, agrees = self.take_rounds(), True
             try:
-                agrees = rounds.compare(self.pg, self.comm)
+                for step in rounds.steps:
+                    for work in rounds.start(self.pg, self.comm, step, with_own=step == 1):
+                        wait_for(work, self.comm)
+                    agrees = rounds.merge()
             except (PeerError, CollectiveTimeoutError):
                 interrupt(self.comm)  # others may wait for this rank, in a later round
                 raise
@@ -379,11 +323,11 @@ class Transport:
         """Reduce a small tensor of the group's device in place; `wait` raises if the calls differ."""
         return _SmallReduction(self, data, op)
 
-    def take_rounds(self) -> _Rounds:
+    def take_rounds(self) -> Rounds:
         """Return memory that no call in flight uses."""
-        return self._free_rounds.pop() if self._free_rounds else _Rounds(self.comm)
+        return self._free_rounds.pop() if self._free_rounds else Rounds(self.comm)
 
-    def give_back(self, rounds: _Rounds) -> None:
+    def give_back(self, rounds: Rounds) -> None:
         """Let other calls use this memory."""
         self._free_rounds.append(rounds)
 
@@ -484,7 +428,7 @@ class PairwiseCpu(Transport):
 
     def reduces_small(self, data: Tensor) -> bool:
         """See `Transport`. Between two ranks, one exchange replaces the comparison and gloo's all_reduce."""
-        return self.comm.size == 2 and 0 < data.numel() <= _MOST_SMALL
+        return self.comm.size == 2 and 0 < data.numel() <= MOST_SMALL
 
     def _all_gather_headers(self, buffers: HeaderBuffers) -> None:
         buffers.copy_own()

@@ -29,7 +29,8 @@ from lockstep.device import get_device
 from lockstep.dist import groups
 from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.validate import NOT_GIVEN, either
-from lockstep.dist.watch import end_watch, start_watch
+from lockstep.dist.watch.ending import end_watch
+from lockstep.dist.watch.watch import start_watch
 from lockstep.engines import adopt_group, load_engine
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError, TopologyError, counted
 from lockstep.topology import LauncherName, Topology, environ, read_topology

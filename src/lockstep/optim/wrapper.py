@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
-from lockstep.dist.watch import backend_errors_translated
+from lockstep.dist.watch.failures import backend_errors_translated
 from lockstep.model import ModelWrapper
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
 from lockstep.registry import OPTIM_WRAPPERS

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Literal, NamedTuple, TypeVar
 
 from lockstep.dist import get_dist_info
-from lockstep.dist.watch import side_store
+from lockstep.dist.watch.watch import side_store
 from lockstep.errors import Preempted
 
 _FOR_EVER = timedelta(days=365)

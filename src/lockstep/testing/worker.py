@@ -26,7 +26,7 @@ import torch
 from torch.distributed import FileStore, distributed_c10d
 
 from lockstep.dist import destroy_dist, get_default_group, init_dist
-from lockstep.dist.watch import GONE
+from lockstep.dist.watch.failures import GONE
 from lockstep.engines import set_environment
 from lockstep.errors import PeerError
 from lockstep.testing.bodies import Address

@@ -21,8 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -31,32 +31,26 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
-from lockstep.dist.calls import Calls, Record, first_difference, grouped, ranks_in_words, short_path
-from lockstep.dist.groups import Comm, known_groups, resolve
-from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError, PeerError
-
-# The backends' messages (torch 2.13) for a connection whose peer is gone, and for one that timed out.
-GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-_SILENT = ("Timed out", "timed out", "timeout", "Timeout")
+from lockstep.dist.groups import Comm, known_groups
+from lockstep.dist.watch.calls import Calls, Record, first_difference, grouped, ranks_in_words, short_path
+from lockstep.errors import DistError
 
 _TICK_SECONDS = 0.25
 _RANKS_PER_TICK = 200  # more ranks ask less often, so that the store has as much to do
 _SECONDS_TO_ANSWER = 1.5
 _SECONDS_TO_LOOK = 1.0  # after which a wait is looked at for the first time, then at doubling intervals
 _SECONDS_TO_COMPARE = 1.0
-_SECONDS_TO_END = 2.0
-_SECONDS_TO_LINGER = 2.0
-_JUDGE = 0  # the rank that compares the calls of all at the end
-_POLL_SECONDS = 0.005
+POLL_SECONDS = 0.005
 _FRAMES = 6
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_DIST = os.path.dirname(os.path.dirname(__file__))
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(_DIST) + os.sep)
 # Where torch's collectives and backward passes, and lockstep's collectives, wait for other ranks.
 _WAITING = (
     os.path.join("torch", "distributed") + os.sep,
     os.path.join("torch", "autograd") + os.sep,
     os.path.join("torch", "nn", "parallel") + os.sep,
-    os.path.dirname(__file__) + os.sep,
-    short_path(os.path.dirname(__file__)) + os.sep,
+    _DIST + os.sep,
+    short_path(_DIST) + os.sep,
 )
 _HEARTBEAT = "LOCKSTEP_HEARTBEAT"
 
@@ -93,110 +87,19 @@ def start_watch() -> None:
         _watch = Watch(default)
 
 
-def end_watch() -> str | None:
-    """End the thread; return why the calls of the ranks don't agree, if they don't.
+def current_watch() -> Watch | None:
+    """Return the watch of the default group, if it runs."""
+    return _watch
 
-    Waits for up to two seconds for the other ranks, unless this one ends because of an error.
-    """
+
+def take_watch() -> Watch | None:
+    """Return the watch of the default group, if it runs; from now on there is none."""
     global _watch
     watch, _watch = _watch, None
-    if watch is None:
-        return None
-    try:
-        with suppress(Exception):  # the store may be gone
-            return watch.end()
-        return None
-    finally:
-        watch.stop()
+    return watch
 
 
-def mismatch(comm: Comm, *, all_know: bool = False) -> CollectiveMismatchError:
-    """Return the error for ranks that have made different calls in a group; it shows the first that differs.
-
-    Args:
-        comm: the group.
-        all_know: all of its ranks are here, so that the group can be used further. Otherwise the others are told.
-    """
-    calls = comm.calls
-    assert calls is not None
-    if calls.failure is None:
-        text = f"ranks of {comm.name} must make the same calls, but their calls differ ({comm.this_rank})"
-        if _watch is not None:
-            with suppress(Exception):
-                text = _watch.explain(comm, calls, wait=all_know)
-                if not all_know:
-                    _watch.declare(comm, text)
-        if all_know:
-            calls.reset()
-            return CollectiveMismatchError(text)
-        calls.failure = text
-    calls.has_failed = True
-    return CollectiveMismatchError(calls.failure)
-
-
-def translate_error(error: RuntimeError, comm: Comm) -> Exception:
-    """Return lockstep's error for a backend's error: it names the ranks that are gone, or did not arrive."""
-    text, calls = str(error), comm.calls
-    if isinstance(error, DistError):
-        return error
-    is_gone = any(words in text for words in GONE)
-    is_silent = any(words in text for words in _SILENT)
-    if calls is not None:
-        calls.has_failed = True
-        if calls.failure is not None:
-            return CollectiveMismatchError(calls.failure)
-    if not is_gone and not is_silent:
-        return DistError(f"{text} ({comm.this_rank})")
-    absent = _absent(comm)
-    if calls is not None and calls.failure is not None:
-        return CollectiveMismatchError(calls.failure)
-    if any(one.has_ended for one in absent) or (is_gone and not absent):
-        return _peer_error(comm, text, [one for one in absent if one.has_ended])
-    return _timeout_error(comm, f"The backend says: {text}", absent)
-
-
-def timeout_error(comm: Comm, detail: str) -> CollectiveTimeoutError:
-    """Return the error for ranks that did not arrive in time; it names them."""
-    return _timeout_error(comm, detail, _absent(comm))
-
-
-def _absent(comm: Comm) -> list[_Absent]:
-    if _watch is not None and comm.calls is not None:
-        with suppress(Exception):  # the store may be gone
-            return _watch.find_absent(comm, comm.calls)
-    return []
-
-
-def _timeout_error(comm: Comm, detail: str, absent: Sequence[_Absent]) -> CollectiveTimeoutError:
-    calls = comm.calls
-    what = "a collective" if calls is None or not calls.number else f"call {calls.number}, {calls.call(calls.number)},"
-    if absent:
-        return CollectiveTimeoutError(
-            f"{ranks_in_words([one.rank for one in absent])} of {comm.name} did not take part in {what} in time "
-            f"({comm.this_rank}):\n{_lines(absent)}"
-        )
-    return CollectiveTimeoutError(
-        f"a rank of {comm.name} did not take part in {what} in time ({comm.this_rank}). Do all ranks call the same "
-        f"collectives in the same order? {detail}"
-    )
-
-
-@contextmanager
-def backend_errors_translated() -> Iterator[None]:
-    """Turn errors of the backend inside, as in DDP's backward, into lockstep's own, which name the ranks."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if isinstance(error, DistError) or not any(words in text for words in (*GONE, *_SILENT)):
-            raise
-        comm = resolve()
-        if comm.size == 1:
-            raise
-        raise translate_error(error, comm) from error
-
-
-class _Absent(NamedTuple):
+class Absent(NamedTuple):
     """A rank that did not arrive.
 
     Attributes:
@@ -217,8 +120,8 @@ class Watch:
 
     def __init__(self, default: ProcessGroup) -> None:
         self._default = id(default)
-        self.rank, self._size = default.rank(), default.size()
-        self._store = side_store()
+        self.rank, self.size = default.rank(), default.size()
+        self.store = side_store()
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._answered = 0
         self._lock = threading.RLock()
@@ -228,8 +131,8 @@ class Watch:
         self._compared = time.monotonic()
         self._doubts: set[tuple[str, int]] = set()
         self._who: dict[int, dict[str, Any]] = {}
-        self._error = ""
-        self._store.set(f"who/{self.rank}", json.dumps({"host": self._host, "pid": self._pid}))
+        self.error = ""
+        self.store.set(f"who/{self.rank}", json.dumps({"host": self._host, "pid": self._pid}))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
         self._thread.start()
@@ -242,15 +145,16 @@ class Watch:
     def stop(self) -> None:
         """End the thread."""
         atexit.unregister(self.stop)
-        self._end_thread()
+        self.end_thread()
 
-    def _end_thread(self) -> None:
+    def end_thread(self) -> None:
+        """End the thread, after what it does at present."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(2.0)
 
     def _run(self) -> None:
-        tick = _TICK_SECONDS * max(1.0, self._size / _RANKS_PER_TICK)
+        tick = _TICK_SECONDS * max(1.0, self.size / _RANKS_PER_TICK)
         with suppress(Exception):  # the store is gone, and so is the job
             while not self._stop.wait(tick):
                 self._answer()
@@ -268,31 +172,32 @@ class Watch:
         groups = {}
         for comm in known_groups():
             if comm.calls is not None and comm.pg is not None:
-                groups[_name(comm)] = comm.calls.export()
+                groups[name_of(comm)] = comm.calls.export()
         return {
             "asks": self._answered,
             "groups": groups,
             "stack": [] if ended else _stack(),
             "ended": ended,
-            "error": self._error,
+            "error": self.error,
         }
 
     def _answer(self) -> None:
         with self._lock:
             before = self._answered
-            while self._store.check([f"asked/{self.rank}/{self._answered}"]):
+            while self.store.check([f"asked/{self.rank}/{self._answered}"]):
                 self._answered += 1
             if self._answered == before:
                 return
             for comm in known_groups():
                 if comm.calls is not None and comm.calls.failure is None:
-                    self._hear_of_failure(comm, comm.calls)
-            self._store.set(f"state/{self.rank}", json.dumps(self.state()))
+                    self.hear_of_failure(comm, comm.calls)
+            self.store.set(f"state/{self.rank}", json.dumps(self.state()))
 
-    def _hear_of_failure(self, comm: Comm, calls: Calls) -> None:
-        key = f"failure/{_name(comm)}"
-        if self._store.check([key]):
-            calls.failure = self._store.get(key).decode()
+    def hear_of_failure(self, comm: Comm, calls: Calls) -> None:
+        """Learn why a group can't be used further, if another rank has said so."""
+        key = f"failure/{name_of(comm)}"
+        if self.store.check([key]):
+            calls.failure = self.store.get(key).decode()
             if calls.waiting and threading.current_thread() is self._thread:
                 interrupt(comm)
 
@@ -301,30 +206,31 @@ class Watch:
         waiting = {}
         answers: dict[int, dict[str, Any] | None] = {}
         for rank in ranks:
-            answers[rank] = self.state() if rank == self.rank else self._last_word(rank)
-            if answers[rank] is None and self._process(rank) not in ("gone", "stopped"):
-                number = self._store.add(f"asks/{rank}", 1)
-                self._store.set(f"asked/{rank}/{number - 1}", "")
+            answers[rank] = self.state() if rank == self.rank else self.last_word(rank)
+            if answers[rank] is None and self.process(rank) not in ("gone", "stopped"):
+                number = self.store.add(f"asks/{rank}", 1)
+                self.store.set(f"asked/{rank}/{number - 1}", "")
                 waiting[rank] = number
         deadline = time.monotonic() + seconds
         while waiting and time.monotonic() < deadline:
             self._answer()  # somebody may be asking this rank
             for rank, number in list(waiting.items()):
-                if self._store.check([f"state/{rank}"]):
-                    state = json.loads(self._store.get(f"state/{rank}"))
+                if self.store.check([f"state/{rank}"]):
+                    state = json.loads(self.store.get(f"state/{rank}"))
                     if state["ended"] or state["asks"] >= number:
                         answers[rank] = state
                         del waiting[rank]
-                if rank in waiting and self._process(rank) in ("gone", "stopped"):
+                if rank in waiting and self.process(rank) in ("gone", "stopped"):
                     del waiting[rank]
             if waiting:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
         return answers
 
-    def _last_word(self, rank: int) -> dict[str, Any] | None:
-        if not self._store.check([f"state/{rank}"]):
+    def last_word(self, rank: int) -> dict[str, Any] | None:
+        """Return what a rank has said at its end; None if it has not ended."""
+        if not self.store.check([f"state/{rank}"]):
             return None
-        state: dict[str, Any] = json.loads(self._store.get(f"state/{rank}"))
+        state: dict[str, Any] = json.loads(self.store.get(f"state/{rank}"))
         return state if state["ended"] else None
 
     # What a mismatch is.
@@ -337,19 +243,19 @@ class Watch:
             calls: this rank's.
             wait: all ranks are about to call this.
         """
-        name = _name(comm)
+        name = name_of(comm)
         own = calls.export()
         exported: dict[int, Any] = {comm.rank: own}
         if wait:
             prefix = f"calls/{name}/{calls.resets}"
-            self._store.set(f"{prefix}/{comm.rank}", json.dumps(own))
+            self.store.set(f"{prefix}/{comm.rank}", json.dumps(own))
             keys = {rank: f"{prefix}/{rank}" for rank in range(comm.size) if rank != comm.rank}
             deadline = time.monotonic() + _SECONDS_TO_ANSWER
-            while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS / 5)
+            while not self.store.check(list(keys.values())) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS / 5)
             for rank, key in keys.items():
-                if self._store.check([key]):
-                    exported[rank] = json.loads(self._store.get(key))
+                if self.store.check([key]):
+                    exported[rank] = json.loads(self.store.get(key))
         missing = {comm.ranks[rank]: rank for rank in range(comm.size) if rank not in exported}
         states = self.ask(missing)
         ended = {}
@@ -358,15 +264,15 @@ class Watch:
                 exported[missing[rank]] = state["groups"][name]
                 if state["ended"]:
                     ended[missing[rank]] = state["error"]
-        return _described(comm, {rank: Record(exported[rank]) for rank in sorted(exported)}, ended)
+        return described(comm, {rank: Record(exported[rank]) for rank in sorted(exported)}, ended)
 
     def declare(self, comm: Comm, text: str) -> None:
         """Tell the other ranks of a group why it can't be used further."""
-        self._store.set(f"failure/{_name(comm)}", text)
+        self.store.set(f"failure/{name_of(comm)}", text)
         for rank in comm.ranks:
             if rank != self.rank:
-                number = self._store.add(f"asks/{rank}", 1)
-                self._store.set(f"asked/{rank}/{number - 1}", "")
+                number = self.store.add(f"asks/{rank}", 1)
+                self.store.set(f"asked/{rank}/{number - 1}", "")
 
     def _fail(self, comm: Comm, calls: Calls) -> None:
         """Find out how the calls differ, and let all ranks of the group fail."""
@@ -383,13 +289,13 @@ class Watch:
             calls = comm.calls
             if calls is None or comm.size < 2 or calls.failure is not None or comm.pg is None:
                 continue
-            key = f"same/{_name(comm)}"
+            key = f"same/{name_of(comm)}"
             if comm.rank == 0:
                 number, resets = calls.number, calls.resets
                 if number:
-                    self._store.set(key, json.dumps([number, calls.digest_after(number), resets]))
-            elif self._store.check([key]):
-                number, digest, resets = json.loads(self._store.get(key))
+                    self.store.set(key, json.dumps([number, calls.digest_after(number), resets]))
+            elif self.store.check([key]):
+                number, digest, resets = json.loads(self.store.get(key))
                 own = calls.digest_after(number)
                 doubt = (key, resets)
                 if own is None or digest is None or resets != calls.resets or own == digest:
@@ -403,7 +309,7 @@ class Watch:
 
     def _look(self, comm: Comm, calls: Calls) -> None:
         """If the main thread has waited for long, find out whether the others make another call, and say for whom."""
-        name, number, since = _name(comm), calls.waiting, calls.since
+        name, number, since = name_of(comm), calls.waiting, calls.since
         if not number:
             return
         seconds = time.monotonic() - since
@@ -425,15 +331,15 @@ class Watch:
                     who = ranks_in_words([one.rank for one in absent])
                     _logger.warning(
                         "waiting %.0f s for %s of %s in %s\n%s",
-                        seconds, who, comm.name, calls.call(number), _lines(absent),
+                        seconds, who, comm.name, calls.call(number), lines_of(absent),
                     )  # fmt: skip
 
     def _is_first(self, key: str) -> bool:
-        return bool(self._store.add(key, 1) == 1)
+        return bool(self.store.add(key, 1) == 1)
 
     def _find_mismatch(self, comm: Comm, calls: Calls, number: int) -> None:
         states = self.ask(comm.ranks)
-        records = _records(comm, states)
+        records = records_of(comm, states)
         if calls.failure is not None or calls.waiting != number or comm.rank not in records:
             return
         own = records[comm.rank].call(number)
@@ -447,11 +353,11 @@ class Watch:
                 self._fail(comm, calls)
                 return
 
-    def find_absent(self, comm: Comm, calls: Calls, number: int | None = None) -> list[_Absent]:
+    def find_absent(self, comm: Comm, calls: Calls, number: int | None = None) -> list[Absent]:
         """Return which ranks of a group have not made a call that this rank has made, and what they do."""
         has_failed, number = number is None, calls.number if number is None else number
         states = self.ask(comm.ranks)
-        records = _records(comm, states)
+        records = records_of(comm, states)
         if has_failed and number:
             self._find_cause(comm, calls, records)
         others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -465,9 +371,9 @@ class Watch:
         for rank in absent:
             world_rank = comm.ranks[rank]
             state = states[world_rank]
-            process = self._process(world_rank) if state is None else ""
+            process = self.process(world_rank) if state is None else ""
             found.append(
-                _Absent(
+                Absent(
                     rank,
                     self._words(world_rank, state, process, records.get(rank)),
                     process == "gone" or (state is not None and state["ended"]),
@@ -479,7 +385,7 @@ class Watch:
     def _find_cause(self, comm: Comm, calls: Calls, records: Mapping[int, Record]) -> None:
         """After a call has failed, find out whether that is because the ranks have made different ones."""
         if calls.failure is None:
-            self._hear_of_failure(comm, calls)
+            self.hear_of_failure(comm, calls)
         if calls.failure is not None:
             return
         own = calls.call(calls.number)
@@ -510,11 +416,11 @@ class Watch:
         return f"{last} ({where}); now in{stack}"
 
     def _who_is(self, rank: int) -> dict[str, Any]:
-        if rank not in self._who and self._store.check([f"who/{rank}"]):
-            self._who[rank] = json.loads(self._store.get(f"who/{rank}"))
+        if rank not in self._who and self.store.check([f"who/{rank}"]):
+            self._who[rank] = json.loads(self.store.get(f"who/{rank}"))
         return self._who.get(rank, {})
 
-    def _process(self, rank: int) -> str:
+    def process(self, rank: int) -> str:
         """Return what the system says of a rank's process: gone, stopped, or another state; "" if it is not here."""
         who = self._who_is(rank)
         if not who or who["host"] != self._host or not Path("/proc/self/stat").exists():
@@ -525,115 +431,10 @@ class Watch:
             return "gone"
         return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
 
-    # The end.
 
-    def end(self) -> str | None:
-        """Compare the calls of all ranks for the last time; return how they differ, if they do."""
-        comms = [comm for comm in known_groups() if comm.calls is not None and comm.pg is not None and comm.size > 1]
-        error = sys.exception() or getattr(sys, "last_value", None)
-        if error is not None:
-            self._error = f"{type(error).__name__}: {error}".partition("\n")[0]
-        has_failed = error is not None or any(comm.calls is not None and comm.calls.has_failed for comm in comms)
-        failure = self._failure(comms)
-        self._end_thread()
-        self._store.set(f"state/{self.rank}", json.dumps(self.state(ended=True)))
-        self._store.set(f"done/{self.rank}", "failed" if has_failed or failure is not None else "")
-        try:
-            if has_failed or failure is not None:
-                return None if has_failed else failure
-            if not comms:
-                if self.rank == _JUDGE:
-                    self._store.set("verdict", "")
-                return None
-            return self._judge(comms) if self.rank == _JUDGE else self._verdict(comms)
-        finally:
-            self._store.add("left", 1)
-            if self.rank == _JUDGE:
-                self._linger()
-
-    def _failure(self, comms: Sequence[Comm]) -> str | None:
-        """Return why a group can't be used further, if this rank has heard of it."""
-        for comm in comms:
-            if comm.calls is not None and comm.calls.failure is None:
-                self._hear_of_failure(comm, comm.calls)
-        return next((x.calls.failure for x in comms if x.calls is not None and x.calls.failure is not None), None)
-
-    def _linger(self) -> None:
-        """Let the others read what they need: the store may end with this process."""
-        deadline = time.monotonic() + _SECONDS_TO_LINGER
-        others = [rank for rank in range(self._size) if rank != self.rank]
-        while self._store.add("left", 0) < self._size and time.monotonic() < deadline:
-            if all(self._process(rank) == "gone" for rank in others):
-                return
-            time.sleep(_POLL_SECONDS)
-
-    def _verdict(self, comms: Sequence[Comm]) -> str | None:
-        """Return what the first rank says of the calls of all ranks."""
-        deadline, asked = time.monotonic() + _SECONDS_TO_END + 0.5, False
-        while not self._store.check(["verdict"]):
-            if (failure := self._failure(comms)) is not None:
-                return failure
-            left = deadline - time.monotonic()
-            if left < 0 or self._process(_JUDGE) == "gone":
-                return None
-            if not asked and left < _SECONDS_TO_END:
-                asked = True
-                if (text := self._awaited(comms, [_JUDGE])) is not None:
-                    return text
-            time.sleep(_POLL_SECONDS)
-        return self._store.get("verdict").decode() or None
-
-    def _judge(self, comms: Sequence[Comm]) -> str | None:
-        """Compare the calls of all ranks, and tell them."""
-        verdict = ""
-        try:
-            verdict = self._judged(comms) or ""
-        finally:
-            self._store.set("verdict", verdict)
-        return verdict or None
-
-    def _judged(self, comms: Sequence[Comm]) -> str | None:
-        others = [rank for rank in range(self._size) if rank != self.rank]
-        missing, asked = set(others), False
-        deadline = time.monotonic() + _SECONDS_TO_END
-        while missing and time.monotonic() < deadline:
-            if (failure := self._failure(comms)) is not None:
-                return failure
-            missing = {rank for rank in missing if not self._store.check([f"done/{rank}"])}
-            if any(self._process(rank) == "gone" for rank in missing):
-                return None
-            if missing and not asked and deadline - time.monotonic() < _SECONDS_TO_END - 0.5:
-                asked = True
-                if (text := self._awaited(comms, sorted(missing))) is not None:
-                    return text
-            if missing:
-                time.sleep(_POLL_SECONDS)
-        ended = [rank for rank in others if rank not in missing]
-        if any(self._store.get(f"done/{rank}") for rank in ended):
-            return None
-        states = {rank: self._last_word(rank) for rank in ended} | {self.rank: self.state(ended=True)}
-        for comm in comms:
-            if (text := _described_if_different(comm, _records(comm, states))) is not None:
-                return text
-        return None
-
-    def _awaited(self, comms: Sequence[Comm], ranks: Sequence[int]) -> str | None:
-        """Return what some ranks wait for that this one, which ends, never calls."""
-        states = self.ask(ranks)
-        for comm in comms:
-            assert comm.calls is not None
-            for rank, record in _records(comm, states).items():
-                if record.waiting > comm.calls.number and comm.ranks[rank] != self.rank:
-                    records = {rank: record, comm.rank: Record(comm.calls.export())}
-                    text = _described(comm, dict(sorted(records.items())), {comm.rank: ""})
-                    self.declare(comm, text)
-                    return text
-        return None
-
-
-def _records(comm: Comm, states: Mapping[int, Mapping[str, Any] | None]) -> dict[int, Record]:
+def records_of(comm: Comm, states: Mapping[int, Mapping[str, Any] | None]) -> dict[int, Record]:
     """Return the calls of a group's ranks, by rank in the group, as far as they have answered."""
-    name, found = _name(comm), {}
+    name, found = name_of(comm), {}
     for rank, world_rank in enumerate(comm.ranks):
         state = states.get(world_rank)
         if state is not None and name in state["groups"]:
@@ -641,7 +442,7 @@ def _records(comm: Comm, states: Mapping[int, Mapping[str, Any] | None]) -> dict
     return found
 
 
-def _described(comm: Comm, records: Mapping[int, Record], ended: Mapping[int, str]) -> str:
+def described(comm: Comm, records: Mapping[int, Record], ended: Mapping[int, str]) -> str:
     """Return which call differs first, and what each rank has called."""
     number = first_difference(list(records.values()))
     if number is None:
@@ -662,14 +463,15 @@ def _described(comm: Comm, records: Mapping[int, Record], ended: Mapping[int, st
     return f"ranks of {comm.name} must make the same call, but their call {number} differs:\n{grouped(lines)}"
 
 
-def _described_if_different(comm: Comm, records: Mapping[int, Record]) -> str | None:
+def described_if_different(comm: Comm, records: Mapping[int, Record]) -> str | None:
+    """Return how the calls of ranks differ, or None if they are the same, or not known to differ."""
     if len(records) < 2 or len({record.resets for record in records.values()}) > 1:
         return None
     if any(record.failure is not None for record in records.values()):
         return None
     if len({record.number for record in records.values()}) == len({record.digest for record in records.values()}) == 1:
         return None
-    return _described(comm, records, dict.fromkeys(records, ""))
+    return described(comm, records, dict.fromkeys(records, ""))
 
 
 def interrupt(comm: Comm) -> None:
@@ -687,27 +489,13 @@ def interrupt(comm: Comm) -> None:
             cast(Any, pg).abort()
 
 
-def _peer_error(comm: Comm, text: str, ended: Sequence[_Absent]) -> PeerError:
-    if ended:
-        return PeerError(
-            f"{ranks_in_words([one.rank for one in ended])} of {comm.name} ended or lost the connection during a "
-            f"collective ({comm.this_rank}). Look for the error there first:\n{_lines(ended)}",
-            rank=ended[0].rank,
-            cause=ended[0].cause or text,
-        )
-    return PeerError(
-        f"a rank of {comm.name} ended or lost the connection during a collective ({comm.this_rank}). "
-        f"Look for its own error first. The backend says: {text}",
-        rank=None,
-        cause=text,
-    )
-
-
-def _lines(absent: Sequence[_Absent]) -> str:
+def lines_of(absent: Sequence[Absent]) -> str:
+    """Return a line for each rank that is absent."""
     return "\n".join(f"  rank {one.rank}: {one.words}" for one in absent)
 
 
-def _name(comm: Comm) -> str:
+def name_of(comm: Comm) -> str:
+    """Return the group's name in the keys of the store."""
     pg = comm.pg
     return "" if pg is None else pg.group_name
 

@@ -1,0 +1,149 @@
+"""The end: the calls of all ranks are compared for the last time, so that no job succeeds with unequal ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from lockstep.dist.groups import known_groups
+from lockstep.dist.watch.calls import Record
+from lockstep.dist.watch.watch import POLL_SECONDS, Watch, described, described_if_different, records_of, take_watch
+
+_SECONDS_TO_END = 2.0
+_SECONDS_TO_LINGER = 2.0
+_JUDGE = 0  # the rank that compares the calls of all at the end
+
+
+def end_watch() -> str | None:
+    """End the watch; return why the calls of the ranks don't agree, if they don't.
+
+    Waits for up to two seconds for the other ranks, unless this one ends because of an error.
+    """
+    watch = take_watch()
+    if watch is None:
+        return None
+    try:
+        with suppress(Exception):  # the store may be gone
+            return _LastComparison(watch).compare()
+        return None
+    finally:
+        watch.stop()
+
+
+class _LastComparison:
+    """What a rank does before it leaves: it tells its calls, and learns whether the others have made the same.
+
+    Args:
+        watch: the watch of this rank.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._comms = [x for x in known_groups() if x.calls is not None and x.pg is not None and x.size > 1]
+
+    def compare(self) -> str | None:
+        """Compare the calls of all ranks for the last time; return how they differ, if they do."""
+        error = sys.exception() or getattr(sys, "last_value", None)
+        if error is not None:
+            self._watch.error = f"{type(error).__name__}: {error}".partition("\n")[0]
+        has_failed = error is not None or any(comm.calls is not None and comm.calls.has_failed for comm in self._comms)
+        failure = self._failure()
+        self._watch.end_thread()
+        self._watch.store.set(f"state/{self._watch.rank}", json.dumps(self._watch.state(ended=True)))
+        self._watch.store.set(f"done/{self._watch.rank}", "failed" if has_failed or failure is not None else "")
+        try:
+            if has_failed or failure is not None:
+                return None if has_failed else failure
+            if not self._comms:
+                if self._watch.rank == _JUDGE:
+                    self._watch.store.set("verdict", "")
+                return None
+            return self._judge() if self._watch.rank == _JUDGE else self._verdict()
+        finally:
+            self._watch.store.add("left", 1)
+            if self._watch.rank == _JUDGE:
+                self._linger()
+
+    def _failure(self) -> str | None:
+        """Return why a group can't be used further, if this rank has heard of it."""
+        for comm in self._comms:
+            if comm.calls is not None and comm.calls.failure is None:
+                self._watch.hear_of_failure(comm, comm.calls)
+        return next((x.calls.failure for x in self._comms if x.calls is not None and x.calls.failure is not None), None)
+
+    def _linger(self) -> None:
+        """Let the others read what they need: the store may end with this process."""
+        deadline = time.monotonic() + _SECONDS_TO_LINGER
+        others = [rank for rank in range(self._watch.size) if rank != self._watch.rank]
+        while self._watch.store.add("left", 0) < self._watch.size and time.monotonic() < deadline:
+            if all(self._watch.process(rank) == "gone" for rank in others):
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _verdict(self) -> str | None:
+        """Return what the first rank says of the calls of all ranks."""
+        deadline, asked = time.monotonic() + _SECONDS_TO_END + 0.5, False
+        while not self._watch.store.check(["verdict"]):
+            if (failure := self._failure()) is not None:
+                return failure
+            left = deadline - time.monotonic()
+            if left < 0 or self._watch.process(_JUDGE) == "gone":
+                return None
+            if not asked and left < _SECONDS_TO_END:
+                asked = True
+                if (text := self._awaited([_JUDGE])) is not None:
+                    return text
+            time.sleep(POLL_SECONDS)
+        return self._watch.store.get("verdict").decode() or None
+
+    def _judge(self) -> str | None:
+        """Compare the calls of all ranks, and tell them."""
+        verdict = ""
+        try:
+            verdict = self._judged() or ""
+        finally:
+            self._watch.store.set("verdict", verdict)
+        return verdict or None
+
+    def _judged(self) -> str | None:
+        others = [rank for rank in range(self._watch.size) if rank != self._watch.rank]
+        missing, asked = set(others), False
+        deadline = time.monotonic() + _SECONDS_TO_END
+        while missing and time.monotonic() < deadline:
+            if (failure := self._failure()) is not None:
+                return failure
+            missing = {rank for rank in missing if not self._watch.store.check([f"done/{rank}"])}
+            if any(self._watch.process(rank) == "gone" for rank in missing):
+                return None
+            if missing and not asked and deadline - time.monotonic() < _SECONDS_TO_END - 0.5:
+                asked = True
+                if (text := self._awaited(sorted(missing))) is not None:
+                    return text
+            if missing:
+                time.sleep(POLL_SECONDS)
+        ended = [rank for rank in others if rank not in missing]
+        if any(self._watch.store.get(f"done/{rank}") for rank in ended):
+            return None
+        states = {rank: self._watch.last_word(rank) for rank in ended} | {
+            self._watch.rank: self._watch.state(ended=True)
+        }
+        for comm in self._comms:
+            if (text := described_if_different(comm, records_of(comm, states))) is not None:
+                return text
+        return None
+
+    def _awaited(self, ranks: Sequence[int]) -> str | None:
+        """Return what some ranks wait for that this one, which ends, never calls."""
+        states = self._watch.ask(ranks)
+        for comm in self._comms:
+            assert comm.calls is not None
+            for rank, record in records_of(comm, states).items():
+                if record.waiting > comm.calls.number and comm.ranks[rank] != self._watch.rank:
+                    records = {rank: record, comm.rank: Record(comm.calls.export())}
+                    text = described(comm, dict(sorted(records.items())), {comm.rank: ""})
+                    self._watch.declare(comm, text)
+                    return text
+        return None

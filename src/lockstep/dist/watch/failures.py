@@ -1,0 +1,119 @@
+"""The errors of calls that fail: which ranks make other calls, are gone, or did not arrive in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from lockstep.dist.groups import Comm, resolve
+from lockstep.dist.watch.calls import ranks_in_words
+from lockstep.dist.watch.watch import Absent, current_watch, lines_of
+from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError, PeerError
+
+# The backends' messages (torch 2.13) for a connection whose peer is gone, and for one that timed out.
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+_SILENT = ("Timed out", "timed out", "timeout", "Timeout")
+
+
+def mismatch(comm: Comm, *, all_know: bool = False) -> CollectiveMismatchError:
+    """Return the error for ranks that have made different calls in a group; it shows the first that differs.
+
+    Args:
+        comm: the group.
+        all_know: all of its ranks are here, so that the group can be used further. Otherwise the others are told.
+    """
+    calls = comm.calls
+    assert calls is not None
+    if calls.failure is None:
+        text = f"ranks of {comm.name} must make the same calls, but their calls differ ({comm.this_rank})"
+        watch = current_watch()
+        if watch is not None:
+            with suppress(Exception):
+                text = watch.explain(comm, calls, wait=all_know)
+                if not all_know:
+                    watch.declare(comm, text)
+        if all_know:
+            calls.reset()
+            return CollectiveMismatchError(text)
+        calls.failure = text
+    calls.has_failed = True
+    return CollectiveMismatchError(calls.failure)
+
+
+def translate_error(error: RuntimeError, comm: Comm) -> Exception:
+    """Return lockstep's error for a backend's error: it names the ranks that are gone, or did not arrive."""
+    text, calls = str(error), comm.calls
+    if isinstance(error, DistError):
+        return error
+    is_gone = any(words in text for words in GONE)
+    is_silent = any(words in text for words in _SILENT)
+    if calls is not None:
+        calls.has_failed = True
+        if calls.failure is not None:
+            return CollectiveMismatchError(calls.failure)
+    if not is_gone and not is_silent:
+        return DistError(f"{text} ({comm.this_rank})")
+    absent = _absent(comm)
+    if calls is not None and calls.failure is not None:
+        return CollectiveMismatchError(calls.failure)
+    if any(one.has_ended for one in absent) or (is_gone and not absent):
+        return _peer_error(comm, text, [one for one in absent if one.has_ended])
+    return _timeout_error(comm, f"The backend says: {text}", absent)
+
+
+def timeout_error(comm: Comm, detail: str) -> CollectiveTimeoutError:
+    """Return the error for ranks that did not arrive in time; it names them."""
+    return _timeout_error(comm, detail, _absent(comm))
+
+
+def _absent(comm: Comm) -> list[Absent]:
+    watch = current_watch()
+    if watch is not None and comm.calls is not None:
+        with suppress(Exception):  # the store may be gone
+            return watch.find_absent(comm, comm.calls)
+    return []
+
+
+def _timeout_error(comm: Comm, detail: str, absent: Sequence[Absent]) -> CollectiveTimeoutError:
+    calls = comm.calls
+    what = "a collective" if calls is None or not calls.number else f"call {calls.number}, {calls.call(calls.number)},"
+    if absent:
+        return CollectiveTimeoutError(
+            f"{ranks_in_words([one.rank for one in absent])} of {comm.name} did not take part in {what} in time "
+            f"({comm.this_rank}):\n{lines_of(absent)}"
+        )
+    return CollectiveTimeoutError(
+        f"a rank of {comm.name} did not take part in {what} in time ({comm.this_rank}). Do all ranks call the same "
+        f"collectives in the same order? {detail}"
+    )
+
+
+@contextmanager
+def backend_errors_translated() -> Iterator[None]:
+    """Turn errors of the backend inside, as in DDP's backward, into lockstep's own, which name the ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, DistError) or not any(words in text for words in (*GONE, *_SILENT)):
+            raise
+        comm = resolve()
+        if comm.size == 1:
+            raise
+        raise translate_error(error, comm) from error
+
+
+def _peer_error(comm: Comm, text: str, ended: Sequence[Absent]) -> PeerError:
+    if ended:
+        return PeerError(
+            f"{ranks_in_words([one.rank for one in ended])} of {comm.name} ended or lost the connection during a "
+            f"collective ({comm.this_rank}). Look for the error there first:\n{lines_of(ended)}",
+            rank=ended[0].rank,
+            cause=ended[0].cause or text,
+        )
+    return PeerError(
+        f"a rank of {comm.name} ended or lost the connection during a collective ({comm.this_rank}). "
+        f"Look for its own error first. The backend says: {text}",
+        rank=None,
+        cause=text,
+    )
