@@ -131,6 +131,10 @@ bench-checkpoint: .venv-peers/.ready  ## what a save costs beside those of torch
 soak-kills: $(READY)  ## runs that are killed again and again, and what they leave on the disk
 	$(BIN)/python -m pytest tests/checkpoint/soak_kills.py -s $(PYTEST_ARGS)
 
+.PHONY: soak-elastic
+soak-elastic: $(READY)  ## trainings of one to four ranks, of which random ones are killed, until the end
+	$(BIN)/python -m pytest tests/faults/soak_elastic.py -s $(PYTEST_ARGS)
+
 .PHONY: soak-preemption
 soak-preemption: $(READY)  ## a training that is stopped fifty times, and goes on each time
 	$(BIN)/python tests/launchers/soak_preemption.py
