@@ -71,11 +71,17 @@ class Surroundings:
             time.sleep(0.005)
 
     def _new_files(self, ignore_sockets: bool) -> list[str]:
-        return [
-            _socket_name(descriptor) if name.startswith("socket:") else name
-            for descriptor, name in _open_files().items()
-            if self.files.get(descriptor) != name and _is_of_body(descriptor, ignore_sockets)
-        ]
+        # A thread of the group opens the store's file for a moment, again and again.
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            new = [
+                _socket_name(descriptor) if name.startswith("socket:") else name
+                for descriptor, name in _open_files().items()
+                if self.files.get(descriptor) != name and _is_of_body(descriptor, ignore_sockets)
+            ]
+            if not new or time.monotonic() > deadline:
+                return new
+            time.sleep(0.005)
 
 
 def catch_strays() -> list[str]:
