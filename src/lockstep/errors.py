@@ -114,6 +114,11 @@ class CollectiveTimeoutError(DistError, TimeoutError):
 
 # Errors that the user must fix: a traceback through lockstep would only hide the message.
 INPUT_ERRORS = (ConfigError, LaunchError, RegistryError, ReportError, TopologyError)
+# What backends and stores say (torch 2.13) of a connection whose other end is gone.
+PEER_IS_GONE = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited"),
+    "failed to recv, got 0 bytes",
+)
 
 
 def _rebuild_peer_error(message: str, rank: int | None, cause: str) -> PeerError:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import psutil
 import pytest
@@ -20,14 +20,13 @@ from tests.faults.test_elastic import EPOCHS, every_sample_once, kept, prepare
 RESTARTS = 6
 
 
-def killing(job: subprocess.Popen[str], folder: Path, chosen: random.Random, killed: list[float]) -> None:
+def killing(job: subprocess.Popen[str], folder: Path, chosen: random.Random, killed: list[float], over: Event) -> None:
     """Kill ranks at random moments, as long as the job lives and has restarts.
 
     None is killed in the iteration in which the last one was: the launcher would blame the training for that.
     """
     began, before = time.monotonic(), -1
-    while job.poll() is None and len(killed) < RESTARTS:
-        time.sleep(chosen.uniform(1.0, 15.0))
+    while len(killed) < RESTARTS and not over.wait(chosen.uniform(1.0, 15.0)):
         file = folder / "noted.jsonl"
         done = len(file.read_text().splitlines()) if file.exists() else 0
         if abs(done - before) <= 8:  # two iterations of four ranks
@@ -44,15 +43,17 @@ def killing(job: subprocess.Popen[str], folder: Path, chosen: random.Random, kil
 
 @pytest.mark.parametrize("number", range(int(os.environ.get("CYCLES", "20"))))
 def test_it_reaches_the_end(tmp_path: Path, number: int) -> None:
-    chosen, killed = random.Random(number), list[float]()
+    chosen, killed, over = random.Random(number), list[float](), Event()
     words = prepare(tmp_path, "1:4", RESTARTS, {}, async_save=bool(number % 2), seconds_per_step=0.3)
     job = subprocess.Popen(
         [sys.executable, "-m", "lockstep", *words], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
-    killer = Thread(target=killing, args=(job, tmp_path, chosen, killed), daemon=True)
+    killer = Thread(target=killing, args=(job, tmp_path, chosen, killed, over), daemon=True)
     killer.start()
     _, err = job.communicate(timeout=600)
+    over.set()
+    killer.join()
     assert job.returncode == 0, err
     lines = kept(tmp_path)
     assert every_sample_once(lines)

@@ -14,7 +14,8 @@ CONFIG = """
 from parts import Indices, KilledAt, Net, Noted
 
 model = dict(type=Net)
-train_dataloader = dict(dataset=dict(type=Indices), batch_size=2)
+sampler = dict(type="DefaultSampler", shuffle=True, round_up=False)  # no sample is repeated to fill up the last batches
+train_dataloader = dict(dataset=dict(type=Indices), batch_size=2, sampler=sampler)
 train_cfg = dict(max_epochs={epochs})
 optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.01))
 default_hooks = dict(checkpoint=dict(interval=4, by_epoch=False, async_save={async_save}))

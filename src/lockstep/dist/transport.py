@@ -39,7 +39,7 @@ from lockstep.dist.reduce_ops import OpName, combine_in_place
 from lockstep.dist.watch.failures import mismatch, timeout_error, translate_error
 from lockstep.dist.watch.rounds import MOST_SMALL, Rounds
 from lockstep.dist.watch.watch import interrupt
-from lockstep.errors import CollectiveTimeoutError, PeerError
+from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
 
 # gloo matches sends and receives between two ranks by tag, in order. Messages of different sizes have different tags,
 # because gloo aborts the process where a message is longer than expected; `watch.rounds` has the next one.
@@ -571,7 +571,9 @@ def wait_for(work: Work, comm: Comm, timeout: timedelta | None = None) -> None:
         else:
             work.wait(timeout)
     except RuntimeError as error:
-        raise translate_error(error, comm) from error
+        translated = translate_error(error, comm)
+        # What the backend says then is only how the watch has ended the wait.
+        raise translated from None if isinstance(translated, CollectiveMismatchError) else error
     finally:
         if calls is not None:
             calls.waiting = 0

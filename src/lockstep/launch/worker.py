@@ -34,11 +34,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from lockstep.errors import INPUT_ERRORS, CollectiveTimeoutError, PeerError
+from lockstep.errors import INPUT_ERRORS, PEER_IS_GONE, CollectiveTimeoutError, PeerError
 
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
-# What torch says in a script without lockstep where another rank is gone, or does not come.
-_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "failed to recv, got 0 bytes")
+# What torch says in a script without lockstep where another rank does not come in time.
 _LATE = ("Timed out waiting", "wait timeout after")
 _PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
@@ -160,7 +159,7 @@ def _follows(error: BaseException) -> Literal["gone", "late"] | None:
     while behind is not None and id(behind) not in seen:
         seen.add(id(behind))
         text = str(behind) if isinstance(behind, RuntimeError) else ""
-        if isinstance(behind, PeerError) or any(words in text for words in _GONE):
+        if isinstance(behind, PeerError) or any(words in text for words in PEER_IS_GONE):
             return "gone"
         if isinstance(behind, CollectiveTimeoutError) or any(words in text for words in _LATE):
             return "late"

@@ -26,9 +26,8 @@ import torch
 from torch.distributed import FileStore, distributed_c10d
 
 from lockstep.dist import destroy_dist, get_default_group, init_dist
-from lockstep.dist.watch.failures import GONE
 from lockstep.engines import set_environment
-from lockstep.errors import PeerError
+from lockstep.errors import PEER_IS_GONE, PeerError
 from lockstep.testing.bodies import Address
 from lockstep.testing.messages import STACK_SIGNAL, Answer, Passed, Request, Seat, Settle, Task
 from lockstep.testing.reports import RankReport
@@ -182,7 +181,7 @@ def _describe(error: BaseException, rank: int) -> RankReport:
     if _is_skip(error):
         remedy = "Skips are decided in the parent: use @pytest.mark.skipif or a fixture"
         summary = f"a rank may not skip ({summary}). {remedy}"
-    consequence = isinstance(error, PeerError) or any(sign in text for sign in GONE)
+    consequence = isinstance(error, PeerError) or any(sign in text for sign in PEER_IS_GONE)
     return RankReport(rank, "raised", summary, text, consequence=consequence)
 
 

@@ -8,10 +8,15 @@ from contextlib import contextmanager, suppress
 from lockstep.dist.groups import Comm, resolve
 from lockstep.dist.watch.calls import ranks_in_words
 from lockstep.dist.watch.watch import Absent, current_watch, lines_of
-from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError, PeerError
+from lockstep.errors import (
+    PEER_IS_GONE,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistError,
+    PeerError,
+)
 
-# The backends' messages (torch 2.13) for a connection whose peer is gone, and for one that timed out.
-GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+# The backends' messages (torch 2.13) for a connection that timed out.
 _SILENT = ("Timed out", "timed out", "timeout", "Timeout")
 
 
@@ -45,7 +50,7 @@ def translate_error(error: RuntimeError, comm: Comm) -> Exception:
     text, calls = str(error), comm.calls
     if isinstance(error, DistError):
         return error
-    is_gone = any(words in text for words in GONE)
+    is_gone = any(words in text for words in PEER_IS_GONE)
     is_silent = any(words in text for words in _SILENT)
     if calls is not None:
         calls.has_failed = True
@@ -95,7 +100,7 @@ def backend_errors_translated() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if isinstance(error, DistError) or not any(words in text for words in (*GONE, *_SILENT)):
+        if isinstance(error, DistError) or not any(words in text for words in (*PEER_IS_GONE, *_SILENT)):
             raise
         comm = resolve()
         if comm.size == 1:
