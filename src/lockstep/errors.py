@@ -86,7 +86,18 @@ class PeerError(DistError):
 
 
 class CollectiveMismatchError(DistError):
-    """Ranks of one group called a collective with arguments that do not belong together."""
+    """Ranks of one group called a collective with arguments that do not belong together.
+
+    Attributes:
+        ended: the ranks, within the group, that had left it before the call; the error is theirs then.
+    """
+
+    def __init__(self, message: str, *, ended: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ended = tuple(ended)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_mismatch_error, (str(self), self.ended)
 
 
 class DivergenceError(DistError):
@@ -123,6 +134,10 @@ PEER_IS_GONE = (
 
 def _rebuild_peer_error(message: str, rank: int | None, cause: str) -> PeerError:
     return PeerError(message, rank=rank, cause=cause)
+
+
+def _rebuild_mismatch_error(message: str, ended: Sequence[int]) -> CollectiveMismatchError:
+    return CollectiveMismatchError(message, ended=ended)
 
 
 def _rebuild_divergence_error(message: str, name: str, ranks: Sequence[int], iteration: int) -> DivergenceError:

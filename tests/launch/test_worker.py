@@ -74,6 +74,15 @@ def test_a_script_that_cannot_begin_is_recorded_without_frames(rank, tmp_path):
     assert "runpy" not in trace
 
 
+@pytest.mark.parametrize(("ended", "follows"), [([1], "gone"), ([], None)])
+def test_a_mismatch_with_a_rank_that_has_left_is_its_fault(rank, tmp_path, ended, follows):
+    rank(f"""
+        from lockstep.errors import CollectiveMismatchError
+        raise CollectiveMismatchError("their call 2 differs", ended={ended})
+    """)
+    assert recorded(tmp_path)["follows"] == follows
+
+
 def test_an_error_of_input_is_recorded_without_frames(rank, tmp_path):
     rank("from lockstep.errors import ConfigError\nraise ConfigError('no such key')")
     assert recorded(tmp_path)["py_callstack"] == "lockstep.errors.ConfigError: no such key\n"

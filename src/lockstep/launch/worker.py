@@ -34,7 +34,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from lockstep.errors import INPUT_ERRORS, PEER_IS_GONE, CollectiveTimeoutError, PeerError
+from lockstep.errors import (
+    INPUT_ERRORS,
+    PEER_IS_GONE,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerError,
+)
 
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
 # What torch says in a script without lockstep where another rank does not come in time.
@@ -159,7 +165,8 @@ def _follows(error: BaseException) -> Literal["gone", "late"] | None:
     while behind is not None and id(behind) not in seen:
         seen.add(id(behind))
         text = str(behind) if isinstance(behind, RuntimeError) else ""
-        if isinstance(behind, PeerError) or any(words in text for words in PEER_IS_GONE):
+        is_left = isinstance(behind, CollectiveMismatchError) and bool(behind.ended)
+        if is_left or isinstance(behind, PeerError) or any(words in text for words in PEER_IS_GONE):
             return "gone"
         if isinstance(behind, CollectiveTimeoutError) or any(words in text for words in _LATE):
             return "late"

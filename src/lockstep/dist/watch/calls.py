@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from lockstep.errors import CollectiveMismatchError
+
 _KEPT = 2**14  # calls; a power of two
 _MARGIN = 256  # calls that this rank may make while its record is being read
 _MOST_FINGERPRINTS = 2**12
@@ -50,6 +52,22 @@ class Call(NamedTuple):
         return f"{self.text} at {self.site}"
 
 
+class Failure(NamedTuple):
+    """Why a group can't be used further.
+
+    Attributes:
+        text: which ranks have called what.
+        ended: the ranks, within the group, that had left it before that call.
+    """
+
+    text: str
+    ended: Sequence[int] = ()
+
+    def error(self) -> CollectiveMismatchError:
+        """Return the error that says so."""
+        return CollectiveMismatchError(self.text, ended=self.ended)
+
+
 class Calls:
     """The calls of one rank in one group; the last ones, and a digest of all.
 
@@ -70,7 +88,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.resets = -1
-        self.failure: str | None = None
+        self.failure: Failure | None = None
         self.has_failed = False
         self.waiting, self.since, self.began = 0, 0.0, 0.0
         self.reset()
@@ -188,7 +206,7 @@ class Record:
         self.resets: int = exported["resets"]
         self.waiting: int = exported["waiting"]
         self.seconds: float = exported["seconds"]
-        self.failure: str | None = exported["failure"]
+        self.failure = None if exported["failure"] is None else Failure(*exported["failure"])
         self._calls = [Call(*one) for one in exported["calls"]]
         self._order = array("I", zlib.decompress(base64.b64decode(exported["order"])))
         self.first = self.number - len(self._order) + 1

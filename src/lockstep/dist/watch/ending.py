@@ -72,7 +72,8 @@ class _LastComparison:
         for comm in self._comms:
             if comm.calls is not None and comm.calls.failure is None:
                 self._watch.hear_of_failure(comm, comm.calls)
-        return next((x.calls.failure for x in self._comms if x.calls is not None and x.calls.failure is not None), None)
+        failures = [comm.calls.failure for comm in self._comms if comm.calls is not None]
+        return next((failure.text for failure in failures if failure is not None), None)
 
     def _linger(self) -> None:
         """Let the others read what they need: the store may end with this process."""
@@ -131,8 +132,8 @@ class _LastComparison:
             self._watch.rank: self._watch.state(ended=True)
         }
         for comm in self._comms:
-            if (text := described_if_different(comm, records_of(comm, states))) is not None:
-                return text
+            if (difference := described_if_different(comm, records_of(comm, states))) is not None:
+                return difference.text
         return None
 
     def _awaited(self, ranks: Sequence[int]) -> str | None:
@@ -143,7 +144,7 @@ class _LastComparison:
             for rank, record in records_of(comm, states).items():
                 if record.waiting > comm.calls.number and comm.ranks[rank] != self._watch.rank:
                     records = {rank: record, comm.rank: Record(comm.calls.export())}
-                    text = described(comm, dict(sorted(records.items())), {comm.rank: ""})
-                    self._watch.declare(comm, text)
-                    return text
+                    failure = described(comm, dict(sorted(records.items())), {comm.rank: ""})
+                    self._watch.declare(comm, failure)
+                    return failure.text
         return None

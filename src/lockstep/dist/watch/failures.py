@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from lockstep.dist.groups import Comm, resolve
-from lockstep.dist.watch.calls import ranks_in_words
+from lockstep.dist.watch.calls import Failure, ranks_in_words
 from lockstep.dist.watch.watch import Absent, current_watch, lines_of
 from lockstep.errors import (
     PEER_IS_GONE,
@@ -30,19 +30,19 @@ def mismatch(comm: Comm, *, all_know: bool = False) -> CollectiveMismatchError:
     calls = comm.calls
     assert calls is not None
     if calls.failure is None:
-        text = f"ranks of {comm.name} must make the same calls, but their calls differ ({comm.this_rank})"
+        failure = Failure(f"ranks of {comm.name} must make the same calls, but their calls differ ({comm.this_rank})")
         watch = current_watch()
         if watch is not None:
             with suppress(Exception):
-                text = watch.explain(comm, calls, wait=all_know)
+                failure = watch.explain(comm, calls, wait=all_know)
                 if not all_know:
-                    watch.declare(comm, text)
+                    watch.declare(comm, failure)
         if all_know:
             calls.reset()
-            return CollectiveMismatchError(text)
-        calls.failure = text
+            return failure.error()
+        calls.failure = failure
     calls.has_failed = True
-    return CollectiveMismatchError(calls.failure)
+    return calls.failure.error()
 
 
 def translate_error(error: RuntimeError, comm: Comm) -> Exception:
@@ -55,12 +55,12 @@ def translate_error(error: RuntimeError, comm: Comm) -> Exception:
     if calls is not None:
         calls.has_failed = True
         if calls.failure is not None:
-            return CollectiveMismatchError(calls.failure)
+            return calls.failure.error()
     if not is_gone and not is_silent:
         return DistError(f"{text} ({comm.this_rank})")
     absent = _absent(comm)
     if calls is not None and calls.failure is not None:
-        return CollectiveMismatchError(calls.failure)
+        return calls.failure.error()
     if any(one.has_ended for one in absent) or (is_gone and not absent):
         return _peer_error(comm, text, [one for one in absent if one.has_ended])
     return _timeout_error(comm, f"The backend says: {text}", absent)

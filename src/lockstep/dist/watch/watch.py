@@ -32,7 +32,7 @@ import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
 from lockstep.dist.groups import Comm, known_groups
-from lockstep.dist.watch.calls import Calls, Record, first_difference, grouped, ranks_in_words, short_path
+from lockstep.dist.watch.calls import Calls, Failure, Record, first_difference, grouped, ranks_in_words, short_path
 from lockstep.errors import DistError
 
 _TICK_SECONDS = 0.25
@@ -197,7 +197,7 @@ class Watch:
         """Learn why a group can't be used further, if another rank has said so."""
         key = f"failure/{name_of(comm)}"
         if self.store.check([key]):
-            calls.failure = self.store.get(key).decode()
+            calls.failure = Failure(*json.loads(self.store.get(key)))
             if calls.waiting and threading.current_thread() is self._thread:
                 interrupt(comm)
 
@@ -235,7 +235,7 @@ class Watch:
 
     # What a mismatch is.
 
-    def explain(self, comm: Comm, calls: Calls, *, wait: bool) -> str:
+    def explain(self, comm: Comm, calls: Calls, *, wait: bool) -> Failure:
         """Return which call is the first that differs between the ranks of a group.
 
         Args:
@@ -266,9 +266,9 @@ class Watch:
                     ended[missing[rank]] = state["error"]
         return described(comm, {rank: Record(exported[rank]) for rank in sorted(exported)}, ended)
 
-    def declare(self, comm: Comm, text: str) -> None:
+    def declare(self, comm: Comm, failure: Failure) -> None:
         """Tell the other ranks of a group why it can't be used further."""
-        self.store.set(f"failure/{name_of(comm)}", text)
+        self.store.set(f"failure/{name_of(comm)}", json.dumps(failure))
         for rank in comm.ranks:
             if rank != self.rank:
                 number = self.store.add(f"asks/{rank}", 1)
@@ -276,10 +276,10 @@ class Watch:
 
     def _fail(self, comm: Comm, calls: Calls) -> None:
         """Find out how the calls differ, and let all ranks of the group fail."""
-        text = self.explain(comm, calls, wait=False)
+        failure = self.explain(comm, calls, wait=False)
         if calls.failure is None:
-            calls.failure = text
-            self.declare(comm, text)
+            calls.failure = failure
+            self.declare(comm, failure)
             if calls.waiting and threading.current_thread() is self._thread:
                 interrupt(comm)
 
@@ -442,16 +442,17 @@ def records_of(comm: Comm, states: Mapping[int, Mapping[str, Any] | None]) -> di
     return found
 
 
-def described(comm: Comm, records: Mapping[int, Record], ended: Mapping[int, str]) -> str:
+def described(comm: Comm, records: Mapping[int, Record], ended: Mapping[int, str]) -> Failure:
     """Return which call differs first, and what each rank has called."""
     number = first_difference(list(records.values()))
     if number is None:
         kept = min(len(record) for record in records.values())
-        return (
+        return Failure(
             f"ranks of {comm.name} must make the same calls, but they differ, earlier than in the last {kept}, which "
             "are kept. LOCKSTEP_CHECK=always finds the first difference"
         )
     lines = {}
+    left = [rank for rank, record in records.items() if rank in ended and record.call(number) is None]
     for rank, record in records.items():
         call = record.call(number)
         if call is not None:
@@ -460,10 +461,11 @@ def described(comm: Comm, records: Mapping[int, Record], ended: Mapping[int, str
             does = "has ended" if rank in ended else "has not called anything more"
             last = f", after {record.call(record.number)}" if record.number else ""
             lines[rank] = f"{does}{last}"
-    return f"ranks of {comm.name} must make the same call, but their call {number} differs:\n{grouped(lines)}"
+    text = f"ranks of {comm.name} must make the same call, but their call {number} differs:\n{grouped(lines)}"
+    return Failure(text, left)
 
 
-def described_if_different(comm: Comm, records: Mapping[int, Record]) -> str | None:
+def described_if_different(comm: Comm, records: Mapping[int, Record]) -> Failure | None:
     """Return how the calls of ranks differ, or None if they are the same, or not known to differ."""
     if len(records) < 2 or len({record.resets for record in records.values()}) > 1:
         return None
