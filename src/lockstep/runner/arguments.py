@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_ar
 
 from torch import nn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, did_you_mean
 from lockstep.strategy import Strategy
 
 # What an argument may hold in a config. `lockstep.lint` has a check for each.
@@ -173,6 +173,30 @@ CONFIG_KEYS: Mapping[str, Argument] = {
     "tta_pipeline": Argument(),
     "vis_backends": Argument(),
 }
+
+
+# What other frameworks, or one's own habit, call an argument, and where it is given here.
+_OTHER_WORDS = {
+    **dict.fromkeys(("by_epoch", "max_epochs", "max_iters", "val_interval"), "a key of `train_cfg`"),
+    **dict.fromkeys(("deterministic", "seed"), "a key of `randomness`"),
+    **dict.fromkeys(("callbacks", "hooks"), "`custom_hooks`"),
+    **dict.fromkeys(("optimizer", "optimizers", "optim"), "`optim_wrapper`, which takes an optimizer, too"),
+    **dict.fromkeys(("lr_scheduler", "scheduler", "schedulers"), "`param_scheduler`"),
+    **dict.fromkeys(("logger", "loggers", "trackers"), "`visualizer`"),
+    **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "`loss`"),
+    **dict.fromkeys(("evaluator", "evaluators", "metrics"), "`val_evaluator` or `test_evaluator`"),
+    "resume_from": "`load_from`, with `resume=True`",
+}
+
+
+def unknown_argument(names: Iterable[str]) -> TypeError | None:
+    """Return the error for arguments that a Runner doesn't have, with what is probably meant; None if it has all."""
+    told = []
+    for name in names:
+        if name not in ARGUMENTS:
+            meant = f": it is {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else did_you_mean(name, ARGUMENTS)
+            told.append(f"a Runner has no argument `{name}`{meant}")
+    return TypeError("\n".join(told)) if told else None
 
 
 def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from lockstep.runner.arguments import RunnerArguments
+from lockstep.runner.arguments import RunnerArguments, unknown_argument
 from lockstep.runner.run import TrainRun
 
 P = ParamSpec("P")
@@ -24,6 +24,8 @@ def taking(
     def decorate(method: Callable[[Any, RunnerArguments], None]) -> Callable[Concatenate[Any, P], None]:
         @wraps(RunnerArguments.__init__)
         def init(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            if (unknown := unknown_argument(kwargs)) is not None:
+                raise unknown
             method(self, arguments(*args, **kwargs))
 
         return init
