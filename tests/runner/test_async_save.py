@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import threading
 import time
 from contextlib import contextmanager
@@ -222,9 +223,22 @@ def test_a_thread_that_is_waited_for_in_vain_gives_up(tmp_path, monkeypatch):
 def test_what_ranks_have_to_say_may_be_long():
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
     exchange = background._Exchange(store, "x", 0, 1)
-    said = bytes(range(256)) * 50_000  # 12 MB
+    said = {"words": ["häß\udcff"] * 1_000_000}  # 20 MB
     exchange._put("key", said)
     assert exchange._take("key", forget=True) == said
+
+
+def test_what_is_read_from_the_store_runs_no_code(tmp_path):
+    class Runs:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
+    store.set("x/result/1/0", pickle.dumps(Runs()))
+    store.set("x/result/1", "1")
+    with pytest.raises(ValueError, match="decode"):
+        background._Exchange(store, "x", 0, 2).conclude({}, lambda results: results, threading.Event())
+    assert not (tmp_path / "ran").exists()
 
 
 @ranks(1, 2)

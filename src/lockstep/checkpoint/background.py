@@ -7,7 +7,7 @@ written through the store at which the ranks met, so that they never come betwee
 from __future__ import annotations
 
 import itertools
-import pickle
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.saving import Save, Share, data_of, size_of
+from lockstep.checkpoint.saving import Save, Share, Written, data_of, size_of
 from lockstep.checkpoint.together import Failure, on_all_then_main
 from lockstep.dist import get_dist_info
 from lockstep.dist.watch.watch import side_store
@@ -172,7 +172,8 @@ class _Job:
                 if self.failure is None:
                     self.save.complete([written])
             else:
-                self.failure = exchange.conclude((written, self.failure), self._complete, self.is_abandoned)
+                said = _said(self.failure) if written is None else {"written": written.to_json()}
+                self.failure = _failure_in(exchange.conclude(said, self._complete, self.is_abandoned))
         except Exception as error:  # also: the store is gone, and so is the job
             self.failure = Failure.of(error)
         finally:
@@ -183,19 +184,22 @@ class _Job:
             if self.failure is not None and self._when_failed is not None:
                 self._when_failed()
 
-    def _complete(self, results: Sequence[tuple[Any, Failure | None]]) -> Failure | None:
+    def _complete(self, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """On rank 0: publish what all have written."""
-        failure = next((failed for _, failed in results if failed is not None), None)
+        failure = next((failed for failed in map(_failure_in, results) if failed is not None), None)
         if failure is None:
             try:
-                self.save.complete([written for written, _ in results])
+                parts = (said.get("written") for said in results)
+                self.save.complete([None if part is None else Written.from_json(part) for part in parts])
             except Exception as error:
                 failure = Failure.of(error)
-        return failure
+        return _said(failure)
 
 
 class _Exchange:
     """Results of all ranks to rank 0, and its verdict back, through a store and without collectives.
+
+    They are values of JSON: reading one runs no code, whoever has written it.
 
     Args:
         store: a connection for this thread alone.
@@ -235,7 +239,7 @@ class _Exchange:
 
     def _put(self, key: str, value: Any) -> None:
         """Store a value, in pieces: the last key to be there says how many."""
-        data = pickle.dumps(value)
+        data = json.dumps(value).encode()
         pieces = [data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE)]
         for i, piece in enumerate(pieces):
             self._store.set(f"{self._prefix}/{key}/{i}", piece)  # type: ignore[arg-type]  # torch's stubs lack bytes
@@ -243,11 +247,19 @@ class _Exchange:
 
     def _take(self, key: str, *, forget: bool = False) -> Any:
         names = [f"{self._prefix}/{key}/{i}" for i in range(int(self._store.get(f"{self._prefix}/{key}")))]
-        value = pickle.loads(b"".join(self._store.get(name) for name in names))  # from a rank of the job
+        value = json.loads(b"".join(self._store.get(name) for name in names))
         if forget:
             for name in names:
                 self._store.delete_key(name)
         return value
+
+
+def _said(failure: Failure | None) -> dict[str, Any]:
+    return {} if failure is None else {"failure": failure.to_json()}
+
+
+def _failure_in(said: dict[str, Any]) -> Failure | None:
+    return Failure.from_json(said["failure"]) if "failure" in said else None
 
 
 def _copied(

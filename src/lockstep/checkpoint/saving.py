@@ -10,6 +10,7 @@ rank, and a run may need it late or never.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
@@ -110,6 +111,21 @@ class Written(NamedTuple):
     name: str
     file: StoredFile
     chunks: Sequence[tuple[str, Chunk]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        chunks = [(tensor, one.start, one.offsets, one.shape, one.crc32) for tensor, one in self.chunks]
+        return {"name": self.name, "file": dataclasses.astuple(self.file), "chunks": chunks}
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> Written:
+        """Return what `to_json` of another rank has returned."""
+        name = said["name"]
+        chunks = [
+            (tensor, Chunk(name, start, tuple(offsets), tuple(shape), tuple(crc32)))
+            for tensor, start, offsets, shape, crc32 in said["chunks"]
+        ]
+        return cls(name, StoredFile(*said["file"]), chunks)
 
 
 class Save:

@@ -10,6 +10,7 @@ from lockstep.errors import ConfigError
 
 T = TypeVar("T")
 U = TypeVar("U")
+_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigError, OSError, RuntimeError)}
 
 
 class Failure(NamedTuple):
@@ -28,6 +29,15 @@ class Failure(NamedTuple):
         if isinstance(error, OSError):
             return cls(get_rank(), OSError, str(error), error.errno)
         return cls(get_rank(), RuntimeError, f"{type(error).__name__}: {error}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {**self._asdict(), "kind": self.kind.__name__}
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> Failure:
+        """Return what `to_json` of another rank has returned."""
+        return cls(**{**said, "kind": _KINDS.get(said["kind"], RuntimeError)})
 
     def raised(self, what: str) -> Exception:
         """Return the error to raise on every rank."""
