@@ -58,13 +58,40 @@ def test_a_python_config_can_use_what_its_base_says(write):
     cfg = Config.fromfile(
         write(
             "child.py",
-            "_base_ = 'base.py'\nlr = _base_.lr * 2\n_base_.model.type = 'Changed'\n"
-            "stages = _base_.model.stages + [3]\n",
+            "_base_ = 'base.py'\nlr = _base_.lr * 2\nstages = _base_.model.stages + [3]\n",
         )
     )
     assert cfg.lr == 0.2
     assert cfg.stages == [1, 2, 3]
-    assert cfg.model.type == "Net"  # reading is not writing
+    assert cfg.model.stages == [1, 2]
+
+
+def test_a_python_config_can_change_what_its_base_says(write):
+    write("base.py", MODEL)
+    write("middle.py", "_base_ = 'base.py'\n_base_.model.head.width = 5\n_base_['lr'] *= 3\n")
+    cfg = Config.fromfile(
+        file := write(
+            "child.py",
+            "_base_ = 'middle.py'\n"
+            "_base_.update(epochs=3)\n"
+            "{{_base_.model.head}}.bias = False\n"
+            "model = dict(type='Own')\n"  # the file's own keys are merged into the changed ones
+            "head = _base_.model.head\n"
+            "head.type = 'Conv'\n"
+            "_base_.model.stages.append(3)\n"
+            "del _base_.lr\n"
+            "said = '{{_base_.model.head.type}}'\n",
+        )
+    )
+    head = {"type": "Conv", "width": 5, "bias": False}
+    assert cfg == {"model": {"type": "Own", "head": head, "stages": [1, 2, 3]}, "epochs": 3, "head": head, "said": "Conv"}
+    assert cfg.where("epochs") == f"{file}:2"
+    assert cfg.where("model.head.bias") == f"{file}:3"
+    assert cfg.where("model.head.width") == f"{file.with_name('middle.py')}:2"
+    assert cfg.where("model.head") == f"{file.with_name('base.py')}:1"
+    assert "epochs" not in cfg.helpers  # set, not read
+    cfg.head.type = "Linear"
+    assert cfg.model.head.type == "Conv"  # no part of the result is shared
 
 
 @pytest.mark.parametrize(
@@ -79,6 +106,11 @@ def test_a_python_config_can_use_what_its_base_says(write):
         ("_base_ = ['base.py', 'copy.py']", "child.py:1: `_base_` gives `model` twice"),
         ("_base_ = 'bose.py'", "child.py:1: `_base_` names a file that is missing"),
         ("_base_ = 'child.py'", "child.py:1: `_base_` leads in a circle"),
+        ("_base_ = 'base.py'\n{{_base_.lr}} = 1", "child.py:2: cannot assign to set display"),
+        (
+            "from lockstep.config import read_base\nwith read_base():\n    from .base import *\n_base_.lr = 1",
+            "child.py:4: `lr` is set in `_base_`, which a file with read_base() lacks; set `lr` itself",
+        ),
     ],
 )
 def test_contradictions_are_named_with_file_line_and_key(write, text, says):

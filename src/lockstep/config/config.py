@@ -78,9 +78,9 @@ class Config(ConfigDict):
         """Read a config from a Python, YAML or JSON file, with the files that it names in `_base_`.
 
         A Python file may import modules from its own folder. What it imports or defines (modules, functions, classes)
-        does not become a key, but may be a value: ``dict(type=MyNet)``. It can read the values of its bases from
-        `_base_`, as in ``lr = _base_.lr * 2``, or import its bases, see `read_base`. The modules that
-        ``custom_imports=dict(imports=[...])`` names are imported. In strings, ``{{ fileBasenameNoExtension }}``, ``{{
+        does not become a key, but may be a value: ``dict(type=MyNet)``. It can read and change the values of its bases
+        in `_base_`, as in ``lr = _base_.lr * 2`` and ``_base_.model.depth = 50``, or import its bases, see `read_base`.
+        The modules that ``custom_imports=dict(imports=[...])`` names are imported. In strings, ``{{ fileBasenameNoExtension }}``, ``{{
         fileBasename }}``, ``{{ fileDirname }}`` and ``{{ fileExtname }}`` stand for parts of the file's path, and ``{{
         _base_.model.depth }}`` for a value of its bases.
 

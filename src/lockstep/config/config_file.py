@@ -89,7 +89,7 @@ class ConfigFile(ABC):
         """Return the file's own values.
 
         Args:
-            base: the values of the bases, which the file can read as `_base_`.
+            base: the values of the bases, which the file can read as `_base_`; a file in Python can also change them.
             imported: the keys that each import of a base provides, in order, if the file imports its bases.
         """
 

@@ -100,10 +100,14 @@ class Source:
         parts = [(base, source.values()) for base, source in self.bases]
         if file.imports_bases:
             taken = [_taken(base, part, file) for base, part in parts]
-            return ConfigDict(filled(file.values(ConfigDict(), taken), path))
+            unused = ConfigDict()
+            own = file.values(unused, taken)
+            for name in unused:
+                raise file.error(name, f"is set in `{BASE}`, which a file with read_base() lacks; set `{name}` itself")
+            return ConfigDict(filled(own, path))
         joined = _joined(parts, file)
-        own = filled(file.values(deepcopy(joined)), path, joined)
-        return merged(joined, ConfigDict(own), file.error)
+        own = file.values(joined)
+        return merged(joined, ConfigDict(filled(own, path, joined)), file.error)
 
     def where(self, key: str) -> str:
         """Return file and line of a dotted key, or of its nearest parent key; "" if no file sets it."""

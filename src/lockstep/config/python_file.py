@@ -28,7 +28,7 @@ class PythonFile(ConfigFile):
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(path, text)
         try:
-            self._tree = ast.parse(text, filename=str(path))
+            self._tree = BaseValues().visit(ast.parse(text, filename=str(path)))
         except SyntaxError as error:
             raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
         self._imported = imported_bases(self._tree, path)
@@ -81,15 +81,19 @@ class PythonFile(ConfigFile):
         """Yield where the file sets keys; in-place changes count, code in functions does not."""
         for statement in self._tree.body:
             for path, value in _assignments(statement):
-                yield from _writes_of(path, value, statement.lineno)
+                for write in _writes_of(path, value, statement.lineno):
+                    if statement is self._base or write.path[0] != BASE:
+                        yield write
+                    elif write.path[1:]:  # `_base_.lr = 1` sets `lr`
+                        yield write._replace(path=write.path[1:])
 
     def names_read(self) -> set[str]:
         """Return the names that the file's own code reads."""
         return {
             node.id if isinstance(node, ast.Name) else node.attr
             for node in ast.walk(self._tree)
-            if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-            or (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == BASE)
+            if (isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and _path(node.value) == [BASE]))
+            and isinstance(node.ctx, ast.Load)
         }
 
     def imports(self) -> list[str] | None:
@@ -110,8 +114,7 @@ class PythonFile(ConfigFile):
                     vars(module).update(imported.pop(0))
             elif BASE not in _names_assigned(statement):
                 # The bases are loaded already: `_base_` holds their values.
-                code = BaseValues().visit(statement)
-                exec(compile(ast.Module([code], type_ignores=[]), str(self.path), "exec"), vars(module))
+                exec(compile(ast.Module([statement], type_ignores=[]), str(self.path), "exec"), vars(module))
 
     def _is_tool(self, name: str, value: object, module: ModuleType) -> bool:
         """Return whether a name is a tool for computing values, not a value itself.
