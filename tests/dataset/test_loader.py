@@ -342,6 +342,28 @@ def test_an_epoch_may_be_cut_short_for_a_trial():
         build_dataloader({**cfg, "num_batch_per_epoch": 0}, seed=0)
 
 
+@ranks(1, 2, 3)
+def test_a_global_batch_has_its_size_on_any_number_of_ranks():
+    cfg = {"dataset": list(range(18)), "global_batch_size": 6}
+    loader = build_dataloader(cfg, seed=0)
+    batches = [sorted(int(i) for part in all_gather_object(batch) for i in part) for batch in loader]
+    assert loader.batch_size == 6 // get_world_size()
+    assert batches == [sorted(map(int, batch)) for batch in build_dataloader(cfg, seed=0, shard=(0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"batch_size": 2}, "`global_batch_size` and `batch_size` both set the size of batches"),
+        ({"global_batch_size": 0}, "`global_batch_size` must be an int of at least 1, but is 0"),
+        ({"global_batch_size": 16}, "a multiple of the number of ranks that share the data, 3, but is 16"),
+    ],
+)
+def test_a_global_batch_that_can_not_be_shared_is_refused(more, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        build_dataloader({"dataset": list(range(18)), "global_batch_size": 6, **more}, seed=0, shard=(0, 3))
+
+
 class Lazy(Counting):
     def full_init(self) -> None:
         self.is_full = True

@@ -337,6 +337,12 @@ def test_the_examples_have_no_faults(path, monkeypatch):
     assert find_faults(Config.fromfile(path)) == []
 
 
+def test_a_global_batch_size_contradicts_a_batch_size():
+    loader = {"dataset": {"type": Data}, "global_batch_size": 12}
+    assert not found(train_dataloader=loader)
+    assert "train_dataloader.global_batch_size" in str(found(train_dataloader={**loader, "batch_size": 3}))
+
+
 def test_what_mmengines_configs_hold_besides_is_known():
     validation = {"val_dataloader": {"dataset": {"type": Data}, "num_batch_per_epoch": 2}, "val_cfg": {}}
     assert not found(

@@ -51,12 +51,13 @@ def build_dataloader(
 
     Args:
         loader: a `DataLoader` or any iterable of batches, or a config dict with the keys `dataset` (an object or a
-            config), `batch_size` (per rank), optionally `sampler` (an object, a config, or replaced by `shuffle`),
-            `batch_sampler` (an object or a config), `collate_fn` (a function, or one in the registry `FUNCTIONS`, such
-            as `default_collate` and `pseudo_collate`, by name or config), `num_batch_per_epoch` (the number of batches
-            of a shortened epoch, for a trial), and further arguments of `torch.utils.data.DataLoader`. An
-            `IterableDataset` is split over ranks and workers (see `StreamShard`). `split=False` says that the dataset
-            or the sampler already splits the data itself; `split=True` that it does not, even if it seems to.
+            config), `batch_size` (per rank) or `global_batch_size` (of all ranks together), optionally `sampler` (an
+            object, a config, or replaced by `shuffle`), `batch_sampler` (an object or a config), `collate_fn` (a
+            function, or one in the registry `FUNCTIONS`, such as `default_collate` and `pseudo_collate`, by name or
+            config), `num_batch_per_epoch` (the number of batches of a shortened epoch, for a trial), and further
+            arguments of `torch.utils.data.DataLoader`. An `IterableDataset` is split over ranks and workers (see
+            `StreamShard`). `split=False` says that the dataset or the sampler already splits the data itself;
+            `split=True` that it does not, even if it seems to.
         seed: seed of the order of samples, the same on every rank.
         evaluation: by default keep the order, and yield each sample exactly once.
         shard: this rank's shard and the number of shards; by default its rank and the world size.
@@ -101,6 +102,9 @@ FUNCTIONS.register_module(module=default_collate)
 
 def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tuple[int, int]) -> DataLoader[Any]:
     arguments = dict(cfg)
+    if arguments.get("global_batch_size") is not None:
+        arguments["batch_size"] = _share_of_batch(arguments, shard[1])
+    arguments.pop("global_batch_size", None)
     dataset = arguments.pop("dataset", None)
     if dataset is None:
         raise ConfigError(f"a data loader's config must have the key 'dataset', but has only {sorted(cfg)}")
@@ -135,6 +139,21 @@ def _made(kind: type[_Loader], dataset: Any, arguments: Mapping[str, Any]) -> _L
         return kind(dataset, **arguments)
     except TypeError as error:
         raise ConfigError(f"a data loader's config is not valid: {error}") from error
+
+
+def _share_of_batch(cfg: Mapping[str, Any], shards: int) -> int:
+    """Return how many samples of a global batch are for each shard."""
+    size = cfg["global_batch_size"]
+    if taken := [name for name in ("batch_size", "batch_sampler") if cfg.get(name) is not None]:
+        raise ConfigError(f"`global_batch_size` and `{taken[0]}` both set the size of batches; leave out one")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"`global_batch_size` must be an int of at least 1, but is {size!r}")
+    if size % shards:
+        raise ConfigError(
+            f"`global_batch_size` must be a multiple of the number of ranks that share the data, {shards}, but is "
+            f"{size}. For 1 to 4 ranks choose a multiple of 12, for 1 to 8 one of 840"
+        )
+    return size // shards
 
 
 def _first_samples(dataset: Any, count: int) -> Any:

@@ -40,7 +40,7 @@ _CONSTRUCTOR = "DefaultOptimWrapperConstructor"
 _LENGTHS = frozenset({"T_max", "total_iters", "total_steps"})
 _SCHEDULER = Kind(registry.PARAM_SCHEDULERS, supplied=_LENGTHS | {"optimizer"}, own=_OWN_SCHEDULER_KEYS)
 _METRIC = Kind(registry.METRICS)
-_LOADER_KEYS = frozenset({"split", "num_batch_per_epoch"})
+_LOADER_KEYS = frozenset({"split", "num_batch_per_epoch", "global_batch_size"})
 _HOOK = Kind(registry.HOOKS, own=frozenset({"priority"}))
 _FSDP_WRAPPER = "MMFullyShardedDataParallel"
 _LOOP_PARTS = frozenset({"runner", "dataloader", "evaluator"})
@@ -57,6 +57,9 @@ def _dataloader(key: str, cfg: object) -> Iterator[Fault]:
         yield Fault(f"{key}.{name}", f"is not an argument of a data loader{hint}")
     if not isinstance(cfg.get("split"), bool | None):
         yield Fault(f"{key}.split", "must be True, False or None")
+    for name in ("batch_size", "batch_sampler"):
+        if cfg.get("global_batch_size") is not None and cfg.get(name) is not None:
+            yield Fault(f"{key}.global_batch_size", f"contradicts `{name}`; leave out one")
     if cfg.get("dataset") is None:
         yield Fault(key, f"must have the key `dataset`, but has only {sorted(map(str, cfg))}")
     if cfg.get("sampler") is not None and "shuffle" in cfg:

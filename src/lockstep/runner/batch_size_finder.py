@@ -159,11 +159,12 @@ def batch_size_in(cfg: Mapping[str, Any]) -> int:
             f"`train_dataloader` must be a config with a batch_size to be searched, but {what}. Give "
             "find_batch_size() a function that returns a Runner for a batch size"
         )
-    if loader.get("batch_sampler") is not None:
-        raise ConfigError(
-            "`train_dataloader.batch_size` must set the size of batches to be searched, but `batch_sampler` does. Give "
-            "find_batch_size() a function that returns a Runner for a batch size"
-        )
+    for name in ("batch_sampler", "global_batch_size"):
+        if loader.get(name) is not None:
+            raise ConfigError(
+                f"`train_dataloader.batch_size` must set the size of batches to be searched, but `{name}` does. Give "
+                "find_batch_size() a function that returns a Runner for a batch size"
+            )
     size = loader.get("batch_size", 1)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(f"`train_dataloader.batch_size` must be an int of at least 1 to be searched, but is {size!r}")
