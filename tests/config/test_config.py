@@ -153,3 +153,24 @@ def test_importing_configs_does_not_import_torch():
     code = "import sys, lockstep.config; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_keys_that_are_named_as_python_itself_or_a_module_keep_their_dumped_config_readable(tmp_path):
+    """A config in which `dict = dict(...)` came first could not call `dict` below it."""
+    odd = Config(
+        {
+            "dict": {"a": 1},
+            "float": math.inf,
+            "set": {1, 2},
+            "frozenset": frozenset([3]),
+            "range": range(4),
+            "int": int,
+            "globals": {"b": {}},
+            "pathlib": pathlib.PurePosixPath("x"),
+            "collections": collections.Counter,
+            "builtins": {"c": -math.inf},
+            "no name": 1,
+        }
+    )
+    odd.dump(tmp_path / "c.py")
+    assert Config.fromfile(tmp_path / "c.py") == odd

@@ -84,7 +84,12 @@ def test_a_python_config_can_change_what_its_base_says(write):
         )
     )
     head = {"type": "Conv", "width": 5, "bias": False}
-    assert cfg == {"model": {"type": "Own", "head": head, "stages": [1, 2, 3]}, "epochs": 3, "head": head, "said": "Conv"}
+    assert cfg == {
+        "model": {"type": "Own", "head": head, "stages": [1, 2, 3]},
+        "epochs": 3,
+        "head": head,
+        "said": "Conv",
+    }
     assert cfg.where("epochs") == f"{file}:2"
     assert cfg.where("model.head.bias") == f"{file}:3"
     assert cfg.where("model.head.width") == f"{file.with_name('middle.py')}:2"

@@ -6,7 +6,7 @@ import inspect
 import keyword
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -29,13 +29,16 @@ def python_source(values: Mapping[str, Any]) -> str:
 
 def source_form(values: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return assignments, and the keys whose values have no source form."""
-    writer = _Writer()
+    writer = _Writer(values)
     body = [
         f"{left} = {writer.write(value, key, used=len(left) + 3)}\n"
         for key, value in values.items()
-        for left in [key if _is_name(key) else f"globals()[{key!r}]"]
+        for left in [key if _is_name(key) else f"{writer.imported('builtins', 'globals')}()[{key!r}]"]
     ]
-    head = [f"import {module}\n" for module in sorted(writer.imports)]
+    head = [
+        f"import {module}\n" if name == module else f"import {module} as {name}\n"
+        for module, name in sorted(writer.imports.items())
+    ]
     return "".join([*head, "\n" if head or writer.lost else "", *body]), writer.lost
 
 
@@ -62,11 +65,16 @@ def plain_data(value: Any) -> Any:
 
 
 class _Writer:
-    """Writes values as source; collects the modules to import and the keys that could not be written."""
+    """Writes values as source; collects the modules to import and the keys that could not be written.
 
-    def __init__(self) -> None:
-        self.imports: set[str] = set()
+    Args:
+        taken: the names that the source assigns, so that it must not use them for anything else.
+    """
+
+    def __init__(self, taken: Container[str] = ()) -> None:
+        self.imports: dict[str, str] = {}
         self.lost: list[str] = []
+        self._taken = taken
 
     def write(self, value: Any, key: str, *, indent: int = 0, used: int | None = None) -> str:
         """Return the source of `value`.
@@ -77,7 +85,7 @@ class _Writer:
             indent: columns before the closing bracket, if that is on its own line.
             used: columns of the first line that are already used; None to write everything on one line.
         """
-        form = _brackets(value, key)
+        form = self._brackets(value, key)
         if form is None:
             return self._atom(value, key)
         opening, closing, items = form
@@ -94,46 +102,53 @@ class _Writer:
         return f"{opening}\n{lines}{' ' * indent}{closing}"
 
     def _atom(self, value: Any, key: str) -> str:
+        if isinstance(value, range):
+            return f"{self.imported('builtins', 'range')}{repr(value).removeprefix('range')}"
+        if isinstance(value, float) and not isinstance(value, Enum) and not math.isfinite(value):
+            return f"{self.imported('builtins', 'float')}({str(float(value))!r})"
         if (literal := _literal(value)) is not None:
             return literal
         if isinstance(value, PurePath):
-            return f"{self._imported('pathlib', type(value).__name__)}({str(value)!r})"
+            return f"{self.imported('pathlib', type(value).__name__)}({str(value)!r})"
         if (path := _import_path(value)) is not None:
-            return self._imported(*path)
+            return self.imported(*path)
         if key not in self.lost:
             self.lost.append(key)
         return repr(_description(value))
 
-    def _imported(self, module: str, name: str) -> str:
-        if module == "builtins":
+    def imported(self, module: str, name: str) -> str:
+        """Return what the source calls an object in a module."""
+        if module == "builtins" and name not in self._taken:
             return name
-        self.imports.add(module)
-        return f"{module}.{name}"
+        alias = module
+        while alias.partition(".")[0] in self._taken:
+            alias = f"{alias.replace('.', '_')}_"
+        self.imports[module] = alias
+        return f"{alias}.{name}"
 
-
-def _brackets(value: Any, key: str) -> tuple[str, str, list[tuple[str, Any, str]]] | None:
-    """Return the brackets and the items (text before it, value, dotted key); None if not a container."""
-    if isinstance(value, Mapping):
-        if all(_is_name(k) for k in value):
-            return "dict(", ")", [(f"{k}=", v, f"{key}.{k}") for k, v in value.items()]
-        return "{", "}", [(f"{k!r}: ", v, f"{key}.{k}") for k, v in value.items()]
-    if isinstance(value, set | frozenset):
-        opening, closing = f"{type(value).__name__}([", "])"
-        value = sorted(value, key=repr)  # so that the same config gives the same text in every process
-    elif isinstance(value, list | tuple):
-        opening, closing = "[]" if isinstance(value, list) else "()"
-    else:
-        return None
-    return opening, closing, [("", v, f"{key}.{n}") for n, v in enumerate(value)]
+    def _brackets(self, value: Any, key: str) -> tuple[str, str, list[tuple[str, Any, str]]] | None:
+        """Return the brackets and the items (text before it, value, dotted key); None if not a container."""
+        if isinstance(value, Mapping):
+            if all(_is_name(k) for k in value):
+                opening = f"{self.imported('builtins', 'dict')}("
+                return opening, ")", [(f"{k}=", v, f"{key}.{k}") for k, v in value.items()]
+            return "{", "}", [(f"{k!r}: ", v, f"{key}.{k}") for k, v in value.items()]
+        if isinstance(value, set | frozenset):
+            kind = "set" if isinstance(value, set) else "frozenset"
+            opening, closing = f"{self.imported('builtins', kind)}([", "])"
+            value = sorted(value, key=repr)  # so that the same config gives the same text in every process
+        elif isinstance(value, list | tuple):
+            opening, closing = "[]" if isinstance(value, list) else "()"
+        else:
+            return None
+        return opening, closing, [("", v, f"{key}.{n}") for n, v in enumerate(value)]
 
 
 def _literal(value: Any) -> str | None:
-    if value is None or value is ... or isinstance(value, range):
+    if value is None or value is ...:
         return repr(value)
     if isinstance(value, Enum):
         return None
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"float({str(float(value))!r})"
     for kind in (bool, int, float, complex, str, bytes):
         if isinstance(value, kind):
             return kind.__repr__(value)  # also for a subclass, such as NumPy's float64
