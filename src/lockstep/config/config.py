@@ -80,9 +80,9 @@ class Config(ConfigDict):
         A Python file may import modules from its own folder. What it imports or defines (modules, functions, classes)
         does not become a key, but may be a value: ``dict(type=MyNet)``. It can read and change the values of its bases
         in `_base_`, as in ``lr = _base_.lr * 2`` and ``_base_.model.depth = 50``, or import its bases, see `read_base`.
-        The modules that ``custom_imports=dict(imports=[...])`` names are imported. In strings, ``{{ fileBasenameNoExtension }}``, ``{{
-        fileBasename }}``, ``{{ fileDirname }}`` and ``{{ fileExtname }}`` stand for parts of the file's path, and ``{{
-        _base_.model.depth }}`` for a value of its bases.
+        The modules that ``custom_imports=dict(imports=[...])`` names are imported. In strings, ``{{
+        fileBasenameNoExtension }}``, ``{{ fileBasename }}``, ``{{ fileDirname }}`` and ``{{ fileExtname }}`` stand for
+        parts of the file's path, and ``{{ _base_.model.depth }}`` for a value of its bases.
 
         A Python file is a program, which is run. YAML and JSON files are data: unless they are trusted, they may not
         name import paths, `custom_imports`, or a Python file as a base.

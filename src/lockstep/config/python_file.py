@@ -28,7 +28,7 @@ class PythonFile(ConfigFile):
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(path, text)
         try:
-            self._tree = BaseValues().visit(ast.parse(text, filename=str(path)))
+            self._tree: ast.Module = BaseValues().visit(ast.parse(text, filename=str(path)))
         except SyntaxError as error:
             raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
         self._imported = imported_bases(self._tree, path)
