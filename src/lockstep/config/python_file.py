@@ -28,9 +28,10 @@ class PythonFile(ConfigFile):
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(path, text)
         try:
-            self._tree: ast.Module = BaseValues().visit(ast.parse(text, filename=str(path)))
+            self._tree = ast.parse(text, filename=str(path))
         except SyntaxError as error:
             raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
+        BaseValues().visit(self._tree)
         self._imported = imported_bases(self._tree, path)
         self.imports_bases = bool(self._imported)
         self._base = next((statement for statement in self._tree.body if BASE in _names_assigned(statement)), None)
