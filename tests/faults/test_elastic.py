@@ -51,6 +51,7 @@ class Noted(Hook):
         own = data_batch[1].tolist() if runner.train_loop.samples else []
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         line = dict(attempt=attempt, ranks=runner.world_size, iter=runner.iter, epoch=runner.epoch, indices=own)
+        line["loss"] = float(outputs["loss"])
         with open(self.file, "a") as file:
             file.write(json.dumps(line) + "\\n")
 
@@ -104,9 +105,9 @@ def kept(folder: Path) -> list[dict]:
     ]
 
 
-def every_sample_once(lines: list[dict]) -> bool:
+def every_sample_once(lines: list[dict], epochs: int = EPOCHS) -> bool:
     seen = Counter((line["epoch"], index) for line in lines for index in line["indices"])
-    return seen == Counter({(epoch, index): 1 for epoch in range(EPOCHS) for index in range(SAMPLES)})
+    return seen == Counter({(epoch, index): 1 for epoch in range(epochs) for index in range(SAMPLES)})
 
 
 def test_it_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
@@ -117,6 +118,15 @@ def test_it_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
     assert "Starting again with 1 rank, as many as are left (2 of 2)." in ended.stderr
     lines = kept(tmp_path)
     assert {(line["attempt"], line["ranks"]) for line in lines} == {(0, 3), (1, 2), (2, 1)}
+    assert every_sample_once(lines)
+
+
+def test_ranks_that_are_lost_in_the_same_iteration_are_left_out_one_after_the_other(tmp_path: Path) -> None:
+    ended = train(tmp_path, "1:3", 3, {"0": [1, 6], "1": [1, 6]})
+    assert ended.returncode == 0, ended.stderr
+    assert "Starting again with 1 rank, as many as are left (2 of 3)." in ended.stderr
+    lines = kept(tmp_path)
+    assert {(line["attempt"], line["ranks"]) for line in lines} == {(0, 3), (2, 1)}
     assert every_sample_once(lines)
 
 

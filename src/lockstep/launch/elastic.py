@@ -226,7 +226,10 @@ class _Agent(LocalElasticAgent):
             spec = worker_group.spec
             again = "Starting all ranks again"
             if self._least_nproc is not None and self.ledger.lost:
-                spec.local_world_size = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
+                left = max(self._least_nproc, spec.local_world_size - len(self.ledger.lost))
+                if left < spec.local_world_size:
+                    self._failed_iteration = None  # without the lost ranks it may well pass that iteration
+                spec.local_world_size = left
                 again = f"Starting again with {counted(spec.local_world_size, 'rank')}, as many as are left"
             say(f"{self.describe()}\n\n{again} ({count} of {total}).")
 
