@@ -25,6 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import TypeVar
+
+_E = TypeVar("_E", bound=Exception)
 
 
 class LockstepError(Exception):
@@ -89,15 +92,17 @@ class CollectiveMismatchError(DistError):
     """Ranks of one group called a collective with arguments that do not belong together.
 
     Attributes:
-        ended: the ranks, within the group, that had left it before the call; the error is theirs then.
+        failed_ranks: the ranks of the job that had left the group before the call; otherwise those whose call differs
+            from that of most of the others, or from that of the first one where there is no majority. Empty if it is
+            not known.
     """
 
-    def __init__(self, message: str, *, ended: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, *, failed_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.ended = tuple(ended)
+        self.failed_ranks = tuple(failed_ranks)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_mismatch_error, (str(self), self.ended)
+        return _rebuild_mismatch_error, (str(self), self.failed_ranks)
 
 
 class DivergenceError(DistError):
@@ -114,6 +119,11 @@ class DivergenceError(DistError):
         self.name = name
         self.ranks = tuple(ranks)
         self.iteration = iteration
+
+    @property
+    def failed_ranks(self) -> tuple[int, ...]:
+        """`ranks`, as of `CollectiveMismatchError`."""
+        return self.ranks
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_divergence_error, (str(self), self.name, self.ranks, self.iteration)
@@ -132,12 +142,23 @@ PEER_IS_GONE = (
 )
 
 
+def caused_by(error: _E, ranks: Sequence[int]) -> _E:
+    """Note on an error that all ranks raise which of them have caused it, so that the launcher names one of these.
+
+    Args:
+        error: the error.
+        ranks: ranks of the job.
+    """
+    error.failed_ranks = tuple(ranks)  # type: ignore[attr-defined]
+    return error
+
+
 def _rebuild_peer_error(message: str, rank: int | None, cause: str) -> PeerError:
     return PeerError(message, rank=rank, cause=cause)
 
 
-def _rebuild_mismatch_error(message: str, ended: Sequence[int]) -> CollectiveMismatchError:
-    return CollectiveMismatchError(message, ended=ended)
+def _rebuild_mismatch_error(message: str, failed_ranks: Sequence[int]) -> CollectiveMismatchError:
+    return CollectiveMismatchError(message, failed_ranks=failed_ranks)
 
 
 def _rebuild_divergence_error(message: str, name: str, ranks: Sequence[int], iteration: int) -> DivergenceError:

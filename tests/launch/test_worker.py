@@ -74,13 +74,24 @@ def test_a_script_that_cannot_begin_is_recorded_without_frames(rank, tmp_path):
     assert "runpy" not in trace
 
 
-@pytest.mark.parametrize(("ended", "follows"), [([1], "gone"), ([], None)])
-def test_a_mismatch_with_a_rank_that_has_left_is_its_fault(rank, tmp_path, ended, follows):
+@pytest.mark.parametrize(("ranks", "follows"), [([1], "gone"), ([1, 3], None), ([], None)])
+def test_an_error_of_all_ranks_is_the_fault_of_those_that_it_names(rank, tmp_path, ranks, follows):
     rank(f"""
         from lockstep.errors import CollectiveMismatchError
-        raise CollectiveMismatchError("their call 2 differs", ended={ended})
+        raise CollectiveMismatchError("their call 2 differs", failed_ranks={ranks})
     """)
     assert recorded(tmp_path)["follows"] == follows
+    rank(f"""
+        from lockstep.errors import caused_by
+        raise caused_by(OSError("the disk is full"), {ranks})
+    """)
+    assert recorded(tmp_path)["follows"] == follows
+
+
+def test_an_error_at_the_end_of_the_process_is_recorded(rank, tmp_path):
+    done = rank("import atexit, sys\natexit.register(lambda: sys.excepthook(OSError, OSError('late'), None))")
+    assert done.stderr == ""
+    assert recorded(tmp_path)["py_callstack"] == "OSError: late\n"
 
 
 def test_an_error_of_input_is_recorded_without_frames(rank, tmp_path):

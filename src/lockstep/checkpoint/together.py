@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from lockstep.dist import all_gather_object, gather_object, get_rank, get_world_size, scatter_object_list
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, caused_by
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -42,11 +42,12 @@ class Failure(NamedTuple):
     def raised(self, what: str) -> Exception:
         """Return the error to raise on every rank."""
         if self.kind is ConfigError:
-            return ConfigError(f"{self.text} (rank {self.rank} of {get_world_size()})")
-        error = self.kind(f"{what}: rank {self.rank}: {self.text}")
+            error: Exception = ConfigError(f"{self.text} (rank {self.rank} of {get_world_size()})")
+        else:
+            error = self.kind(f"{what}: rank {self.rank}: {self.text}")
         if isinstance(error, OSError):
             error.errno = self.errno
-        return error
+        return caused_by(error, [self.rank])
 
 
 def on_all_then_main(

@@ -32,6 +32,7 @@ from lockstep.dist.header import (
     require_no_failure,
 )
 from lockstep.dist.reduce_ops import reduction
+from lockstep.dist.watch.calls import unlike_most
 from lockstep.errors import CollectiveMismatchError, DistError
 
 Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -111,7 +112,7 @@ def synced(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tens
     wishes = [wish for _, wish, _ in said]
     if len({digest for _, _, digest in said}) > 1 or {_GRADIENT, _GRAD_MODE_OFF} <= set(wishes):
         texts = [header[_HEAD.size : TENSOR_ROOM_BYTES].rstrip(b"\0").decode(errors="replace") for header in headers]
-        raise _mismatch(texts, wishes)
+        raise _mismatch(texts, wishes, comm)
     if _GRADIENT in wishes:
         return _applied(linear, inputs)
     with torch.no_grad():
@@ -199,11 +200,13 @@ def _wish(inputs: Sequence[Tensor]) -> int:
     return _GRADIENT
 
 
-def _mismatch(calls: Sequence[str], wishes: Sequence[int]) -> CollectiveMismatchError:
+def _mismatch(calls: Sequence[str], wishes: Sequence[int], comm: Comm) -> CollectiveMismatchError:
     words = {_NO_GRADIENT: "", _GRADIENT: ", which requires grad", _GRAD_MODE_OFF: ", under no_grad"}
     table = "\n".join(
         f"  rank {rank}: {call}{words[wish]}" for rank, (call, wish) in enumerate(zip(calls, wishes, strict=True))
     )
+    kinds = [(call, wish == _GRAD_MODE_OFF) for call, wish in zip(calls, wishes, strict=True)]
     return CollectiveMismatchError(
-        f"with sync_grads all ranks must make the same call, all of them under no_grad or none, but call\n{table}"
+        f"with sync_grads all ranks must make the same call, all of them under no_grad or none, but call\n{table}",
+        failed_ranks=[comm.ranks[rank] for rank in unlike_most(dict(enumerate(kinds)))],
     )

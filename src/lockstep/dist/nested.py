@@ -33,7 +33,7 @@ from lockstep.dist.reduce import all_reduce
 from lockstep.dist.reduce_ops import OpLike, OpName, combine_in_place, op_name, reduction
 from lockstep.dist.transport import bytes_of, transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
-from lockstep.dist.watch.calls import grouped
+from lockstep.dist.watch.calls import grouped, unlike_most
 from lockstep.errors import CollectiveMismatchError
 from lockstep.tree import tree_items, tree_unflatten
 
@@ -461,7 +461,8 @@ def _mismatch(lines: list[str], comm: Comm) -> CollectiveMismatchError:
     }
     return CollectiveMismatchError(
         f"ranks of {comm.name} must hand in the same keys, shapes and dtypes in call {number}; beyond the "
-        f"{len(shared)} that they share they have\n{grouped(table)}"
+        f"{len(shared)} that they share they have\n{grouped(table)}",
+        failed_ranks=[comm.ranks[rank] for rank in unlike_most(dict(enumerate(map(frozenset, structures))))],
     )
 
 

@@ -151,7 +151,7 @@ def destroy_dist() -> None:
     calls of all ranks for the last time.
 
     **Raises**: CollectiveMismatchError if the ranks have made different calls; the group is gone all the same. At exit,
-    the message is printed, and the exit code is 1.
+    it goes to `sys.excepthook`, and the exit code is 1.
     """
     atexit.unregister(_leave)
     difference = end_watch()
@@ -160,7 +160,7 @@ def destroy_dist() -> None:
         if torch_dist.is_initialized():
             _end_group()
     if difference is not None:
-        raise CollectiveMismatchError(difference)
+        raise difference.error()
 
 
 @overload
@@ -309,9 +309,10 @@ def _leave() -> None:
     try:
         destroy_dist()
     except CollectiveMismatchError as error:
-        print(f"lockstep.errors.CollectiveMismatchError: {error}", file=sys.stderr, flush=True)
+        sys.excepthook(type(error), error, None)
         logging.shutdown()
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(1)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.dist import Handle, all_gather_object, all_reduce, get_comm_device
+from lockstep.errors import caused_by
 from lockstep.logging import read_scalars
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -113,11 +114,12 @@ class NaNCheckHook(Hook):
             for rank, fault in faults
             if fault.iteration == first
         ]
-        raise FloatingPointError(
+        error = FloatingPointError(
             f"the loss must be finite, but is not in iteration {first}, counted from 1: {'; '.join(told)}. "
             "Lower the learning rate, clip gradients (clip_grad=dict(max_norm=1.0)), or look at the batch: "
             "torch.autograd.set_detect_anomaly(True) shows where it begins"
         )
+        raise caused_by(error, [rank for rank, fault in faults if fault.iteration == first])
 
 
 def _first_fault(seen: list[_Seen]) -> _Fault | None:

@@ -12,6 +12,7 @@ What it adds to `python SCRIPT`:
 - An error that ends the script is written to the file that the agent reads (``TORCHELASTIC_ERROR_FILE``, in torch's
   format), instead of to a terminal where the tracebacks of all ranks would mix. The report says whether the error only
   follows the failure of another rank.
+- So is an error that lockstep raises when the process ends, because the ranks have made different calls.
 - At a signal of the agent (`STACK_SIGNAL`) it writes where it is, even if it hangs.
 
 It does not import torch, so that the script can still set variables that torch reads when it is imported.
@@ -34,13 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from lockstep.errors import (
-    INPUT_ERRORS,
-    PEER_IS_GONE,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    PeerError,
-)
+from lockstep.errors import INPUT_ERRORS, PEER_IS_GONE, CollectiveTimeoutError, PeerError
 
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
 # What torch says in a script without lockstep where another rank does not come in time.
@@ -63,6 +58,7 @@ def main(argv: list[str]) -> None:
     _write_by_lines()
     faulthandler.enable()
     _tell_stack()
+    sys.excepthook = _record_or_show
     try:
         _run(target)
     except KeyboardInterrupt:
@@ -158,6 +154,12 @@ def _record(error: BaseException) -> bool:
     return True
 
 
+def _record_or_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Write an error that nothing has caught, as at the end of the process, to the agent's file."""
+    if not _record(error):
+        sys.__excepthook__(kind, error, trace)
+
+
 def _follows(error: BaseException) -> Literal["gone", "late"] | None:
     """Return whether an error, or one behind it, says only that another rank is gone, or did not come in time."""
     seen: set[int] = set()
@@ -165,13 +167,18 @@ def _follows(error: BaseException) -> Literal["gone", "late"] | None:
     while behind is not None and id(behind) not in seen:
         seen.add(id(behind))
         text = str(behind) if isinstance(behind, RuntimeError) else ""
-        is_left = isinstance(behind, CollectiveMismatchError) and bool(behind.ended)
-        if is_left or isinstance(behind, PeerError) or any(words in text for words in PEER_IS_GONE):
+        if _is_of_others(behind) or isinstance(behind, PeerError) or any(words in text for words in PEER_IS_GONE):
             return "gone"
         if isinstance(behind, CollectiveTimeoutError) or any(words in text for words in _LATE):
             return "late"
         behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
     return None
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Return whether all ranks raise an error that says which of them caused it, and this one did not."""
+    ranks = getattr(error, "failed_ranks", ())
+    return isinstance(ranks, tuple) and bool(ranks) and int(os.environ["RANK"]) not in ranks
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist import all_gather, get_world_size
 from lockstep.dist.consistency import check_mode
-from lockstep.errors import PeerError
+from lockstep.dist.watch.calls import unlike_most
+from lockstep.errors import PeerError, caused_by
 
 # After the first passes of each kind, every fiftieth is compared.
 _EVERY = 50
@@ -118,6 +119,10 @@ class CallOrder:
         ranks = [str(rank) for rank, other in zip(self._ranks, values, strict=True) if other == value]
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 
+    def unlike_most(self, values: Sequence[Hashable]) -> list[int]:
+        """Return the ranks whose value differs from that of most, or from the first one if there is no majority."""
+        return [self._ranks[place] for place in unlike_most(dict(enumerate(values)))]
+
     def _meet(self, event: int) -> None:
         if not self.is_compared:
             return
@@ -139,7 +144,8 @@ class CallOrder:
         )
         last = f" after `{self._last}`" if self._last else ""
         units = [self._names[other] for other in dict.fromkeys(events) if other >= 0]
-        raise self._error(f"{self._rule}, but the forward pass {does}{last}. {self._remedy(units)}")
+        error = self._error(f"{self._rule}, but the forward pass {does}{last}. {self._remedy(units)}")
+        raise caused_by(error, self.unlike_most(events))
 
     def _told(self, event: int) -> str:
         if event == _END:

@@ -243,7 +243,8 @@ class Consistency:
         remedy = "Pass find_unused_parameters=True, or use strategy 'ddp' with it"
         raise CollectiveMismatchError(
             "the losses of all ranks must depend on the same units and parameters under FSDP, but depend on "
-            f"{_some(named)}. {self._remedy(list(units)) if units else remedy}"
+            f"{_some(named)}. {self._remedy(list(units)) if units else remedy}",
+            failed_ranks=self._order.unlike_most(list(zip(*columns, strict=True))),
         )
 
     def _differing(self, names: Sequence[str], columns: Sequence[list[bool]]) -> dict[str, str]:

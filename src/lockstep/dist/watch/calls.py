@@ -11,7 +11,7 @@ import os
 import sys
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from time import monotonic
 from types import CodeType
@@ -57,15 +57,15 @@ class Failure(NamedTuple):
 
     Attributes:
         text: which ranks have called what.
-        ended: the ranks, within the group, that had left it before that call.
+        ranks: `failed_ranks` of the error.
     """
 
     text: str
-    ended: Sequence[int] = ()
+    ranks: Sequence[int] = ()
 
     def error(self) -> CollectiveMismatchError:
         """Return the error that says so."""
-        return CollectiveMismatchError(self.text, ended=self.ended)
+        return CollectiveMismatchError(self.text, failed_ranks=self.ranks)
 
 
 class Calls:
@@ -228,6 +228,15 @@ def first_difference(records: Sequence[Record]) -> int | None:
         if len({None if call is None else call.fingerprint for call in calls}) > 1:
             return number
     return None
+
+
+def unlike_most(values: Mapping[int, Hashable]) -> list[int]:
+    """Return the keys of the values that differ from most of them, or from the first one if there is no majority."""
+    keys_of: dict[Hashable, list[int]] = {}
+    for key, value in values.items():
+        keys_of.setdefault(value, []).append(key)
+    usual = max(keys_of.values(), key=len)  # of several, the first
+    return sorted(set(values) - set(usual))
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

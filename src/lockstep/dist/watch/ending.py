@@ -9,15 +9,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from lockstep.dist.groups import known_groups
-from lockstep.dist.watch.calls import Record
-from lockstep.dist.watch.watch import POLL_SECONDS, Watch, described, described_if_different, records_of, take_watch
+from lockstep.dist.watch.calls import Failure, Record
+from lockstep.dist.watch.watch import (
+    POLL_SECONDS,
+    Watch,
+    described,
+    described_if_different,
+    interrupt,
+    records_of,
+    take_watch,
+)
 
 _SECONDS_TO_END = 2.0
 _SECONDS_TO_LINGER = 2.0
 _JUDGE = 0  # the rank that compares the calls of all at the end
 
 
-def end_watch() -> str | None:
+def end_watch() -> Failure | None:
     """End the watch; return why the calls of the ranks don't agree, if they don't.
 
     Waits for up to two seconds for the other ranks, unless this one ends because of an error.
@@ -44,7 +52,7 @@ class _LastComparison:
         self._watch = watch
         self._comms = [x for x in known_groups() if x.calls is not None and x.pg is not None and x.size > 1]
 
-    def compare(self) -> str | None:
+    def compare(self) -> Failure | None:
         """Compare the calls of all ranks for the last time; return how they differ, if they do."""
         error = sys.exception() or getattr(sys, "last_value", None)
         if error is not None:
@@ -54,6 +62,10 @@ class _LastComparison:
         self._watch.end_thread()
         self._watch.store.set(f"state/{self._watch.rank}", json.dumps(self._watch.state(ended=True)))
         self._watch.store.set(f"done/{self._watch.rank}", "failed" if has_failed or failure is not None else "")
+        if error is not None:
+            # The end of a group waits, until the timeout, for what this rank has begun and others never join.
+            for comm in known_groups():
+                interrupt(comm)
         try:
             if has_failed or failure is not None:
                 return None if has_failed else failure
@@ -67,13 +79,13 @@ class _LastComparison:
             if self._watch.rank == _JUDGE:
                 self._linger()
 
-    def _failure(self) -> str | None:
+    def _failure(self) -> Failure | None:
         """Return why a group can't be used further, if this rank has heard of it."""
         for comm in self._comms:
             if comm.calls is not None and comm.calls.failure is None:
                 self._watch.hear_of_failure(comm, comm.calls)
         failures = [comm.calls.failure for comm in self._comms if comm.calls is not None]
-        return next((failure.text for failure in failures if failure is not None), None)
+        return next((failure for failure in failures if failure is not None), None)
 
     def _linger(self) -> None:
         """Let the others read what they need: the store may end with this process."""
@@ -84,7 +96,7 @@ class _LastComparison:
                 return
             time.sleep(POLL_SECONDS)
 
-    def _verdict(self) -> str | None:
+    def _verdict(self) -> Failure | None:
         """Return what the first rank says of the calls of all ranks."""
         deadline, asked = time.monotonic() + _SECONDS_TO_END + 0.5, False
         while not self._watch.store.check(["verdict"]):
@@ -95,21 +107,22 @@ class _LastComparison:
                 return None
             if not asked and left < _SECONDS_TO_END:
                 asked = True
-                if (text := self._awaited([_JUDGE])) is not None:
-                    return text
+                if (failure := self._awaited([_JUDGE])) is not None:
+                    return failure
             time.sleep(POLL_SECONDS)
-        return self._watch.store.get("verdict").decode() or None
+        verdict = self._watch.store.get("verdict")
+        return Failure(*json.loads(verdict)) if verdict else None
 
-    def _judge(self) -> str | None:
+    def _judge(self) -> Failure | None:
         """Compare the calls of all ranks, and tell them."""
-        verdict = ""
+        verdict = None
         try:
-            verdict = self._judged() or ""
+            verdict = self._judged()
         finally:
-            self._watch.store.set("verdict", verdict)
-        return verdict or None
+            self._watch.store.set("verdict", "" if verdict is None else json.dumps(verdict))
+        return verdict
 
-    def _judged(self) -> str | None:
+    def _judged(self) -> Failure | None:
         others = [rank for rank in range(self._watch.size) if rank != self._watch.rank]
         missing, asked = set(others), False
         deadline = time.monotonic() + _SECONDS_TO_END
@@ -121,8 +134,8 @@ class _LastComparison:
                 return None
             if missing and not asked and deadline - time.monotonic() < _SECONDS_TO_END - 0.5:
                 asked = True
-                if (text := self._awaited(sorted(missing))) is not None:
-                    return text
+                if (failure := self._awaited(sorted(missing))) is not None:
+                    return failure
             if missing:
                 time.sleep(POLL_SECONDS)
         ended = [rank for rank in others if rank not in missing]
@@ -133,10 +146,10 @@ class _LastComparison:
         }
         for comm in self._comms:
             if (difference := described_if_different(comm, records_of(comm, states))) is not None:
-                return difference.text
+                return difference
         return None
 
-    def _awaited(self, ranks: Sequence[int]) -> str | None:
+    def _awaited(self, ranks: Sequence[int]) -> Failure | None:
         """Return what some ranks wait for that this one, which ends, never calls."""
         states = self._watch.ask(ranks)
         for comm in self._comms:
@@ -146,5 +159,5 @@ class _LastComparison:
                     records = {rank: record, comm.rank: Record(comm.calls.export())}
                     failure = described(comm, dict(sorted(records.items())), {comm.rank: ""})
                     self._watch.declare(comm, failure)
-                    return failure.text
+                    return failure
         return None

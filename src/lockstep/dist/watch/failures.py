@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from lockstep.dist.groups import Comm, resolve
+from lockstep.dist.groups import Comm, known_groups, resolve
 from lockstep.dist.watch.calls import Failure, ranks_in_words
-from lockstep.dist.watch.watch import Absent, current_watch, lines_of
+from lockstep.dist.watch.watch import Absent, current_watch, interrupt, lines_of
 from lockstep.errors import (
     PEER_IS_GONE,
     CollectiveMismatchError,
@@ -18,6 +18,8 @@ from lockstep.errors import (
 
 # The backends' messages (torch 2.13) for a connection that timed out.
 _SILENT = ("Timed out", "timed out", "timeout", "Timeout")
+# A rank that ended with one of these did so because of another one.
+_OF_OTHERS = (f"{PeerError.__name__}:", f"{CollectiveTimeoutError.__name__}:")
 
 
 def mismatch(comm: Comm, *, all_know: bool = False) -> CollectiveMismatchError:
@@ -45,8 +47,14 @@ def mismatch(comm: Comm, *, all_know: bool = False) -> CollectiveMismatchError:
     return calls.failure.error()
 
 
-def translate_error(error: RuntimeError, comm: Comm) -> Exception:
-    """Return lockstep's error for a backend's error: it names the ranks that are gone, or did not arrive."""
+def translate_error(error: RuntimeError, comm: Comm, *, is_of_torch: bool = False) -> Exception:
+    """Return lockstep's error for a backend's error: it names the ranks that are gone, or did not arrive.
+
+    Args:
+        error: what the backend has raised.
+        comm: the group.
+        is_of_torch: it was raised in a collective that torch has called, as in DDP's backward pass.
+    """
     text, calls = str(error), comm.calls
     if isinstance(error, DistError):
         return error
@@ -62,8 +70,10 @@ def translate_error(error: RuntimeError, comm: Comm) -> Exception:
     if calls is not None and calls.failure is not None:
         return calls.failure.error()
     if any(one.has_ended for one in absent) or (is_gone and not absent):
-        return _peer_error(comm, text, [one for one in absent if one.has_ended])
-    return _timeout_error(comm, f"The backend says: {text}", absent)
+        ended = [one for one in absent if one.has_ended]
+        first = [one for one in ended if not one.cause.startswith(_OF_OTHERS)]
+        return _peer_error(comm, text, first or ended, is_of_torch)
+    return _timeout_error(comm, f"The backend says: {text}", absent, is_of_torch)
 
 
 def timeout_error(comm: Comm, detail: str) -> CollectiveTimeoutError:
@@ -79,9 +89,20 @@ def _absent(comm: Comm) -> list[Absent]:
     return []
 
 
-def _timeout_error(comm: Comm, detail: str, absent: Sequence[Absent]) -> CollectiveTimeoutError:
+def _what(comm: Comm, is_of_torch: bool = False) -> str:
+    """Return in words what has failed: the last call, or what torch has called after it."""
     calls = comm.calls
-    what = "a collective" if calls is None or not calls.number else f"call {calls.number}, {calls.call(calls.number)},"
+    of_torch = "a collective of torch's own" if is_of_torch else "a collective"
+    if calls is None or not calls.number:
+        return of_torch
+    last = f"call {calls.number}, {calls.call(calls.number)},"
+    return f"{of_torch} after {last}" if is_of_torch else last
+
+
+def _timeout_error(
+    comm: Comm, detail: str, absent: Sequence[Absent], is_of_torch: bool = False
+) -> CollectiveTimeoutError:
+    what = _what(comm, is_of_torch)
     if absent:
         return CollectiveTimeoutError(
             f"{ranks_in_words([one.rank for one in absent])} of {comm.name} did not take part in {what} in time "
@@ -105,20 +126,26 @@ def backend_errors_translated() -> Iterator[None]:
         comm = resolve()
         if comm.size == 1:
             raise
-        raise translate_error(error, comm) from error
+        translated = translate_error(error, comm, is_of_torch=True)
+        # What torch has queued would wait for the timeout: here at the end of the process, and on ranks that are no
+        # neighbours, in gloo's rings, of the one that is gone.
+        for one in known_groups():
+            interrupt(one)
+        raise translated from error
 
 
-def _peer_error(comm: Comm, text: str, ended: Sequence[Absent]) -> PeerError:
+def _peer_error(comm: Comm, text: str, ended: Sequence[Absent], is_of_torch: bool) -> PeerError:
     if ended:
         return PeerError(
-            f"{ranks_in_words([one.rank for one in ended])} of {comm.name} ended or lost the connection during a "
-            f"collective ({comm.this_rank}). Look for the error there first:\n{lines_of(ended)}",
+            f"{ranks_in_words([one.rank for one in ended])} of {comm.name} ended or lost the connection during "
+            f"{_what(comm, is_of_torch)} as seen on {comm.this_rank}. Look for the error there first:\n"
+            f"{lines_of(ended)}",
             rank=ended[0].rank,
             cause=ended[0].cause or text,
         )
     return PeerError(
-        f"a rank of {comm.name} ended or lost the connection during a collective ({comm.this_rank}). "
-        f"Look for its own error first. The backend says: {text}",
+        f"a rank of {comm.name} ended or lost the connection during {_what(comm, is_of_torch)} as seen on "
+        f"{comm.this_rank}. Look for its own error first. The backend says: {text}",
         rank=None,
         cause=text,
     )

@@ -32,8 +32,17 @@ import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
 from lockstep.dist.groups import Comm, known_groups
-from lockstep.dist.watch.calls import Calls, Failure, Record, first_difference, grouped, ranks_in_words, short_path
-from lockstep.errors import DistError
+from lockstep.dist.watch.calls import (
+    Calls,
+    Failure,
+    Record,
+    first_difference,
+    grouped,
+    ranks_in_words,
+    short_path,
+    unlike_most,
+)
+from lockstep.errors import PEER_IS_GONE, DistError
 
 _TICK_SECONDS = 0.25
 _RANKS_PER_TICK = 200  # more ranks ask less often, so that the store has as much to do
@@ -451,10 +460,11 @@ def described(comm: Comm, records: Mapping[int, Record], ended: Mapping[int, str
             f"ranks of {comm.name} must make the same calls, but they differ, earlier than in the last {kept}, which "
             "are kept. LOCKSTEP_CHECK=always finds the first difference"
         )
-    lines = {}
+    lines, fingerprints = {}, dict[int, int | None]()
     left = [rank for rank, record in records.items() if rank in ended and record.call(number) is None]
     for rank, record in records.items():
         call = record.call(number)
+        fingerprints[rank] = None if call is None else call.fingerprint
         if call is not None:
             lines[rank] = str(call)
         else:
@@ -462,7 +472,7 @@ def described(comm: Comm, records: Mapping[int, Record], ended: Mapping[int, str
             last = f", after {record.call(record.number)}" if record.number else ""
             lines[rank] = f"{does}{last}"
     text = f"ranks of {comm.name} must make the same call, but their call {number} differs:\n{grouped(lines)}"
-    return Failure(text, left)
+    return Failure(text, [comm.ranks[rank] for rank in left or unlike_most(fingerprints)])
 
 
 def described_if_different(comm: Comm, records: Mapping[int, Record]) -> Failure | None:
@@ -482,10 +492,15 @@ def interrupt(comm: Comm) -> None:
     if pg is None:
         return
     if "cpu" in comm.devices and comm.backend != "nccl":
-        # gloo has no other way: a receive that times out closes all connections of the group (torch 2.13).
-        peer = (comm.rank + 1) % comm.size
-        with suppress(RuntimeError):
-            pg.recv([torch.empty(1)], peer, 0x10C7).wait(timedelta(milliseconds=1))
+        # gloo has no other way: a receive that times out closes all connections of the group (torch 2.13). One from a
+        # rank that is gone fails without that.
+        for step in range(1, comm.size):
+            try:
+                pg.recv([torch.empty(1)], (comm.rank + step) % comm.size, 0x10C7).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if any(words in str(error) for words in PEER_IS_GONE):
+                    continue
+            break
     with suppress(Exception):
         if comm.devices - {"cpu"}:
             cast(Any, pg).abort()
