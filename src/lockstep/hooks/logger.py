@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from lockstep.hooks.exchange import ExchangeTimer
 from lockstep.hooks.rank_times import RankTimes
 from lockstep.hooks.storage import check_local
 from lockstep.hooks.stragglers import OwnWork, Sample, StragglerWatch, described
-from lockstep.logging import HistoryBuffer
+from lockstep.logging.meters import Scalar, read_scalars, weighted_mean
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -270,7 +272,7 @@ class LoggerHook(Hook):
 
     def _own_numbers(
         self,
-        last: Mapping[str, HistoryBuffer],
+        last: Mapping[str, list[Scalar]],
         samples: list[int],
         waited: float | None,
         peaks: Mapping[str, float],
@@ -282,17 +284,19 @@ class LoggerHook(Hook):
         """
         is_even = len(set(samples)) == 1
         own: dict[str, float] = {_AMOUNTS + "samples": sum(samples)}
-        for key, buffer in last.items():
-            if key.startswith(_AMOUNTS):
-                own[key] = buffer.mean() * len(samples)
+        read = iter(read_scalars(chain.from_iterable(last.values())))
+        for key, values in last.items():
+            numbers = list(islice(read, len(values)))
+            if key == "train/samples":  # counted here, too
                 continue
+            mean = sum(numbers) / len(numbers)
             name = key.removeprefix(_PREFIX)
-            if name == "samples":
-                continue
-            if name not in self._logged:
-                own[name] = buffer.mean()
+            if key.startswith(_AMOUNTS):
+                own[key] = mean * len(samples)
+            elif name not in self._logged:
+                own[name] = mean
             elif any(samples):
-                own[_RETURNED + name] = buffer.mean() if is_even else buffer.weighted_mean(samples)
+                own[_RETURNED + name] = mean if is_even else weighted_mean(numbers, samples)
         if waited is not None:
             own["comm_time"] = waited
         own.update(peaks)
@@ -309,11 +313,14 @@ class LoggerHook(Hook):
         self, runner: Run, mode: str, epoch: int, iteration: int, values: dict[str, Any], step: int, flush: bool = True
     ) -> None:
         runner.records.write({"mode": mode, "epoch": epoch, "iter": iteration, **values}, flush=flush)
-        shown = "  ".join(
-            f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
-        )
-        runner.logger.debug("%s  epoch %d  iter %d  %s", mode, epoch, iteration, shown)
+        if runner.logger.isEnabledFor(logging.DEBUG):
+            shown = "  ".join(f"{key} {_shown(value)}" for key, value in values.items())
+            runner.logger.debug("%s  epoch %d  iter %d  %s", mode, epoch, iteration, shown)
         runner.visualizer.add_scalars({f"{mode}/{name}": value for name, value in values.items()}, step=step)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _first_rates(runner: TrainRun) -> dict[str, float]:

@@ -24,13 +24,6 @@ class _Fault(NamedTuple):
     values: dict[str, float]
 
 
-class _Seen(NamedTuple):
-    """The values of one iteration; tensors stay on their device until the check."""
-
-    iteration: int
-    values: Mapping[str, Any]
-
-
 @HOOKS.register_module()
 class NaNCheckHook(Hook):
     """End training on every rank when a loss is infinite or not a number on any of them.
@@ -59,7 +52,8 @@ class NaNCheckHook(Hook):
         if interval < 1:
             raise ValueError(f"`interval` must be at least 1, but is {interval}")
         self.interval = interval
-        self._seen: list[_Seen] = []
+        # Iterations and their values; tensors stay on their device until the check.
+        self._seen: list[tuple[int, Mapping[str, Any]]] = []
         # What the last check found here, and whether it found anything on any rank, with the collective in flight.
         self._looked: tuple[_Fault | None, Tensor, Handle | None] | None = None
 
@@ -69,7 +63,7 @@ class NaNCheckHook(Hook):
             self._judge(runner)
         iteration = runner.iter + 1
         if outputs:
-            self._seen.append(_Seen(iteration, outputs))
+            self._seen.append((iteration, outputs))
         if iteration % self.interval == 0:
             self._look(runner)
             # Reading from an accelerator waits for it; LoggerHook may just have waited, so this is the best moment.
@@ -122,7 +116,7 @@ class NaNCheckHook(Hook):
         raise caused_by(error, [rank for rank, fault in faults if fault.iteration == first])
 
 
-def _first_fault(seen: list[_Seen]) -> _Fault | None:
+def _first_fault(seen: list[tuple[int, Mapping[str, Any]]]) -> _Fault | None:
     """Return the first iteration with a value that is not finite, and all such values in it."""
     losses = [
         (iteration, name, value)

@@ -1,13 +1,15 @@
 """How far a rank's training has come, told to the launcher: it restarts no job that fails at the same iteration again.
 
-A rank writes the number into a small file, which the launcher reads when the rank has failed.
+A rank stores the number in a small file that it maps into its memory; the launcher reads it when the rank has failed.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from mmap import mmap
 from pathlib import Path
 
 ITERATION_FILE = "LOCKSTEP_ITERATION_FILE"
@@ -16,12 +18,21 @@ ITERATION_FILE = "LOCKSTEP_ITERATION_FILE"
 _SIZE = 8  # bytes: an integer, little-endian
 
 
-def tell_iteration(iteration: int) -> None:
-    """Tell the launcher, if one asks, how many iterations this rank has completed. **Cost**: 8 bytes to a file."""
+def iteration_teller() -> Callable[[int], None]:
+    """Return a function that tells the launcher, if one asks, how many iterations this rank has completed.
+
+    **Cost** of a call: 8 bytes in memory, without a system call.
+    """
     path = os.environ.get(ITERATION_FILE)
     if path:
         with suppress(OSError):  # a full disk must not end a training
-            os.pwrite(_opened(path), iteration.to_bytes(_SIZE, "little"), 0)
+            memory = _mapped(path)
+
+            def tell(iteration: int) -> None:
+                memory[:] = iteration.to_bytes(_SIZE, "little")
+
+            return tell
+    return lambda iteration: None
 
 
 def read_iteration(path: str | Path) -> int | None:
@@ -33,5 +44,13 @@ def read_iteration(path: str | Path) -> int | None:
 
 
 @cache
-def _opened(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _mapped(path: str) -> mmap:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(file, bytes(_SIZE), 0)  # so that the disk has room for what the memory is written to
+        return mmap(file, _SIZE)
+    except OSError:
+        os.ftruncate(file, 0)  # better nothing than a number that never changes
+        raise
+    finally:
+        os.close(file)

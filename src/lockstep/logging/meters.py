@@ -31,6 +31,16 @@ def read_scalars(values: Iterable[Scalar]) -> list[float]:
     ]
 
 
+def weighted_mean(numbers: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the weighted mean of numbers that have the latest first; the last weight belongs to the latest number.
+
+    If there are fewer numbers than weights, the last weights count; if all of these are 0, the mean is 0.
+    """
+    weights = weights[-len(numbers) :]
+    pairs = zip(reversed(weights), numbers, strict=True)
+    return float(sum(weight * number for weight, number in pairs if weight) / (sum(weights) or 1.0))
+
+
 class HistoryBuffer:
     """The last values of one quantity.
 
@@ -53,11 +63,9 @@ class HistoryBuffer:
         """Add a number or a detached one-element tensor."""
         self.values.append(value)
 
-    def tail(self, count: int) -> HistoryBuffer:
-        """Return a new buffer that holds the last `count` values; values that are added later do not reach it."""
-        last = HistoryBuffer()
-        last.values.extendleft(islice(reversed(self.values), count))
-        return last
+    def tail(self, count: int) -> list[Scalar]:
+        """Return the last `count` values, or as many as there are, the latest first."""
+        return list(islice(reversed(self.values), count))
 
     def current(self) -> float:
         """Return the last value."""
@@ -95,16 +103,12 @@ class HistoryBuffer:
 
         If the buffer holds fewer values, it is the mean of those, with the last weights.
         """
-        numbers = read_scalars(self._last(len(weights)))
-        weights = weights[-len(numbers) :]
-        pairs = zip(reversed(weights), numbers, strict=True)
-        return float(sum(weight * number for weight, number in pairs if weight) / (sum(weights) or 1.0))
+        return weighted_mean(read_scalars(self._last(len(weights))), weights)
 
     def _last(self, count: int | None) -> list[Scalar]:
         """Return the last values, the latest first."""
         self._must_have_values()
-        length = len(self.values)
-        return list(islice(reversed(self.values), length if count is None else max(1, min(count, length))))
+        return self.tail(len(self.values) if count is None else max(1, count))
 
     def _must_have_values(self) -> None:
         if not self.values:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _logger = logging.getLogger(__name__)
+_encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class JsonLinesSink:
@@ -31,9 +32,9 @@ class JsonLinesSink:
     def write(self, record: Mapping[str, Any], *, flush: bool = True) -> None:
         """Append a record; without `flush`, it is readable only after the next record with `flush`."""
         try:
-            line = json.dumps(record, allow_nan=False)
+            line = _encode(record)
         except (TypeError, ValueError):  # not plain values, which is rare
-            line = json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
+            line = _encode({key: _plain(value) for key, value in record.items()})
         with self._told():
             if self._file is None:
                 self._file = self.path.open("a", encoding="utf-8")

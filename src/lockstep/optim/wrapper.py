@@ -209,12 +209,15 @@ class OptimWrapper:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch."""
-        with backend_errors_translated():
+        try:
             if self._driver is None:
                 loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             else:
                 with self._driver.backward_context(loss, syncs=self.should_sync()):
                     loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            with backend_errors_translated():  # entered here alone, because every step would pay for it
+                raise
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.dataset import set_epoch
 from lockstep.errors import ConfigError
-from lockstep.launch.progress import tell_iteration
+from lockstep.launch.progress import iteration_teller
 from lockstep.model import train_step_of, unwrap_model
 from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
@@ -119,7 +119,8 @@ class TrainLoop(ABC):
     def _begin_training(self) -> None:
         """Switch the model to training mode, and warn of parameters that require a gradient but will not be updated."""
         runner = self.runner
-        tell_iteration(self.iter)
+        self._tell_iteration = iteration_teller()
+        self._tell_iteration(self.iter)
         runner.model.train()
         names = [
             name for name in runner.optim_wrapper.left_out(unwrap_model(runner.model)) if name not in self._left_out
@@ -178,7 +179,7 @@ class TrainLoop(ABC):
         outputs = _values_to_log(outputs)
         runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
-        tell_iteration(self.iter)
+        self._tell_iteration(self.iter)
         runner.saving.collect()
 
     def _make_up_validation(self, done: int, last: int) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from lockstep.dataset import set_epoch
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, Preempted
-from lockstep.launch.progress import tell_iteration
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.preprocessor import move_to_device
 from lockstep.model.wrapper import driving, forwarded
@@ -145,7 +144,7 @@ class OwnLoop(TrainLoop):
             hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
             self._save_what_was_asked_for()
             self.iter += 1
-            tell_iteration(self.iter)
+            self._tell_iteration(self.iter)
             run.saving.collect()
             if is_endless and (self.iter >= self.max_iters or self.stop_training):
                 return

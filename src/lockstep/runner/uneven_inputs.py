@@ -127,8 +127,12 @@ class Passes:
             yield from self._turns_in_step(batches, amounts, first)
             return
         amount = None if amounts is None else amounts[self._rank]
+        size, full = (0, 0) if amount is None else (amount.batch_size, amount.samples // amount.batch_size)
         for index, batch in enumerate(batches, start=first):
-            samples = int(self._count(batch)) if amount is None else amount.size_of(index)
+            if index < full:
+                samples = size
+            else:
+                samples = int(self._count(batch)) if amount is None else amount.size_of(index)
             yield Turn(batch, samples, samples, True)
 
     def position(self, epoch: int, turns: int) -> dict[str, Any]:
