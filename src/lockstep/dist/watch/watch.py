@@ -49,6 +49,7 @@ _RANKS_PER_TICK = 200  # more ranks ask less often, so that the store has as muc
 _SECONDS_TO_ANSWER = 1.5
 _SECONDS_TO_LOOK = 1.0  # after which a wait is looked at for the first time, then at doubling intervals
 _SECONDS_TO_COMPARE = 1.0
+_SECONDS_OF_STORE = 10.0  # for one answer; torch would look for five minutes for the file of a FileStore that is gone
 POLL_SECONDS = 0.005
 _FRAMES = 6
 _DIST = os.path.dirname(os.path.dirname(__file__))
@@ -131,6 +132,7 @@ class Watch:
         self._default = id(default)
         self.rank, self.size = default.rank(), default.size()
         self.store = side_store()
+        self.store.set_timeout(timedelta(seconds=_SECONDS_OF_STORE))
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._answered = 0
         self._lock = threading.RLock()
