@@ -10,9 +10,12 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
+from multiprocessing import active_children
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from lockstep.runner.run import TrainRun
 
 _NO_FD = -1
+_SECONDS_TO_END = (0.1, 0.5, 1.0)  # of workers, after a SIGTERM each
 _END = 0  # no signal has this number
 _logger = logging.getLogger("lockstep.runner")
 
@@ -79,6 +83,26 @@ def spare_workers(loader: Any) -> None:
     """Let the workers of a `DataLoader` outlive a signal that is sent to all processes of a job, as Slurm does."""
     if isinstance(loader, DataLoader) and getattr(loader.worker_init_fn, "func", None) is not _outlive:
         loader.worker_init_fn = partial(_outlive, loader.worker_init_fn)
+        _end_at_exit()
+
+
+@cache
+def _end_at_exit() -> None:
+    """End workers that are left at the end of this process, as after an error.
+
+    Python sends them one SIGTERM then, which they outlive, and waits for them, for ever.
+    """
+    Finalize(None, _end_workers, exitpriority=0)
+
+
+def _end_workers() -> None:
+    for patience in _SECONDS_TO_END:
+        workers = [process for process in active_children() if process.daemon]
+        for process in workers:
+            process.terminate()
+        deadline = time.monotonic() + patience
+        for process in workers:
+            process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _outlive(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
