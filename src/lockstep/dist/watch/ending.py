@@ -31,7 +31,7 @@ def end_watch() -> Failure | None:
     Waits for up to two seconds for the other ranks, unless this one ends because of an error.
     """
     watch = take_watch()
-    if watch is None:
+    if watch is None or watch.is_cut_off:
         return None
     try:
         with suppress(Exception):  # the store may be gone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -16,6 +17,7 @@ from lockstep.errors import (
     PeerError,
 )
 
+_SECONDS_TO_FIND = 1.9  # those that are asked have a little less
 # The backends' messages (torch 2.13) for a connection that timed out.
 _SILENT = ("Timed out", "timed out", "timeout", "Timeout")
 # A rank that ended with one of these did so because of another one.
@@ -82,11 +84,21 @@ def timeout_error(comm: Comm, detail: str) -> CollectiveTimeoutError:
 
 
 def _absent(comm: Comm) -> list[Absent]:
-    watch = current_watch()
-    if watch is not None and comm.calls is not None:
+    watch, calls = current_watch(), comm.calls
+    if watch is None or calls is None or watch.is_cut_off:
+        return []
+    found: list[Absent] = []
+
+    def find() -> None:
         with suppress(Exception):  # the store may be gone
-            return watch.find_absent(comm, comm.calls)
-    return []
+            found.extend(watch.find_absent(comm, calls))
+
+    # Where the network is gone, the store does not answer, for a quarter of an hour.
+    finding = threading.Thread(target=find, name="lockstep-find-absent", daemon=True)
+    finding.start()
+    finding.join(_SECONDS_TO_FIND)
+    watch.is_cut_off = finding.is_alive()
+    return [] if watch.is_cut_off else found
 
 
 def _what(comm: Comm, is_of_torch: bool = False) -> str:
@@ -107,6 +119,12 @@ def _timeout_error(
         return CollectiveTimeoutError(
             f"{ranks_in_words([one.rank for one in absent])} of {comm.name} did not take part in {what} in time "
             f"({comm.this_rank}):\n{lines_of(absent)}"
+        )
+    watch = current_watch()
+    if watch is not None and watch.is_cut_off:
+        return CollectiveTimeoutError(
+            f"a rank of {comm.name} did not take part in {what} in time, nor does the store answer at which the ranks "
+            f"met ({comm.this_rank}): this host may have lost its network, or that of rank 0. {detail}"
         )
     return CollectiveTimeoutError(
         f"a rank of {comm.name} did not take part in {what} in time ({comm.this_rank}). Do all ranks call the same "

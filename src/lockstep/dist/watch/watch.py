@@ -126,7 +126,12 @@ class Absent(NamedTuple):
 
 
 class Watch:
-    """What this rank knows about the others, and tells them."""
+    """What this rank knows about the others, and tells them.
+
+    Attributes:
+        error: with which this rank ends.
+        is_cut_off: whether the store has not answered.
+    """
 
     def __init__(self, default: ProcessGroup) -> None:
         self._default = id(default)
@@ -143,6 +148,7 @@ class Watch:
         self._doubts: set[tuple[str, int]] = set()
         self._who: dict[int, dict[str, Any]] = {}
         self.error = ""
+        self.is_cut_off = False
         self.store.set(f"who/{self.rank}", json.dumps({"host": self._host, "pid": self._pid}))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
