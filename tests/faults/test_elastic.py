@@ -72,11 +72,12 @@ def prepare(
     moments: dict[str, list[int]],
     async_save: bool = False,
     seconds_per_step: float = 0.0,
+    epochs: int = EPOCHS,
 ) -> list[str]:
     """Write a config, and return the words of the command that trains it."""
     (folder / "parts.py").write_text(PARTS)
     (folder / "config.py").write_text(
-        CONFIG.format(epochs=EPOCHS, moments=moments, async_save=async_save, seconds=seconds_per_step)
+        CONFIG.format(epochs=epochs, moments=moments, async_save=async_save, seconds=seconds_per_step)
     )
     return ["train", "config.py", "--work-dir", "work", "--nproc", nproc, "--max-restarts", str(restarts)]
 

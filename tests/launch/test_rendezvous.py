@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from lockstep.launch import JobSpec
+from lockstep.launch import JobSpec, membership
 from lockstep.launch.network import LOOPBACK, interface_towards
-from lockstep.launch.rendezvous import NodesRendezvous
+from lockstep.launch.rendezvous import JobEndedError, NodesRendezvous
 
 TALK = """
     import os, sys, time
@@ -48,8 +48,8 @@ def node(rdzv):
     """Return a function that makes the rendezvous of one of two nodes."""
     made = []
 
-    def node(rank, nnodes=2, seconds=10.0):
-        rendezvous = NodesRendezvous(JobSpec(1, nnodes, rank, rdzv), seconds, lambda text: None)
+    def node(rank, nnodes=2, seconds=10.0, least=None):
+        rendezvous = NodesRendezvous(JobSpec(1, nnodes, rank, rdzv, None, least), seconds, lambda text: None)
         made.append(rendezvous)
         return rendezvous
 
@@ -58,13 +58,12 @@ def node(rdzv):
         rendezvous.shutdown()
 
 
-def start_nodes(scripts, rdzv, script, *options, order=(0, 1), pause=0.0, nproc=(1, 1), before=((), ())):
-    jobs = {}
-    for rank in order:
+def start_nodes(scripts, rdzv, script, *options, nproc=(1, 1), before=((), ())):
+    jobs = []
+    for rank in range(2):
         place = ("--nnodes", "2", "--node-rank", str(rank), "--rdzv", rdzv, "--nproc", str(nproc[rank]))
-        jobs[rank] = scripts.start(*place, *options, script, before=before[rank])
-        time.sleep(pause)
-    return [jobs[rank] for rank in range(2)]
+        jobs.append(scripts.start(*place, *options, script, before=before[rank]))
+    return jobs
 
 
 def ends(jobs):
@@ -73,11 +72,14 @@ def ends(jobs):
 
 def test_nodes_may_start_in_any_order_and_differ_in_size(scripts, rdzv):
     script = scripts.write(TALK.format(before="", after=""))
-    first, second = ends(start_nodes(scripts, rdzv, script, order=(1, 0), pause=7.0, nproc=(2, 1)))
+    place = ("--nnodes", "2", "--rdzv", rdzv)
+    late = scripts.start(*place, "--node-rank", "1", script)
+    assert "starting 1 rank on node 1 of 2" in late.stderr.readline()
+    assert f"waiting for node 0 at {rdzv}" in late.stderr.readline()
+    first, second = ends([scripts.start(*place, "--node-rank", "0", "--nproc", "2", script), late])
     assert (first[0], second[0]) == (0, 0)
     assert sorted(first[1].splitlines()) == [f"attempt 0 rank {rank} sum 3.0" for rank in (0, 1)]
     assert second[1] == "attempt 0 rank 2 sum 3.0\n"
-    assert f"waiting for node 0 at {rdzv}" in second[2]
 
 
 def test_a_failure_on_one_node_starts_all_nodes_again(scripts, rdzv):
@@ -243,6 +245,65 @@ def test_the_loss_of_the_first_node_is_told(node):
     with pytest.raises(RendezvousClosedError, match=r"node 0 at .* is gone"):
         second.next_rendezvous()
     assert second.give_up(3) == (0, 3)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Let nodes that do not come be given up soon."""
+    monkeypatch.setattr(membership, "_SECONDS_PER_BEAT", 0.1)
+    monkeypatch.setattr(membership, "_SECONDS_UNTIL_LOST", 1.0)
+    monkeypatch.setattr(membership, "_SECONDS_FOR_MORE", 1.0)
+
+
+def places(infos):
+    return [(info.rank, info.world_size) for info in infos]
+
+
+@pytest.mark.usefixtures("soon")
+def test_nodes_are_left_out_and_taken_in_again(node):
+    first, second, third = (node(rank, nnodes=3, least=1) for rank in range(3))
+    assert places(meet(first, third)) == [(0, 2), (1, 2)]  # the second is late
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(second.next_rendezvous)
+        time.sleep(0.5)
+        assert (first.num_nodes_waiting(), late.done()) == (0, False)  # it does not restart the others
+        assert places(meet(first, third)) == [(0, 3), (2, 3)]
+        assert places([late.result(timeout=5)]) == [(1, 3)]
+    assert second.attempt == 1
+    third.shutdown()  # as if it were lost
+    assert places(meet(first, second)) == [(0, 2), (1, 2)]
+    again = node(2, nnodes=3, least=1)
+    with ThreadPoolExecutor(1) as thread:
+        returned = thread.submit(again.next_rendezvous)
+        time.sleep(1.0)
+        assert places(meet(first, second)) == [(0, 3), (1, 3)]
+        assert places([returned.result(timeout=5)]) == [(2, 3)]
+
+
+@pytest.mark.usefixtures("soon")
+def test_too_few_nodes_are_named(node):
+    with pytest.raises(RendezvousTimeoutError, match="node 1, 2 did not come"):
+        node(0, nnodes=3, seconds=2.0, least=2).next_rendezvous()
+
+
+@pytest.mark.usefixtures("soon")
+def test_two_living_nodes_of_one_rank_are_told_also_where_nodes_may_come_back(node):
+    first, second = node(0, least=1), node(1, least=1)
+    meet(first, second)
+    with pytest.raises(RendezvousError, match="`--node-rank` must be different on each node, but is 1 on two"):
+        node(1, least=1).next_rendezvous()
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_node_that_waits_learns_of_the_end(node):
+    first, second = node(0, least=1), node(1, least=1)
+    first.next_rendezvous()
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(second.next_rendezvous)
+        time.sleep(0.5)
+        first.await_others()
+        with pytest.raises(JobEndedError, match="the job has ended without this node"):
+            late.result(timeout=5)
 
 
 def test_the_interface_towards_loopback_is_known():

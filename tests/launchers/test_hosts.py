@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from tests.faults.test_elastic_nodes import Nodes, check_a_node_is_lost_and_comes_back
 
 from .jobs import PYTHON, TWO_STEPS, check_training, require, run_at_once
 
@@ -47,3 +49,9 @@ def test_two_hosts_train_together(hosts: list[str]) -> None:
     first, second = run_at_once(*jobs)
     check_training(first + second, "pytorch", [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)])
     assert [report["listening"] for report in (first + second).ranks] == [[a] for a in ADDRESSES for _ in range(2)]
+
+
+def test_a_host_is_lost_and_comes_back(hosts: list[str], tmp_path: Path) -> None:
+    places = [("ip", "netns", "exec", host) for host in hosts]
+    with Nodes(tmp_path, f"{ADDRESSES[0]}:{PORT}", places) as nodes:
+        check_a_node_is_lost_and_comes_back(nodes, tmp_path)

@@ -274,6 +274,7 @@ def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int, grace_
         log_dir=log_dir,
         payload=payload,
         grace_seconds=grace_seconds,
+        trains=isinstance(job, Train),
     )
 
 

@@ -43,8 +43,8 @@ def whole_number(at_least: int, **options: Any) -> Any:
     return typer.Option(parser=parse, **{"metavar": "N", **options})
 
 
-class RankCount(int):
-    """A number of ranks; of a range MIN:MAX, its end.
+class Count(int):
+    """A number of ranks or nodes; of a range MIN:MAX, its end.
 
     Attributes:
         least: MIN; None without a range.
@@ -53,7 +53,7 @@ class RankCount(int):
     least: int | None = None
 
 
-def _rank_count(value: str) -> RankCount:
+def _count(value: str) -> Count:
     first, colon, last = value.partition(":")
     try:
         least, most = int(first), int(last if colon else first)
@@ -61,7 +61,7 @@ def _rank_count(value: str) -> RankCount:
         least, most = 0, 0
     if not 1 <= least <= most:
         raise typer.BadParameter(f"must be a whole number, 1 or more, or a range MIN:MAX of them, but is {value}")
-    count = RankCount(most)
+    count = Count(most)
     count.least = least if colon else None
     return count
 
@@ -72,7 +72,7 @@ _rank_number = partial(whole_number, rich_help_panel="Ranks")
 Nproc = Annotated[
     int | None,
     rank_option(
-        parser=_rank_count,
+        parser=_count,
         metavar="N",
         help="Ranks on this machine. Default: 1. MIN:MAX: as many as are left start again, see --max-restarts.",
     ),
@@ -104,7 +104,14 @@ class RankOptions:
     """Options for the number of ranks and machines."""
 
     nproc: Nproc = None
-    nnodes: Annotated[int, _rank_number(1, help="Machines of the job; call this on each.")] = 1
+    nnodes: Annotated[
+        int,
+        rank_option(
+            parser=_count,
+            metavar="N",
+            help="Machines of the job; call this on each. MIN:MAX: it goes on without machines that are lost.",
+        ),
+    ] = Count(1)
     node_rank: Annotated[int, _rank_number(0, help="Which of the machines this is.")] = 0
     rdzv: Annotated[
         str | None,
@@ -115,14 +122,18 @@ class RankOptions:
 
     def job_spec(self) -> JobSpec:
         """Return the job that the options describe, or exit with a usage error."""
-        least = getattr(self.nproc, "least", None)
-        if least is not None and not getattr(self, "max_restarts", 0):
-            raise typer.BadParameter(
-                f"`--nproc` {least}:{self.nproc} must come with --max-restarts: how often the ranks that are left "
-                "start again. Give both, or one number of ranks"
-            )
+        least, least_nodes = getattr(self.nproc, "least", None), getattr(self.nnodes, "least", None)
+        for name, what, low, high in (
+            ("--nproc", "ranks", least, self.nproc),
+            ("--nnodes", "nodes", least_nodes, self.nnodes),
+        ):
+            if low is not None and not getattr(self, "max_restarts", 0):
+                raise typer.BadParameter(
+                    f"`{name}` {low}:{high} must come with --max-restarts: how often the {what} that are left "
+                    f"start again. Give both, or one number of {what}"
+                )
         try:
-            return JobSpec(self.nproc or 1, self.nnodes, self.node_rank, self.rdzv, least)
+            return JobSpec(self.nproc or 1, self.nnodes, self.node_rank, self.rdzv, least, least_nodes)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 

@@ -31,7 +31,7 @@ from lockstep.launch.memory import MemoryKills
 from lockstep.launch.notices import say
 from lockstep.launch.processes import RankProcesses, iteration_file
 from lockstep.launch.progress import ITERATION_FILE
-from lockstep.launch.rendezvous import NodeFailedError, NodesRendezvous
+from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
 from lockstep.launch.sessions import Guard
 from lockstep.launch.worker import RESUME_SINCE, STOPPED_FILE
 
@@ -52,6 +52,7 @@ def run_ranks(
     payload: str | None,
     rdzv_timeout_seconds: float,
     grace_seconds: int,
+    trains: bool,
 ) -> None:
     """Run what `launch` describes; `additions` are environment variables for the ranks."""
     rendezvous = NodesRendezvous(job, rdzv_timeout_seconds, say)
@@ -86,11 +87,20 @@ def run_ranks(
             f"the job again with resume=True to go on (exit code {Preempted.EXIT_CODE})",
             exit_code=Preempted.EXIT_CODE,
         ) from None
+    except JobEndedError as error:
+        say(str(error))
     except NodeFailedError as error:
         raise LaunchError(str(error), exit_code=error.exit_code) from error
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except SignalException as error:
+        if trains and not agent.has_begun and error.sigval in (signal.SIGTERM, signal.SIGUSR1):
+            rendezvous.give_up(Preempted.EXIT_CODE)
+            raise LaunchError(
+                f"{error.sigval.name} came before the training began, so that there is nothing to save: all ranks were "
+                f"stopped. Start the job again (exit code {Preempted.EXIT_CODE})",
+                exit_code=Preempted.EXIT_CODE,
+            ) from None
         # The ranks have ended; now raise the signal again for its usual effect on this process.
         say(f"{error.sigval.name}: all ranks were stopped")
         sys.stdout.flush()
@@ -140,6 +150,7 @@ class _Agent(LocalElasticAgent):
         self._memory_kills = MemoryKills()
         self._failed_iteration: int | None = None
         self._failed_alike = ""
+        self.has_begun = False  # whether a rank had begun to train when a signal stopped the job
         self.ledger: Ledger
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -148,6 +159,7 @@ class _Agent(LocalElasticAgent):
             return super().run(role)  # type: ignore[no-any-return]
         except SignalException:
             if self._processes is not None:
+                self.has_begun = self._processes.has_begun
                 self._processes.look()
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None

@@ -13,11 +13,13 @@ class JobSpec:
 
     Attributes:
         nproc: number of ranks on this node.
-        nnodes: number of nodes of the job.
+        nnodes: number of nodes of the job; with `least_nnodes`, the largest.
         node_rank: the number of this node.
         rdzv: ``"HOST:PORT"`` where the nodes connect; HOST is an address of node 0. None with one node.
         least_nproc: when ranks are restarted, those that were lost are left out, as long as so many remain. None keeps
             their number.
+        least_nnodes: nodes that are lost are left out, and taken in again when they come back, as long as so many are
+            there, node 0 among them. None needs all.
 
     Raises:
         ValueError: a number is out of range, or `rdzv` is missing, not valid, or given with one node.
@@ -28,6 +30,7 @@ class JobSpec:
     node_rank: int = 0
     rdzv: str | None = None
     least_nproc: int | None = None
+    least_nnodes: int | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("--nproc", self.nproc), ("--nnodes", self.nnodes)):

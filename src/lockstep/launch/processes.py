@@ -56,6 +56,11 @@ class RankProcesses:
         files = dict(zip((record.rank for record in self.records), self._error_files, strict=True))
         return read_iteration(iteration_file(files[rank]))
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rank has begun to train."""
+        return any(read_iteration(iteration_file(path)) is not None for path in self._error_files)
+
     def note_stacks(self) -> None:
         """Let the ranks that have not reported say where they are."""
         files: Mapping[int, Path] = {

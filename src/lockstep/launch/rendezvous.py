@@ -6,17 +6,19 @@ import errno
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic import rendezvous
 
 from lockstep.launch.job_spec import JobSpec
+from lockstep.launch.membership import Membership
 from lockstep.launch.network import answers, listener
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then print what is missing
+_SECONDS_TO_READ = 1.0
 
 
 class NodeFailedError(rendezvous.RendezvousClosedError):
@@ -31,6 +33,10 @@ class NodeFailedError(rendezvous.RendezvousClosedError):
         self.exit_code = exit_code
 
 
+class JobEndedError(rendezvous.RendezvousClosedError):
+    """The job has ended well, without this node."""
+
+
 class NodesRendezvous(rendezvous.RendezvousHandler):
     """A rendezvous of a known number of nodes, each of which knows its rank.
 
@@ -40,7 +46,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     Unlike torch's static rendezvous, it waits in small steps, so that Ctrl-C interrupts it, and it names the missing
     nodes. If ranks fail on one node, all nodes restart their ranks, so that all count the same attempts. If a node
-    gives up, the job ends on all nodes.
+    gives up, the job ends on all nodes. If nodes may be lost, `Membership` says which take part in an attempt.
 
     Args:
         job: the nodes of the job.
@@ -57,6 +63,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._store: TCPStore | None = None
         self._ranks_store: TCPStore | None = None
         self._closed: tuple[int, int] | None = None
+        self._membership: Membership | None = None
+        self._members: Sequence[int] = range(job.nnodes)
         self.attempt = -1
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
@@ -68,14 +76,15 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         try:
             if self._store is None:
                 self._store = self._open(deadline)
-            attempt = PrefixStore(f"attempt_{self.attempt}", self._store)
-            self._claim(attempt)
-            self._await(attempt, {node: f"node_{node}" for node in range(self._job.nnodes)}, deadline)
+            attempt = self._join_any(deadline) if self._job.least_nnodes is not None else self._join_all(deadline)
             port = self._open_for_ranks(attempt, deadline)
         except DistError as error:
             raise rendezvous.RendezvousClosedError(f"node 0 at {self._job.rdzv} is gone: {error}") from error
         return rendezvous.RendezvousInfo(
-            attempt, self._job.node_rank, self._job.nnodes, rendezvous.RendezvousStoreInfo(self._host, port)
+            attempt,
+            self._members.index(self._job.node_rank),
+            len(self._members),
+            rendezvous.RendezvousStoreInfo(self._host, port),
         )
 
     def num_nodes_waiting(self) -> int:
@@ -100,6 +109,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             self._store.set(f"done_{self._job.node_rank}", "")
             if self._job.node_rank == 0:
                 self._poll(lambda: self._all_done() or self._read_closed(), float("inf"))
+                if len(self._members) < self._job.nnodes:
+                    time.sleep(_SECONDS_TO_READ)  # for a node that waits to take part
 
     def give_up(self, exit_code: int, seconds_for_others: float = 0.0) -> tuple[int, int]:
         """Tell all nodes that this one has failed for good; return the node that did so first, and its exit code.
@@ -140,7 +151,72 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 ) from error
         node_0 = f"node 0 at {self._job.rdzv}"
         self._wait(lambda: "" if answers(self._host, self._port, timeout_seconds=1.0) else node_0, deadline)
+        return self._connect()
+
+    def _connect(self) -> TCPStore:
         return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
+
+    def _join_all(self, deadline: float) -> PrefixStore:
+        """Begin the next attempt with all nodes."""
+        assert self._store is not None
+        attempt = PrefixStore(f"attempt_{self.attempt}", self._store)
+        self._claim(attempt)
+        self._await(attempt, {node: f"node_{node}" for node in range(self._job.nnodes)}, deadline)
+        return attempt
+
+    def _join_any(self, deadline: float) -> PrefixStore:
+        """Begin the next attempt in which this node takes part, with the nodes that are there."""
+        assert self._store is not None
+        self._agree_on_number(self._store)
+        if self._membership is None:
+            self._membership = Membership(self._job, self._store, self._connect)
+        is_late = False
+        while True:
+            attempt = PrefixStore(f"attempt_{self.attempt}", self._store)
+            self._membership.claim(attempt)
+            if self._job.node_rank == 0:
+                self._decide(attempt, deadline)
+            elif is_late and not attempt.check(["members"]):
+                self._say("the job goes on without this node until its ranks start again")
+                self._await_restart(attempt)
+            else:
+                self._await(attempt, {0: "members"}, deadline)
+            if members := self._membership.of(attempt):
+                self._members = members
+                return attempt
+            is_late = True
+            self.attempt += 1
+
+    def _decide(self, attempt: PrefixStore, deadline: float) -> None:
+        """On node 0: wait for the nodes that are alive, and begin with them."""
+        assert self._membership is not None
+        before, begun = self._members, time.monotonic()
+        membership, is_first = self._membership, self.attempt == 0
+
+        def missing() -> str:
+            if self._read_closed():
+                assert self._closed is not None
+                raise NodeFailedError(*self._closed)
+            return membership.missing(attempt, begun, is_first=is_first)
+
+        self._wait(missing, deadline)
+        now = membership.of(attempt)
+        if set(now) != set(before):
+            nodes = ", ".join(map(str, now))
+            self._say(f"{len(now)} of at most {self._job.nnodes} nodes take part: node {nodes}")
+
+    def _await_restart(self, attempt: PrefixStore) -> None:
+        """Wait until the ranks of the job are restarted, however long that takes.
+
+        Raises:
+            JobEndedError: the job has ended before.
+        """
+        try:
+            self._await(attempt, {0: "members"}, float("inf"))
+        except NodeFailedError:
+            raise
+        except rendezvous.RendezvousClosedError as error:
+            raise JobEndedError("the job has ended without this node") from error
 
     def _open_for_ranks(self, attempt: PrefixStore, deadline: float) -> int:
         """Open a new store for the ranks on node 0, and return its port; ranks must not read old entries."""
@@ -162,18 +238,23 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     def _claim(self, store: PrefixStore) -> None:
         """Register this node in the attempt."""
-        rank, nnodes = self._job.node_rank, self._job.nnodes
-        agreed = int(store.compare_set("nnodes", "", str(nnodes)))
-        if agreed != nnodes:
-            raise rendezvous.RendezvousError(
-                f"`--nnodes` must be the same on all nodes, but is {nnodes} here and {agreed} elsewhere"
-            )
+        rank = self._job.node_rank
+        self._agree_on_number(store)
         if store.add(f"claims_{rank}", 1) > 1:
             raise rendezvous.RendezvousError(
                 f"`--node-rank` must be different on each node, but is {rank} on two of them"
             )
         store.set(f"node_{rank}", "")
         store.set("begun", "")
+
+    def _agree_on_number(self, store: Store) -> None:
+        least, most = self._job.least_nnodes, self._job.nnodes
+        own = str(most) if least is None else f"{least}:{most}"
+        agreed = store.compare_set("nnodes", "", own).decode()
+        if agreed != own:
+            raise rendezvous.RendezvousError(
+                f"`--nnodes` must be the same on all nodes, but is {own} here and {agreed} elsewhere"
+            )
 
     def _await(self, attempt: PrefixStore, keys: Mapping[int, str], deadline: float) -> None:
         """Wait until each of these nodes has set its key."""
@@ -204,7 +285,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     def _all_done(self) -> bool:
         assert self._store is not None
-        done: bool = self._store.check([f"done_{node}" for node in range(self._job.nnodes)])
+        done: bool = self._store.check([f"done_{node}" for node in self._members])
         return done
 
     def _poll(self, over: Callable[[], bool], seconds: float) -> None:
@@ -250,5 +331,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave the stores; node 0 closes them."""
-        self._store = self._ranks_store = None
+        if self._membership is not None:
+            self._membership.close()
+        self._store = self._ranks_store = self._membership = None
         return True

@@ -22,6 +22,7 @@ def launch(
     payload: str | None = None,
     rdzv_timeout_seconds: float = 900.0,
     grace_seconds: int = 60,
+    trains: bool = False,
 ) -> None:
     """Run a script or module on several ranks, and return when all of them have succeeded.
 
@@ -37,6 +38,8 @@ def launch(
         payload: a string for the ranks; they read it from the file that the variable LOCKSTEP_PAYLOAD names.
         rdzv_timeout_seconds: how long to wait for all nodes.
         grace_seconds: how long ranks may take to end after a signal, before they are killed.
+        trains: the ranks run a training by a Runner. A signal before it has begun then ends the job with exit code 75,
+            as it does where the training was saved.
 
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
@@ -58,7 +61,8 @@ def launch(
             ) from error
     starting = f"starting {counted(job.nproc, 'rank')}"
     if job.nnodes > 1:
-        starting += f" on node {job.node_rank} of {job.nnodes}"
+        most = "" if job.least_nnodes is None else "at most "
+        starting += f" on node {job.node_rank} of {most}{job.nnodes}"
     additions = {}
     if "OMP_NUM_THREADS" not in os.environ:
         # torch would start as many threads as there are cores, in every rank.
@@ -74,4 +78,4 @@ def launch(
     with loading_torch():
         from lockstep.launch.elastic import run_ranks  # imports torch
 
-    run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds, grace_seconds)
+    run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds, grace_seconds, trains)
