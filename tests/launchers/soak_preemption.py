@@ -1,14 +1,18 @@
 """Stop a training again and again: python tests/launchers/soak_preemption.py --stops 50 --ranks 4.
 
-A job is started, gets SIGTERM on one random rank at a random moment, must end with exit code 75 and a checkpoint of one
-iteration on all ranks, and is started again to go on from there, until it has been stopped often enough. Its losses,
-joined over all starts, must be those of a training that nothing stopped. On more than two ranks they agree to 1e-5: DDP
-arranges its buckets anew after the first iteration, so that gloo then adds in another order (torch 2.13).
+A job is started, gets SIGTERM on one random rank at a random moment, must end with exit code 75 and a whole checkpoint
+of one iteration on all ranks, and is started again to go on from there, until it has been stopped often enough. Its
+losses, joined over all starts, must be those of a training that nothing stopped. On more than two ranks they agree to
+1e-5: DDP arranges its buckets anew after the first iteration, so that gloo then adds in another order (torch 2.13).
+
+Of each stop are measured: how many steps were begun after the signal, in addition to the one that was in progress; and
+the seconds from the signal until all ranks have saved, and until the launcher has ended, beside a step and the save.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -20,6 +24,10 @@ import time
 from math import isclose, nan
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
+
+from lockstep.checkpoint import find_last_checkpoint, read_meta, verify
+from lockstep.errors import ConfigError
 
 SCRIPT = """
 import json, os, sys, time
@@ -27,6 +35,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Runner
+from lockstep.errors import Preempted
 from lockstep.hooks import Hook
 
 torch.manual_seed(0)
@@ -46,17 +55,24 @@ class Tell(Hook):
         self.tell(runner, "begin", runner.iter, 0.0)
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         self.tell(runner, "iter", runner.iter + 1, float(outputs["loss"]))
+    def before_save_checkpoint(self, runner, checkpoint):
+        self.tell(runner, "save", runner.iter, 0.0)
     def tell(self, runner, *what):
         print(json.dumps([runner.rank, os.getpid(), time.time(), *what]), flush=True)
 
 data = TensorDataset(x, x.sum(1, keepdim=True))
-Runner(
+runner = Runner(
     Net(), "work_dir", loss=nn.MSELoss(), randomness=dict(seed=1), resume=True, log_level="ERROR",
     custom_hooks=[Tell()], optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.01)), visualizer=[],
     train_dataloader=DataLoader(data, batch_size=8, shuffle=True), train_cfg=dict(max_epochs=int(sys.argv[1])),
     val_dataloader=DataLoader(data, batch_size=16),
     default_hooks=dict(checkpoint=dict(interval=1, max_keep_ckpts=2)),
-).train()
+)
+try:
+    runner.train()
+except Preempted:
+    Tell().tell(runner.run, "saved", runner.iter, 0.0)
+    raise
 """
 
 
@@ -72,25 +88,33 @@ def main() -> int:
     options = parser.parse_args()
     draw = random.Random(options.seed)
     epochs = str(10 * options.stops)
-    faults, latest, waits = [], [], []
+    faults: list[str] = []
+    stops: list[Stop] = []
     losses: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         done = 0
-        for stop in range(options.stops):
+        for number in range(1, options.stops + 1):
             moment = draw.uniform(0, options.seconds)
-            told, code, sent, rank = run(Path(folder), options, epochs, str(options.step), draw, moment)
+            told, code, sent, ended, rank = run(Path(folder), options, epochs, str(options.step), draw, moment)
             begun = min(number for *_, kind, number, _ in told if kind == "begin")
             iters = {(of, number): (when, loss) for of, _, when, kind, number, loss in told if kind == "iter"}
             last = {of: max((n for r, n in iters if r == of), default=begun) for of in range(options.ranks)}
             before = max((n for (r, n), (when, _) in iters.items() if when < sent), default=begun)
             losses |= {number: loss for (of, number), (_, loss) in iters.items() if of == 0}
-            waits.append(time.time() - sent)
-            latest.append(max(last.values()) - before)
-            if code != 75 or len(set(last.values())) > 1 or begun != done:
-                faults.append(f"stop {stop}: SIGTERM on rank {rank}: code {code}, iterations {last}, begun at {begun}")
-            done = max(last.values())
+            is_new, done = begun == done, max(last.values())
+            saved = max((when for *_, when, kind, _, _ in told if kind == "saved"), default=ended)
+            stop = Stop(max(0, done - before - 1), saved - sent, ended - sent, step_in(told), save_in(told))
+            stops.append(stop)
+            fault = fault_in_checkpoint(Path(folder, "work_dir"), done)
+            if code != 75 or len(set(last.values())) > 1 or not is_new or fault:
+                faults.append(
+                    f"stop {number}: SIGTERM on rank {rank}: code {code}, iterations {last}, begun at {begun}. {fault}"
+                )
+            is_fault = bool(faults) and faults[-1].startswith(f"stop {number}:")
             print(
-                f"stop {stop + 1}: rank {rank} after {moment:.2f} s, code {code}, iteration {done}, {waits[-1]:.1f} s",
+                f"stop {number}: rank {rank} after {moment:.2f} s, code {code}, iteration {done} saved, "
+                f"{stop.steps} steps later, after {stop.saved:.2f} s, ended after {stop.ended:.2f}; a step "
+                f"{stop.step:.2f}, the save {stop.save:.2f}{' FAULT' if is_fault else ''}",
                 flush=True,
             )
     needed = -(-done // (320 // (8 * options.ranks)))
@@ -106,12 +130,67 @@ def main() -> int:
         )
     print(
         f"{options.stops} stops of {options.ranks} ranks, {done} iterations with {len(losses)} losses\n"
-        f"iterations completed after the signal: at most {max(latest)}\n"
-        f"seconds from the signal to the end: median {median(waits):.1f}, at most {max(waits):.1f}\n"
+        f"{told_of('steps begun after the signal', [stop.steps for stop in stops])}\n"
+        f"{told_of('seconds from the signal to the checkpoint', [stop.saved for stop in stops])}\n"
+        f"{told_of('seconds from the signal to the end', [stop.ended for stop in stops])}\n"
+        f"{told_of('of these, beyond a step and the save', [stop.beyond for stop in stops])}\n"
+        f"ended within a step, the save and a second: {sum(stop.beyond <= 1 for stop in stops)} of {len(stops)}\n"
         f"{len(faults)} faults"
     )
     print("\n".join(faults))
     return bool(faults)
+
+
+class Stop(NamedTuple):
+    """What a stop took.
+
+    Attributes:
+        steps: begun after the signal, in addition to the one that was in progress.
+        saved: seconds from the signal until all ranks know that the checkpoint is complete.
+        ended: seconds from the signal until the launcher has ended.
+        step: seconds of a step.
+        save: seconds from the beginning of the last save until each rank knows that it is complete.
+    """
+
+    steps: int
+    saved: float
+    ended: float
+    step: float
+    save: float
+
+    @property
+    def beyond(self) -> float:
+        """Seconds in addition to a step and the save."""
+        return self.ended - self.step - self.save
+
+
+def step_in(told) -> float:
+    """Return the seconds that a step of rank 0 took, as a median."""
+    times = [when for of, _, when, kind, *_ in told if of == 0 and kind == "iter"]
+    return median([after - before for before, after in itertools.pairwise(times)] or [0.0])
+
+
+def save_in(told) -> float:
+    """Return the seconds from the beginning of the save after the signal until all ranks have gone on."""
+    begun = max((when for *_, when, kind, _, _ in told if kind == "save"), default=0.0)
+    return max((when - begun for *_, when, kind, _, _ in told if kind == "saved"), default=0.0) if begun else 0.0
+
+
+def fault_in_checkpoint(work_dir: Path, done: int) -> str:
+    """Return what is wrong if the last checkpoint is not whole, or not that of the last iteration."""
+    try:
+        last = find_last_checkpoint(work_dir)
+        if last is None:
+            return "there is no checkpoint"
+        verify(last)
+        saved = read_meta(last)["iter"]
+    except (ConfigError, OSError) as error:
+        return f"no whole checkpoint: {error!r}"
+    return "" if saved == done else f"the last checkpoint is of iteration {saved}"
+
+
+def told_of(what: str, values: list[float]) -> str:
+    return f"{what}: median {median(values):.2f}, at most {max(values):.2f}"
 
 
 def run(folder, options, epochs, step, draw, moment):
@@ -129,7 +208,8 @@ def run(folder, options, epochs, step, draw, moment):
                 time.sleep(moment)
                 sent = time.time()
                 os.kill(pids[rank], signal.SIGTERM)
-        return told, job.wait(), sent, rank
+        code = job.wait()
+        return told, code, sent, time.time(), rank
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from lockstep.cli.jobs import FindLR, Test, Train
 from lockstep.cli.options import GraceSeconds, MaxRestarts, RankOptions, command
 from lockstep.cli.strategies import strategies
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
-from lockstep.errors import INPUT_ERRORS, LaunchError, nearest
+from lockstep.errors import INPUT_ERRORS, LaunchError, Preempted, nearest
 from lockstep.launch import launch
+from lockstep.launch.worker import end_soon
 from lockstep.report import find_run, read_run, write_page
 from lockstep.version import __version__
 
@@ -160,4 +161,9 @@ def _lockstep(
 
 def main() -> None:
     """Run the command line of this process."""
-    app()
+    try:
+        app()
+    except SystemExit as error:
+        if error.code == Preempted.EXIT_CODE:
+            end_soon(Preempted.EXIT_CODE)
+        raise
