@@ -124,6 +124,31 @@ def test_ranks_other_than_the_first_write_to_their_log(rank, tmp_path):
     assert (tmp_path / "logs" / "rank_3.log").read_text() == text
 
 
+def test_secrets_in_an_error_are_masked(rank, tmp_path):
+    rank("raise ValueError('s3://me:sesame99@host/data is not there')", log_dir=tmp_path / "logs")
+    for told in ((tmp_path / "logs" / "rank_3.log").read_text(), (tmp_path / "error.json").read_text()):
+        assert "s3://me:***@host/data is not there" in told
+        assert "sesame99" not in told
+
+
+def test_a_rank_that_was_stopped_ends_without_freeing_all_but_with_all_that_runs_at_exit(rank):
+    script = """
+        import atexit, threading, time
+        from lockstep.errors import Preempted
+
+        class Freed:
+            def __del__(self):
+                print("freed")
+
+        freed = Freed()
+        atexit.register(print, "at exit")
+        threading.Thread(target=lambda: time.sleep(0.3) or print("thread")).start()
+        raise Preempted("SIGTERM on rank 0")
+    """
+    done = rank(script)
+    assert (done.returncode, done.stdout) == (75, "thread\nat exit\n")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a process when its parent is no more")
 def test_a_rank_dies_with_its_agent(tmp_path):
     script = tmp_path / "script.py"
