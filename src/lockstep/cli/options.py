@@ -53,8 +53,8 @@ class Count(int):
     least: int | None = None
 
 
-def _count(value: str) -> Count:
-    first, colon, last = value.partition(":")
+def _count(value: str | int) -> Count:
+    first, colon, last = str(value).partition(":")  # a default is a number
     try:
         least, most = int(first), int(last if colon else first)
     except ValueError:
@@ -111,7 +111,7 @@ class RankOptions:
             metavar="N",
             help="Machines of the job; call this on each. MIN:MAX: it goes on without machines that are lost.",
         ),
-    ] = Count(1)
+    ] = 1
     node_rank: Annotated[int, _rank_number(0, help="Which of the machines this is.")] = 0
     rdzv: Annotated[
         str | None,
