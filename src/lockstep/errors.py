@@ -23,10 +23,13 @@ names the rank on which it occurred.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import TypeVar
 
+_CLOSE = 0.6  # how alike two names are at least that may be meant for each other, by difflib
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+")  # of the name of a class
 _E = TypeVar("_E", bound=Exception)
 
 
@@ -168,24 +171,34 @@ def _rebuild_divergence_error(message: str, name: str, ranks: Sequence[int], ite
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name closest to `word`, or None if nothing is close.
 
-    Letter case is ignored. Initials also match (`lr` for `learning_rate`), even if `word` is misspelled.
+    Letter case is ignored. Initials also match (`lr` for `learning_rate`), even if `word` is misspelled. Classes
+    that share nothing but their last word are not close, as two hooks.
 
     Example:
         >>> nearest("resnet", ["ResNet", "VGG"])
         'ResNet'
         >>> nearest("lerning_rate", ["params", "lr", "momentum"])
         'lr'
-        >>> nearest("zebra", ["ResNet", "VGG"]) is None
-        True
+        >>> nearest("SlowHook", ["EMAHook", "FlowHook"]), nearest("SlowHook", ["EMAHook", "LoggerHook"])
+        ('FlowHook', None)
     """
     by_folded = {name.casefold(): name for name in names}
     folded = word.casefold()
-    if close := get_close_matches(folded, by_folded, n=1, cutoff=0.6):
-        return by_folded[close[0]]
+    for close in get_close_matches(folded, by_folded, n=5, cutoff=_CLOSE):
+        if not _only_end_alike(word, by_folded[close]):
+            return by_folded[close]
     initials = "".join(part[0] for part in folded.split("_") if part)
     if len(initials) > 1 and initials in by_folded:
         return by_folded[initials]
     return None
+
+
+def _only_end_alike(one: str, other: str) -> bool:
+    """Return whether two classes share the last word of their names, and what is before it is not close."""
+    words, others = ([word.casefold() for word in _WORD.findall(name)] for name in (one, other))
+    if words[1:] and others[1:] and words[-1] == others[-1]:
+        return SequenceMatcher(None, "".join(words[:-1]), "".join(others[:-1])).ratio() < _CLOSE
+    return False
 
 
 def counted(number: int, noun: str) -> str:
