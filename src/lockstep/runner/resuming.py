@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import candidates, load_state, read_meta, remove_dead_drafts, verify, written_at
+from lockstep.checkpoint.files import DAMAGED
 from lockstep.checkpoint.together import on_all
 from lockstep.dataset.random_state import set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
@@ -109,7 +110,9 @@ def find_resumption(
     if found is None and faults:
         places = " or ".join(map(str, folders))
         raise ConfigError(
-            f"resume=True must find a whole checkpoint in {places}, but none of those there is: {' / '.join(faults)}"
+            f"resume=True must find a whole checkpoint in {places}, but none of those there is: "
+            f"{' / '.join(fault.removesuffix(f'. {DAMAGED}') for fault in faults)}. Copy one of them again, or start "
+            "anew without resume"
         )
     return found, faults
 
