@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.weights.ties import tied_names
 
 _logger = logging.getLogger(__name__)
 
@@ -45,6 +45,29 @@ def describe_model(core: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
                 "%s says not how it is loaded again: %s: %s", type(model).__name__, type(error).__name__, error
             )
     return {"tied": tied_names(core), "pretrained": found}
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter or buffer that has several; first the one to keep.
+
+    This is the first one, unless the model says, as those of transformers do, that it is filled in from another.
+
+    Example:
+        >>> model = nn.ModuleDict({"words": nn.Embedding(5, 4), "head": nn.Linear(4, 5)})
+        >>> model["head"].weight = model["words"].weight
+        >>> tied_names(model)
+        [['words.weight', 'head.weight']]
+    """
+    names: dict[Tensor, list[str]] = {}
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        names.setdefault(tensor, []).append(name)
+    filled = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name in getattr(module, "all_tied_weights_keys", None) or ()
+    }
+    return [sorted(same, key=filled.__contains__) for same in names.values() if len(same) > 1]
 
 
 def _pretrained_within(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:

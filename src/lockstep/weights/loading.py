@@ -16,8 +16,8 @@ from lockstep.errors import ConfigError
 from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.strategy import Strategy
+from lockstep.weights.description import tied_names
 from lockstep.weights.source import Source, find_checkpoint, open_source
-from lockstep.weights.ties import tied_names
 
 REVISE_KEYS = ((r"^module\.", ""),)
 _MOST_NAMED = 8
