@@ -211,6 +211,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def listed(names: Iterable[object], most: int = 5) -> str:
+    """Return names as written in a message; of many names, only the first ones.
+
+    Example:
+        >>> listed("abc"), listed(range(7), most=3)
+        ('a, b, c', '0, 1, 2 and 4 more')
+    """
+    texts = [str(name) for name in names]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return ``": did you mean `name`?"``, or the sorted names if none is close."""
     known = sorted(set(names))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint import find_last_checkpoint
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.hooks import NaNCheckHook
-from lockstep.hooks.nan_check import _first_fault, _Seen
+from lockstep.hooks.nan_check import _first_fault
 from lockstep.testing import ranks
 
 from .runs import make_runner
@@ -76,8 +76,8 @@ def test_a_sound_run_is_left_alone_whatever_else_is_logged(tmp_path: Path):
     assert runner.iter == 8
 
 
-def seen(*values: Any) -> list[_Seen]:
-    return [_Seen(place // 2 + 1, {f"loss_{place}": value}) for place, value in enumerate(values)]
+def seen(*values: Any) -> list[tuple[int, dict[str, Any]]]:
+    return [(place // 2 + 1, {f"loss_{place}": value}) for place, value in enumerate(values)]
 
 
 def test_values_of_any_kind_are_read():

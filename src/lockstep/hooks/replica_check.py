@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.dist import all_gather, all_gather_object
-from lockstep.errors import ConfigError, DivergenceError, counted
+from lockstep.errors import ConfigError, DivergenceError, counted, listed
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import TrainRun
@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # it imports torch's DTensor, which takes half as long as imp
     from lockstep.hooks.replicas import Held
 
 _BLOCK = 2**12
-_MOST_NAMED = 5
 
 
 class _Difference(NamedTuple):
@@ -200,8 +199,7 @@ def _message(
     detail = _detail(held, first)
     unusual = first.unusual
     others = [_quoted(*each.held) for each in found[1:]]
-    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
-    also = f" So do {counted(len(others), 'further value')}: {', '.join(others[:_MOST_NAMED])}{more}." if others else ""
+    also = f" So do {counted(len(others), 'further value')}: {listed(others)}." if others else ""
     return (
         f"{_quoted(*first.held)} differs between ranks that must hold the same values: "
         f"{_ranks(unusual)} of {world_size} (on {', '.join(dict.fromkeys(hosts[rank] for rank in unusual))}) against "

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.dist import all_reduce
-from lockstep.errors import CollectiveMismatchError
+from lockstep.errors import CollectiveMismatchError, listed
 from lockstep.model.autograd_graph import nodes_of, on_backward, uncompiled
 from lockstep.model.call_order import CallOrder
 from lockstep.model.parts import is_callable
@@ -99,7 +99,7 @@ class Consistency:
             if _MIXED not in str(error):
                 raise
             user = _innermost_module(error, self._module)
-            names = _some([f"`{name}`" for name in self._sharded_units(user)])
+            names = listed((f"`{name}`" for name in self._sharded_units(user)), most=4)
             raise RuntimeError(
                 f"weights must be used inside the forward pass of their unit under FSDP, but {type(user).__name__} "
                 f"uses some outside of it, where they are sharded: now those of {names or 'no unit'}. Call that "
@@ -243,7 +243,7 @@ class Consistency:
         remedy = "Pass find_unused_parameters=True, or use strategy 'ddp' with it"
         raise CollectiveMismatchError(
             "the losses of all ranks must depend on the same units and parameters under FSDP, but depend on "
-            f"{_some(named)}. {self._remedy(list(units)) if units else remedy}",
+            f"{listed(named, most=4)}. {self._remedy(list(units)) if units else remedy}",
             failed_ranks=self._order.unlike_most(list(zip(*columns, strict=True))),
         )
 
@@ -269,10 +269,6 @@ class Consistency:
 
 def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[_Site, str]]:

@@ -14,7 +14,7 @@ from lockstep.checkpoint.files import DAMAGED
 from lockstep.checkpoint.together import on_all
 from lockstep.dataset.random_state import set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
-from lockstep.errors import ConfigError, counted
+from lockstep.errors import ConfigError, counted, listed
 from lockstep.launch.worker import RESUME_SINCE
 from lockstep.location import Location, RemotePath, locate
 from lockstep.optim.paramwise import param_sites
@@ -307,9 +307,9 @@ def _tell_of_new_parameters(
     frozen = {site.name for site in param_sites(run.model) if not site.parameter.requires_grad}
     new = [name for group in groups for name in group["params"] if name not in known and name not in frozen]
     if new:
-        from lockstep.strategy.optim_state import listed  # imports DTensor
-
-        _logger.info("%s has no state of the optimizer for %s, whose state begins anew", directory, listed(new))
+        _logger.info(
+            "%s has no state of the optimizer for %s, whose state begins anew", directory, listed(map(repr, new))
+        )
 
 
 def _check_schedulers(run: TrainRun, meta: dict[str, Any], directory: Location) -> None:

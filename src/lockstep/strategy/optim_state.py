@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adagrad, Optimizer, SparseAdam
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.optim.paramwise import param_sites
 from lockstep.strategy.base import OptimState
 from lockstep.strategy.resharding import reshard_like
@@ -26,7 +26,6 @@ from lockstep.tree import tree_map
 _ALWAYS: Mapping[type, set[str]] = {LBFGS: {"func_evals", "n_iter"}, SparseAdam: {"step", "exp_avg", "exp_avg_sq"}}
 # Options that say how an update is computed, not which update.
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-_MOST_NAMED = 5
 
 
 def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimState:
@@ -166,8 +165,8 @@ def match_groups(
             became = "one group" if len(by_saved) > 1 else "two groups"
             raise ConfigError(
                 f"the optimizer must have the parameter groups of the state that is loaded, which has {len(saved)}, "
-                f"but {listed(sorted(others))} are in {became} here and are not there. Resume with the groups that "
-                "were saved"
+                f"but {listed(map(repr, sorted(others)))} are in {became} here and are not there. Resume with the "
+                "groups that were saved"
             )
         taken |= by_saved
         matched.append(merge_options(group, options_of(saved[next(iter(by_saved))]) if by_saved else {}))
@@ -192,15 +191,15 @@ def find_strangers(
     unknown = [name for name in others if name not in parameters and name not in set(known)]
     if unknown:
         return (
-            f"the optimizer's state must be that of this model, but has entries for {listed(unknown)}, which the "
-            "model does not have. Resume with the model that was saved, or load its weights alone, by `load_from` with "
-            "resume=False"
+            f"the optimizer's state must be that of this model, but has entries for {listed(map(repr, unknown))}, "
+            "which the model does not have. Resume with the model that was saved, or load its weights alone, by "
+            "`load_from` with resume=False"
         )
     trained = [name for name in others if name in parameters and parameters[name].requires_grad]
     if trained:
         return (
             f"the optimizer must update the parameters that the state which is loaded was saved with, but does not "
-            f"update {listed(trained)}. Give them to the optimizer, or freeze them (requires_grad=False)"
+            f"update {listed(map(repr, trained))}. Give them to the optimizer, or freeze them (requires_grad=False)"
         )
     return None
 
@@ -262,12 +261,6 @@ def refuse(complaint: str | None) -> None:
     """Raise a ConfigError with the complaint, if there is one."""
     if complaint is not None:
         raise ConfigError(complaint)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as written in a message; of many names, only the first few."""
-    more = len(names) - _MOST_NAMED
-    return ", ".join(map(repr, names[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def _names_by_group(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[list[str]]:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lockstep.dist import get_dist_info
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 
 _CHANGES = {"unfrozen": False, "frozen": True}  # and whether a parameter was trained before
 
@@ -37,7 +37,7 @@ class TrainableParams:
         if not changed:
             return
         kinds = {what: [name for name, before in changed if before == was] for what, was in _CHANGES.items()}
-        told = " and ".join(f"{len(names)} were {what}: {_some(names)}" for what, names in kinds.items() if names)
+        told = " and ".join(f"{len(names)} were {what}: {listed(names)}" for what, names in kinds.items() if names)
         rank, size = get_dist_info()
         raise ConfigError(
             f"`requires_grad` of parameters must stay as it was when training began under {self._engine}, which has "
@@ -102,7 +102,3 @@ def check_kinds(model: nn.Module, *, half: bool, engine: str, half_option: str) 
                 f"`{path}` must be an {type(module).__name__} with sparse=False under {engine}, which sends dense "
                 "gradients, but has sparse=True. Use sparse=False, or strategy 'ddp'"
             )
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

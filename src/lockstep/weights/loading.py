@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import load_state, read_shapes
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.strategy import Strategy
@@ -20,7 +20,6 @@ from lockstep.weights.description import tied_names
 from lockstep.weights.source import Source, find_checkpoint, open_source
 
 REVISE_KEYS = ((r"^module\.", ""),)
-_MOST_NAMED = 8
 _logger = logging.getLogger(__name__)
 
 
@@ -217,7 +216,7 @@ def _fitting(
         "of another shape": [f"{name} {tuple(shapes[name] or ())}, not {tuple(own[name].shape)}" for name in differ],
         "unknown to the model": [name for name in shapes if name not in own],
     }
-    told = "; ".join(f"{what}: {_listed(names)}" for what, names in faults.items() if names)
+    told = "; ".join(f"{what}: {listed(names, most=8)}" for what, names in faults.items() if names)
     if told and (strict or not fitting):
         raise ConfigError(
             f"the weights in {weights.path} do not fit the model ({told})"
@@ -233,8 +232,3 @@ def _fitting(
 
 def _is_alike(own: Any, shape: Any) -> bool:
     return shape is None or not isinstance(own, Tensor) or tuple(own.shape) == tuple(shape)
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.location import Location
 from lockstep.weights.safetensors_file import TensorInfo
 
 _HOLDERS = ("state_dict", "model")
-_MOST_NAMED = 6
 
 
 class TorchFile:
@@ -88,9 +87,7 @@ def _state_in(content: Any, location: Location) -> dict[str, Tensor]:
             return values
     what = "is a " + type(content).__name__
     if isinstance(content, Mapping):
-        keys = [repr(key) for key in content]
-        more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-        what = f"has the keys {', '.join(keys[:_MOST_NAMED])}{more}" if keys else "is an empty dict"
+        what = f"has the keys {listed(map(repr, content), most=6)}" if content else "is an empty dict"
     raise ConfigError(
         f"{location} must hold weights, as a dict of tensors, alone or under 'state_dict' or 'model', but it {what}"
     )
