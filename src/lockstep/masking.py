@@ -146,9 +146,9 @@ def mask_words(words: Sequence[str]) -> list[str]:
     return masked
 
 
-def secrets_in(value: Any, name: str = "") -> set[str]:
+def secrets_in(value: Any) -> set[str]:
     """Return the strings that `mask_value` would mask as a whole, if they are long enough to be looked for in a log."""
-    return {found for found in _secrets(value, name) if len(found) >= _SHORTEST_IN_LOGS}
+    return {found for found in _secrets(value, "") if len(found) >= _SHORTEST_IN_LOGS}
 
 
 def is_masked(value: Any) -> bool:

@@ -168,9 +168,10 @@ class MessageHub:
             count: from MMEngine; has no effect, because each value counts once.
             resumed: from MMEngine; has no effect, because a resumed run starts new histories.
         """
-        if key not in self._scalars:
-            self._scalars[key] = HistoryBuffer()
-        self._scalars[key].values.append(value)
+        history = self._scalars.get(key)
+        if history is None:
+            history = self._scalars[key] = HistoryBuffer()
+        history.values.append(value)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
         """Add one value to each of several histories; a value may be a dict with the key `value`."""
