@@ -91,6 +91,36 @@ print(json.dumps([session.rank, os.getpid(), "end", session.iter, 0.0]), flush=T
 """
 
 
+SLOW_PARTS = """
+import time
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, slow):
+        super().__init__()
+        self.layer, self.slow = nn.Linear(2, 1), slow
+        self.wait("build")
+    def forward(self, x, y):
+        self.wait("first")
+        return (self.layer(x) - y).square().mean()
+    def wait(self, where):
+        if self.slow == where:
+            print("slow", flush=True)
+            time.sleep(1000)
+
+data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+"""
+SLOW_CONFIG = """
+from parts import Net, data
+
+model = dict(type=Net, slow={slow!r})
+train_dataloader = dict(dataset=data, batch_size=2)
+optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.01))
+train_cfg = dict(max_epochs=1)
+"""
+
+
 class Job:
     """A training in processes of its own."""
 
@@ -343,3 +373,19 @@ def test_a_handler_that_is_set_during_the_training_acts_instead_and_may_be_put_b
         job.until("mine", 0)
         assert job.end() == -signal.SIGTERM
     assert max(job.losses()) == 36
+
+
+@pytest.mark.parametrize("slow", ["build", "first"])
+def test_a_signal_to_the_command_before_the_first_iteration_is_complete(tmp_path, slow):
+    (tmp_path / "parts.py").write_text(SLOW_PARTS)
+    (tmp_path / "config.py").write_text(SLOW_CONFIG.format(slow=slow))
+    job = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "train", "config.py", "--nproc", "2", "--grace-seconds", "1"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with job:
+        assert "slow\n" in iter(job.stdout.readline, "")  # where rank 0 is
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=90)
+    assert job.returncode == 75, errors
+    assert "SIGTERM came before the first iteration was complete" in errors

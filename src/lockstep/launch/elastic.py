@@ -94,15 +94,15 @@ def run_ranks(
     except RendezvousError as error:
         raise LaunchError(str(error)) from error
     except SignalException as error:
-        if trains and not agent.has_begun and error.sigval in (signal.SIGTERM, signal.SIGUSR1):
+        if trains and not agent.has_trained and error.sigval in (signal.SIGTERM, signal.SIGUSR1):
             rendezvous.give_up(Preempted.EXIT_CODE)
             raise LaunchError(
-                f"{error.sigval.name} came before the training began, so that there is nothing to save: all ranks were "
-                f"stopped. Start the job again (exit code {Preempted.EXIT_CODE})",
+                f"{error.sigval.name} came before the first iteration was complete, so that there is nothing to save: "
+                f"all ranks were stopped. Start the job again (exit code {Preempted.EXIT_CODE})",
                 exit_code=Preempted.EXIT_CODE,
             ) from None
         # The ranks have ended; now raise the signal again for its usual effect on this process.
-        say(f"{error.sigval.name}: all ranks were stopped")
+        say(f"{error.sigval.name}: all ranks were stopped{_told_of_killed(agent.killed, grace_seconds)}")
         sys.stdout.flush()
         code = 128 + error.sigval
         rendezvous.give_up(code)
@@ -116,6 +116,15 @@ def run_ranks(
             raise LaunchError(agent.describe() + before, exit_code=code)
     finally:
         rendezvous.shutdown()
+
+
+def _told_of_killed(ranks: Sequence[int], grace_seconds: int) -> str:
+    if not ranks:
+        return ""
+    return (
+        f"; rank {', '.join(map(str, ranks))} did not end and had to be killed (--grace-seconds {grace_seconds}), so "
+        "that a training resumes from the checkpoint before"
+    )
 
 
 def _worker_arguments(command: Sequence[str], log_dir: str | None) -> tuple[str, ...]:
@@ -150,7 +159,8 @@ class _Agent(LocalElasticAgent):
         self._memory_kills = MemoryKills()
         self._failed_iteration: int | None = None
         self._failed_alike = ""
-        self.has_begun = False  # whether a rank had begun to train when a signal stopped the job
+        self.has_trained = False  # whether a rank had trained when a signal stopped the job
+        self.killed: list[int] = []  # those that did not end then
         self.ledger: Ledger
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -159,8 +169,9 @@ class _Agent(LocalElasticAgent):
             return super().run(role)  # type: ignore[no-any-return]
         except SignalException:
             if self._processes is not None:
-                self.has_begun = self._processes.has_begun
+                self.has_trained = self._processes.has_trained
                 self._processes.look()
+                self.killed = [record.rank for record in self._processes.records if record.was_killed]
                 if all(record.is_preempted for record in self._processes.records):
                     raise _PreemptedError from None
             raise

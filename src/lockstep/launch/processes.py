@@ -57,9 +57,9 @@ class RankProcesses:
         return read_iteration(iteration_file(files[rank]))
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a rank has begun to train."""
-        return any(read_iteration(iteration_file(path)) is not None for path in self._error_files)
+    def has_trained(self) -> bool:
+        """Whether a rank has begun to train, and has an iteration behind it."""
+        return any(read_iteration(iteration_file(path)) for path in self._error_files)
 
     def note_stacks(self) -> None:
         """Let the ranks that have not reported say where they are."""

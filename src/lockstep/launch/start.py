@@ -38,8 +38,8 @@ def launch(
         payload: a string for the ranks; they read it from the file that the variable LOCKSTEP_PAYLOAD names.
         rdzv_timeout_seconds: how long to wait for all nodes.
         grace_seconds: how long ranks may take to end after a signal, before they are killed.
-        trains: the ranks run a training by a Runner. A signal before it has begun then ends the job with exit code 75,
-            as it does where the training was saved.
+        trains: the ranks run a training by a Runner. A signal before its first iteration is complete then ends the job
+            with exit code 75, as it does where the training was saved.
 
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
