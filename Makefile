@@ -34,6 +34,12 @@ test: $(READY)  ## the main test suite, on real ranks
 test-faults: $(READY)  ## faults of ranks: wrong calls, errors, exits, signals, slow and diverging ranks; who is named
 	$(BIN)/python -m pytest $(FAULTS) $(if $(SHARE),--share $(SHARE)) $(PYTEST_ARGS)
 
+# PYTEST_ARGS="-k ..." adds the figures of some faults to those that are there.
+.PHONY: faults-page
+faults-page: $(READY)  ## the faults and who was named, with times: docs/faults.md
+	$(BIN)/python -m pytest $(FAULTS) --faults-json tests/faults/faults.json $(PYTEST_ARGS)
+	$(BIN)/python -m tests.faults.table tests/faults/faults.json docs/faults.md
+
 .PHONY: test-checkpoints
 test-checkpoints: $(READY)  ## checkpoints and weights: damage, attacks, kills, resuming in another form, other formats
 	$(BIN)/python -m pytest $(CHECKPOINTS) $(PYTEST_ARGS)
@@ -134,6 +140,11 @@ soak-kills: $(READY)  ## runs that are killed again and again, and what they lea
 .PHONY: soak-elastic
 soak-elastic: $(READY)  ## trainings of one to four ranks, of which random ones are killed, until the end
 	$(BIN)/python -m pytest tests/faults/soak_elastic.py -s $(PYTEST_ARGS)
+
+# RUNS=N: how many jobs of each fault; BUSY=N: processes that compute meanwhile; SEED=N.
+.PHONY: soak-faults
+soak-faults: $(READY)  ## jobs in which a rank fails, in random order and at random moments: how often it is named first
+	$(BIN)/python -m pytest tests/faults/soak_faults.py $(PYTEST_ARGS)
 
 .PHONY: soak-preemption
 soak-preemption: $(READY)  ## a training that is stopped fifty times, and goes on each time

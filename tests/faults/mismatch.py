@@ -1,10 +1,11 @@
-"""Calls that do not match, by name: what rank 1 does, and the others. As a script: `mismatch.py CASE ROUNDS`."""
+"""Calls that do not match, by name: what rank 1 does, and the others."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 
 import torch
+import torch.distributed as torch_dist
 
 from lockstep.dist import (
     all_gather,
@@ -14,7 +15,6 @@ from lockstep.dist import (
     destroy_dist,
     gather,
     get_rank,
-    init_dist,
     main_process_first,
     reduce,
 )
@@ -54,21 +54,17 @@ CASES = {
     "keys": (lambda: all_reduce_dict({"b": 1}), lambda: all_reduce_dict({"a": 1})),
     "gather": (lambda: gather(ones()), lambda: all_gather(ones())),
     "first": (enter, lambda: all_reduce(ones())),
+    "torch's all_reduce": (lambda: torch_dist.all_reduce(ones(4000)), lambda: all_reduce(ones(4000))),
 }
 
 
-def run(case: str, rounds: int) -> None:
-    """Make some rounds of calls, then one that does not match, and end the group."""
+def run(case: str, rounds: int, before: Callable[[], object] = lambda: None) -> None:
+    """Make some rounds of calls, then, after `before`, one that does not match, and end the group."""
     for number in range(rounds):
         usual()
         if number == 0 and case == "order":
             all_reduce(ones())
+    before()
     of_one, of_others = CASES[case]
     (of_one if get_rank() == 1 else of_others)()
     destroy_dist()
-
-
-if __name__ == "__main__":
-    init_dist("pytorch", timeout=60)
-    run(sys.argv[1], int(sys.argv[2]))
-    print("passed", flush=True)
