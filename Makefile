@@ -102,6 +102,10 @@ check: $(READY)  ## style, types, layers of imports
 bench: $(READY)  ## against bare torch.distributed and a loop by hand, interleaved in one run
 	$(BIN)/python -m benchmarks
 
+.PHONY: bench-checks
+bench-checks: $(READY)  ## what the checks of collectives cost, on 2, 4 and 8 ranks
+	$(BIN)/python -m benchmarks checks --nproc 2 4 8 --json benchmarks/checks.json
+
 .PHONY: bench-peers
 bench-peers: .venv-peers/.ready  ## training steps of other frameworks: on two ranks, and of MMEngine in one process
 	.venv-peers/bin/python -m benchmarks peers --json benchmarks/peers.json

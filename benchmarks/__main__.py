@@ -1,4 +1,4 @@
-"""Run the benchmarks on two ranks and print what they found."""
+"""Run the benchmarks, on two ranks unless told otherwise, and print what they found."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lockstep.launch import JobSpec, launch
 
 PARTS = ("tensors", "nested", "objects", "results", "training")
 PEERS = "peers"  # the training part with other frameworks, where they are installed
+CHECKS = "checks"  # what the checks of calls cost
 
 
 def main() -> None:
@@ -25,15 +26,15 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"what to measure: {', '.join(PARTS)}; default: all of these; or {PEERS}",
+        help=f"what to measure: {', '.join(PARTS)}; default: all of these; or {PEERS}, {CHECKS}",
     )
-    parser.add_argument("--nproc", type=int, default=2, help="number of ranks")
+    parser.add_argument("--nproc", type=int, nargs="+", default=[2], help="number of ranks; several: one after another")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results.json"), help="where the figures go")
     arguments = parser.parse_args()
-    unknown = set(arguments.parts) - {*PARTS, PEERS}
+    unknown = set(arguments.parts) - {*PARTS, PEERS, CHECKS}
     if unknown:
         parser.error(f"PART must be one of {', '.join(PARTS)}, but is {', '.join(sorted(unknown))}")
-    rows = _measured(arguments.parts or PARTS, arguments.nproc)
+    rows = [row for nproc in arguments.nproc for row in _measured(arguments.parts or PARTS, nproc)]
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     show(rows, Console(width=140))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import nested, objects, peers, results, tensors, training
+from benchmarks import checks, nested, objects, peers, results, tensors, training
 from lockstep import dist
 
 PARTS = {
@@ -18,6 +18,7 @@ PARTS = {
     "results": results,
     "training": training,
     "peers": peers,
+    "checks": checks,
 }
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.dist import all_gather, gather, get_default_group, get_dist_info, get_rank, get_world_size, scatter
-from lockstep.dist.transport import Handle
+from lockstep.dist.transport.handles import Handle
 from lockstep.errors import PeerError
 from lockstep.testing import ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +40,7 @@ from lockstep.dist import (
     scatter_object_list,
     sync_random_seed,
 )
+from lockstep.dist.groups import resolve
 from lockstep.errors import CollectiveMismatchError
 from lockstep.testing import ranks
 
@@ -161,59 +162,87 @@ def test_calls_that_belong_together_pass_the_check(size: int) -> None:
     run_on(size, call_everything)
 
 
-def calls_until_a_mismatch(mode: str, known: int, *, is_new: bool = False) -> int:
-    """Return how many calls pass after `known` ones, where one rank has then made another call than the others."""
-    group = torch_dist.new_group(list(range(get_world_size())))
-    passed: list[int] = []
+def calls_until_a_mismatch(
+    mode: str,
+    known: Sequence[Callable[[], None]],
+    new: Callable[[], None] | None = None,
+    then: Callable[[], None] | None = None,
+    rounds: int = 60,
+) -> int:
+    """Return how many calls pass after many of two known ones, where rank 0 has then made another one than the rest."""
+    passed = -1
 
     def differ() -> None:
-        if get_rank() != 0 and is_new:
-            all_reduce(ones(50), "min", group)
-        else:
-            all_reduce(ones(50), ("sum", "max")[get_rank() == 0], group)  # of one size, so nothing aborts
-        for number in range(1000):
-            passed.append(number)
-            all_reduce(ones(50), "sum", group)
-            if number == 300:
+        nonlocal passed
+        (known[0] if get_rank() == 0 else new or known[1])()
+        for _ in range(1000):
+            passed += 1
+            (then or known[0])()
+            if passed == 300:
                 time.sleep(3)  # the watch compares them
 
     check_collectives(mode)
     try:
-        for _ in range(known):
-            all_reduce(ones(50), "sum", group)
-            all_reduce(ones(50), "max", group)
-        with pytest.raises(CollectiveMismatchError, match=f"their call {2 * known + 1} differs"):
+        before = resolve().calls.number
+        for _ in range(rounds):
+            known[0]()
+            known[1]()
+        with pytest.raises(CollectiveMismatchError, match=f"their call {before + 2 * rounds + 1} differs"):
             differ()
     finally:
         check_collectives("off")
-    return passed[-1] if passed else -1
+    return passed
 
 
-@ranks(2, 3)
-def test_the_first_20_calls_are_compared_in_every_mode() -> None:
-    assert calls_until_a_mismatch("off", known=3) == -1
+NUMELS = pytest.mark.parametrize("numel", [50, 5000, 50_000])  # in messages of two sizes, and by the backend
 
 
-@ranks(2)
+def sums_and_maxima(numel: int) -> list[Callable[[], None]]:
+    return [lambda: all_reduce(ones(numel), "sum"), lambda: all_reduce(ones(numel), "max")]
+
+
+# Calls that send nothing.
+SILENT = [lambda: broadcast(ones(0), 0), lambda: broadcast(ones(0), 1)]
+
+
+@NUMELS
+@ranks(2, 3, fresh=True)
+def test_the_first_20_calls_are_compared_in_every_mode(numel: int) -> None:
+    init_dist("pytorch")
+    assert calls_until_a_mismatch("off", sums_and_maxima(numel), rounds=3) == -1
+    assert_group_works()
+
+
+@NUMELS
+@ranks(2, 3, fresh=True)
+def test_a_later_swap_of_known_calls_is_found_by_what_they_send(numel: int) -> None:
+    init_dist("pytorch")
+    assert calls_until_a_mismatch("off", sums_and_maxima(numel)) == -1
+
+
+@ranks(2, fresh=True)
 def test_a_sample_finds_a_mismatch_of_the_past() -> None:
-    assert 0 <= calls_until_a_mismatch("sample", known=60) < 150
+    init_dist("pytorch")
+    assert 0 <= calls_until_a_mismatch("sample", SILENT, then=barrier) < 150
 
 
 @ranks(3, fresh=True)
 def test_a_mismatch_of_later_calls_is_found_by_the_watch() -> None:
     init_dist("pytorch")
-    assert calls_until_a_mismatch("off", known=60) >= 0
+    assert calls_until_a_mismatch("off", SILENT, then=barrier) >= 0
 
 
 @ranks(3, fresh=True)
 def test_a_call_of_a_new_kind_does_not_meet_another_one() -> None:
     init_dist("pytorch")
-    assert calls_until_a_mismatch("off", known=60, is_new=True) == -1
+    assert calls_until_a_mismatch("off", sums_and_maxima(50), new=lambda: all_reduce(ones(50), "min")) == -1
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_always_compares_every_call() -> None:
-    assert calls_until_a_mismatch("always", known=60) == -1
+    init_dist("pytorch")
+    assert calls_until_a_mismatch("always", SILENT) == -1
+    assert_group_works()
 
 
 @ranks(2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lockstep.dist import all_reduce, get_dist_info, get_rank, get_world_size, reduce, reduce_scatter
-from lockstep.dist.transport import Handle
+from lockstep.dist.transport.handles import Handle
 from lockstep.testing import ranks
 
 from .reference import NOT_WHOLE, OPS, assert_group_works, assert_is, reduced

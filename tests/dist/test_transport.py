@@ -22,9 +22,10 @@ from lockstep.dist import (
     scatter,
     scatter_object_list,
 )
-from lockstep.dist import transport as transports
 from lockstep.dist.groups import resolve
-from lockstep.dist.transport import PairwiseCpu, Transport, transport_of
+from lockstep.dist.transport import pairs
+from lockstep.dist.transport.backend import Transport
+from lockstep.dist.transport.pairs import PairwiseCpu, transport_of
 from lockstep.testing import ranks
 
 KINDS = pytest.mark.parametrize("kind", [PairwiseCpu, Transport])
@@ -34,7 +35,7 @@ SIZES = pytest.mark.parametrize("numel", [0, 1, 50_000])
 def group_with(kind: type[Transport]) -> torch_dist.ProcessGroup:
     """Return a group of all ranks that the given transport serves."""
     group = torch_dist.new_group()
-    transports._transports[group] = kind(resolve(group))
+    pairs._transports[group] = kind(resolve(group))
     return group
 
 

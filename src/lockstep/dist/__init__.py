@@ -39,7 +39,7 @@ from lockstep.dist.objects import (
 )
 from lockstep.dist.reduce import all_reduce, reduce, reduce_scatter
 from lockstep.dist.results import collect_results, collect_results_cpu, collect_results_gpu
-from lockstep.dist.transport import Handle
+from lockstep.dist.transport.handles import Handle
 from lockstep.dist.world import destroy_dist, infer_launcher, init_dist, init_local_group, is_distributed
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
 

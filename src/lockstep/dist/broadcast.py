@@ -23,7 +23,8 @@ from lockstep.dist.gradients import (
 )
 from lockstep.dist.groups import Comm, GroupLike, resolve
 from lockstep.dist.header import report_failure
-from lockstep.dist.transport import Handle, transport_of, wait_unless_async
+from lockstep.dist.transport.handles import Handle, wait_unless_async
+from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_rank, require_tensor
 
 
@@ -81,11 +82,11 @@ def broadcast(
         src = require_rank("src", src, comm)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("broadcast", STAYS_LOCAL)
-    check_call("broadcast", comm, data, src)
+    is_known = check_call("broadcast", comm, data, src)
     if comm.pg is None or data.numel() == 0:
         return Handle((), comm) if async_op else None
     wire = comm.to_wire(data)
-    handle = transport_of(comm).broadcast([wire], src, async_op=async_op)
+    handle = transport_of(comm).broadcast_whole(wire, src, is_known=is_known, async_op=async_op)
     if wire is not data and comm.rank != src:
         handle = Handle([handle], comm, lambda: copy_into(data, wire))
     return wait_unless_async(handle, async_op)

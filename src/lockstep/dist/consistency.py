@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from types import TracebackType
 from typing import Final, Literal, TypeAlias
 
 from lockstep.dist.groups import Comm, GroupLike, get_local_group, resolve
@@ -16,7 +17,7 @@ from lockstep.dist.header import (
     report_failure,
     require_no_failure,
 )
-from lockstep.dist.transport import transport_of
+from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.watch.failures import mismatch
 from lockstep.dist.watch.watch import start_watch
 from lockstep.errors import CollectiveMismatchError
@@ -87,26 +88,26 @@ def check_call(name: str, comm: Comm, *arguments: object, carries: bool = False)
         name: name of the function.
         comm: the group.
         *arguments: those that must be the same on all ranks; of tensors, this is dtype and shape.
-        carries: if a comparison is due, the call itself makes it, with its own message.
+        carries: the call's own messages make every comparison, on all ranks.
 
-    **Returns**: whether the call must make it.
+    **Returns**: whether the calls are known to be the same, and no further check is needed.
 
     **Raises**: CollectiveMismatchError, on every rank.
     """
     calls = comm.calls
     if calls is None:
-        return False
+        return True
     if calls.failure is not None:
         raise mismatch(comm)
     if not calls.number:
         start_watch()
     is_new = calls.add(name, arguments)
-    if not is_new and _mode != "always" and not _is_due(calls.number):
-        return False
     if carries:
         return True
+    if not is_new and _mode != "always" and not _is_due(calls.number):
+        return False
     _compare(comm)
-    return False
+    return True
 
 
 def report_refusals(name: str, comm: Comm) -> AbstractContextManager[None]:
@@ -115,7 +116,7 @@ def report_refusals(name: str, comm: Comm) -> AbstractContextManager[None]:
     If they refuse the call on this rank, the other ranks learn of it in their `check_call`, if the mode requires a
     comparison.
     """
-    return _UNREPORTED if _mode == "off" else _reporting_refusals(name, comm)
+    return _UNREPORTED if _mode == "off" else _Refusals(name, comm)
 
 
 @contextmanager
@@ -174,18 +175,21 @@ def local_main_process_first() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _reporting_refusals(name: str, comm: Comm) -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        calls = comm.calls
-        if calls is not None:
-            calls.add(name, ("refused",), f", refused: {type(error).__name__}: {error}")
+class _Refusals(AbstractContextManager[None]):
+    __slots__ = ("_comm", "_name")
+
+    def __init__(self, name: str, comm: Comm) -> None:
+        self._name, self._comm = name, comm
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        calls = self._comm.calls
+        if calls is not None and isinstance(error, TypeError | ValueError):
+            calls.add(self._name, ("refused",), f", refused: {type(error).__name__}: {error}")
             if _mode == "always" or _is_due(calls.number):
                 with suppress(CollectiveMismatchError):  # this rank raises its own error
-                    _compare(comm)
-        raise
+                    _compare(self._comm)
 
 
 def _compare(comm: Comm) -> None:

@@ -43,15 +43,9 @@ from lockstep.dist.header import (
     scatter_failure,
 )
 from lockstep.dist.reduce import scatter_sums
-from lockstep.dist.transport import (
-    Handle,
-    HeaderMemory,
-    as_bytes,
-    copy_all,
-    is_plain_memory,
-    transport_of,
-    wait_unless_async,
-)
+from lockstep.dist.transport.handles import Handle, wait_unless_async
+from lockstep.dist.transport.memory import HeaderMemory, as_bytes, copy_all, is_plain_memory
+from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.validate import (
     NOT_GIVEN,
     either,

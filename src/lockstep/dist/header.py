@@ -6,7 +6,6 @@ still takes one message.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lockstep.dist.groups import Comm
-from lockstep.dist.transport import DIGEST_BYTES, HeaderMemory, transport_of
+from lockstep.dist.transport.memory import DIGEST_BYTES, HeaderMemory, memmove
+from lockstep.dist.transport.pairs import transport_of
 from lockstep.errors import PeerError
 
 # What a header holds: a tensor's shape and dtype, or a dict's digest; an object's sizes. A digest of the calls follows.
@@ -36,10 +36,6 @@ _FAILURE = struct.Struct("<2q")
 # Sorted, so that the order is the same on every rank.
 _DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-
-# ctypes.memmove would release the GIL, and get it back late when the backend's thread is waiting for it.
-_memmove = ctypes.PyDLL(None).memmove
-_memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 
 
 class Header:
@@ -71,13 +67,13 @@ class Header:
         memory.data[start : start + len(self.encoded)] = self.encoded
         if self.is_inline and self.nbytes:
             on_cpu = data if data.is_cpu else data.cpu()
-            _memmove(memory.address + start + len(self.encoded), on_cpu.data_ptr(), self.nbytes)
+            memmove(memory.address + start + len(self.encoded), on_cpu.data_ptr(), self.nbytes)
 
     def fill(self, target: Tensor, memory: HeaderMemory, index: int) -> None:
         """Copy the inline tensor at position `index` into `target`, a contiguous CPU tensor."""
         if self.nbytes:
             source = memory.address + index * memory.header_bytes + len(self.encoded)
-            _memmove(target.data_ptr(), source, self.nbytes)
+            memmove(target.data_ptr(), source, self.nbytes)
 
     def tensor(self, memory: HeaderMemory, index: int, device: torch.device) -> Tensor:
         """Return a new tensor: filled and on the CPU if inline, else empty, of the announced shape, on `device`."""

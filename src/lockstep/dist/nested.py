@@ -31,7 +31,8 @@ from lockstep.dist.header import (
 from lockstep.dist.objects import all_gather_packed, broadcast_packed
 from lockstep.dist.reduce import all_reduce
 from lockstep.dist.reduce_ops import OpLike, OpName, combine_in_place, op_name, reduction
-from lockstep.dist.transport import bytes_of, transport_of
+from lockstep.dist.transport.memory import bytes_of
+from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
 from lockstep.dist.watch.calls import grouped, unlike_most
 from lockstep.errors import CollectiveMismatchError

@@ -31,7 +31,9 @@ from lockstep.dist.header import (
     scatter_header,
 )
 from lockstep.dist.pickling import Pickled, dump, load
-from lockstep.dist.transport import Handle, bytes_of, copy_all, transport_of
+from lockstep.dist.transport.handles import Handle
+from lockstep.dist.transport.memory import bytes_of, copy_all
+from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank
 from lockstep.errors import DistError
 

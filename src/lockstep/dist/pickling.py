@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.dist.groups import Comm
-from lockstep.dist.transport import as_bytes, bytes_of
+from lockstep.dist.transport.memory import as_bytes, bytes_of
 
 # Below this size, a separate message costs more than a copy.
 _SEGMENT_MIN_BYTES = 64 * 1024

@@ -27,7 +27,11 @@ from lockstep.dist.gradients import (
 from lockstep.dist.groups import Comm, GroupLike, resolve
 from lockstep.dist.header import report_failure
 from lockstep.dist.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine_in_place, op_name, reduction
-from lockstep.dist.transport import Handle, as_bytes, options, transport_of, wait_for, wait_unless_async
+from lockstep.dist.transport.backend import options
+from lockstep.dist.transport.handles import Handle, wait_unless_async
+from lockstep.dist.transport.memory import as_bytes
+from lockstep.dist.transport.pairs import transport_of
+from lockstep.dist.transport.small import ROOMS
 from lockstep.dist.validate import (
     NOT_GIVEN,
     either,
@@ -214,30 +218,34 @@ def _reduce_to(
 ) -> Handle | None:
     """Reduce into rank `dst`'s data, or into every rank's if `dst` is None."""
     transport = transport_of(comm)
-    compares = False
-    if dst is None:
-        compares = check_call("all_reduce", comm, data, name, carries=transport.reduces_small(data))
+    pg, room = comm.pg, None
+    if dst is not None:
+        is_known = check_call("reduce", comm, data, name, dst)
     else:
-        check_call("reduce", comm, data, name, dst)
-    pg = comm.pg
+        # Encoded, an element has at most 16 bytes.
+        room = transport.room_for(data.nbytes if plan.encode is None else 16 * data.numel())
+        is_known = check_call("all_reduce", comm, data, name, carries=room == ROOMS[0])
     if pg is None:
         _alone(data, plan)
         return Handle((), comm) if async_op else None
-
-    def start(travelling: Tensor, wire_op: OpName) -> Work | Handle:
-        if compares:
-            return transport.start_small(travelling, wire_op)
-        if dst is None:
-            return pg.allreduce([travelling], _options(AllreduceOptions, wire_op, "asyncOp", async_op))
-        return pg.reduce([travelling], _options(ReduceOptions, wire_op, "rootRank", dst))
-
-    if not async_op and _is_plain(data, plan, comm):
-        started = start(data, plan.wire_op)
-        if isinstance(started, Handle):
-            started.wait()
-        else:
-            wait_for(started, comm)
+    is_plain = _is_plain(data, plan, comm)
+    if room is not None and is_plain and not async_op:
+        transport.small.reduce(pg, data, plan.wire_op, room)
         return None
+
+    def start(travelling: Tensor, wire_op: OpName) -> Handle:
+        if room is not None:
+            return transport.small.start_reduce(pg, travelling, wire_op, room)
+
+        def start_theirs() -> Work:
+            if dst is None:
+                return pg.allreduce([travelling], _options(AllreduceOptions, wire_op, "asyncOp", async_op))
+            return pg.reduce([travelling], _options(ReduceOptions, wire_op, "rootRank", dst))
+
+        return transport.start(start_theirs, is_known=is_known, async_op=async_op)
+
+    if not async_op and is_plain:
+        return wait_unless_async(start(data, plan.wire_op), async_op)
     return wait_unless_async(_reduce(data, plan, comm, start, keeps=dst in (None, comm.rank)), async_op)
 
 
@@ -331,7 +339,7 @@ def reduce_scatter(
         _require_entries(output, input_list, comm)
     if (output.requires_grad and not output.is_leaf) or any(x.requires_grad for x in input_list):
         warn_of_lost_gradients("reduce_scatter", ENDS_HERE, has_sync_grads=True)
-    return wait_unless_async(_reduce_scatter(output, input_list, name, plan, comm), async_op)
+    return wait_unless_async(_reduce_scatter(output, input_list, name, plan, comm, async_op), async_op)
 
 
 def _require_entries(output: Tensor, input_list: Sequence[Tensor], comm: Comm) -> None:
@@ -342,8 +350,15 @@ def _require_entries(output: Tensor, input_list: Sequence[Tensor], comm: Comm) -
         raise ValueError(f"`input_list` must have one dtype, but has {', '.join(dtypes)} ({comm.this_rank})")
 
 
-def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], name: OpName, plan: Reduction, comm: Comm) -> Handle:
-    check_call("reduce_scatter", comm, *input_list, name)
+def _reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    name: OpName,
+    plan: Reduction,
+    comm: Comm,
+    async_op: bool = False,
+) -> Handle:
+    is_known = check_call("reduce_scatter", comm, *input_list, name)
     if comm.pg is None:
         copy_into(output, input_list[0])
         _alone(output, plan)
@@ -356,11 +371,14 @@ def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], name: OpName, 
     wires = list(input_list) if is_plain else [comm.to_wire(entry) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
 
-    def start(received: Tensor, wire_op: OpName) -> Work | Handle:
-        return pg.reduce_scatter([received], [travelling], options(ReduceScatterOptions, reduceOp=TORCH_OPS[wire_op]))
+    def start(received: Tensor, wire_op: OpName) -> Handle:
+        chosen = options(ReduceScatterOptions, reduceOp=TORCH_OPS[wire_op])
+        return transport_of(comm).start(
+            lambda: pg.reduce_scatter([received], [travelling], chosen), is_known=is_known, async_op=async_op
+        )
 
     if is_plain:
-        return Handle([start(output, plan.wire_op)], comm)
+        return start(output, plan.wire_op)
     return _reduce(output, plan, comm, start, keeps=True)
 
 
@@ -430,7 +448,7 @@ def _reduce(
     data: Tensor,
     plan: Reduction,
     comm: Comm,
-    start: Callable[[Tensor, OpName], Work | Handle],
+    start: Callable[[Tensor, OpName], Handle],
     *,
     keeps: bool,
 ) -> Handle:

@@ -75,8 +75,12 @@ def op_name(op: object) -> OpName:
 
 def combine_in_place(total: Tensor, other: Tensor, wire_op: OpName) -> None:
     """Combine two encoded tensors as a backend does, into the first."""
-    _, combine = _OPS[wire_op]
-    combine(total, other, out=total)
+    combine(total, other, wire_op, total)
+
+
+def combine(first: Tensor, second: Tensor, wire_op: OpName, total: Tensor) -> None:
+    """Combine two encoded tensors as a backend does, into a third one, which may be one of them."""
+    _OPS[wire_op][1](first, second, out=total)
 
 
 @cache

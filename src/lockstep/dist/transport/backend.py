@@ -1,0 +1,224 @@
+"""A transport that uses the collectives of the backend, on any device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import (
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ProcessGroup,
+    ReduceOp,
+    ScatterOptions,
+    Work,
+)
+
+from lockstep.device import copy_into
+from lockstep.dist.groups import Comm
+from lockstep.dist.transport.handles import Handle, PairwiseHandle, wait_for
+from lockstep.dist.transport.memory import HeaderBuffers, HeaderMemory, as_native, copy_all
+from lockstep.dist.transport.small import SmallMessages
+from lockstep.dist.watch.failures import mismatch, translate_error
+
+SEGMENT_TAG = 0x10C5  # `small` has more
+
+# Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
+_ALL_GATHER_SINGLE = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
+
+_KEPT_BYTES = 2**16
+
+
+class Transport:
+    """Carries headers and segments within one group, by the collectives of its backend, on any device.
+
+    Methods for headers take `HeaderBuffers`, and send from and receive into `own` and `every`. Segments are contiguous
+    tensors on the group's device. All methods but `send` and `receive` are collective.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self._buffers: dict[int, HeaderBuffers] = {}
+        self._kept: deque[Tensor] = deque(maxlen=8)
+        self.small = SmallMessages(comm)
+
+    @property
+    def pg(self) -> ProcessGroup:
+        """Torch's process group."""
+        pg = self.comm.pg
+        assert pg is not None  # the owner of a transport keeps its group alive
+        return pg
+
+    def buffers(self, header_bytes: int) -> HeaderBuffers:
+        """Return the buffers for headers of this size; all calls in the group share them."""
+        buffers = self._buffers.get(header_bytes)
+        if buffers is None:
+            buffers = self._buffers[header_bytes] = HeaderBuffers(header_bytes, self.comm)
+        return buffers
+
+    def keep_alive(self, sent: Tensor) -> None:
+        """Keep a small tensor that nothing else refers to, until the backend's thread has released it.
+
+        Otherwise that thread frees the tensor, for which it needs the GIL. The next call waits for that, ten times as
+        long as the call itself takes (gloo, torch 2.13).
+        """
+        if sent.nbytes <= _KEPT_BYTES:
+            self._kept.append(sent)
+
+    def all_gather_headers(self, buffers: HeaderBuffers) -> None:
+        """Give every rank every rank's header: from `own` to `every`.
+
+        This and the other methods for headers raise CollectiveMismatchError where the ranks have made different calls.
+        """
+        digest = self._stamp(buffers.own)
+        self._all_gather_headers(buffers)
+        self._require_same_calls(buffers.every, digest)
+
+    def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
+        """Give rank `dst` every rank's header: from `own` to its `every`."""
+        digest = self._stamp(buffers.own)
+        self._gather_headers(buffers, dst)
+        if self.comm.rank == dst:
+            self._require_same_calls(buffers.every, digest)
+
+    def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
+        """Give rank i the i-th header of rank `src`: from its `every` to `own`."""
+        digest = self._stamp(buffers.every if self.comm.rank == src else buffers.own)
+        self._scatter_headers(buffers, src)
+        self._require_same_calls(buffers.own, digest)
+
+    def broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
+        """Give every rank `src`'s header: from its `own` to every `own`."""
+        digest = self._stamp(buffers.own)
+        self._broadcast_header(buffers, src)
+        self._require_same_calls(buffers.own, digest)
+
+    def have_same_calls(self) -> bool:
+        """Return whether all ranks have made the same calls; all get the same answer. **Collective**: every rank."""
+        if "cpu" in self.comm.devices:
+            return self.small.compare(self.pg)
+        digest = 0 if self.comm.calls is None else self.comm.calls.digest
+        digests = torch.tensor([digest, ~digest], device=self.comm.comm_device)
+        wait_for(self.pg.allreduce([digests], options(AllreduceOptions, reduceOp=ReduceOp.MAX)), self.comm)
+        highest, lowest = digests.tolist()
+        return bool(highest == ~lowest)
+
+    def room_for(self, nbytes: int) -> int | None:
+        """Return the size of the small messages that carry so many bytes of each rank; None if they don't."""
+        return None
+
+    def start(self, collective: Callable[[], Work], *, is_known: bool, async_op: bool) -> Handle:
+        """Start a collective of the backend.
+
+        Args:
+            collective: starts it.
+            is_known: the ranks are known to have made the same calls.
+            async_op: return at once.
+        """
+        return Handle([collective()], self.comm)
+
+    def _stamp(self, memory: HeaderMemory) -> int:
+        calls = self.comm.calls
+        if calls is None:
+            return 0
+        memory.stamp(calls.digest)
+        return calls.digest
+
+    def _require_same_calls(self, memory: HeaderMemory, digest: int) -> None:
+        if self.comm.calls is not None and not memory.agrees(digest):
+            raise mismatch(self.comm)
+
+    def _all_gather_headers(self, buffers: HeaderBuffers) -> None:
+        self._move(buffers, getattr(self.pg, _ALL_GATHER_SINGLE), buffers.every_staged, buffers.own_staged)
+
+    def _gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
+        outputs = [buffers.parts] if self.comm.rank == dst else []
+        self._move(buffers, self.pg.gather, outputs, [buffers.own_staged], options(GatherOptions, rootRank=dst))
+
+    def _scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
+        inputs = [buffers.parts] if self.comm.rank == src else []
+        self._move(buffers, self.pg.scatter, [buffers.own_staged], inputs, options(ScatterOptions, rootRank=src))
+
+    def _broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
+        chosen = options(BroadcastOptions, rootRank=src, asyncOp=False)
+        self._move(buffers, self.pg.broadcast, [buffers.own_staged], chosen)
+
+    def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
+        """Give every rank every rank's segments, each once to each rank, without padding.
+
+        Args:
+            own: this rank's segments, flat uint8.
+            received: for each rank, the segments to fill, of exactly its sizes; those of this rank get a copy.
+        """
+        copy_all(received[self.comm.rank], own)
+        handles = [
+            self.broadcast(own if rank == self.comm.rank else segments, rank) for rank, segments in enumerate(received)
+        ]
+        return Handle(handles, self.comm)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
+        """Send the i-th of `inputs`, on any device, to rank i, and fill the i-th of `outputs` with what rank i sent."""
+        comm = self.comm
+        parts = [as_native(comm.to_comm_device(x)).view(-1) for x in inputs]
+        item_bytes = parts[0].element_size()
+        sizes_out = [x.nbytes // item_bytes for x in outputs]
+        received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=comm.comm_device)
+        work = self.pg.alltoall_base(received, torch.cat(parts), sizes_out, [x.numel() for x in parts])
+
+        def finish() -> None:
+            for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
+                if part.dtype != output.dtype:
+                    part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
+                copy_into(output, part)
+
+        return Handle([work], comm, finish)
+
+    def broadcast(self, segments: Sequence[Tensor], src: int) -> Handle:
+        """Give every rank `src`'s segments, in place."""
+        return Handle([self._broadcast(segment, src, async_op=True) for segment in segments], self.comm)
+
+    def broadcast_whole(self, data: Tensor, src: int, *, is_known: bool, async_op: bool) -> Handle:
+        """Give every rank `src`'s tensor, in place; `start` has the arguments."""
+        return self.start(lambda: self._broadcast(data, src, async_op=async_op), is_known=is_known, async_op=async_op)
+
+    def send(self, segments: Sequence[Tensor], dst: int) -> Handle:
+        """Send segments to rank `dst`, which calls `receive` with the same sizes."""
+        return self._send_and_receive([], [(segment, dst) for segment in segments])
+
+    def receive(self, segments: Sequence[Tensor], src: int) -> Handle:
+        """Fill segments with what rank `src` sends with `send`."""
+        return self._send_and_receive([(segment, src) for segment in segments], [])
+
+    def _broadcast(self, data: Tensor, src: int, *, async_op: bool) -> Work:
+        return self.pg.broadcast([as_native(data)], options(BroadcastOptions, rootRank=src, asyncOp=async_op))
+
+    def _move(self, buffers: HeaderBuffers, collective: Callable[..., Work], *arguments: object) -> None:
+        """Move headers by one of the backend's collectives; `arguments` refer to the memory on the group's device."""
+        buffers.stage()
+        wait_for(collective(*arguments), self.comm)
+        buffers.fetch()
+
+    def _send_and_receive(
+        self, receiving: Sequence[tuple[Tensor, int]], sending: Sequence[tuple[Tensor, int]], tag: int = SEGMENT_TAG
+    ) -> Handle:
+        pg = self.pg
+        try:
+            works = [pg.recv([segment], rank, tag) for segment, rank in receiving]
+            works += [pg.send([segment], rank, tag) for segment, rank in sending]
+        except RuntimeError as error:  # gloo refuses to send to a rank that it knows to be gone
+            raise translate_error(error, self.comm) from error
+        return PairwiseHandle(works, self.comm)
+
+
+@cache
+def options(kind: type, **fields: object) -> Any:
+    """Return the options of one of torch's collectives, such as `BroadcastOptions`, with some fields set."""
+    made = kind()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made

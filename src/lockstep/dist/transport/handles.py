@@ -1,0 +1,122 @@
+"""Handles: collectives in flight, and how a rank waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from threading import Thread
+from time import monotonic
+
+from torch.distributed import Work
+
+from lockstep.dist.groups import Comm
+from lockstep.dist.watch.failures import timeout_error, translate_error
+from lockstep.errors import CollectiveMismatchError
+
+
+class Handle:
+    """A collective in flight. `wait` completes it, including the copy back to the caller's device and dtype."""
+
+    __slots__ = ("_comm", "_finish", "_pending")
+
+    def __init__(self, pending: Sequence[Work | Handle], comm: Comm, finish: Callable[[], None] | None = None) -> None:
+        self._pending: tuple[Work | Handle, ...] = tuple(pending)
+        self._comm = comm
+        self._finish = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the result is available; further calls return at once, or raise again.
+
+        **Raises**: PeerError if a rank is gone; CollectiveTimeoutError if a rank did not arrive in time; ValueError if
+        the mean of integers is not a whole number.
+        """
+        for one in self._pending:
+            if isinstance(one, Handle):
+                one.wait(timeout)
+            else:
+                wait_for(one, self._comm, timeout)
+        self._pending = ()
+        if self._finish is not None:
+            self._finish()
+        self._finish = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not block."""
+        return all(one.is_completed() for one in self._pending)
+
+
+class PairwiseHandle(Handle):
+    """Sends and receives in flight. gloo can't tell whether they are completed (torch 2.13).
+
+    The first call of `is_completed` starts a thread that waits for them.
+    """
+
+    __slots__ = ("_outcome",)
+
+    def __init__(self, pending: Sequence[Work], comm: Comm, finish: Callable[[], None] | None = None) -> None:
+        super().__init__(pending, comm, finish)
+        self._outcome: Future[bool] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all are completed; see `Handle.wait`."""
+        if timeout is not None:
+            self.is_completed()  # a receive that times out itself closes all connections of the group (gloo)
+        if self._outcome is None:
+            return self._complete()
+        try:
+            return self._outcome.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError as error:
+            if self._outcome.done():
+                raise
+            raise timeout_error(self._comm, f"{timeout} are over") from error
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not block."""
+        if self._outcome is None:
+            self._outcome = Future()
+            Thread(target=self._complete_for, args=(self._outcome,), daemon=True).start()
+        return self._outcome.done()
+
+    def _complete(self) -> bool:
+        return super().wait()
+
+    def _complete_for(self, outcome: Future[bool]) -> None:
+        try:
+            outcome.set_result(self._complete())
+        except Exception as error:
+            outcome.set_exception(error)
+
+
+def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
+    """Return the handle if `async_op`, else wait for it and return None."""
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def wait_for(work: Work, comm: Comm, timeout: timedelta | None = None) -> None:
+    """Wait for one piece of work; see `Handle.wait` for what it raises."""
+    wait_for_all((work,), comm, timeout)
+
+
+def wait_for_all(works: Sequence[Work], comm: Comm, timeout: timedelta | None = None) -> None:
+    """Wait for several pieces of work; see `Handle.wait` for what it raises."""
+    calls = comm.calls
+    if calls is not None:
+        calls.since, calls.waiting = monotonic(), calls.number
+    try:
+        for work in works:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+    except RuntimeError as error:
+        translated = translate_error(error, comm)
+        # What the backend says then is only how the watch has ended the wait.
+        raise translated from None if isinstance(translated, CollectiveMismatchError) else error
+    finally:
+        if calls is not None:
+            calls.waiting = 0

@@ -1,0 +1,170 @@
+"""A transport from rank to rank, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from lockstep.device import copy_into
+from lockstep.dist.groups import SOLO, Comm
+from lockstep.dist.transport.backend import SEGMENT_TAG, Transport
+from lockstep.dist.transport.handles import Handle, wait_for_all
+from lockstep.dist.transport.memory import HeaderBuffers, as_native, copy_all, is_plain_memory
+from lockstep.dist.transport.small import TAG_BITS, room_for
+from lockstep.dist.watch.failures import translate_error
+
+# gloo matches sends and receives between two ranks by tag, in order. Messages of different sizes have different tags,
+# because gloo aborts the process where a message is longer than expected; `small` has the next ones.
+_HEADER_TAG = 0x10C4
+
+
+class PairwiseCpu(Transport):
+    """A transport that sends directly from rank to rank, on the CPU.
+
+    gloo's sends and receives need no thread switch and no copy: an all_gather of 1 KiB takes half as long as gloo's
+    own, and one of 16 MiB a third (2 and 4 ranks, torch 2.13; docs/decisions/0008-pairs-on-the-cpu.md). On
+    accelerators, which run messages in order, pairs of sends and receives could block each other.
+    """
+
+    def room_for(self, nbytes: int) -> int | None:
+        """See `Transport`."""
+        return room_for(nbytes, self.comm.size)
+
+    def start(self, collective: Callable[[], Work], *, is_known: bool, async_op: bool) -> Handle:
+        """See `Transport`. gloo ends the process where a message is longer than expected, so calls are compared first.
+
+        With `async_op`, the comparison does not wait, and only finds wrong numbers.
+        """
+        if is_known or self.comm.size == 1:
+            return Handle([collective()], self.comm)
+        check = self.small.start_check(self.pg)
+        if async_op:
+            return Handle([check, collective()], self.comm)
+        check.wait()
+        return Handle([collective()], self.comm)
+
+    def broadcast_whole(self, data: Tensor, src: int, *, is_known: bool, async_op: bool) -> Handle:
+        """See `Transport`."""
+        room = self.room_for(data.nbytes)
+        if room is None:
+            return super().broadcast_whole(data, src, is_known=is_known, async_op=async_op)
+        return self.small.start_broadcast(self.pg, data, src, room)
+
+    def _all_gather_headers(self, buffers: HeaderBuffers) -> None:
+        buffers.copy_own()
+        self._exchange_headers(buffers, buffers.of_others, buffers.own_to_others)
+
+    def _gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
+        if self.comm.rank == dst:
+            buffers.copy_own()
+            self._exchange_headers(buffers, buffers.of_others, {})
+        else:
+            self._exchange_headers(buffers, {}, {dst: buffers.own_staged})
+
+    def _scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
+        if self.comm.rank == src:
+            buffers.own.data[:] = buffers.every.views[src]
+            self._exchange_headers(buffers, {}, buffers.of_others)
+        else:
+            self._exchange_headers(buffers, {src: buffers.own_staged}, {})
+
+    def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
+        """See `Transport`."""
+        copy_all(received[self.comm.rank], own)
+        others = self._others()
+        return self._send_and_receive(
+            [(segment, rank) for rank in others for segment in received[rank]],
+            [(segment, rank) for rank in others for segment in own],
+        )
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
+        """See `Transport`. Sends from the caller's own memory, and receives into it if nothing is sent from there."""
+        comm = self.comm
+        sent = {x.untyped_storage().data_ptr() for x in inputs}  # memory that must not change before it has left
+        received = [
+            x
+            if x.is_cpu and is_plain_memory(x) and x.untyped_storage().data_ptr() not in sent
+            else torch.empty(x.shape, dtype=x.dtype, device=comm.comm_device)
+            for x in outputs
+        ]
+        others = self._others()
+        exchange = self._send_and_receive(
+            [(as_native(received[rank].detach()), rank) for rank in others if received[rank].numel()],
+            [(as_native(comm.to_comm_device(inputs[rank])), rank) for rank in others if inputs[rank].numel()],
+            # No header goes before them: ranks that make other calls wait, until the watch finds out why.
+            SEGMENT_TAG if comm.calls is None else SEGMENT_TAG | (comm.calls.digest & 0x7FFF) << TAG_BITS,
+        )
+        copy_into(received[comm.rank], inputs[comm.rank].detach())
+        return Handle([exchange], comm, lambda: copy_all(outputs, received))
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
+
+    def _exchange_headers(
+        self, buffers: HeaderBuffers, receiving: Mapping[int, Tensor], sending: Mapping[int, Tensor]
+    ) -> None:
+        """Receive from some ranks and send to some, all at once.
+
+        If this fails for a rank that is gone, the messages of the other ranks are still started, and left in flight.
+        They may themselves be waiting for that rank, and find out on their own.
+        """
+        pg = self.pg
+        works = buffers.in_flight = []
+        refusal = None
+        tag = _HEADER_TAG + (buffers.own.header_bytes << TAG_BITS)
+        for start, parts in ((pg.recv, receiving), (pg.send, sending)):
+            for rank, part in parts.items():
+                try:
+                    works.append(start([part], rank, tag))
+                except RuntimeError as error:
+                    refusal = error
+        if refusal is not None:
+            raise translate_error(refusal, self.comm) from refusal
+        wait_for_all(works, self.comm)
+        buffers.in_flight = []
+
+
+class _Alone(PairwiseCpu):
+    """The transport of one process without a group: what is sent is what arrives."""
+
+    def buffers(self, header_bytes: int) -> HeaderBuffers:
+        """Return new buffers, because threads may call concurrently: there is no order of messages to keep."""
+        return HeaderBuffers(header_bytes, self.comm)
+
+    def _broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
+        pass
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Handle:
+        """See `Transport`."""
+        copy_into(outputs[0], inputs[0])
+        return Handle((), self.comm)
+
+    def broadcast(self, segments: Sequence[Tensor], src: int) -> Handle:
+        """See `Transport`."""
+        return Handle((), self.comm)
+
+    def _send_and_receive(self, *nothing: object) -> Handle:
+        return Handle((), self.comm)
+
+    def _exchange_headers(self, *nothing: object) -> None:
+        pass
+
+
+_ALONE = _Alone(SOLO)
+_transports: WeakKeyDictionary[ProcessGroup, Transport] = WeakKeyDictionary()
+
+
+def transport_of(comm: Comm) -> Transport:
+    """Return the transport of a group; it is chosen at the first call."""
+    pg = comm.pg
+    if pg is None:
+        return _ALONE
+    transport = _transports.get(pg)
+    if transport is None:
+        kind = PairwiseCpu if comm.comm_device.type == "cpu" else Transport
+        transport = _transports[pg] = kind(comm)
+    return transport

@@ -1,0 +1,337 @@
+"""Small messages that begin with the digest of a rank's calls, with which a collective needs no check of its own.
+
+All are of a few fixed sizes, each with a tag of its own: gloo ends the process where a message is longer than the
+memory for it. Ranks whose messages differ in size wait for each other instead, until the watch finds out why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from lockstep.dist.groups import Comm
+from lockstep.dist.reduce_ops import OpName, combine
+from lockstep.dist.transport.handles import Handle, PairwiseHandle, wait_for_all
+from lockstep.dist.transport.memory import memmove
+from lockstep.dist.watch.failures import mismatch, translate_error
+from lockstep.dist.watch.watch import interrupt
+from lockstep.errors import CollectiveMismatchError, DistError
+
+# From a rank: the digest of its calls, and their number. From the first rank: the lowest and the highest digest.
+_HEAD = struct.Struct("<2q")
+HEAD_BYTES = _HEAD.size
+# Sizes of messages, and how many bytes of them the first rank takes in one collective at most.
+ROOMS = (512, 4096, 65536)
+_MOST_BYTES = 2**20
+_MOST_IN_FLIGHT = 128
+# Tags of gloo's sends and receives: 31 bits, of which the upper ones are free.
+TAG_BITS = 16
+_REDUCE_TAGS = {512: 0x10C6, 4096: 0x10C8, 65536: 0x10C9}
+_BROADCAST_TAGS = {512: 0x10CA, 4096: 0x10CB, 65536: 0x10CC}
+_ANSWER_TAG, _NEXT_TAG = 0x10CD, 0x10CE
+
+
+class Message:
+    """Memory for one message: a head of two words, and data.
+
+    Attributes:
+        memory: its bytes.
+        tensors: a list of one tensor, all bytes, as torch's sends and receives take it.
+        address: address of the data.
+    """
+
+    __slots__ = ("_views", "address", "memory", "tensors")
+
+    def __init__(self, size: int) -> None:
+        self.memory = bytearray(size)
+        self.address = ctypes.addressof((ctypes.c_char * size).from_buffer(self.memory)) + HEAD_BYTES
+        with torch.inference_mode(False):
+            self.tensors = [torch.frombuffer(self.memory, dtype=torch.uint8)]
+        self._views: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
+
+    def view_like(self, data: Tensor) -> Tensor:
+        """Return the data as a tensor of this dtype and shape."""
+        key = (data.dtype, data.shape)
+        view = self._views.get(key)
+        if view is None:
+            with torch.inference_mode(False):
+                view = self.tensors[0][HEAD_BYTES : HEAD_BYTES + data.nbytes].view(data.dtype).view(data.shape)
+            if len(self._views) < 64:
+                self._views[key] = view
+        return view
+
+
+class Exchange:
+    """All ranks of a group compare the digests of their calls, and reduce a small tensor, if they agree.
+
+    Two ranks send to each other. In larger groups the first rank receives from all, combines in the order of the ranks,
+    and answers. That is two messages for each rank, and the bits are the same on all.
+
+    Args:
+        comm: the group.
+        room: size of the messages.
+
+    Attributes:
+        comm: the group.
+        collects: whether this is the first rank, which answers the others.
+    """
+
+    __slots__ = ("_digest", "_number", "_own", "_peers", "_received", "_tag", "_works", "collects", "comm")
+
+    def __init__(self, comm: Comm, room: int) -> None:
+        self.comm, self._tag = comm, _REDUCE_TAGS[room]
+        self.collects = comm.rank == 0 and comm.size > 2
+        self._peers = [1 - comm.rank] if comm.size == 2 else list(range(1, comm.size)) if self.collects else [0]
+        self._own = Message(room)
+        self._received = [Message(room) for _ in self._peers]
+        self._digest = self._number = 0
+        self._works: list[Work] = []
+
+    def start(self, pg: ProcessGroup, data: Tensor | None = None) -> None:
+        """Start it; `data` is contiguous."""
+        comm = self.comm
+        calls = comm.calls
+        if calls is not None:
+            self._digest, self._number = calls.digest, calls.number
+        try:
+            if self.collects:
+                pairs = zip(self._received, self._peers, strict=True)
+                self._works = [pg.recv(message.tensors, peer, self._tag) for message, peer in pairs]
+                return
+            own, peer = self._own, self._peers[0]
+            _HEAD.pack_into(own.memory, 0, self._digest, self._number)
+            if data is not None:
+                memmove(own.address, data.data_ptr(), data.nbytes)
+            tag = self._tag if comm.size == 2 else _answer_tag(self._number)
+            self._works = [pg.recv(self._received[0].tensors, peer, tag), pg.send(own.tensors, peer, self._tag)]
+        except RuntimeError as error:  # gloo refuses to send to a rank that it knows to be gone
+            self._fail_together()
+            raise translate_error(error, comm) from error
+
+    def finish(self, data: Tensor | None = None, op: OpName = "sum") -> bool:
+        """Wait for the other ranks; return whether all have made the same calls. Then `data` is reduced."""
+        if self.collects:
+            try:
+                return self._collect(data, op)
+            except DistError:
+                self._fail_together()
+                raise
+        wait_for_all(self._works, self.comm)
+        first = self._received[0]
+        low, high = _HEAD.unpack_from(first.memory)
+        if self.comm.size > 2:
+            agrees = bool(low == high)
+        else:
+            agrees = bool(low == self._digest)
+            if agrees and data is not None:
+                received = first.view_like(data)
+                pair = (data, received) if self.comm.rank == 0 else (received, data)
+                self._combine(pair, received, op)
+        if agrees and data is not None:
+            memmove(data.data_ptr(), first.address, data.nbytes)
+        return agrees
+
+    def _collect(self, data: Tensor | None, op: OpName) -> bool:
+        wait_for_all(self._works, self.comm)
+        first = self._received[0]
+        heads = [_HEAD.unpack_from(message.memory) for message in self._received]
+        digests = [self._digest, *(digest for digest, _ in heads)]
+        low, high = min(digests), max(digests)
+        if low == high and data is not None:
+            parts = [data, *(message.view_like(data) for message in self._received)]
+            self._combine(parts, parts[1], op)
+            memmove(data.data_ptr(), first.address, data.nbytes)
+        _HEAD.pack_into(first.memory, 0, low, high)
+        pg = self.comm.pg
+        if pg is None:
+            raise DistError(f"the group was destroyed while a reduction was in flight ({self.comm.this_rank})")
+        try:
+            answers = [
+                pg.send(first.tensors, peer, _answer_tag(number))
+                for peer, (_, number) in zip(self._peers, heads, strict=True)
+            ]
+        except RuntimeError as error:
+            raise translate_error(error, self.comm) from error
+        wait_for_all(answers, self.comm)
+        return bool(low == high)
+
+    def _fail_together(self) -> None:
+        if self.collects:
+            interrupt(self.comm)  # the others wait for this rank
+
+    def _combine(self, parts: Sequence[Tensor], total: Tensor, op: OpName) -> None:
+        """Combine the ranks' parts, in order, into memory that is not being sent."""
+        combine(parts[0], parts[1], op, total)
+        for part in parts[2:]:
+            combine(total, part, op, total)
+        if op == "mean":
+            total.div_(self.comm.size)
+
+
+class SmallMessages:
+    """The small messages of one group, and the memory for them, which calls use again.
+
+    The ranks of the group must communicate on the CPU.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._exchanges: dict[int, list[Exchange]] = {room: [] for room in ROOMS}
+        self._messages: dict[int, list[Message]] = {room: [] for room in (HEAD_BYTES, *ROOMS)}
+        self._in_flight: dict[Handle, None] = {}
+
+    def compare(self, pg: ProcessGroup) -> bool:
+        """Return whether all ranks have made the same calls; all get the same answer. **Collective**."""
+        return self._exchange(pg, ROOMS[0], None, "sum")
+
+    def reduce(self, pg: ProcessGroup, data: Tensor, op: OpName, room: int) -> None:
+        """Reduce a contiguous tensor of the CPU in place; `room_for` gives the room. **Collective**.
+
+        **Raises**: CollectiveMismatchError on every rank, with nothing changed.
+        """
+        if not self._exchange(pg, room, data, op):
+            raise mismatch(self._comm, all_know=True)
+
+    def start_reduce(self, pg: ProcessGroup, data: Tensor, op: OpName, room: int) -> Handle:
+        """Start what `reduce` does."""
+        return _SmallReduction(self, pg, data, op, room)
+
+    def start_broadcast(self, pg: ProcessGroup, data: Tensor, src: int, room: int) -> Handle:
+        """Copy rank `src`'s contiguous tensor of the CPU into every other rank's.
+
+        `wait` raises CollectiveMismatchError on a rank whose calls differ from those of `src`.
+        """
+        comm, free = self._comm, self._messages[room]
+        message = free.pop() if free else Message(room)
+        is_src, tag = comm.rank == src, _BROADCAST_TAGS[room]
+        digest = 0 if comm.calls is None else comm.calls.digest
+        try:
+            if is_src:
+                _HEAD.pack_into(message.memory, 0, digest, 0)
+                memmove(message.address, data.data_ptr(), data.nbytes)
+                works = [pg.send(message.tensors, peer, tag) for peer in range(comm.size) if peer != src]
+            else:
+                works = [pg.recv(message.tensors, src, tag)]
+        except RuntimeError as error:
+            raise translate_error(error, comm) from error
+
+        def finish() -> None:
+            if not is_src:
+                if _HEAD.unpack_from(message.memory)[0] != digest:
+                    raise mismatch(comm)
+                memmove(data.data_ptr(), message.address, data.nbytes)
+            free.append(message)
+            self.drop(handle)
+
+        handle = PairwiseHandle(works, comm, finish)
+        self.keep(handle)
+        return handle
+
+    def start_check(self, pg: ProcessGroup) -> Handle:
+        """Compare the digests of this rank and the one before it; `wait` raises if they differ.
+
+        This costs one message on any number of ranks. It goes before a collective of the backend in which a rank
+        receives from the one before it: none then receives from a rank that makes another call.
+        """
+        comm, free = self._comm, self._messages[HEAD_BYTES]
+        own, other = (free.pop() if free else Message(HEAD_BYTES) for _ in range(2))
+        digest = 0 if comm.calls is None else comm.calls.digest
+        _HEAD.pack_into(own.memory, 0, digest, 0)
+        try:
+            works = [
+                pg.recv(other.tensors, (comm.rank - 1) % comm.size, _NEXT_TAG),
+                pg.send(own.tensors, (comm.rank + 1) % comm.size, _NEXT_TAG),
+            ]
+        except RuntimeError as error:
+            raise translate_error(error, comm) from error
+
+        def finish() -> None:
+            if _HEAD.unpack_from(other.memory)[0] != digest:
+                raise mismatch(comm)
+            free.extend((own, other))
+            self.drop(handle)
+
+        handle = PairwiseHandle(works, comm, finish)
+        self.keep(handle)
+        return handle
+
+    def _exchange(self, pg: ProcessGroup, room: int, data: Tensor | None, op: OpName) -> bool:
+        exchange = self.take(room)
+        exchange.start(pg, data)
+        agrees = exchange.finish(data, op)
+        self._exchanges[room].append(exchange)
+        return agrees
+
+    def take(self, room: int) -> Exchange:
+        """Return an exchange that is not in use."""
+        free = self._exchanges[room]
+        return free.pop() if free else Exchange(self._comm, room)
+
+    def give_back(self, exchange: Exchange, room: int) -> None:
+        """Let others use an exchange."""
+        self._exchanges[room].append(exchange)
+
+    def keep(self, handle: Handle) -> None:
+        """Keep a handle until `drop`: gloo's messages need their memory also where the caller has dropped it."""
+        if len(self._in_flight) >= _MOST_IN_FLIGHT:
+            next(iter(self._in_flight)).wait()
+        self._in_flight[handle] = None
+
+    def drop(self, handle: Handle) -> None:
+        """Keep a handle no more."""
+        self._in_flight.pop(handle, None)
+
+
+class _SmallReduction(PairwiseHandle):
+    """An `Exchange` in flight. It does not keep the group alive."""
+
+    __slots__ = ("_data", "_error", "_exchange", "_op", "_room", "_small")
+
+    def __init__(self, small: SmallMessages, pg: ProcessGroup, data: Tensor, op: OpName, room: int) -> None:
+        self._exchange: Exchange | None = small.take(room)
+        super().__init__((), self._exchange.comm)
+        self._small, self._data, self._op, self._room = small, data, op, room
+        self._error: CollectiveMismatchError | None = None
+        small.keep(self)
+        self._exchange.start(pg, data)
+        if self._exchange.collects:
+            self.is_completed()  # a thread answers the others, who may wait before this rank does
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the tensor is reduced; see `Handle.wait`."""
+        super().wait(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _complete(self) -> bool:
+        exchange = self._exchange
+        if exchange is not None:
+            agrees = exchange.finish(self._data, self._op)
+            self._exchange = None
+            self._small.give_back(exchange, self._room)
+            self._small.drop(self)
+            if not agrees:
+                self._error = mismatch(self._comm, all_know=True)
+        return True
+
+
+def room_for(nbytes: int, size: int) -> int | None:
+    """Return the size of the messages that carry so many bytes of each rank of a group; None if they don't."""
+    if size == 1:
+        return None
+    for room in ROOMS:
+        if nbytes <= room - HEAD_BYTES:
+            return room if room == ROOMS[0] or room * size <= _MOST_BYTES else None
+    return None
+
+
+def _answer_tag(number: int) -> int:
+    # The first rank may answer several calls in flight in any order.
+    return _ANSWER_TAG | (number & 0x7FFF) << TAG_BITS
