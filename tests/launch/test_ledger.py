@@ -8,8 +8,8 @@ import pytest
 from lockstep.launch.ledger import Ledger, RankRecord, Report, awaits_cause
 
 
-def raised(rank, kind, at, *, code=1, follows=None, **ended):
-    report = Report(kind, at, code, f"Trace of {kind}", "train.py:3", follows)
+def raised(rank, kind, at, *, code=1, follows=None, names=(), **ended):
+    report = Report(kind, at, code, f"Trace of {kind}", "train.py:3", follows, names)
     return RankRecord(rank, 100 + rank, report, **ended)
 
 
@@ -84,6 +84,14 @@ def test_a_rank_that_left_with_0_is_blamed_only_by_those_that_missed_it():
     assert ledger.exit_code == 1
     assert Ledger([raised(0, "ValueError", 10.0), ended(1, 0, 5.0)]).culprit == 0
     assert Ledger([gone, ended(1, 0, 10.4), ended(2, 7, 10.2)]).culprit == 2
+
+
+def test_of_ranks_that_all_follow_the_one_that_most_name_comes_first():
+    late = [raised(rank, "CollectiveTimeoutError", 10.0 + rank, follows="late", names=[2]) for rank in (0, 1)]
+    other = raised(2, "RuntimeError", 12.5, follows="late")
+    assert Ledger([*late, other]).describe().startswith("rank 2 raised RuntimeError (pid 102).")
+    running = [ended_by_launcher(rank, 13.0, signal.SIGTERM) for rank in (2, 3)]
+    assert Ledger([*late, *running]).describe().startswith("rank 2 was still running (pid 102)")
 
 
 def test_a_rank_that_is_stopped_is_named():

@@ -8,6 +8,8 @@ signals the launcher itself has sent to it. The cause is, in this order:
 3. a rank that exited with code 0 where others missed it;
 4. a rank that still runs when all others have given up waiting for it.
 
+Of several such ranks, it is the one that most errors of the others name.
+
 An error that only says that another rank is gone, or did not come in time, is a consequence, and so is whatever a rank
 does after the launcher has sent it a signal.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,6 +51,7 @@ class Report:
         traceback: the formatted traceback.
         place: the line of the script, as ``FILE:LINE``, or "".
         follows: "gone" or "late" if the error says only that another rank is gone, or did not come in time.
+        failed_ranks: the ranks that have caused it, as far as the error says so.
     """
 
     kind: str
@@ -56,6 +60,7 @@ class Report:
     traceback: str = ""
     place: str = ""
     follows: Literal["gone", "late"] | None = None
+    failed_ranks: Sequence[int] = ()
 
     @classmethod
     def read(cls, path: str | Path) -> Report | None:
@@ -70,6 +75,7 @@ class Report:
                 traceback=str(extra["py_callstack"]).rstrip(),
                 place=str(extra.get("place", "")),
                 follows=extra.get("follows"),
+                failed_ranks=tuple(extra.get("failed_ranks", ())),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -281,7 +287,12 @@ def _culprits(records: Sequence[RankRecord], whole_job: bool) -> list[RankRecord
     if failed and (left := [record for record in records if record.has_left]):
         return left[:1]  # a rank leaves its groups before its process ends, so the others may miss it before that
     silent = [record for record in records if record.is_silent]
-    return failed[:1] if failed and not (silent and whole_job) else silent
+    suspects = failed if failed and not (silent and whole_job) else silent
+    named = Counter(rank for record in failed if record.own_report for rank in record.own_report.failed_ranks)
+    most = max((named[record.rank] for record in suspects), default=0)
+    if most:
+        return [record for record in suspects if named[record.rank] == most][:1]
+    return suspects[:1] if suspects is failed else suspects
 
 
 def _ending(record: RankRecord) -> str:

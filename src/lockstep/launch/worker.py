@@ -173,7 +173,7 @@ def _record(error: BaseException) -> bool:
     kind = type(error).__name__
     code = error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     extra = {"py_callstack": stack, "timestamp": str(int(now)), "time": now, "type": kind, "exitcode": code}
-    extra |= {"follows": _follows(error), "place": _place(error.__traceback__)}
+    extra |= {"follows": _follows(error), "place": _place(error.__traceback__), "failed_ranks": _failed_ranks(error)}
     report = {"message": mask_text(f"{kind}: {error}"), "extraInfo": extra}
     draft = Path(f"{path}.{os.getpid()}")  # the agent may be reading the file
     draft.write_text(json.dumps({"message": report}))
@@ -194,18 +194,23 @@ def _follows(error: BaseException) -> Literal["gone", "late"] | None:
     while behind is not None and id(behind) not in seen:
         seen.add(id(behind))
         text = str(behind) if isinstance(behind, RuntimeError) else ""
-        if _is_of_others(behind) or isinstance(behind, PeerError) or any(words in text for words in PEER_IS_GONE):
-            return "gone"
         if isinstance(behind, CollectiveTimeoutError) or any(words in text for words in _LATE):
             return "late"
+        if isinstance(behind, PeerError) or any(words in text for words in PEER_IS_GONE):
+            return "gone"
+        if (ranks := _failed_ranks(behind)) and int(os.environ["RANK"]) not in ranks:
+            return "gone"
         behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
     return None
 
 
-def _is_of_others(error: BaseException) -> bool:
-    """Return whether all ranks raise an error that says which of them caused it, and this one did not."""
-    ranks = getattr(error, "failed_ranks", ())
-    return isinstance(ranks, tuple) and bool(ranks) and int(os.environ["RANK"]) not in ranks
+def _failed_ranks(error: BaseException | None) -> list[int]:
+    """Return which ranks have caused an error, as far as it says so, or one behind it."""
+    for one in (error, None if error is None else error.__cause__):
+        ranks = getattr(one, "failed_ranks", ())
+        if ranks and isinstance(ranks, tuple):
+            return [rank for rank in ranks if isinstance(rank, int)]
+    return []
 
 
 def _place(trace: TracebackType | None) -> str:

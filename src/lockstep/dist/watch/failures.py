@@ -15,6 +15,7 @@ from lockstep.errors import (
     CollectiveTimeoutError,
     DistError,
     PeerError,
+    caused_by,
 )
 
 _SECONDS_TO_FIND = 1.9  # those that are asked have a little less
@@ -116,10 +117,11 @@ def _timeout_error(
 ) -> CollectiveTimeoutError:
     what = _what(comm, is_of_torch)
     if absent:
-        return CollectiveTimeoutError(
+        error = CollectiveTimeoutError(
             f"{ranks_in_words([one.rank for one in absent])} of {comm.name} did not take part in {what} in time "
             f"({comm.this_rank}):\n{lines_of(absent)}"
         )
+        return caused_by(error, [comm.ranks[one.rank] for one in absent])
     watch = current_watch()
     if watch is not None and watch.is_cut_off:
         return CollectiveTimeoutError(
@@ -154,13 +156,14 @@ def backend_errors_translated() -> Iterator[None]:
 
 def _peer_error(comm: Comm, text: str, ended: Sequence[Absent], is_of_torch: bool) -> PeerError:
     if ended:
-        return PeerError(
+        error = PeerError(
             f"{ranks_in_words([one.rank for one in ended])} of {comm.name} ended or lost the connection during "
             f"{_what(comm, is_of_torch)} as seen on {comm.this_rank}. Look for the error there first:\n"
             f"{lines_of(ended)}",
             rank=ended[0].rank,
             cause=ended[0].cause or text,
         )
+        return caused_by(error, [comm.ranks[one.rank] for one in ended])
     return PeerError(
         f"a rank of {comm.name} ended or lost the connection during {_what(comm, is_of_torch)} as seen on "
         f"{comm.this_rank}. Look for its own error first. The backend says: {text}",
