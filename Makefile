@@ -34,11 +34,11 @@ test: $(READY)  ## the main test suite, on real ranks
 test-faults: $(READY)  ## faults of ranks: wrong calls, errors, exits, signals, slow and diverging ranks; who is named
 	$(BIN)/python -m pytest $(FAULTS) $(if $(SHARE),--share $(SHARE)) $(PYTEST_ARGS)
 
-# PYTEST_ARGS="-k ..." adds the figures of some faults to those that are there.
 .PHONY: faults-page
 faults-page: $(READY)  ## the faults and who was named, with times: docs/faults.md
-	$(BIN)/python -m pytest $(FAULTS) --faults-json tests/faults/faults.json $(PYTEST_ARGS)
-	$(BIN)/python -m tests.faults.table tests/faults/faults.json docs/faults.md
+	rm -f work_dirs/faults.json && mkdir -p work_dirs
+	$(BIN)/python -m pytest $(FAULTS) --faults-json work_dirs/faults.json $(PYTEST_ARGS)
+	$(BIN)/python -m tests.faults.table work_dirs/faults.json docs/faults.md
 
 .PHONY: test-checkpoints
 test-checkpoints: $(READY)  ## checkpoints and weights: damage, attacks, kills, resuming in another form, other formats

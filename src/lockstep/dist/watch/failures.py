@@ -88,6 +88,7 @@ def _absent(comm: Comm) -> list[Absent]:
     watch, calls = current_watch(), comm.calls
     if watch is None or calls is None or watch.is_cut_off:
         return []
+    watch.looks_for_others = True
     found: list[Absent] = []
 
     def find() -> None:

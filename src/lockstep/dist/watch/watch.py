@@ -131,6 +131,7 @@ class Watch:
     Attributes:
         error: with which this rank ends.
         is_cut_off: whether the store has not answered.
+        looks_for_others: whether a collective has failed here, because of another rank: this one is not late.
     """
 
     def __init__(self, default: ProcessGroup) -> None:
@@ -149,6 +150,7 @@ class Watch:
         self._who: dict[int, dict[str, Any]] = {}
         self.error = ""
         self.is_cut_off = False
+        self.looks_for_others = False
         self.store.set(f"who/{self.rank}", json.dumps({"host": self._host, "pid": self._pid}))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
@@ -196,6 +198,7 @@ class Watch:
             "stack": [] if ended else _stack(),
             "ended": ended,
             "error": self.error,
+            "looks": self.looks_for_others,
         }
 
     def _answer(self) -> None:
@@ -541,7 +544,9 @@ def _stack() -> list[str]:
 
 
 def _is_waiting(state: Mapping[str, Any] | None) -> bool:
-    """Return whether a rank's main thread is where torch or lockstep wait for other ranks."""
+    """Return whether a rank's main thread is where torch or lockstep wait for other ranks, or has waited in vain."""
+    if state is not None and state["looks"]:
+        return True
     return state is not None and bool(state["stack"]) and any(name in state["stack"][0] for name in _WAITING)
 
 
