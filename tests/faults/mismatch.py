@@ -11,12 +11,16 @@ from lockstep.dist import (
     all_gather,
     all_reduce,
     all_reduce_dict,
+    all_to_all,
+    barrier,
     broadcast,
     destroy_dist,
     gather,
     get_rank,
+    get_world_size,
     main_process_first,
     reduce,
+    reduce_scatter,
 )
 
 
@@ -27,6 +31,14 @@ def ones(number: int = 40, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def enter() -> None:
     with main_process_first():
         pass
+
+
+def sum_parts(number: int) -> None:
+    reduce_scatter(ones(number), [ones(number)] * get_world_size())
+
+
+def exchange(number: int) -> None:
+    all_to_all([ones(number) for _ in range(get_world_size())], [ones(number)] * get_world_size())
 
 
 def usual() -> None:
@@ -55,16 +67,38 @@ CASES = {
     "gather": (lambda: gather(ones()), lambda: all_gather(ones())),
     "first": (enter, lambda: all_reduce(ones())),
     "torch's all_reduce": (lambda: torch_dist.all_reduce(ones(4000)), lambda: all_reduce(ones(4000))),
+    "middle-shape": (lambda: all_reduce(ones(3000)), lambda: all_reduce(ones(2000))),
+    "sizes": (lambda: all_reduce(ones(2000)), lambda: all_reduce(ones())),
+    "large-shape": (lambda: all_reduce(ones(50_000)), lambda: all_reduce(ones(40_000))),
+    "large-op": (lambda: all_reduce(ones(40_000), "max"), lambda: all_reduce(ones(40_000))),
+    "large-and-small": (lambda: all_reduce(ones(40_000)), lambda: all_reduce(ones())),
+    "large-broadcast-shape": (lambda: broadcast(ones(50_000)), lambda: broadcast(ones(40_000))),
+    "large-root": (lambda: broadcast(ones(40_000), 1), lambda: broadcast(ones(40_000))),
+    "reduce-shape": (lambda: reduce(ones(3)), lambda: reduce(ones(2))),
+    "reduce-root": (lambda: reduce(ones(2), 1), lambda: reduce(ones(2))),
+    "reduce-scatter-shape": (lambda: sum_parts(3), lambda: sum_parts(2)),
+    "barrier": (barrier, lambda: all_reduce(ones())),
+    "to-all": (lambda: exchange(2), lambda: all_gather(ones(2))),
 }
 
 
-def run(case: str, rounds: int, before: Callable[[], object] = lambda: None) -> None:
-    """Make some rounds of calls, then, after `before`, one that does not match, and end the group."""
+def run(case: str, rounds: int, before: Callable[[], object] = lambda: None, *, knows: bool = False) -> None:
+    """Make some rounds of calls, then, after `before`, one that does not match, and end the group.
+
+    Args:
+        case: name of the call.
+        rounds: number of rounds.
+        before: called before the call that does not match.
+        knows: the rounds contain both calls, on every rank.
+    """
+    of_one, of_others = CASES[case]
     for number in range(rounds):
         usual()
+        if knows:
+            of_one()
+            of_others()
         if number == 0 and case == "order":
             all_reduce(ones())
     before()
-    of_one, of_others = CASES[case]
     (of_one if get_rank() == 1 else of_others)()
     destroy_dist()

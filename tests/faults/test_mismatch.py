@@ -15,11 +15,11 @@ from . import cases, mismatch
 MODES = {"off, early": ("off", 1), "off, late": ("off", 15), "sample": ("sample", 15), "always": ("always", 15)}
 
 
-def differ(case: str, checks: Any, rounds: int) -> None:
+def differ(case: str, checks: Any, rounds: int, *, knows: bool = False) -> None:
     init_dist("pytorch", timeout=60)
     check_collectives(checks)
     with pytest.raises(CollectiveMismatchError) as caught:
-        mismatch.run(case, rounds)
+        mismatch.run(case, rounds, knows=knows)
     assert cases.shows(str(caught.value), case), str(caught.value)
 
 
@@ -28,3 +28,10 @@ def differ(case: str, checks: Any, rounds: int) -> None:
 @ranks(2, fresh=True)
 def test_every_rank_raises_and_shows_the_calls(case: str, mode: str) -> None:
     differ(case, *MODES[mode])
+
+
+@pytest.mark.parametrize("mode", ["off", "sample"])
+@pytest.mark.parametrize("case", [x for x in cases.CALLS | cases.KNOWN_CALLS if x != "last-left-out"])
+@ranks(2, 4, fresh=True)
+def test_known_calls_that_are_swapped_late_are_found_in_every_mode(case: str, mode: str) -> None:
+    differ(case, mode, 15, knows=True)

@@ -43,18 +43,20 @@ def check_collectives(mode: CheckMode = "always") -> None:
 
     Args:
         mode: ``"off"`` (the initial mode): the first 20 calls of each group, and the first of each kind (operation,
-            dtype, shape, arguments) are compared. ``"sample"``: also one call in 16, chosen at random from its number,
-            so that a difference is found within n calls with a probability of 1 - (15/16)**n: 0.80 within 25, 0.998
-            within 100. ``"always"``: every call. The environment variable ``LOCKSTEP_CHECK`` sets the mode when
-            `init_dist` is called.
+            dtype, shape, arguments) are compared, and all whose messages hold a digest anyway. ``"sample"``: also one
+            call in 16, chosen at random from its number, so that a difference is found within n calls with a
+            probability of 1 - (15/16)**n: 0.80 within 25, 0.998 within 100. ``"always"``: every call. The environment
+            variable ``LOCKSTEP_CHECK`` sets the mode when `init_dist` is called.
 
     In every mode, digests are also compared wherever a header is sent (`all_gather`, `gather`, `scatter`, objects,
-    dicts), by a thread every second, and at the end by `destroy_dist`. Not compared: calls of `torch.distributed`'s own
-    functions, and what DDP and FSDP call; ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares those.
+    dicts); on the CPU in every `all_reduce` and `broadcast`, and before every `reduce` and `reduce_scatter`, between
+    some of the ranks, after which the group can't be used further; by a thread every second, and at the end by
+    `destroy_dist`. Not compared: calls of `torch.distributed`'s own functions, and what DDP and FSDP call;
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares those.
 
-    **Collective**: every rank, at the same point of the program; nothing is sent. **Cost**: for each compared call
-    log2(ranks) messages from each rank, of 512 bytes; in an `all_reduce` of up to 31 elements between two ranks on the
-    CPU, this message also holds the data. For others, one or two microseconds.
+    **Collective**: every rank, at the same point of the program; nothing is sent. **Cost**: for each compared call a
+    message of 512 bytes from each rank to the first, and its answer; none for an `all_reduce` of up to 496 bytes on the
+    CPU, whose own messages hold the digest. For others, one or two microseconds.
 
     **Example (2 ranks)**::
 

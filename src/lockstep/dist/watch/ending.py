@@ -10,15 +10,8 @@ from contextlib import suppress
 
 from lockstep.dist.groups import known_groups
 from lockstep.dist.watch.calls import Failure, Record
-from lockstep.dist.watch.watch import (
-    POLL_SECONDS,
-    Watch,
-    described,
-    described_if_different,
-    interrupt,
-    records_of,
-    take_watch,
-)
+from lockstep.dist.watch.watch import POLL_SECONDS, Watch, interrupt, take_watch
+from lockstep.dist.watch.words import described, described_if_different, records_of
 
 _SECONDS_TO_END = 2.0
 _SECONDS_TO_LINGER = 2.0

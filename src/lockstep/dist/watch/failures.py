@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 
 from lockstep.dist.groups import Comm, known_groups, resolve
 from lockstep.dist.watch.calls import Failure, ranks_in_words
-from lockstep.dist.watch.watch import Absent, current_watch, interrupt, lines_of
+from lockstep.dist.watch.watch import current_watch, interrupt
+from lockstep.dist.watch.words import Absent, lines_of
 from lockstep.errors import (
     PEER_IS_GONE,
     CollectiveMismatchError,

@@ -21,27 +21,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
 from lockstep.dist.groups import Comm, known_groups
-from lockstep.dist.watch.calls import (
-    Calls,
-    Failure,
-    Record,
-    first_difference,
-    grouped,
-    ranks_in_words,
-    short_path,
-    unlike_most,
-)
+from lockstep.dist.watch.calls import Calls, Failure, Record, ranks_in_words, short_path
+from lockstep.dist.watch.words import Absent, described, lines_of, name_of, records_of
 from lockstep.errors import PEER_IS_GONE, DistError
 
 _TICK_SECONDS = 0.25
@@ -107,22 +99,6 @@ def take_watch() -> Watch | None:
     global _watch
     watch, _watch = _watch, None
     return watch
-
-
-class Absent(NamedTuple):
-    """A rank that did not arrive.
-
-    Attributes:
-        rank: the rank within the group.
-        words: what is known about it.
-        has_ended: whether its process has ended.
-        cause: the error with which it has, if it said so.
-    """
-
-    rank: int
-    words: str
-    has_ended: bool
-    cause: str
 
 
 class Watch:
@@ -452,51 +428,6 @@ class Watch:
         return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
 
 
-def records_of(comm: Comm, states: Mapping[int, Mapping[str, Any] | None]) -> dict[int, Record]:
-    """Return the calls of a group's ranks, by rank in the group, as far as they have answered."""
-    name, found = name_of(comm), {}
-    for rank, world_rank in enumerate(comm.ranks):
-        state = states.get(world_rank)
-        if state is not None and name in state["groups"]:
-            found[rank] = Record(state["groups"][name])
-    return found
-
-
-def described(comm: Comm, records: Mapping[int, Record], ended: Mapping[int, str]) -> Failure:
-    """Return which call differs first, and what each rank has called."""
-    number = first_difference(list(records.values()))
-    if number is None:
-        kept = min(len(record) for record in records.values())
-        return Failure(
-            f"ranks of {comm.name} must make the same calls, but they differ, earlier than in the last {kept}, which "
-            "are kept. LOCKSTEP_CHECK=always finds the first difference"
-        )
-    lines, fingerprints = {}, dict[int, int | None]()
-    left = [rank for rank, record in records.items() if rank in ended and record.call(number) is None]
-    for rank, record in records.items():
-        call = record.call(number)
-        fingerprints[rank] = None if call is None else call.fingerprint
-        if call is not None:
-            lines[rank] = str(call)
-        else:
-            does = "has ended" if rank in ended else "has not called anything more"
-            last = f", after {record.call(record.number)}" if record.number else ""
-            lines[rank] = f"{does}{last}"
-    text = f"ranks of {comm.name} must make the same call, but their call {number} differs:\n{grouped(lines)}"
-    return Failure(text, [comm.ranks[rank] for rank in left or unlike_most(fingerprints)])
-
-
-def described_if_different(comm: Comm, records: Mapping[int, Record]) -> Failure | None:
-    """Return how the calls of ranks differ, or None if they are the same, or not known to differ."""
-    if len(records) < 2 or len({record.resets for record in records.values()}) > 1:
-        return None
-    if any(record.failure is not None for record in records.values()):
-        return None
-    if len({record.number for record in records.values()}) == len({record.digest for record in records.values()}) == 1:
-        return None
-    return described(comm, records, dict.fromkeys(records, ""))
-
-
 def interrupt(comm: Comm) -> None:
     """Let what the main thread waits for in a group fail."""
     pg = comm.pg
@@ -515,17 +446,6 @@ def interrupt(comm: Comm) -> None:
     with suppress(Exception):
         if comm.devices - {"cpu"}:
             cast(Any, pg).abort()
-
-
-def lines_of(absent: Sequence[Absent]) -> str:
-    """Return a line for each rank that is absent."""
-    return "\n".join(f"  rank {one.rank}: {one.words}" for one in absent)
-
-
-def name_of(comm: Comm) -> str:
-    """Return the group's name in the keys of the store."""
-    pg = comm.pg
-    return "" if pg is None else pg.group_name
 
 
 def _stack() -> list[str]:
