@@ -24,7 +24,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.registry.registry import Library, Registry, in_default_scope, init_default_scope, is_registered
+from lockstep.registry.registry import (
+    Library,
+    Registry,
+    default_scope,
+    in_default_scope,
+    init_default_scope,
+    is_registered,
+)
 from lockstep.registry.signatures import BuildError
 
 __all__ = [
@@ -50,6 +57,7 @@ __all__ = [
     "BuildError",
     "Library",
     "Registry",
+    "default_scope",
     "in_default_scope",
     "init_default_scope",
     "is_registered",

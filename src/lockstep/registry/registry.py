@@ -315,6 +315,11 @@ def init_default_scope(scope: str | None) -> None:
     _default_scope = scope
 
 
+def default_scope() -> str | None:
+    """Return the default scope, or None; see `init_default_scope`."""
+    return _default_scope
+
+
 @contextmanager
 def in_default_scope(scope: str | None) -> Iterator[None]:
     """Set the default scope inside the context; None keeps the current one."""

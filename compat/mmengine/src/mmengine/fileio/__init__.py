@@ -1,0 +1,5 @@
+"""Files on disks and behind URLs."""
+
+from __future__ import annotations
+
+__all__: list[str] = []
