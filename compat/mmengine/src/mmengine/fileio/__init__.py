@@ -1,5 +1,82 @@
-"""Files on disks and behind URLs."""
+"""Files on disks and behind URLs, and the formats of files."""
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from mmengine.fileio.backends import (
+    BaseStorageBackend,
+    HardDiskBackend,
+    HTTPBackend,
+    LmdbBackend,
+    LocalBackend,
+    PetrelBackend,
+    register_backend,
+)
+from mmengine.fileio.file_client import FileClient
+from mmengine.fileio.handlers import BaseFileHandler, JsonHandler, PickleHandler, YamlHandler, register_handler
+from mmengine.fileio.io import (
+    copy_if_symlink_fails,
+    copyfile,
+    copyfile_from_local,
+    copyfile_to_local,
+    copytree,
+    copytree_from_local,
+    copytree_to_local,
+    dump,
+    exists,
+    generate_presigned_url,
+    get,
+    get_file_backend,
+    get_local_path,
+    get_text,
+    isdir,
+    isfile,
+    join_path,
+    list_dir_or_file,
+    load,
+    put,
+    put_text,
+    remove,
+    rmtree,
+)
+from mmengine.fileio.parse import dict_from_file, list_from_file
+
+__all__ = [
+    "BaseFileHandler",
+    "BaseStorageBackend",
+    "FileClient",
+    "HTTPBackend",
+    "HardDiskBackend",
+    "JsonHandler",
+    "LmdbBackend",
+    "LocalBackend",
+    "PetrelBackend",
+    "PickleHandler",
+    "YamlHandler",
+    "copy_if_symlink_fails",
+    "copyfile",
+    "copyfile_from_local",
+    "copyfile_to_local",
+    "copytree",
+    "copytree_from_local",
+    "copytree_to_local",
+    "dict_from_file",
+    "dump",
+    "exists",
+    "generate_presigned_url",
+    "get",
+    "get_file_backend",
+    "get_local_path",
+    "get_text",
+    "isdir",
+    "isfile",
+    "join_path",
+    "list_dir_or_file",
+    "list_from_file",
+    "load",
+    "put",
+    "put_text",
+    "register_backend",
+    "register_handler",
+    "remove",
+    "rmtree",
+]
