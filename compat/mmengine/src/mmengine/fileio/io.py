@@ -274,9 +274,8 @@ def _handler(file: Any, file_format: str | None) -> Any:
     if file_format is None and isinstance(file, str | Path):
         file_format = str(file).rpartition(".")[2]
     if file_format not in file_handlers:
-        raise TypeError(
-            f"`file_format` must be a known format, but is {file_format!r}; there are {', '.join(sorted(file_handlers))}"
-        )
+        known = ", ".join(sorted(file_handlers))
+        raise TypeError(f"`file_format` must be a known format, but is {file_format!r}; there are {known}")
     if file is not None and not isinstance(file, str | Path) and not (hasattr(file, "read") or hasattr(file, "write")):
         raise TypeError(f"`file` must be a path or an open file, but is {file!r}")
     return file_handlers[file_format]

@@ -1,7 +1,9 @@
-"""Messages and values of a run: lockstep's, under the same names."""
+"""Messages and values of a run."""
 
 from __future__ import annotations
 
-from lockstep.logging import HistoryBuffer, MessageHub, MMLogger, print_log
+from mmengine.logging.history_buffer import HistoryBuffer
+from mmengine.logging.logger import MMLogger, print_log
+from mmengine.logging.message_hub import MessageHub
 
 __all__ = ["HistoryBuffer", "MMLogger", "MessageHub", "print_log"]

@@ -277,7 +277,8 @@ def deprecated_function(since: str, removed_in: str, instructions: str) -> Calla
                 told = True
             return func(*args, **kwargs)
 
-        call.__doc__ = f".. deprecated:: {since}\n    It will be gone in {removed_in}: please {instructions}.\n\n{func.__doc__ or ''}"
+        notice = f".. deprecated:: {since}\n    It will be gone in {removed_in}: please {instructions}."
+        call.__doc__ = f"{notice}\n\n{func.__doc__ or ''}"
         return call  # type: ignore[return-value]
 
     return wrap
