@@ -82,7 +82,8 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
         )
     length = length_argument(schedule)
     open_ended = arguments.get("end") is None or math.isinf(arguments["end"])
-    if length is not None and arguments.get(length) is None and open_ended and last is not None:
+    lacks_length = length is not None and arguments.get(length) is None
+    if (lacks_length or getattr(schedule, "needs_end", False)) and open_ended and last is not None:
         arguments["end"] = max(last, arguments.get("begin", 0) + 1)
     if issubclass(schedule, ParamScheduler):
         built: ParamScheduler = construct(schedule, {"optimizer": optimizer, **arguments}, PARAM_SCHEDULERS.name)

@@ -48,6 +48,8 @@ class ParamScheduler(ABC):
 
     # Arguments that are durations: a conversion from epochs to batches multiplies them.
     durations: ClassVar[tuple[str, ...]] = (*_LENGTHS, "step_size", "milestones", "periods")
+    # Whether its length is always that of the window, so that `end` defaults to the end of the training.
+    needs_end: ClassVar[bool] = False
     # The attributes in the state, without their leading underscore; their values are JSON values.
     kept: ClassVar[tuple[str, ...]] = ("count",)
 

@@ -1,0 +1,25 @@
+"""Optimizers, and what wraps them: lockstep"s, under the same names."""
+
+from __future__ import annotations
+
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from lockstep.optim import (
+    AmpOptimWrapper,
+    DefaultOptimWrapperConstructor,
+    OptimWrapper,
+    OptimWrapperDict,
+    build_optim_wrapper,
+)
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
+
+__all__ = [
+    "OPTIMIZERS",
+    "OPTIM_WRAPPER_CONSTRUCTORS",
+    "AmpOptimWrapper",
+    "DefaultOptimWrapperConstructor",
+    "OptimWrapper",
+    "OptimWrapperDict",
+    "ZeroRedundancyOptimizer",
+    "build_optim_wrapper",
+]

@@ -1,0 +1,94 @@
+"""Schedules of learning rates."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, TypeVar
+
+from lockstep.optim import ReduceOnPlateauLR
+from mmengine.optim.scheduler import param_scheduler as schedules
+from mmengine.registry import PARAM_SCHEDULERS
+
+__all__ = [
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "CosineRestartLR",
+    "ExponentialLR",
+    "LRSchedulerMixin",
+    "LinearLR",
+    "MultiStepLR",
+    "OneCycleLR",
+    "PolyLR",
+    "ReduceOnPlateauLR",
+    "StepLR",
+]
+
+_Class = TypeVar("_Class", bound=type)
+
+
+class LRSchedulerMixin:
+    """Put before a schedule among the bases of a class, it makes the schedule one of learning rates."""
+
+    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, "lr", *args, **kwargs)  # type: ignore[call-arg]
+
+
+def with_signature(cls: _Class) -> _Class:
+    """Register a class, and give its constructor the arguments of the schedule, without the name of the value."""
+    inner = inspect.signature(cls.__mro__[2].__init__)  # type: ignore[misc]
+    outer = cls.__mro__[1].__init__  # type: ignore[misc]
+
+    @functools.wraps(outer)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        outer(self, *args, **kwargs)
+
+    names = [one for name, one in inner.parameters.items() if name != "param_name"]
+    __init__.__signature__ = inner.replace(parameters=names)  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+    return PARAM_SCHEDULERS.register_module(module=cls)
+
+
+@with_signature
+class ConstantLR(LRSchedulerMixin, schedules.ConstantParamScheduler):
+    """`ConstantParamScheduler` for learning rates."""
+
+
+@with_signature
+class CosineAnnealingLR(LRSchedulerMixin, schedules.CosineAnnealingParamScheduler):
+    """`CosineAnnealingParamScheduler` for learning rates."""
+
+
+@with_signature
+class ExponentialLR(LRSchedulerMixin, schedules.ExponentialParamScheduler):
+    """`ExponentialParamScheduler` for learning rates."""
+
+
+@with_signature
+class LinearLR(LRSchedulerMixin, schedules.LinearParamScheduler):
+    """`LinearParamScheduler` for learning rates."""
+
+
+@with_signature
+class MultiStepLR(LRSchedulerMixin, schedules.MultiStepParamScheduler):
+    """`MultiStepParamScheduler` for learning rates."""
+
+
+@with_signature
+class StepLR(LRSchedulerMixin, schedules.StepParamScheduler):
+    """`StepParamScheduler` for learning rates."""
+
+
+@with_signature
+class PolyLR(LRSchedulerMixin, schedules.PolyParamScheduler):
+    """`PolyParamScheduler` for learning rates."""
+
+
+@with_signature
+class OneCycleLR(LRSchedulerMixin, schedules.OneCycleParamScheduler):
+    """`OneCycleParamScheduler` for learning rates."""
+
+
+@with_signature
+class CosineRestartLR(LRSchedulerMixin, schedules.CosineRestartParamScheduler):
+    """`CosineRestartParamScheduler` for learning rates."""

@@ -1,0 +1,41 @@
+"""Running one script in this environment and in that of the real MMEngine, and comparing what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Python of an environment with MMEngine 0.10.7 and the same torch; `make test-mmengine` creates it.
+REFERENCE = os.environ.get("MMENGINE_REFERENCE", "")
+_HEAD = (
+    "import json, logging, warnings\nwarnings.simplefilter('ignore')\nlogging.disable(logging.CRITICAL)\nanswers = {}\n"
+)
+_TAIL = "\nprint('\\n@@' + json.dumps(answers))\n"
+
+
+def run(python: str, script: str, folder: Path) -> Any:
+    """Return `answers` of a script that fills this dict, run by another Python in a folder of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [python, "-c", _HEAD + script + _TAIL]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=500)
+    assert done.returncode == 0, f"{python}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    return json.loads(done.stdout.rpartition("\n@@")[2])
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Callable[[str], tuple[Any, Any]]:
+    """Run a script here and with MMEngine, and return both answers."""
+    if not REFERENCE:
+        pytest.skip("MMENGINE_REFERENCE must be the Python of an environment with MMEngine 0.10.7")
+
+    def compare(script: str) -> tuple[Any, Any]:
+        return run(sys.executable, script, tmp_path / "ours"), run(REFERENCE, script, tmp_path / "theirs")
+
+    return compare
