@@ -63,7 +63,7 @@ def amount_of(loader: Any) -> Amount | None:
     if type(loader.batch_sampler) is not data.BatchSampler:
         return None
     sampler, batch_size = loader.batch_sampler.sampler, loader.batch_sampler.batch_size
-    if type(sampler) is InfiniteSampler:
+    if isinstance(sampler, InfiniteSampler) and type(sampler).__iter__ is InfiniteSampler.__iter__:
         return Amount(ENDLESS, batch_size, False)
     drawn_from = sampler.sampler if type(sampler) is ShardedSampler else sampler
     if type(drawn_from) not in _RELIABLE or not isinstance(sampler, Sized):

@@ -127,6 +127,7 @@ class DefaultSampler(DealingSampler):
         shard: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(seed, round_up, shard)
+        self.dataset = dataset
         self.shuffle = shuffle
         self.size = len(dataset)
         self._require(self.size, "dataset")
@@ -141,6 +142,16 @@ class DefaultSampler(DealingSampler):
     def __len__(self) -> int:
         """Return the number of samples that this rank sees in an epoch."""
         return self.share(self.size)
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples that this rank sees in an epoch."""
+        return len(self)
+
+    @property
+    def total_size(self) -> int:
+        """The number of samples that all ranks together see in an epoch, with those that are repeated."""
+        return len(self) * self.world_size if self.round_up else self.size
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass."""
@@ -179,6 +190,7 @@ class InfiniteSampler(DealingSampler):
         self, dataset: Sized, shuffle: bool = True, seed: int | None = None, shard: tuple[int, int] | None = None
     ) -> None:
         super().__init__(seed, False, shard)
+        self.dataset = dataset
         self.shuffle = shuffle
         self.size = len(dataset)
         if self.size == 0:
@@ -190,9 +202,13 @@ class InfiniteSampler(DealingSampler):
         position = self._take_begin() + self.rank
         while True:
             epoch, offset = divmod(position, self.size)
-            own = _global_order(self.size, self.seed + epoch if self.shuffle else None)[offset :: self.world_size]
+            own = self.order_of(epoch)[offset :: self.world_size]
             yield from own
             position += len(own) * self.world_size
+
+    def order_of(self, epoch: int) -> list[int]:
+        """Return the order of all samples in one pass; `epoch` never decreases during an iteration."""
+        return _global_order(self.size, self.seed + epoch if self.shuffle else None)
 
 
 class WorkerSeeds(torch.Generator):

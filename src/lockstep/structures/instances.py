@@ -138,7 +138,14 @@ def _picked(value: Any, index: slice | Tensor) -> Any:
     if isinstance(value, list | tuple | str):
         entries = [value[number] for number in index.tolist()]
         return "".join(entries) if isinstance(value, str) else type(value)(entries)
-    return value[index]
+    try:
+        return value[index]
+    except (TypeError, ValueError, IndexError):
+        if not hasattr(value, "cat"):
+            raise
+        # It takes slices only, or arrays but no tensors of an accelerator.
+        entries = [value[number : number + 1] for number in (index % len(value)).tolist()]
+        return value.cat(entries) if entries else value[:0]
 
 
 def _joined(name: str, values: list[Any]) -> Any:
