@@ -2,4 +2,11 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from mmengine.analysis.complexity_analysis import (
+    activation_count,
+    flop_count,
+    get_model_complexity_info,
+    parameter_count,
+)
+
+__all__ = ["activation_count", "flop_count", "get_model_complexity_info", "parameter_count"]

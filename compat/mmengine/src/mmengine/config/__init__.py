@@ -1,7 +1,7 @@
-"""Configs: lockstep's, under the same names."""
+"""Configs."""
 
 from __future__ import annotations
 
-from lockstep.config import Config, ConfigDict, DictAction, read_base
+from mmengine.config.config import Config, ConfigDict, DictAction, read_base
 
 __all__ = ["Config", "ConfigDict", "DictAction", "read_base"]

@@ -1,7 +1,9 @@
-"""Metrics: lockstep's, under the same names."""
+"""Metrics and evaluators."""
 
 from __future__ import annotations
 
-from lockstep.evaluator import BaseMetric, Evaluator
+from mmengine.evaluator.evaluator import Evaluator
+from mmengine.evaluator.metric import BaseMetric, DumpResults
+from mmengine.evaluator.utils import get_metric_value
 
-__all__ = ["BaseMetric", "Evaluator"]
+__all__ = ["BaseMetric", "DumpResults", "Evaluator", "get_metric_value"]

@@ -411,13 +411,15 @@ class CosineRestartParamScheduler(_ParamScheduler):
             )
         index = next(index for index, last in enumerate(self.cumulative_periods) if self.last_step < last)
         begun = self.cumulative_periods[index - 1] if index else 0
-        part = min((self.last_step - begun) / self.periods[index], 1)
-        weight = self.restart_weights[index]
-        lows = [self.eta_min if self.eta_min_ratio is None else base * self.eta_min_ratio for base in self.base_values]
-        return [
-            low + 0.5 * weight * (base - low) * (math.cos(math.pi * part) + 1)
-            for base, low in zip(self.base_values, lows, strict=True)
+        at, period = self.last_step - begun, self.periods[index]
+        if at == 0:
+            return [base * self.restart_weights[index] for base in self.base_values]
+        ratio = (1 + math.cos(math.pi * at / period)) / (1 + math.cos(math.pi * (at - 1) / period))
+        lows = [
+            (self.eta_min or 0.0) if self.eta_min_ratio is None else base * self.eta_min_ratio
+            for base in self.base_values
         ]
+        return [ratio * (value - low) + low for value, low in zip(self._values(), lows, strict=True)]
 
 
 @PARAM_SCHEDULERS.register_module()
