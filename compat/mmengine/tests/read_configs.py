@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 import warnings
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,5 +53,6 @@ def read(package: str) -> dict[str, Any]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
+    import_module("stubs")  # beside this file
     package, target = sys.argv[1:]
     Path(target).write_text(json.dumps(read(package)), encoding="utf-8")

@@ -1,0 +1,107 @@
+"""Packages that were written for MMEngine: they import, their models have MMEngine's weights, losses and gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+IMPORTS = """
+import importlib
+for name in ("mmcv", "mmpretrain", "mmseg", "mmdet"):
+    answers[name] = importlib.import_module(name).__version__
+"""
+
+BEGIN = """
+import importlib
+import torch
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from mmengine.runner import set_random_seed
+from pathlib import Path
+
+def build(package, config):
+    there = importlib.import_module(package)
+    cfg = Config.fromfile(Path(there.__file__).parent / ".mim" / "configs" / config)
+    init_default_scope(package)
+    models = importlib.import_module(package + ".registry").MODELS
+    set_random_seed(3)
+    if "data_preprocessor" in cfg:
+        cfg.model.setdefault("data_preprocessor", cfg.data_preprocessor)
+    cfg.model.backbone.pop("init_cfg", None)  # weights behind addresses
+    cfg.model.pop("pretrained", None)
+    for part in cfg.model.values():
+        if isinstance(part, dict) and "norm_cfg" in part:
+            part["norm_cfg"]["type"] = part["norm_cfg"]["type"].replace("SyncBN", "BN")
+    model = models.build(cfg.model)
+    model.init_weights()
+    model.train()
+    return model
+
+def train(model, data):
+    answers["parameters"] = sum(one.numel() for one in model.parameters())
+    answers["weights"] = {name: one.double().sum().item() for name, one in model.state_dict().items()}
+    set_random_seed(4)
+    losses = model(**model.data_preprocessor(data, training=True), mode="loss")
+    loss, values = model.parse_losses(losses)
+    loss.backward()
+    answers["losses"] = {name: one.item() for name, one in values.items()}
+    grads = {name: one.grad for name, one in model.named_parameters()}
+    answers["gradients"] = {name: one.double().sum().item() for name, one in grads.items() if one is not None}
+
+def images(count, size):
+    return list(torch.randint(0, 255, (count, 3, size, size), dtype=torch.uint8))
+"""
+
+CLASSIFIER = """
+from mmpretrain.structures import DataSample
+model = build("mmpretrain", CONFIG)
+train(model, dict(inputs=images(4, SIZE), data_samples=[DataSample().set_gt_label(index) for index in range(4)]))
+"""
+
+DETECTOR = """
+from mmdet.structures import DetDataSample
+from mmengine.structures import InstanceData
+model = build("mmdet", CONFIG)
+samples = []
+for index in range(2):
+    boxes = torch.tensor([[4.0, 4, 30 + index, 40], [20, 10, 60, 50]])
+    sample = DetDataSample(metainfo=dict(img_shape=(64, 64), ori_shape=(64, 64), scale_factor=(1.0, 1.0)))
+    sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.tensor([index, 3]))
+    sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
+    samples.append(sample)
+train(model, dict(inputs=images(2, 64), data_samples=samples))
+"""
+
+SEGMENTOR = """
+from mmseg.structures import SegDataSample
+from mmengine.structures import PixelData
+model = build("mmseg", CONFIG)
+samples = []
+for _ in range(2):
+    sample = SegDataSample(metainfo=dict(img_shape=(64, 64), ori_shape=(64, 64)))
+    sample.gt_sem_seg = PixelData(data=torch.randint(0, 19, (1, 64, 64)))
+    samples.append(sample)
+train(model, dict(inputs=images(2, 64), data_samples=samples))
+"""
+
+
+def test_packages_import(both):
+    ours, theirs = both(IMPORTS)
+    assert ours == theirs
+    assert len(ours) == 4
+
+
+@pytest.mark.parametrize(
+    ("script", "config", "size"),
+    [
+        (CLASSIFIER, "resnet/resnet18_8xb16_cifar10.py", 32),
+        (CLASSIFIER, "mobilenet_v2/mobilenet-v2_8xb32_in1k.py", 64),
+        (CLASSIFIER, "swin_transformer/swin-tiny_16xb64_in1k.py", 224),
+        (DETECTOR, "retinanet/retinanet_r18_fpn_1x_coco.py", 64),
+        (DETECTOR, "yolox/yolox_tiny_8xb8-300e_coco.py", 64),
+        (SEGMENTOR, "pspnet/pspnet_r18-d8_4xb2-80k_cityscapes-512x1024.py", 64),
+    ],
+)
+def test_a_model_has_the_weights_losses_and_gradients_of_mmengine(both, script, config, size):
+    ours, theirs = both(BEGIN + script.replace("CONFIG", repr(config)).replace("SIZE", str(size)))
+    for what in ("parameters", "weights", "losses", "gradients"):
+        assert ours[what] == theirs[what], what
