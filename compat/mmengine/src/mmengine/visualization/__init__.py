@@ -1,7 +1,29 @@
-"""Visualizers: lockstep's, which show a run's records."""
+"""Drawing on images, and where images, values and configs are shown."""
 
 from __future__ import annotations
 
-from lockstep.visualization import Visualizer
+from mmengine.visualization.vis_backend import (
+    AimVisBackend,
+    BaseVisBackend,
+    ClearMLVisBackend,
+    DVCLiveVisBackend,
+    LocalVisBackend,
+    MLflowVisBackend,
+    NeptuneVisBackend,
+    TensorboardVisBackend,
+    WandbVisBackend,
+)
+from mmengine.visualization.visualizer import Visualizer
 
-__all__ = ["Visualizer"]
+__all__ = [
+    "AimVisBackend",
+    "BaseVisBackend",
+    "ClearMLVisBackend",
+    "DVCLiveVisBackend",
+    "LocalVisBackend",
+    "MLflowVisBackend",
+    "NeptuneVisBackend",
+    "TensorboardVisBackend",
+    "Visualizer",
+    "WandbVisBackend",
+]
