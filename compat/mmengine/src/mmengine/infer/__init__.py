@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from mmengine.infer.infer import BaseInferencer
+
+__all__ = ["BaseInferencer"]
