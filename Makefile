@@ -174,6 +174,29 @@ test-huggingface: .venv-models/.ready  ## models of transformers and peft: saved
 		--requirement requirements/models.txt
 	@touch $@
 
+# The same torch in both; PyPI has no build of mmcv's operators, nor of torchvision's, that fits it: see the tests' stubs.
+MMENGINE := .venv-mmengine/.ready .venv-mmengine-reference/.ready
+
+.PHONY: test-mmengine
+test-mmengine: $(MMENGINE)  ## packages that were written for MMEngine on lockstep, beside MMEngine itself in a second environment
+	MMENGINE_REFERENCE=$(CURDIR)/.venv-mmengine-reference/bin/python \
+		.venv-mmengine/bin/python -m pytest -c compat/mmengine/pyproject.toml compat/mmengine/tests $(PYTEST_ARGS)
+
+.venv-mmengine/.ready: pyproject.toml compat/mmengine/pyproject.toml constraints.txt requirements/mmengine.txt requirements/mmengine-packages.txt
+	$(PYTHON) -m venv .venv-mmengine
+	.venv-mmengine/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[testing]' --editable compat/mmengine \
+		--requirement requirements/mmengine.txt
+	.venv-mmengine/bin/python -m pip install --quiet --no-deps --requirement requirements/mmengine-packages.txt
+	@touch $@
+
+.venv-mmengine-reference/.ready: constraints.txt requirements/mmengine.txt requirements/mmengine-packages.txt
+	$(PYTHON) -m venv .venv-mmengine-reference
+	.venv-mmengine-reference/bin/python -m pip install --quiet --constraint constraints.txt --requirement constraints.txt \
+		--requirement requirements/mmengine.txt
+	.venv-mmengine-reference/bin/python -m pip install --quiet --no-deps mmengine==0.10.7 \
+		--requirement requirements/mmengine-packages.txt
+	@touch $@
+
 .PHONY: docs
 docs: .venv-docs/.ready  ## the documentation, in site/; warnings are errors, and links are checked
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet

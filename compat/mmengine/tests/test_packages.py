@@ -59,8 +59,10 @@ train(model, dict(inputs=images(4, SIZE), data_samples=[DataSample().set_gt_labe
 
 DETECTOR = """
 from mmdet.structures import DetDataSample
+from mmengine.logging import MessageHub
 from mmengine.structures import InstanceData
 model = build("mmdet", CONFIG)
+MessageHub.get_instance("test").update_info("iter", 1)  # YOLOX asks for it
 samples = []
 for index in range(2):
     boxes = torch.tensor([[4.0, 4, 30 + index, 40], [20, 10, 60, 50]])

@@ -1,0 +1,137 @@
+"""Files of weights and checkpoints: what MMEngine writes is read here, and the other way round."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from environments import REFERENCE, run
+
+from mmengine.runner import (
+    CheckpointLoader,
+    find_latest_checkpoint,
+    get_state_dict,
+    load_checkpoint,
+    load_state_dict,
+    save_checkpoint,
+    weights_to_cpu,
+)
+from mmengine.runner.checkpoint import _load_checkpoint, _load_checkpoint_with_prefix
+
+WRITE = """
+import torch
+from mmengine.logging import MessageHub
+from mmengine.runner import save_checkpoint, weights_to_cpu
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+optimizer = torch.optim.AdamW(net.parameters())
+net(torch.randn(4, 2)).sum().backward()
+optimizer.step()
+hub = MessageHub.get_instance("run")
+hub.update_scalar("train/loss", 0.5)
+content = dict(state_dict=weights_to_cpu(net.state_dict()), optimizer=optimizer.state_dict())
+content["meta"] = dict(epoch=3, iter=7)
+if HUB:
+    content["message_hub"] = hub.state_dict()
+save_checkpoint(content, PATH)
+answers["bias"] = net[0].bias.tolist()
+"""
+
+READ = """
+import torch
+from mmengine.runner import load_checkpoint
+net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+found = load_checkpoint(net, PATH, map_location="cpu", strict=True)
+answers["bias"] = net[0].bias.tolist()
+answers["meta"] = found["meta"]
+answers["keys"] = sorted(found)
+"""
+
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+
+
+@pytest.mark.skipif(
+    not REFERENCE, reason="MMENGINE_REFERENCE must be the Python of an environment with MMEngine 0.10.7"
+)
+@pytest.mark.parametrize("hub", [True, False])
+def test_a_file_of_mmengine_is_read(tmp_path, hub):
+    file = str(tmp_path / "a.pth")
+    written = run(REFERENCE, WRITE.replace("PATH", repr(file)).replace("HUB", str(hub)), tmp_path)
+    read = run(sys.executable, READ.replace("PATH", repr(file)), tmp_path)
+    assert read["bias"] == written["bias"]
+    assert read["meta"] == {"epoch": 3, "iter": 7}
+    assert ("message_hub" in read["keys"]) is hub
+
+
+@pytest.mark.skipif(
+    not REFERENCE, reason="MMENGINE_REFERENCE must be the Python of an environment with MMEngine 0.10.7"
+)
+def test_mmengine_reads_a_file_that_is_written_here(tmp_path):
+    file = str(tmp_path / "a.pth")
+    written = run(sys.executable, WRITE.replace("PATH", repr(file)).replace("HUB", "False"), tmp_path)
+    assert run(REFERENCE, READ.replace("PATH", repr(file)), tmp_path)["bias"] == written["bias"]
+
+
+def test_weights_that_do_not_fit_are_named_or_raised():
+    state = net().state_dict()
+    state["0.weight"] = torch.ones(5, 5)
+    state["more"] = torch.ones(1)
+    del state["1.bias"]
+    model = net()
+    with pytest.raises(RuntimeError, match=r"(?s)0\.weight.*more.*1\.bias"):
+        load_state_dict(model, state, strict=True)
+    load_state_dict(model, state)
+    assert torch.equal(model[0].bias, state["0.bias"])
+
+
+def test_names_are_revised_and_the_whole_file_is_returned(tmp_path):
+    source = net()
+    state = OrderedDict((f"module.{name}", value) for name, value in source.state_dict().items())
+    save_checkpoint({"state_dict": state, "meta": {"a": 1}}, tmp_path / "a.pth")
+    model = net()
+    assert load_checkpoint(model, tmp_path / "a.pth")["meta"] == {"a": 1}
+    assert torch.equal(model[0].weight, source[0].weight)
+    part = _load_checkpoint_with_prefix("module.0", tmp_path / "a.pth")
+    assert sorted(part) == ["bias", "weight"]
+
+
+def test_no_code_of_a_file_is_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    torch.save({"state_dict": {"a": torch.ones(1)}, "evil": Evil()}, tmp_path / "a.pth")
+    assert _load_checkpoint(tmp_path / "a.pth")["state_dict"]["a"].item() == 1
+    assert not (tmp_path / "made").exists()
+
+
+def test_schemes_are_ones_own_and_missing_files_are_named(tmp_path):
+    @CheckpointLoader.register_scheme("shelf://", force=True)
+    def load_from_shelf(filename, map_location=None):
+        return {"state_dict": {"name": filename}}
+
+    assert CheckpointLoader.load_checkpoint("shelf://a")["state_dict"]["name"] == "shelf://a"
+    with pytest.raises(KeyError):
+        CheckpointLoader.register_scheme("shelf://", load_from_shelf)
+    with pytest.raises(FileNotFoundError, match=r"missing\.pth"):
+        CheckpointLoader.load_checkpoint(tmp_path / "missing.pth")
+    with pytest.raises(ValueError, match="register_scheme"):
+        CheckpointLoader.load_checkpoint("open-mmlab://resnet50")
+
+
+def test_versions_of_modules_are_kept():
+    state = weights_to_cpu(get_state_dict(net()))
+    assert state._metadata["1"]["version"] == 2
+    assert not state["0.weight"].requires_grad
+
+
+def test_the_last_checkpoint_is_found(tmp_path):
+    assert find_latest_checkpoint(tmp_path) is None
+    Path(tmp_path, "last_checkpoint").write_text("epoch_3.pth")
+    assert find_latest_checkpoint(tmp_path) == "epoch_3.pth"
