@@ -176,8 +176,8 @@ class TestFeatureMaps:
         values = np.array([[0, 1], [2, 3]], dtype=np.float32)
         expected = [[[0, 0, 128], [0, 212, 255]], [[255, 212, 0], [128, 0, 0]]]
         assert convert_overlay_heatmap(values).tolist() == expected
-        over = convert_overlay_heatmap(torch.from_numpy(values), np.full((2, 2, 3), 100, dtype=np.uint8), 0.5)
-        assert over.tolist() == [[[50, 50, 114], [50, 156, 178]], [[178, 156, 50], [114, 50, 50]]]
+        over = convert_overlay_heatmap(torch.from_numpy(values), np.full((2, 2, 3), 100, dtype=np.uint8), 0.3)
+        assert over.tolist() == [[[70, 70, 108], [70, 134, 146]], [[146, 134, 70], [108, 70, 70]]]
 
     @pytest.mark.parametrize(
         ("featmap", "options"),

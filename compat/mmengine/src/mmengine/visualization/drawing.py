@@ -6,6 +6,7 @@ import math
 import warnings
 from typing import Any, Self
 
+import cv2
 import numpy as np
 from torch import Tensor
 
@@ -284,13 +285,11 @@ class Canvas:
         check_type_and_length("colors", shades, list, count)
         shares = value2list(alphas, float, count)
         check_type_and_length("alphas", shares, list, count)
-        result = picture.astype(np.float64)
         for mask, shade, share in zip(masks, shades, shares, strict=False):
-            color = np.array(color_str2rgb(shade) if isinstance(shade, str) else shade, dtype=np.float64)
-            result[mask] = result[mask] * (1 - share) + color * share
-        self.ax_save.imshow(
-            np.rint(result).astype(np.uint8), extent=(0, self.width, self.height, 0), interpolation="nearest"
-        )
+            color = np.empty_like(picture)
+            color[:] = color_str2rgb(shade) if isinstance(shade, str) else shade
+            picture[mask] = cv2.addWeighted(picture, 1 - share, color, share, 0)[mask]
+        self.ax_save.imshow(picture, extent=(0, self.width, self.height, 0), interpolation="nearest")
         return self
 
     def _prepare(self) -> None:

@@ -74,7 +74,7 @@ def convert_overlay_heatmap(feat_map: Any, img: Any = None, alpha: float = 0.5) 
     Args:
         feat_map: the map.
         img: the image, in the size of the map.
-        alpha: share of the image in the result.
+        alpha: share of the colours in the result.
 
     **Shapes**: `feat_map` is [height, width] or [channels, height, width], of which the mean is shown; the image and
     the result are [height, width, 3].
@@ -88,7 +88,7 @@ def convert_overlay_heatmap(feat_map: Any, img: Any = None, alpha: float = 0.5) 
     colored = cv2.applyColorMap(np.asarray(scaled).astype(np.uint8), cv2.COLORMAP_JET)[..., ::-1]
     if img is None:
         return np.ascontiguousarray(colored)
-    return cv2.addWeighted(np.ascontiguousarray(img), alpha, np.ascontiguousarray(colored), 1 - alpha, 0)
+    return cv2.addWeighted(np.ascontiguousarray(img), 1 - alpha, np.ascontiguousarray(colored), alpha, 0)
 
 
 def img_from_canvas(canvas: Any) -> Any:

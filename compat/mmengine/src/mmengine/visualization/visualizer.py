@@ -146,7 +146,7 @@ class Visualizer(ManagerMixin, Canvas, lockstep.visualization.Visualizers):
             topk: how many channels, those with the greatest mean; -1 shows 1 or 3 channels as one image.
             arrangement: rows and columns of the channels.
             resize_shape: height and width in which it is shown.
-            alpha: share of `overlaid_image`.
+            alpha: share of the colours, where they lie over `overlaid_image`.
 
         **Shapes**: `featmap` [channels, height, width]; the result [height, width, 3], or as many times greater as
         there are rows and columns.
