@@ -129,3 +129,15 @@ def test_a_circle_of_two_names_both(write):
     write("a.py", "_base_ = 'b.py'")
     with pytest.raises(ConfigError, match=r"circle: .*a\.py -> .*b\.py -> .*a\.py"):
         Config.fromfile(write("b.py", "_base_ = 'a.py'").with_name("a.py"))
+
+
+def test_a_base_may_lie_in_an_installed_package(write, tmp_path, monkeypatch):
+    write("shelf/__init__.py", "")
+    write("shelf/nets/model.py", MODEL)
+    write("shelf/.mim/configs/_base_/data.py", "batch = 8\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    child = write("configs/child.py", "_base_ = ['shelf::nets/model.py', 'shelf::_base_/data.py']\nlr = 0.2\n")
+    cfg = Config.fromfile(child)
+    assert (cfg.lr, cfg.batch, cfg.model.type) == (0.2, 8, "Net")
+    with pytest.raises(ConfigError, match=r"wrong\.py:1: `_base_` .* no package `nowhere`"):
+        Config.fromfile(write("wrong.py", "_base_ = 'nowhere::a.py'\n"))

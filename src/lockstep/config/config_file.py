@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,7 +139,7 @@ class ConfigFile(ABC):
         return found
 
     def bases(self) -> list[BaseFile]:
-        """Return the bases of this file; paths in `_base_` are relative to the file's folder."""
+        """Return the bases of this file; `_base_` has paths from the file's folder, or ``package::path``."""
         named = self.base
         if named is None:
             return []
@@ -146,7 +147,19 @@ class ConfigFile(ABC):
             named = [named]
         if not isinstance(named, list | tuple) or not all(isinstance(n, str) for n in named):
             raise self.error(BASE, f"must be a path or a list of paths, but is {named!r}")
-        return [BaseFile(self.path.parent / Path(filled(name, self.path)).expanduser()) for name in named]
+        return [BaseFile(self._base_path(filled(name, self.path))) for name in named]
+
+    def _base_path(self, name: str) -> Path:
+        """Return the path of a base: relative to the file's folder, or in a package, as ``package::path``."""
+        package, colons, inner = name.partition("::")
+        if not colons:
+            return self.path.parent / Path(name).expanduser()
+        spec = find_spec(package) if package.isidentifier() else None
+        if spec is None or not spec.submodule_search_locations:
+            raise self.error(BASE, f"names `{name}`, but there is no package `{package}`. Install it, or give a path")
+        folder = Path(next(iter(spec.submodule_search_locations)))
+        shipped = folder / ".mim" / "configs" / inner  # where OpenMMLab's packages have their configs
+        return shipped if shipped.exists() else folder / inner
 
     def error(self, key: str, says: str, line: int | None = None) -> ConfigError:
         """Return an error that names this file, the line and the key."""
