@@ -6,6 +6,7 @@ import os
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from pickle import UnpicklingError
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from mmengine.runner import (
     weights_to_cpu,
 )
 from mmengine.runner.checkpoint import _load_checkpoint, _load_checkpoint_with_prefix
+from mmengine.utils import mkdir_or_exist
 
 WRITE = """
 import torch
@@ -103,11 +105,17 @@ def test_names_are_revised_and_the_whole_file_is_returned(tmp_path):
 
 def test_no_code_of_a_file_is_run(tmp_path):
     class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "made"),)
+        def __init__(self, function):
+            self.function = function
 
-    torch.save({"state_dict": {"a": torch.ones(1)}, "evil": Evil()}, tmp_path / "a.pth")
+        def __reduce__(self):
+            return self.function, (str(tmp_path / "made"),)
+
+    torch.save({"state_dict": {"a": torch.ones(1)}, "evil": Evil(mkdir_or_exist)}, tmp_path / "a.pth")
     assert _load_checkpoint(tmp_path / "a.pth")["state_dict"]["a"].item() == 1
+    torch.save({"state_dict": {"a": torch.ones(1)}, "evil": Evil(os.mkdir)}, tmp_path / "b.pth")
+    with pytest.raises(UnpicklingError, match="mkdir"):  # torch refuses this module whatever it is replaced by
+        _load_checkpoint(tmp_path / "b.pth")
     assert not (tmp_path / "made").exists()
 
 

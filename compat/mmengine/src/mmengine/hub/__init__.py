@@ -1,5 +1,7 @@
-"""Configs and models of installed packages."""
+"""Configs that come with installed packages, and their models."""
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from mmengine.hub.hub import get_config, get_model
+
+__all__ = ["get_config", "get_model"]

@@ -37,7 +37,7 @@ def collect_env() -> dict[str, str]:
     for name, module in (("TorchVision", "torchvision"), ("OpenCV", "cv2")):
         try:
             found[name] = importlib.import_module(module).__version__
-        except ImportError:
+        except (ImportError, RuntimeError):  # not installed, or built for another torch
             continue
     found["MMEngine"] = f"{__version__} (names of; run by lockstep {lockstep})"
     return found
