@@ -13,7 +13,7 @@ __all__ = ["HistoryBuffer"]
 
 
 class HistoryBuffer:
-    """The last values of one quantity, each with the count that it stands for.
+    """The last values of one quantity, each a sum over as many samples as its count says.
 
     Args:
         log_history: first values.
@@ -23,7 +23,7 @@ class HistoryBuffer:
     Example:
         >>> buffer = HistoryBuffer([1.0, 2.0], [1, 3])
         >>> buffer.mean(), buffer.max(), buffer.current()
-        (1.75, 2.0, 2.0)
+        (0.75, 2.0, 2.0)
     """
 
     _named: ClassVar[dict[str, Callable[..., Any]]] = {}
@@ -75,9 +75,9 @@ class HistoryBuffer:
         return getattr(self, method_name)(*args, **kwargs)
 
     def mean(self, window_size: int | None = None) -> float:
-        """Return the mean of the last values by their counts; of all without `window_size`."""
+        """Return the sum of the last values divided by that of their counts; of all without `window_size`."""
         values, counts = self._last(window_size)
-        return float((values * counts).sum() / counts.sum())
+        return float(values.sum() / counts.sum())
 
     def max(self, window_size: int | None = None) -> float:
         """Return the largest of the last values."""
