@@ -26,7 +26,11 @@ _SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", metavar="K/N", help="run every N-th test function, from the K-th on, in all its cases")
+    parser.addoption(
+        "--share",
+        metavar="K/N",
+        help="run every N-th test function, from the K-th on, in all its cases; of tests/faults, every N-th case",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,7 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _function(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
+    # The faults are few functions, with many cases each.
+    return item.nodeid if "faults" in item.path.parts else item.nodeid.partition("[")[0]
 
 
 @pytest.fixture(autouse=True)

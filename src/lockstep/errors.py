@@ -181,6 +181,8 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
         'lr'
         >>> nearest("SlowHook", ["EMAHook", "FlowHook"]), nearest("SlowHook", ["EMAHook", "LoggerHook"])
         ('FlowHook', None)
+        >>> nearest("CosinLR", ["ExponentialLR", "CosineRestartLR"])
+        'CosineRestartLR'
     """
     by_folded = {name.casefold(): name for name in names}
     folded = word.casefold()
@@ -194,10 +196,11 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def _only_end_alike(one: str, other: str) -> bool:
-    """Return whether two classes share the last word of their names, and what is before it is not close."""
+    """Return whether two classes share the last word of their names, and nothing before it is close."""
     words, others = ([word.casefold() for word in _WORD.findall(name)] for name in (one, other))
     if words[1:] and others[1:] and words[-1] == others[-1]:
-        return SequenceMatcher(None, "".join(words[:-1]), "".join(others[:-1])).ratio() < _CLOSE
+        pairs = [(words[0], others[0]), ("".join(words[:-1]), "".join(others[:-1]))]
+        return all(SequenceMatcher(None, *pair).ratio() < _CLOSE for pair in pairs)
     return False
 
 

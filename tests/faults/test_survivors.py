@@ -20,7 +20,7 @@ def check(case: Case, size: int, folder: Path, table: Table, *, environment: Map
     others = [rank for rank in range(size) if rank != case.failing]
     told = [case.is_told_by(outcome.raised.get(rank)) for rank in others]
     table.alone(case, size, outcome, told)
-    assert all(told), {rank: outcome.raised.get(rank, outcome.said[rank]) for rank in others}
+    assert all(told), "\n".join(f"rank {rank}: {outcome.raised.get(rank) or outcome.said[rank]}" for rank in others)
     assert [outcome.codes[rank] for rank in others] == [1] * len(others), outcome.said
     assert case.code == 1 or outcome.codes[case.failing] != 0
     if isinstance(case, cases.CallsDiffer):

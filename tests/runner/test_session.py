@@ -430,7 +430,7 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path, strategy):
 def test_wrong_options_are_refused_before_anything_is_made(tmp_path):
     with pytest.raises(TypeError, match="takes no optim_wrapper, train_dataloader: hand in"):
         Session(tmp_path, optim_wrapper={}, train_dataloader=[])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sed'"):
+    with pytest.raises(TypeError, match="a Session has no argument `sed`"):
         Session(tmp_path, sed=3)
     assert not list(tmp_path.iterdir())
 

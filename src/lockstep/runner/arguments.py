@@ -189,13 +189,13 @@ _OTHER_WORDS = {
 }
 
 
-def unknown_argument(names: Iterable[str]) -> TypeError | None:
+def unknown_argument(names: Iterable[str], owner: str = "Runner") -> TypeError | None:
     """Return the error for arguments that a Runner doesn't have, with what is probably meant; None if it has all."""
     told = []
     for name in names:
         if name not in ARGUMENTS:
             meant = f": it is {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else did_you_mean(name, ARGUMENTS)
-            told.append(f"a Runner has no argument `{name}`{meant}")
+            told.append(f"a {owner} has no argument `{name}`{meant}")
     return TypeError("\n".join(told)) if told else None
 
 

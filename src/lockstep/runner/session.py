@@ -19,6 +19,7 @@ from lockstep.dist import all_gather, get_dist_info
 from lockstep.model import unwrap_model
 from lockstep.model.steps import parse_losses
 from lockstep.optim import OptimWrapper
+from lockstep.runner.arguments import unknown_argument
 from lockstep.runner.own_loop import OwnLoop
 from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
@@ -97,6 +98,8 @@ class Session:
                 f"Session() takes no {', '.join(taken)}: hand in the model, its optimizer and the data by "
                 "prepare(model, optimizer, dataloader)"
             )
+        if (unknown := unknown_argument(options, "Session")) is not None:
+            raise unknown
         self._strategy = strategy
         self._optim: dict[str, Any] = {"accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
         if amp is not None:
