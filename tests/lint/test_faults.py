@@ -235,7 +235,7 @@ def optimizer(**arguments):
         ({"randomness": {"sed": 7}}, "`randomness.sed` = 7 is no key of `randomness`: did you mean `seed`?"),
         ({"auto_scale_lr": {"batch_size": 7}}, "is no key of `auto_scale_lr`: did you mean `base_batch_size`?"),
         ({"compile": {"full_graph": True}}, "is no key of `compile`: did you mean `fullgraph`?"),
-        ({"log_level": "INFOO"}, "`log_level` = 'INFOO' is no level of logging: did you mean `INFO`?"),
+        ({"log_level": "INFOO"}, "`log_level` must be a level of logging, but is 'INFOO': did you mean `INFO`?"),
         ({"resume": "yes"}, "`resume` must be True or False; the checkpoint goes to `load_from`, but is 'yes' of str"),
         ({"visualizer": {"type": "TensorBoard"}}, "did you mean `TensorBoardVisualizer`?"),
     ],

@@ -300,6 +300,7 @@ def test_ranks_may_have_seeds_of_their_own(tmp_path: Path):
         ({"val_evaluator": None}, ConfigError, "`val_evaluator` must be given with `val_dataloader`"),
         ({"val_dataloader": None}, ConfigError, "`val_dataloader` must be given with `val_evaluator`"),
         ({"test_cfg": {}}, ConfigError, "`test_dataloader` must be given with `test_cfg`"),
+        ({"log_level": "info"}, TypeError, "`log_level` must be a level of logging, but is 'info': did you mean"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(tmp_path: Path, changes, error, says):
@@ -321,7 +322,9 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path, changes, error, say
             ConfigError,
             "dist_cfg, cudnn_benchmark, mp_cfg, resource_limit, but has backend",
         ),
+        ({"env_cfg": {"dist_cfg": {"timout": 3}}}, ConfigError, "`env_cfg.dist_cfg.timout`.*did you mean `timeout`"),
         ({"default_hooks": {"speed": {"interval": 3}}}, ConfigError, r"`default_hooks\['speed'\]` must have a `type`"),
+        ({"default_hooks": {"checkpoints": None}}, ConfigError, "did you mean `checkpoint`"),
         ({"custom_hooks": [{"type": "LogerHook"}]}, RegistryError, "did you mean `LoggerHook`"),
         ({"custom_hooks": [3]}, TypeError, "must be a Hook"),
         ({"load_from": "nowhere.pth"}, ConfigError, "`load_from` must be a checkpoint.*nowhere.pth"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +15,7 @@ from lockstep.lint.parts import Fault, Kind, resolve, value_faults
 from lockstep.optim import ParamScheduler
 from lockstep.optim.paramwise import PARAMWISE_KEYS
 from lockstep.registry.signatures import Arguments
-from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content
+from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content, default_hook_fault
 from lockstep.strategy.survey import INSTALL
 
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
@@ -140,9 +139,8 @@ def _is_by_name(cfg: Mapping[str, object], usual: str) -> bool:
 
 def _default_hooks(key: str, cfg: Mapping[str, object]) -> Iterator[Fault]:
     for name, given in cfg.items():
-        if isinstance(given, Mapping) and "type" not in given and name not in DEFAULT_HOOKS:
-            hint = did_you_mean(name, DEFAULT_HOOKS)
-            yield Fault(f"{key}.{name}", f"must have a `type`, since no default hook is called so{hint}")
+        if (says := default_hook_fault(name, given)) is not None:
+            yield Fault(f"{key}.{name}", says)
         elif given is not None:
             default = DEFAULT_HOOKS.get(name, {}).get("type")
             yield from Kind(registry.HOOKS, default=default, own=_HOOK.own).faults(f"{key}.{name}", given)
@@ -201,12 +199,6 @@ def _evaluator(key: str, cfg: object) -> Iterator[Fault]:
         yield from _METRIC.each(key, cfg)
 
 
-def _log_level(key: str, level: object) -> Iterator[Fault]:
-    names = logging.getLevelNamesMapping()
-    if isinstance(level, str) and level not in names:
-        yield Fault(key, f"is no level of logging{did_you_mean(level, names)}")
-
-
 _SECTIONS: Mapping[Content, Callable[[str, Any], Iterator[Fault]]] = {
     "model": Kind(registry.MODELS).faults,
     "preprocessor": Kind(registry.MODELS, default="BaseDataPreprocessor").faults,
@@ -224,7 +216,6 @@ _SECTIONS: Mapping[Content, Callable[[str, Any], Iterator[Fault]]] = {
         registry.MODEL_WRAPPERS, default="MMDistributedDataParallel", supplied=frozenset({"module"})
     ).faults,
     "compile options": _compile,
-    "log level": _log_level,
     "visualizer": Kind(registry.VISUALIZERS).each,
 }
 

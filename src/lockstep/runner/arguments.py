@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
@@ -14,14 +15,13 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_ar
 
 from torch import nn
 
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.errors import ConfigError, did_you_mean, nearest
 from lockstep.strategy import Strategy
 
 # What an argument may hold in a config. `lockstep.lint` has a check for each.
 Content: TypeAlias = Literal[
-    "compile options", "custom hooks", "dataloader", "default hooks", "evaluator", "keys", "log level", "model",
-    "model wrapper", "optim wrapper", "preprocessor", "schedulers", "strategy", "test loop", "train loop", "val loop",
-    "visualizer",
+    "compile options", "custom hooks", "dataloader", "default hooks", "evaluator", "keys", "model", "model wrapper",
+    "optim wrapper", "preprocessor", "schedulers", "strategy", "test loop", "train loop", "val loop", "visualizer",
 ]  # fmt: skip
 
 ConfigDict: TypeAlias = Mapping[str, Any]
@@ -68,7 +68,7 @@ class RunnerArguments:
     """The arguments of a Runner, as the user gives them; see `Runner`.
 
     Raises:
-        TypeError: an argument has the wrong type.
+        TypeError: an argument has the wrong type, or is no level of logging.
         ConfigError: an argument needs another one, which is missing.
     """
 
@@ -99,7 +99,7 @@ class RunnerArguments:
         False
     )
     auto_scale_lr: Annotated[ConfigDict | None, _dict_of("enable", "base_batch_size")] = None
-    log_level: Annotated[int | str, Argument(holds="log level")] = "INFO"
+    log_level: Annotated[int | str, Argument("a level of logging, as in 'INFO'")] = "INFO"
     visualizer: Annotated[Any, Argument(holds="visualizer")] = None
     experiment_name: str | None = None
     data_preprocessor: Annotated[
@@ -200,7 +200,7 @@ def unknown_argument(names: Iterable[str], owner: str = "Runner") -> TypeError |
 
 
 def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the arguments of a Runner that have the wrong type: the name of each, and what it must be.
+    """Yield the arguments of a Runner that have the wrong type or form: the name of each, and what it must be.
 
     Args:
         given: the arguments given, by name.
@@ -208,6 +208,9 @@ def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, argument in ARGUMENTS.items():
         if name in given and argument.types and not isinstance(given[name], argument.types):
             yield name, f"must be {argument.must_be}, but is {given[name]!r} of {type(given[name]).__name__}"
+    levels, level = logging.getLevelNamesMapping(), given.get("log_level")
+    if isinstance(level, str) and level not in levels:
+        yield "log_level", f"must be a level of logging, but is {level!r}{did_you_mean(level, levels)}"
 
 
 def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -219,6 +222,26 @@ def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield loader, f"must be given with `{beside[0]}`, but is None"
         if given.get(loader) is not None and evaluator not in beside and given.get("loss") is None:
             yield evaluator, f"must be given with `{loader}`, but is None. For example dict(type='Accuracy')"
+
+
+def default_hook_fault(name: str, given: Any) -> str | None:
+    """Return what is wrong with a change to the default hooks, if something is.
+
+    A config may remove a hook that only some of the configs which it inherits from have, so a name that is not known is
+    no fault then, unless it is close to one.
+
+    Example:
+        >>> default_hook_fault("checkpoints", None)
+        'removes no default hook: did you mean `checkpoint`?'
+        >>> default_hook_fault("visualization", None)
+    """
+    if name in DEFAULT_HOOKS:
+        return None
+    if isinstance(given, Mapping) and "type" not in given:
+        return f"must have a `type`, since no default hook is called so{did_you_mean(name, DEFAULT_HOOKS)}"
+    if given is None and nearest(name, DEFAULT_HOOKS) is not None:
+        return f"removes no default hook{did_you_mean(name, DEFAULT_HOOKS)}"
+    return None
 
 
 def checked_keys(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from lockstep.model import (
 from lockstep.model.norm import is_synced, sync_on_this_device
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import EVALUATOR, LOOPS, MODELS
-from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments
+from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments, default_hook_fault
 from lockstep.runner.eval_loops import EvalLoop
 from lockstep.runner.hook import Hook
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
@@ -224,17 +224,17 @@ def default_hooks(changes: Mapping[str, Any] | None, run: Run) -> list[Hook | Ma
         changes: by name: None to remove a hook, a hook, or the config of one; a config without `type` changes arguments
             of the default hook.
         run: the run that the hooks belong to.
+
+    Raises:
+        ConfigError: a name is not known, and is close to that of a default hook, or comes without a `type`.
     """
     items: dict[str, Any] = {**DEFAULT_HOOKS}
     if isinstance(run, TrainRun) and run.max_epochs is None:
         items["checkpoint"] = {**items["checkpoint"], "by_epoch": False, "interval": run.val_interval}
     for name, given in (changes or {}).items():
+        if (says := default_hook_fault(name, given)) is not None:
+            raise ConfigError(f"`default_hooks[{name!r}]` {says}")
         if isinstance(given, Mapping) and "type" not in given:
-            if name not in items:
-                raise ConfigError(
-                    f"`default_hooks[{name!r}]` must have a `type`; without one only the defaults "
-                    f"{', '.join(items)} can be changed"
-                )
             given = {**items[name], **given}
         items[name] = given
     return [item for item in items.values() if item is not None]
