@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
+from functools import partial
 from typing import TypeVar
 
 _CLOSE = 0.6  # how alike two names are at least that may be meant for each other, by difflib
@@ -88,7 +89,8 @@ class PeerError(DistError):
         self.cause = cause
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_peer_error, (str(self), self.rank, self.cause)
+        # By default, an error is rebuilt from its positional arguments alone.
+        return partial(PeerError, rank=self.rank, cause=self.cause), self.args, vars(self)
 
 
 class CollectiveMismatchError(DistError):
@@ -103,9 +105,6 @@ class CollectiveMismatchError(DistError):
     def __init__(self, message: str, *, failed_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.failed_ranks = tuple(failed_ranks)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_mismatch_error, (str(self), self.failed_ranks)
 
 
 class DivergenceError(DistError):
@@ -129,7 +128,8 @@ class DivergenceError(DistError):
         return self.ranks
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_divergence_error, (str(self), self.name, self.ranks, self.iteration)
+        rebuild = partial(DivergenceError, name=self.name, ranks=self.ranks, iteration=self.iteration)
+        return rebuild, self.args, vars(self)
 
 
 class CollectiveTimeoutError(DistError, TimeoutError):
@@ -156,18 +156,6 @@ def caused_by(error: _E, ranks: Sequence[int]) -> _E:
     return error
 
 
-def _rebuild_peer_error(message: str, rank: int | None, cause: str) -> PeerError:
-    return PeerError(message, rank=rank, cause=cause)
-
-
-def _rebuild_mismatch_error(message: str, failed_ranks: Sequence[int]) -> CollectiveMismatchError:
-    return CollectiveMismatchError(message, failed_ranks=failed_ranks)
-
-
-def _rebuild_divergence_error(message: str, name: str, ranks: Sequence[int], iteration: int) -> DivergenceError:
-    return DivergenceError(message, name=name, ranks=ranks, iteration=iteration)
-
-
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name closest to `word`, or None if nothing is close.
 
@@ -190,9 +178,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
         if not _only_end_alike(word, by_folded[close]):
             return by_folded[close]
     initials = "".join(part[0] for part in folded.split("_") if part)
-    if len(initials) > 1 and initials in by_folded:
-        return by_folded[initials]
-    return None
+    return by_folded.get(initials) if len(initials) > 1 else None
 
 
 def _only_end_alike(one: str, other: str) -> bool:
