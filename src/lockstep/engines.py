@@ -17,7 +17,7 @@ from lockstep.errors import DistError
 
 # Set by torch's compiler when it is first imported, possibly by an engine, DDP or FSDP.
 SET_BY_TORCH = ("TORCHINDUCTOR_", "TRITON_")
-_INSTALL = {
+INSTALL = {
     "deepspeed": "pip install 'lockstep-engine[deepspeed]'",
     "colossalai": "the recipe in docs/strategies.md, because its own requirements exclude this torch",
 }
@@ -39,7 +39,7 @@ def load_engine(name: str) -> Any:
     except ImportError as error:
         raise DistError(
             f"init_backend={package!r} needs the package {package}, but importing it failed: {error}. "
-            f"Install it with {_INSTALL[package]}"
+            f"Install it with {INSTALL[package]}"
         ) from error
 
 

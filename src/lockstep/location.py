@@ -305,14 +305,10 @@ def read_into(location: Location, start: int, target: memoryview) -> None:
         OSError: the file cannot be read, or ends before.
     """
     if isinstance(location, Path):
-        with location.open("rb", buffering=0) as file:
+        with location.open("rb") as file:
             file.seek(start)
-            done = 0
-            while done < len(target):
-                count = file.readinto(target[done:])
-                if not count:
-                    raise OSError(f"{location} ends at byte {start + done}, before {start + len(target)}")
-                done += count
+            if (done := file.readinto(target)) < len(target):
+                raise OSError(f"{location} ends at byte {start + done}, before {start + len(target)}")
         return
     for begin in range(0, len(target), _CHUNK):
         end = min(begin + _CHUNK, len(target))

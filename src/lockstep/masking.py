@@ -122,7 +122,14 @@ def mask_value(value: Any, name: str = "") -> Any:
         >>> mask_value({"lr": 0.1, "login": {"api_key": "abc", "user": "me"}})
         {'lr': 0.1, 'login': {'api_key': '***', 'user': 'me'}}
     """
-    return _masked(value, name)
+    if isinstance(value, Mapping):
+        return {key: mask_value(item, _below(name, key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [mask_value(item, name) for item in value]
+        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, str) and not isinstance(value, Enum):
+        return MASK if _is_secret(value, name) else mask_text(value)
+    return MASK if _is_plain_secret(value, name) else value
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
@@ -137,9 +144,9 @@ def mask_words(words: Sequence[str]) -> list[str]:
     for word in words:
         name, equals, value = word.partition("=")
         if before.startswith("-") and "=" not in before and not word.startswith("-") and is_secret_name(before):
-            masked.append(_masked(word, before))
+            masked.append(mask_value(word, before))
         elif equals and re.fullmatch(r"[\w.-]+", name):
-            masked.append(f"{name}={_masked(value, name)}")
+            masked.append(f"{name}={mask_value(value, name)}")
         else:
             masked.append(mask_text(word))
         before = word
@@ -154,17 +161,6 @@ def secrets_in(value: Any) -> set[str]:
 def is_masked(value: Any) -> bool:
     """Return whether a value is a string from which a secret was removed."""
     return isinstance(value, str) and (value == MASK or f":{MASK}@" in value)
-
-
-def _masked(value: Any, name: str) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _masked(item, _below(name, key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_masked(item, name) for item in value]
-        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, str) and not isinstance(value, Enum):
-        return MASK if _is_secret(value, name) else mask_text(value)
-    return MASK if _is_plain_secret(value, name) else value
 
 
 def _secrets(value: Any, name: str) -> Iterator[str]:

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from lockstep.cli.options import complete_launchers, complete_strategies
 from lockstep.strategy.survey import survey_strategies
 from lockstep.topology import LauncherName
 
@@ -56,6 +55,6 @@ def test_words_are_completed_without_torch(tmp_path, words, offered):
     assert complete(tmp_path, *words) == offered
 
 
-def test_every_name_is_offered():
-    assert complete_strategies("") == [standing.name for standing in survey_strategies()]
-    assert sorted(complete_launchers("")) == sorted(LauncherName.__args__)
+def test_every_name_is_offered(tmp_path):
+    assert complete(tmp_path, "train", "--strategy", "") == [standing.name for standing in survey_strategies()]
+    assert sorted(complete(tmp_path, "train", "--launcher", "")) == sorted(LauncherName.__args__)

@@ -42,7 +42,7 @@ def test_what_is_written_is_said(here, trained, words, names, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["none", "out"], "`CKPT` must be a checkpoint, the folder of a run, or a work dir, but none does not exist"),
+        (["none", "out"], "`CKPT` must be a checkpoint, the folder of a run, or a work_dir, but none does not exist"),
         ([".", "out"], "but . holds no complete checkpoint"),
         (["run", "run"], "`OUT` must be a new or empty folder, but run is a folder that holds epoch_1"),
         (["run", "out", "--to", "onnx"], "`--to` must be one of safetensors, hf, torch, but is 'onnx'"),

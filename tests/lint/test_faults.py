@@ -224,7 +224,7 @@ def optimizer(**arguments):
         ({"custom_hooks": {"type": Watch}}, "`custom_hooks` must be a list of hooks or None"),
         ({"custom_hooks": [3]}, "`custom_hooks.0` = 3 must be a config dict or a hook, but is of int"),
         ({"custom_hooks": [{"type": Watch, "intervl": 3}]}, "of the hook `Watch`: did you mean `interval`?"),
-        ({"strategy": "colossalai"}, "needs the package colossalai, which is not installed: docs"),
+        ({"strategy": "colossalai"}, "needs the package colossalai, which is not installed: the recipe in docs"),
         ({"strategy": {"type": "deepspeed", "stage": 1}}, "needs the package deepspeed, which is not installed: pip"),
         ({"strategy": "dpp"}, "is no strategy in the registry of scope `lockstep`: did you mean `ddp`?"),
         ({"strategy": {"type": "fsdp", "auto_warp_policy": None}}, "did you mean `auto_wrap_policy`?"),

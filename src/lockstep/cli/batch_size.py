@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.jobs import Job, Mode, config_of
+from lockstep.cli.jobs import Job
 from lockstep.cli.options import whole_number
 from lockstep.config import Config
-from lockstep.errors import ConfigError, TopologyError, counted
+from lockstep.errors import TopologyError, counted
 from lockstep.launch.loading import loading_torch
 from lockstep.topology import infer_launcher
 
@@ -45,27 +45,24 @@ class FindBatchSize(Job):
         """Begin with the weights of `load_from`, if any, rather than inside of a training."""
         cfg.resume = False
 
-    def mode(self, cfg: Config) -> Mode:
-        """Return "train"."""
-        return "train"
-
     def run(self) -> None:
         """Search, and print what has been found."""
         self._check_ranks()
-        memory = None if self.memory is None else parse_bytes(self.memory)
         with loading_torch(f"loading torch to search a batch size for {self.config}"):
             cfg = self.read()
             from lockstep.lint import check_config  # imports torch
             from lockstep.runner.batch_size_finder import as_json, batch_size_in, search_batch_size
             from lockstep.runner.start import make_folder
+            from lockstep.weights.writing import read_size
 
+        memory = None if self.memory is None else read_size(self.memory, "--memory")
         if self.check:
             check_config(cfg, needed=("model", "train_dataloader"))
         start = batch_size_in(cfg)
         make_folder(Path(cfg.work_dir))
         print("batch size per rank")
         found = search_batch_size(
-            _OfJob(type(self).__name__, asdict(self)),
+            _OfJob(asdict(self)),
             nproc=self.nproc or 1,
             start=start,
             max_batch_size=self.max_batch_size,
@@ -102,37 +99,15 @@ class FindBatchSize(Job):
 class _OfJob:
     """Makes the Runner for a batch size in a rank, which reads the config itself."""
 
-    job: str
     options: dict[str, Any]
 
     def __call__(self, batch_size: int) -> Runner:
         from lockstep.runner import Runner
 
-        cfg = config_of(FindBatchSize(**self.options))
+        cfg = FindBatchSize(**self.options).read()
         cfg.merge_from_dict({"train_dataloader.batch_size": batch_size})
         cfg.launcher = "pytorch"
         return Runner.from_cfg(cfg)
-
-
-def parse_bytes(text: str) -> int:
-    """Return a number of bytes that is given as a number, alone or with a unit such as MiB or GiB.
-
-    Raises:
-        ConfigError: it is none.
-
-    Example:
-        >>> parse_bytes("1.5GiB"), parse_bytes("800 MB")
-        (1610612736, 800000000)
-    """
-    units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    try:
-        size = int(float(digits) * units[text[len(digits) :].lower()])
-    except (KeyError, ValueError, OverflowError):
-        size = 0
-    if size < 1:
-        raise ConfigError(f"`--memory` must be a number of bytes, such as 800MB or 8GiB, but is {text!r}")
-    return size
 
 
 def _print_trial(trial: Trial) -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import typer
 
+from lockstep.cli.options import completing
 from lockstep.errors import ConfigError, counted
 from lockstep.launch.loading import loading_torch
 
 _TARGETS = ("safetensors", "hf", "torch")  # known without importing torch
 _MIB = 2**20
-
-
-def complete_targets(incomplete: str) -> list[str]:
-    """Return the forms that begin with what was typed."""
-    return [name for name in _TARGETS if name.startswith(incomplete)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +29,7 @@ class Export:
         str,
         typer.Option(
             metavar="[safetensors|hf|torch]",
-            autocompletion=complete_targets,
+            autocompletion=completing(*_TARGETS),
             help="All weights; what from_pretrained of transformers or peft loads; or a file of torch.save.",
         ),
     ] = "safetensors"
@@ -68,10 +63,6 @@ class Export:
         """Write the weights, and print what has been written."""
         if self.to not in _TARGETS:
             raise ConfigError(f"`--to` must be one of {', '.join(_TARGETS)}, but is {self.to!r}")
-        if not Path(self.ckpt).exists() and "://" not in self.ckpt:
-            raise ConfigError(
-                f"`CKPT` must be a checkpoint, the folder of a run, or a work dir, but {self.ckpt} does not exist"
-            )
         rules = [_rule(text) for text in self.rename or ()]
         with loading_torch("loading torch"):
             from lockstep.weights import export_checkpoint, told_left_out  # imports torch

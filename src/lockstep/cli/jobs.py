@@ -21,12 +21,11 @@ from lockstep.cli.options import (
     MaxRestarts,
     RankOptions,
     TrustConfig,
-    complete_launchers,
-    complete_strategies,
+    completing,
     rank_option,
 )
 from lockstep.config import Config, ResolvedConfig
-from lockstep.errors import ConfigError, TopologyError, counted
+from lockstep.errors import TopologyError, counted
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.loading import loading_torch
 from lockstep.launch.notices import say
@@ -50,7 +49,8 @@ class Job(RankOptions, ABC):
         str | None,
         typer.Option(
             metavar="NAME",
-            autocompletion=complete_strategies,
+            # Known without importing torch; a config may register others.
+            autocompletion=completing("single", "ddp", "fsdp", "deepspeed", "colossalai"),
             help="How the model is distributed; overrides the config. `lockstep strategies` shows the names.",
         ),
     ] = None
@@ -67,7 +67,7 @@ class Job(RankOptions, ABC):
         str | None,
         rank_option(
             metavar="[none|pytorch|slurm|mpi]",
-            autocompletion=complete_launchers,
+            autocompletion=completing("none", "pytorch", "slurm", "mpi"),
             help="The launcher whose ranks to join. Default: detected from the environment; none starts new ranks.",
         ),
     ] = None
@@ -76,9 +76,13 @@ class Job(RankOptions, ABC):
     def complete(self, cfg: Config) -> None:
         """Set the config keys that are specific to this command."""
 
-    @abstractmethod
     def mode(self, cfg: Config) -> Mode:
-        """Return the mode of the run: "train", "val" or "test"."""
+        """Return the mode of the run: here "train"."""
+        return "train"
+
+    def run(self) -> None:
+        """Run the command."""
+        self.start()
 
     def read(self) -> Config:
         """Return the config with all changes.
@@ -115,7 +119,11 @@ class Job(RankOptions, ABC):
         here = launcher != "none" or (spec.nproc == 1 and spec.nnodes == 1 and max_restarts == 0)
         if launcher != "none":
             check_ranks_found(launcher, self)
-        with loading_torch(self._loading(None if here else spec) if launcher == "none" else None):
+        loading = "loading torch"
+        if not here:
+            use = "check" if self.check else "read"
+            loading += f" to {use} {self.config}, before starting {counted(spec.nproc, 'rank')}"
+        with loading_torch(loading if launcher == "none" else None):
             cfg = self.read()
             import torch  # noqa: F401  # needed by all that follows; the config may not have imported it
         cfg.launcher = launcher
@@ -127,12 +135,6 @@ class Job(RankOptions, ABC):
             self.execute(cfg)
         else:
             _start_ranks(self, cfg, spec, max_restarts, grace_seconds)
-
-    def _loading(self, spec: JobSpec | None) -> str:
-        if spec is None:
-            return "loading torch"
-        use = "check" if self.check else "read"
-        return f"loading torch to {use} {self.config}, before starting {counted(spec.nproc, 'rank')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +151,6 @@ class Train(Job):
     def complete(self, cfg: Config) -> None:
         """Set whether to resume."""
         cfg.resume = self.resume or cfg.get("resume") or False
-
-    def mode(self, cfg: Config) -> Mode:
-        """Return "train"."""
-        return "train"
 
     def run(self) -> None:
         """Train."""
@@ -172,11 +170,6 @@ class Test(Job):
 
     def complete(self, cfg: Config) -> None:
         """Set the weights to load."""
-        if "://" not in self.checkpoint and not Path(self.checkpoint).exists():
-            raise ConfigError(
-                "`--checkpoint` must be a checkpoint, or a folder or a file of weights, but "
-                f"{self.checkpoint} does not exist"
-            )
         from lockstep.weights import check_weights, locate  # imports torch
 
         place = locate(self.checkpoint)
@@ -186,10 +179,6 @@ class Test(Job):
     def mode(self, cfg: Config) -> Mode:
         """Return "val" if the config has validation data but no test data, otherwise "test"."""
         return "val" if cfg.get("test_dataloader") is None and cfg.get("val_dataloader") is not None else "test"
-
-    def run(self) -> None:
-        """Test."""
-        self.start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,14 +199,6 @@ class FindLR(Job):
 
         check_range(self.start_lr, self.end_lr, self.steps)
         cfg.resume = False
-
-    def mode(self, cfg: Config) -> Mode:
-        """Return "train"."""
-        return "train"
-
-    def run(self) -> None:
-        """Search."""
-        self.start()
 
     def execute(self, cfg: Config) -> None:
         """Search, and print what has been found."""
@@ -243,12 +224,6 @@ def run_as_rank() -> None:
     cfg = job.read() if asked["resolved"] is None else ResolvedConfig(**asked["resolved"]).config()
     cfg.launcher = "pytorch"
     job.execute(cfg)
-
-
-def config_of(job: Job) -> Config:
-    """Return the config of a job, read anew in a rank."""
-    import_from_beside(job.config)
-    return job.read()
 
 
 def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int, grace_seconds: int) -> None:

@@ -13,19 +13,10 @@ import typer
 
 from lockstep.launch import JobSpec
 
-# The names for completion in a shell, which must not import torch; a config may register others.
-_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed", "colossalai")
-_LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
 
-
-def complete_strategies(incomplete: str) -> list[str]:
-    """Return the names of strategies that begin with what was typed."""
-    return [name for name in _STRATEGIES if name.startswith(incomplete)]
-
-
-def complete_launchers(incomplete: str) -> list[str]:
-    """Return the names of launchers that begin with what was typed."""
-    return [name for name in _LAUNCHERS if name.startswith(incomplete)]
+def completing(*names: str) -> Callable[[str], list[str]]:
+    """Return what completes these names in a shell."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
 def whole_number(at_least: int, **options: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from lockstep.config.dictionary import ConfigDict, merged
@@ -64,10 +65,8 @@ def _parse_value(text: str) -> Any:
     parts = _split(text)
     if len(parts) > 1:
         return [_parse_value(part) for part in parts if part.strip()]
-    try:
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        pass
     if text[:1] in ("[", "(") and text[-1] == _CLOSING[text[0]]:
         items = [_parse_value(part) for part in _split(text[1:-1]) if part.strip()]
         return items if text[0] == "[" else tuple(items)

@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep import registry
+from lockstep.engines import INSTALL
 from lockstep.errors import ConfigError, did_you_mean
 from lockstep.lint.parts import Fault, Kind, resolve, value_faults
 from lockstep.optim import ParamScheduler
 from lockstep.optim.paramwise import PARAMWISE_KEYS
 from lockstep.registry.signatures import Arguments
 from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content, default_hook_fault
-from lockstep.strategy.survey import INSTALL
 
 _OWN_SCHEDULER_KEYS = frozenset({"convert_to_iter_based"}).union(
     name for name, parameter in Arguments.of(ParamScheduler).named.items() if parameter.kind is parameter.KEYWORD_ONLY
@@ -151,7 +151,8 @@ def _strategy(key: str, strategy: object) -> Iterator[Fault]:
     kind, says = resolve(named, registry.STRATEGIES) if named is not None else (None, None)
     package = getattr(kind, "package", None)
     if package is not None and find_spec(package) is None:
-        yield Fault(key, f"needs the package {package}, which is {INSTALL.get(package, 'not installed')}")
+        how = f": {INSTALL[package]}" if package in INSTALL else ""
+        yield Fault(key, f"needs the package {package}, which is not installed{how}")
     if isinstance(strategy, str):
         if says is not None:
             yield Fault(key, says)

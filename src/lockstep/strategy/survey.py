@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from lockstep.engines import INSTALL
 from lockstep.errors import ConfigError
 from lockstep.registry import STRATEGIES
 
@@ -30,11 +31,6 @@ class Standing:
     refused: Mapping[str, str]
 
 
-_PACKAGES = {"single": "torch", "ddp": "torch", "fsdp": "torch", "deepspeed": "deepspeed", "colossalai": "colossalai"}
-INSTALL = {
-    "deepspeed": "not installed: pip install 'lockstep-engine[deepspeed]'",
-    "colossalai": "not installed: docs/strategies.md has the recipe",
-}
 _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "single": {"one process": {}},
     "ddp": {"replicas": {}},
@@ -69,15 +65,15 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 def survey_strategies() -> list[Standing]:
     """Return what works for each strategy. Installed engines are imported, which takes seconds."""
-    return [_ask(name) for name in _PACKAGES]
+    return [_ask(name) for name in _VARIANTS]
 
 
 def _ask(name: str) -> Standing:
-    package = _PACKAGES[name]
+    package = name if name in INSTALL else "torch"
     try:
         installed = version(package)
     except PackageNotFoundError:
-        return Standing(name, package, None, (), {"": INSTALL[package]})
+        return Standing(name, package, None, (), {"": f"not installed: {INSTALL[package]}"})
     refused = {}
     for variant, options in _VARIANTS[name].items():
         try:

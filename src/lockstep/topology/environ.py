@@ -161,8 +161,11 @@ def read_topology(env: Environment, launcher: str) -> Topology:
     master_addr = env.get("MASTER_ADDR") or (_first_slurm_host(env) if by == "slurm" else None)
     statement = _read_statement(env, by, names, one_host=master_addr is None or _is_loopback(master_addr))
     placement = derive_placement(statement)
-    if by == "slurm" and not _is_slurm_task(env):
-        _refuse_several_tasks(statement)
+    if by == "slurm" and statement.world_size.value > 1 and not _is_slurm_task(env):
+        raise statement.contradiction(
+            f"{statement.world_size.name} must be 1 outside of a step of srun, but is {statement.world_size.value}: in "
+            "the shell of an salloc or the body of an sbatch script the other tasks never come"
+        )
     if by != "pytorch":
         _refuse_other_torch_numbers(env, by, statement)
     restart_count = _number(env, names.restart_count)
@@ -254,14 +257,6 @@ def _first_slurm_host(env: Environment) -> str | None:
         if name in env:
             return _parsed(env, name, expand_hostlist)[0]
     return None
-
-
-def _refuse_several_tasks(statement: Statement) -> None:
-    if statement.world_size.value > 1:
-        raise statement.contradiction(
-            f"{statement.world_size.name} must be 1 outside of a step of srun, but is {statement.world_size.value}: in "
-            "the shell of an salloc or the body of an sbatch script the other tasks never come"
-        )
 
 
 def _refuse_other_torch_numbers(env: Environment, launcher: LauncherName, statement: Statement) -> None:

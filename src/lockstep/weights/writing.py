@@ -20,8 +20,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([A-Za-z]*)")
 MAX_SHARD_SIZE = "5GB"
 
 
-def read_size(size: int | str) -> int:
-    """Return a size in bytes.
+def read_size(size: int | str, argument: str = "max_shard_size") -> int:
+    """Return a size in bytes; `argument` is what a message calls it.
 
     Example:
         >>> read_size("5GB"), read_size("1.5 MiB"), read_size(100)
@@ -34,7 +34,7 @@ def read_size(size: int | str) -> int:
     unit = None if match is None else _UNITS.get(match[2].upper())
     count = 0 if match is None or unit is None else int(float(match[1]) * unit)
     if count < 1:
-        raise ConfigError(f"`max_shard_size` must be a size as 5GB, 500MB or 2GiB, but is {size!r}")
+        raise ConfigError(f"`{argument}` must be a size as 5GB, 500MB or 2GiB, but is {size!r}")
     return count
 
 
