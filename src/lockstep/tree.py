@@ -38,6 +38,19 @@ def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
     return _rebuild(tree, {key: tree_map(func, child) for key, child in children.items()})
 
 
+def map_children(func: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree of the same type, with `func` applied to each child of its topmost node; a leaf as it is.
+
+    Example:
+        >>> map_children(len, {"a": [1, 2], "b": (3,)})
+        {'a': 2, 'b': 1}
+    """
+    children = _children(tree)
+    if children is None:
+        return tree
+    return _rebuild(tree, {key: func(child) for key, child in children.items()})
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves, in the order in which `tree_map` visits them."""
     return [leaf for _, leaf in tree_items(tree)]

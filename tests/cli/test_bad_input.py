@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config import Config
-from lockstep.dist import all_gather_object, get_rank
+from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, PeerError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
@@ -97,6 +97,30 @@ def test_a_dataset_shorter_than_the_world_size(tmp_path):
         assert "Use fewer ranks" in text
         assert "while building `train_dataloader`" in text
         assert f"(rank {rank} of 2, after 0 iterations, config line.py)" in text
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("mode", ["train", "val"])
+def test_an_empty_dataset(tmp_path, mode):
+    loaders = {"train": points(), "val": points()} | {mode: points(0)}
+    parts = {f"{name}_dataloader": {"dataset": dataset, "batch_size": 2} for name, dataset in loaders.items()}
+    with pytest.raises(ConfigError) as caught:
+        make(tmp_path, **parts, val_evaluator=Silent(appends=2)).train()
+    says = "`dataset` must have samples, but has none"
+    if mode == "val":
+        says = "`val_dataloader` must have samples, but its dataset has none"
+    for rank, text in enumerate(told(caught.value)):
+        assert f"{says} (rank {rank} of {get_world_size()})\n" in text
+        assert "after 0 iterations" in text
+
+
+@ranks(2)
+def test_a_collate_fn_that_returns_nothing(tmp_path):
+    batches = {"dataset": points(), "batch_size": 2, "collate_fn": lambda samples: None}
+    with pytest.raises(TypeError) as caught:
+        make(tmp_path, train_dataloader=batches).train()
+    for rank, text in enumerate(told(caught.value)):
+        assert f"the batch must not be None, which the loader's collate_fn has returned (rank {rank} of 2)" in text
 
 
 @ranks(2)

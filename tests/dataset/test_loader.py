@@ -279,6 +279,7 @@ def test_pseudo_collate_stacks_nothing():
         ({"dataset": Counting(), "shuffle": True, "sampler": {}}, ConfigError, "both 'sampler' and 'shuffle'"),
         ({"dataset": Counting(), "collate_fn": "stack"}, ConfigError, "`default_collate`, `pseudo_collate`"),
         (3, TypeError, "DataLoader, an iterable of batches or a config dict, but is 3"),
+        (Subset([1, 2], [0]), TypeError, r"but is .* of type Subset. Wrap the dataset: DataLoader\(dataset,"),
     ],
 )
 def test_wrong_configs_are_refused(cfg, error, says):

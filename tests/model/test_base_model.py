@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import defaultdict, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,6 +15,13 @@ from lockstep.optim import OptimWrapper
 from lockstep.registry import MODELS
 
 Pair = namedtuple("Pair", "image label")
+
+
+@dataclass(frozen=True)
+class Record:
+    image: Tensor
+    name: str
+    parts: list[Tensor]
 
 
 class Toy(BaseModel):
@@ -82,6 +90,15 @@ def test_nested_data_keep_their_types():
     assert isinstance(moved["pairs"][0], Pair)
     assert moved["none"] is None
     assert moved["ids"] == (1, 2.5, b"x")
+
+
+def test_dataclasses_and_dicts_with_a_default_are_moved_too():
+    preprocessor = BaseDataPreprocessor().to("meta")
+    data = defaultdict(list, {"record": Record(torch.ones(1), "name", [torch.ones(2)]), "classes": [Record]})
+    moved = preprocessor(data)
+    assert moved["record"].image.device.type == moved["record"].parts[0].device.type == "meta"
+    assert (moved["record"].name, moved["classes"], moved["other"]) == ("name", [Record], [])
+    assert data["record"].image.device.type == "cpu"
 
 
 def test_a_forward_pass_by_mode_unpacks_the_batch():

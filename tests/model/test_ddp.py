@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.dist import all_gather, get_rank
 from lockstep.errors import ConfigError, RegistryError
@@ -69,6 +70,28 @@ def test_two_ranks_train_as_one_process_on_the_whole_batch(kind):
         loss.backward()
         alone_optimizer.step()
         assert torch.allclose(torch.stack(all_gather(logged["loss"])).mean(), loss.detach(), rtol=1e-6)
+    assert torch.allclose(wrapped.module.used.weight, alone.used.weight, rtol=1e-6)
+
+
+class Recomputed(PlainLoss):
+    """Reaches its parameters through a backward pass of its own, which the graph does not show."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (checkpoint(self.used, x.requires_grad_(), use_reentrant=True) - y).square().mean()
+
+
+@ranks(2)
+def test_a_reentrant_checkpoint_trains_as_in_one_process():
+    torch.manual_seed(0)
+    wrapped, alone = MMDistributedDataParallel(Recomputed(), detect_anomalous_params=True), PlainLoss()
+    alone.load_state_dict(wrapped.module.state_dict())
+    optim_wrapper = OptimWrapper(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(3):
+        wrapped.train_step(own_part(), optim_wrapper=optim_wrapper)
+        optimizer.zero_grad()
+        alone(*GLOBAL).backward()
+        optimizer.step()
     assert torch.allclose(wrapped.module.used.weight, alone.used.weight, rtol=1e-6)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -184,7 +185,7 @@ class Returns(Loss):
 
 @pytest.mark.parametrize(
     ("what", "recorded"),
-    [(lambda loss: None, set()), (lambda loss: {"loss": loss, "rate": 0.5}, {"loss", "rate"})],
+    [(lambda loss: None, set()), (lambda loss: {"loss": loss, "rate": numpy.float32(0.5)}, {"loss", "rate"})],
 )
 def test_a_step_may_return_numbers_or_nothing(what, recorded: set[str], tmp_path: Path):
     loader = {"dataset": TensorDataset(X, Y), "batch_size": 8}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
@@ -201,6 +202,9 @@ def test_gathered_rows_are_the_dataset_in_its_order(tmp_path, strategy):
         assert sum(len(outputs) for outputs, _ in parts) == 7
     assert len(val) == len(val.loader)
     assert val.dataset is rows
+    for wrong, says in ((X[0].sum(), "a tensor without dimensions"), ([1], r"\[1\] of type list")):
+        with pytest.raises(TypeError, match=rf"one row per sample, but got {says} \(rank {get_rank()} of"):
+            session.gather(wrong)
 
 
 @ranks(2)
@@ -310,10 +314,11 @@ def test_records_and_metrics_are_those_of_a_run(tmp_path):
     for epoch in session.epochs(2):
         for x, y in batches:
             session.step(F.cross_entropy(model(x), y), norm=model[0].weight.norm())
-            session.log(half=0.5)
-        session.log_metrics(accuracy=1.0 - epoch)
+            session.log(half=numpy.float32(0.5), count=numpy.int64(3))
+        session.log_metrics(accuracy=numpy.float32(1.0 - epoch))
     records = [json.loads(line) for line in (session.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert {"loss", "norm", "half", "lr", "samples_per_second"} <= records[0].keys()
+    assert (records[0]["half"], records[0]["count"]) == (0.5, 3)
     assert [record["accuracy"] for record in records if record["mode"] == "val"] == [1.0, 0.0]
     assert (session.run_dir / "best_accuracy_epoch_1").is_dir()
     assert (session.run_dir / "epoch_2").is_dir()
@@ -362,6 +367,7 @@ def test_what_is_called_in_the_wrong_place_says_so(tmp_path):
     ("loss", "values", "error", "says"),
     [
         (lambda loss: loss.detach(), {}, ValueError, r"requires no gradient \(rank 0 of 1\)"),
+        (lambda loss: loss.item(), {}, TypeError, r"must be a scalar tensor, but is the number .* \(rank 0 of 1\)"),
         (lambda loss: loss.expand(3), {}, ValueError, r"the loss must be a scalar, but has shape \(3,\)"),
         (lambda loss: {"accuracy": loss}, {}, TypeError, "at least one entry whose name contains 'loss'"),
         (lambda loss: loss, {"name": "cat"}, TypeError, "`name` must be a number or a scalar tensor to be recorded"),
@@ -411,7 +417,7 @@ def test_a_backward_pass_around_the_session_is_an_error(tmp_path):
 def test_data_without_a_batch_and_what_is_no_model_are_refused(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="`dataloader` must yield at least one batch per pass"):
+    with pytest.raises(ConfigError, match=r"`dataloader` must yield .*, but yields none: .* drop_last"):
         session_of(tmp_path).prepare(model, optimizer, DataLoader(X[:1], batch_size=2, drop_last=True))
     for wrong in (3, {"one": 3}):
         with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module or a dict of modules"):

@@ -72,9 +72,10 @@ def build_dataloader(
     if isinstance(loader, Mapping):
         return _from_config(loader, seed, evaluation, shard)
     if not hasattr(loader, "__iter__"):
+        what = "None" if loader is None else f"{loader!r} of type {type(loader).__name__}"
+        remedy = ". Wrap the dataset: DataLoader(dataset, batch_size=...)" if hasattr(loader, "__getitem__") else ""
         raise TypeError(
-            "a data loader must be a torch DataLoader, an iterable of batches or a config dict, "
-            + ("but is None" if loader is None else f"but is {loader!r} of type {type(loader).__name__}")
+            f"a data loader must be a torch DataLoader, an iterable of batches or a config dict, but is {what}{remedy}"
         )
     return shard_loader(loader, seed, evaluation, shard)  # type: ignore[no-any-return]
 

@@ -77,9 +77,10 @@ class DealingSampler(Sampler[Any]):
     def _require(self, items: int, name: str) -> None:
         """Raise a `ConfigError` if each rank must have an item, but there are fewer items than ranks."""
         if self.round_up and items < self.world_size:
+            least = f"at least {counted(self.world_size, 'sample')}, one for each rank"
             raise ConfigError(
-                f"`{name}` must have at least {counted(self.world_size, 'sample')}, one for each rank, but has {items} "
-                f"(rank {self.rank} of {self.world_size}). Use fewer ranks"
+                f"`{name}` must have {least if items else 'samples'}, but has {items or 'none'} "
+                f"(rank {self.rank} of {self.world_size}){'. Use fewer ranks' if items else ''}"
             )
 
     def share(self, items: int) -> int:

@@ -83,7 +83,7 @@ class BaseMetric(ABC):
         if total == 0:
             raise ValueError(
                 f"{type(self).__name__}.process() must append to self.results, but has appended "
-                f"nothing on any rank (rank {get_rank()} of {get_world_size()})"
+                f"nothing on any rank, or there were no samples (rank {get_rank()} of {get_world_size()})"
             )
         size = total if size is None else min(size, total)
         if total - size >= get_world_size():

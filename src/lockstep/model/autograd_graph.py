@@ -31,6 +31,14 @@ def leaves_of(loss: Tensor) -> set[Tensor]:
     return {leaf for node in nodes_of(loss) if (leaf := getattr(node, "variable", None)) is not None}
 
 
+def hides_leaves(node: Any) -> bool:
+    """Return whether a node runs a backward pass of its own, to leaves that the graph does not show.
+
+    **Source**: `torch.utils.checkpoint.checkpoint(use_reentrant=True)` (2.13), and DeepSpeed's of the same name.
+    """
+    return type(node).__name__ == "CheckpointFunctionBackward"
+
+
 def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` with the gradient of each output of `module` when a backward pass reaches that output."""
 

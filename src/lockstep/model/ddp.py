@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size, is_main_process
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.model import steps
-from lockstep.model.autograd_graph import leaves_of
+from lockstep.model.autograd_graph import hides_leaves, leaves_of, nodes_of
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
 from lockstep.model.exchange_clock import ExchangeClock
 from lockstep.model.wrapper import ModelWrapper
@@ -215,6 +215,8 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             raise ConfigError(_unused(by_rank[rank], rank, len(by_rank)))
 
     def _unreached(self, loss: Tensor) -> list[str]:
+        if any(map(hides_leaves, nodes_of(loss))):
+            return []  # not known
         reached = leaves_of(loss)
         return [name for name, parameter in self._averaged() if parameter not in reached]
 
@@ -262,7 +264,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 def _unused(names: Sequence[str], rank: int, world_size: int) -> str:
     return (
         f"the loss must depend on every trainable parameter, but not on {len(names)} of them on rank {rank} of "
-        f"{world_size}: {', '.join(names)}. Freeze them with requires_grad_(False), or let DDP search for them in "
+        f"{world_size}: {listed(names, most=8)}. Freeze them with requires_grad_(False), or let DDP search for them in "
         "every step: strategy=dict(type='ddp', find_unused_parameters=True)"
     )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.registry import MODELS
+from lockstep.tree import map_children
 
 
 @MODELS.register_module()
@@ -55,8 +57,8 @@ class BaseDataPreprocessor(nn.Module):
 def move_to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """Return `data` with its tensors, and whatever else has a `.to` method, on `device`.
 
-    Dicts, lists, tuples and named tuples are rebuilt with their own type; other leaves, such as file names, are
-    returned unchanged.
+    Dicts, lists, tuples, named tuples and dataclasses are rebuilt with their own type; other leaves, such as names of
+    files, are returned unchanged.
     """
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device, non_blocking=non_blocking)
@@ -71,13 +73,7 @@ def move_to_device(data: Any, device: torch.device, non_blocking: bool = False) 
         )
     if isinstance(data, str | bytes | int | float | None):
         return data
-    if isinstance(data, Mapping):
-        moved = {key: move_to_device(value, device, non_blocking) for key, value in data.items()}
-        return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(move_to_device(value, device, non_blocking) for value in data))
-    if isinstance(data, list | tuple):
-        return type(data)(move_to_device(value, device, non_blocking) for value in data)
-    if hasattr(data, "to"):
-        return data.to(device)
-    return data
+    owns_to = hasattr(data, "to")
+    if isinstance(data, Mapping | list | tuple) or (is_dataclass(data) and not isinstance(data, type) and not owns_to):
+        return map_children(lambda value: move_to_device(value, device, non_blocking), data)
+    return data.to(device) if owns_to else data

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
+from lockstep.dist import get_dist_info
 from lockstep.model.preprocessor import move_to_device
 
 Mode: TypeAlias = Literal["tensor", "loss", "predict"]
@@ -71,7 +72,17 @@ def preprocessing_of(core: nn.Module) -> Callable[[Any, bool], Any]:
 
 
 def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> Any:
-    """Call `model` on an unpacked batch, with `mode` if the `forward` of `core` has that parameter."""
+    """Call `model` on an unpacked batch, with `mode` if the `forward` of `core` has that parameter.
+
+    Raises:
+        TypeError: the batch is None, or does not fit the parameters of `forward`.
+    """
+    if batch is None:
+        rank, size = get_dist_info()
+        raise TypeError(
+            f"the batch must not be None, which the loader's collate_fn has returned (rank {rank} of {size}). Leave "
+            "out bad samples before batches are made of them, for instance by a Subset of the dataset"
+        )
     kwargs = {"mode": mode} if _takes_mode(type(core).forward) else {}
     try:
         if isinstance(batch, list | tuple):

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from lockstep.dataset.sampler import DealingSampler
+from lockstep.dataset.sharded import drawn_from
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
@@ -50,6 +52,12 @@ class EvalLoop:
         self._dtype = _half(self.dtype) if self.fp16 or self.dtype is not None else None
         dataset = getattr(self.dataloader, "dataset", None)
         self._size = len(dataset) if isinstance(dataset, Sized) else None
+        rank, size = self.runner.rank, self.runner.world_size
+        is_dealt = isinstance(drawn_from(self.dataloader)[0], DealingSampler)  # from the same dataset on all ranks
+        if self._size == 0 and (size == 1 or is_dealt):
+            raise ConfigError(
+                f"`{self.mode}_dataloader` must have samples, but its dataset has none (rank {rank} of {size})"
+            )
         self.evaluator.set_dataset_meta(getattr(dataset, "metainfo", None))
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
@@ -163,7 +164,7 @@ class TrainLoop(ABC):
                 empty = False
                 yield turn
             if empty:
-                raise ConfigError(NO_BATCHES)
+                raise no_batches(self.dataloader)
             self._complete_epoch()
 
     def _run_iter(self, batch_idx: int, turn: Turn) -> None:
@@ -239,7 +240,7 @@ class EpochBasedTrainLoop(TrainLoop):
                 "max_iters=...)"
             )
         if self.passes.length == 0:
-            raise ConfigError(NO_BATCHES)
+            raise no_batches(dataloader)
         self.max_epochs: int = _positive("max_epochs", max_epochs)
         self.max_iters = self.max_epochs * self.epoch_length
 
@@ -324,6 +325,12 @@ class IterBasedTrainLoop(TrainLoop):
         self.runner.call_hook("after_train")
 
 
+def no_batches(loader: Any, name: str = "train_dataloader") -> ConfigError:
+    """Return the error for a loader that yields nothing."""
+    why = ": its samples do not fill one, and drop_last=True" if getattr(loader, "drop_last", False) else ""
+    return ConfigError(NO_BATCHES.replace("train_dataloader", name) + why)
+
+
 def _values_to_log(outputs: Any) -> dict[str, Any]:
     """Return the values to log from a training step, perhaps the model's own; tensors are detached."""
     if outputs is None:
@@ -341,6 +348,9 @@ def _values_to_log(outputs: Any) -> dict[str, Any]:
                     values[name] = value.detach()
                 continue
         elif isinstance(value, int | float):
+            continue
+        elif isinstance(value, Real):  # of numpy
+            values[name] = float(value)
             continue
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise TypeError(f"`train_step` must return numbers and scalar tensors to log, but returned {what} as {name!r}")

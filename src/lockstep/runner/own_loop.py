@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.preprocessor import move_to_device
 from lockstep.model.wrapper import driving, forwarded
 from lockstep.optim import OptimWrapper
-from lockstep.runner.loops import DEFAULT_INTERVAL, NO_BATCHES, TrainLoop
+from lockstep.runner.loops import DEFAULT_INTERVAL, TrainLoop, no_batches
 from lockstep.runner.run import TrainRun
 from lockstep.runner.seeds import random_state_kept
 from lockstep.runner.uneven_inputs import Passes, Turn, buffers_kept
@@ -56,7 +57,7 @@ class OwnLoop(TrainLoop):
     def __init__(self, run: TrainRun) -> None:
         super().__init__(run, run.train_dataloader, 1, 1, None, None)
         if self.passes.length == 0:
-            raise ConfigError(NO_BATCHES.replace("train_dataloader", "dataloader"))
+            raise no_batches(self.dataloader, "dataloader")
         # Without a length, iterations are counted, as in an iteration-based loop of a Runner.
         self.max_epochs = None if self.passes.length is None else 0
         if self.max_epochs is None:
@@ -178,11 +179,11 @@ class OwnLoop(TrainLoop):
     def log(self, values: Mapping[str, Any]) -> None:
         """Add values to the record of the present iteration."""
         for name, value in values.items():
-            is_scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+            is_scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
             if not is_scalar:
                 what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise TypeError(f"`{name}` must be a number or a scalar tensor to be recorded, but is {what}")
-            self._values[name] = value.detach() if isinstance(value, Tensor) else value
+            self._values[name] = value.detach() if isinstance(value, Tensor) else float(value)
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Call the hooks of a validation."""

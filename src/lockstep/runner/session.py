@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -242,9 +243,14 @@ class Session:
 
         Raises:
             ValueError: the loss is not a scalar, or requires no gradient.
-            TypeError: there is no loss, or a value can't be recorded.
+            TypeError: there is no loss, it is no tensor, or a value can't be recorded.
         """
         loop = self._prepared()
+        if isinstance(loss, Real):
+            raise TypeError(
+                f"`loss` must be a scalar tensor, but is the number {loss!r} (rank {self.rank} of {self.world_size}). "
+                "Leave out .item() or float(): the backward pass needs the tensor"
+            )
         total, logged = parse_losses(loss)
         if not total.requires_grad:
             raise ValueError(
@@ -289,7 +295,17 @@ class Session:
             ranks, ...].
 
         **Collective**: every rank, once in each iteration. **Cost**: the tensors' bytes, as of `all_gather`.
+
+        Raises:
+            TypeError: something else is given than tensors with rows.
         """
+        for x in tensors:
+            if not isinstance(x, Tensor) or x.dim() == 0:
+                what = "a tensor without dimensions" if isinstance(x, Tensor) else f"{x!r} of type {type(x).__name__}"
+                raise TypeError(
+                    f"gather() takes tensors with one row per sample, but got {what} (rank {self.rank} of "
+                    f"{self.world_size}). For one value per rank use lockstep.dist.all_gather or all_reduce"
+                )
         counts, shard = self._prepared().counts, self.run.data_shard
         gathered = tuple(_in_order(all_gather(x if counts and shard.is_first else x[:0])) for x in tensors)
         return gathered[0] if len(gathered) == 1 else gathered

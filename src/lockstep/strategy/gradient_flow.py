@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.dist import all_reduce, get_dist_info
 from lockstep.errors import ConfigError
-from lockstep.model.autograd_graph import nodes_of
+from lockstep.model.autograd_graph import hides_leaves, nodes_of
 
 
 class GradientFlow:
@@ -48,7 +48,7 @@ class GradientFlow:
         # A gradient is complete after the backward pass of the earliest created node that contributes to it.
         earliest: dict[int, int] = {}
         for node in nodes_of(loss):
-            self.sees_all &= type(node).__name__ != "CheckpointFunctionBackward"
+            self.sees_all &= not hides_leaves(node)
             for parent, _ in node.next_functions:
                 leaf = getattr(parent, "variable", None)
                 if leaf is not None and (index := self._indices.get(id(leaf))) is not None:
