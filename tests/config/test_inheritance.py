@@ -139,5 +139,6 @@ def test_a_base_may_lie_in_an_installed_package(write, tmp_path, monkeypatch):
     child = write("configs/child.py", "_base_ = ['shelf::nets/model.py', 'shelf::_base_/data.py']\nlr = 0.2\n")
     cfg = Config.fromfile(child)
     assert (cfg.lr, cfg.batch, cfg.model.type) == (0.2, 8, "Net")
+    assert cfg.model._scope_ == "shelf"  # there its names have their meaning
     with pytest.raises(ConfigError, match=r"wrong\.py:1: `_base_` .* no package `nowhere`"):
         Config.fromfile(write("wrong.py", "_base_ = 'nowhere::a.py'\n"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_so_does_one_in_yaml_or_json(suffix: str, tmp_path: Path):
     ("text", "says"),
     [
         ("lr = '{{_base_.model.heigth}}'", "must name a key of the bases, but they have no `heigth` there"),
-        ("lr = '{{$LR:0.1}}'", "must not stand for an environment variable. Read os.environ"),
+        ("lr = '{{$NO_SUCH_LR:}}'", "needs the environment variable `NO_SUCH_LR`, which is not set"),
     ],
 )
 def test_what_cannot_be_filled_in_is_refused(text: str, says: str, tmp_path: Path):
@@ -54,6 +55,19 @@ def test_what_cannot_be_filled_in_is_refused(text: str, says: str, tmp_path: Pat
     (tmp_path / "net.py").write_text(f"_base_ = 'base.py'\n{text}\n")
     with pytest.raises(ConfigError, match=says):
         Config.fromfile(tmp_path / "net.py")
+
+
+def test_environment_variables_are_filled_in_where_a_program_could_read_them(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setenv("LOCKSTEP_TEST_RATE", "0.5")
+    (tmp_path / "net.py").write_text(
+        "rate = {{'$LOCKSTEP_TEST_RATE:1'}}\nname = 'a{{ $LOCKSTEP_TEST_NO:b }}'\n"
+        "steps = {{'$LOCKSTEP_TEST_NO:[1, 2]'}}\n"
+    )
+    cfg = Config.fromfile(tmp_path / "net.py")
+    assert (cfg.rate, cfg.name, cfg.steps) == (0.5, "ab", [1, 2])
+    (tmp_path / "net.yaml").write_text("rate: '{{ $LOCKSTEP_TEST_RATE:1 }}'\n")
+    with pytest.raises(ConfigError, match="a file of data may not read them"):
+        Config.fromfile(tmp_path / "net.yaml")
 
 
 def test_custom_imports_may_fail_where_the_config_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -35,6 +35,19 @@ def test_names_are_looked_for_in_the_default_scope_first(family: tuple[Registry,
     assert base["Net"] is list
 
 
+def test_a_config_names_the_scope_in_which_it_is_built(family: tuple[Registry, Registry]):
+    base, zoo = family
+
+    @zoo.register_module()
+    class Shelf:
+        def __init__(self, part: dict[str, str]) -> None:
+            self.part = base.build(part)
+
+    assert base.build({"type": "Net", "_scope_": "zoo"}) == {}
+    assert base.build({"type": "Shelf", "_scope_": "zoo", "part": {"type": "Net"}}).part == {}
+    assert base.build({"type": "Net"}) == []
+
+
 def test_the_default_scope_can_be_set_for_good(family: tuple[Registry, Registry]):
     init_default_scope("zoo")
     try:

@@ -57,12 +57,15 @@ class BaseFile:
         named_by: what in the other file names the base: the key `_base_` or `read_base()`.
         line: the line where it is named; None for the line of the key `named_by`.
         names: the keys that are taken from the base, by their new names; None for all keys.
+        scope: the package that the base belongs to, if it is named as ``package::path``. What the base describes is
+            built in the scope of that name.
     """
 
     path: Path
     named_by: str = BASE
     line: int | None = None
     names: Mapping[str, str] | None = None
+    scope: str | None = None
 
 
 class ConfigFile(ABC):
@@ -147,19 +150,19 @@ class ConfigFile(ABC):
             named = [named]
         if not isinstance(named, list | tuple) or not all(isinstance(n, str) for n in named):
             raise self.error(BASE, f"must be a path or a list of paths, but is {named!r}")
-        return [BaseFile(self._base_path(filled(name, self.path))) for name in named]
+        return [self._base_file(filled(name, self.path)) for name in named]
 
-    def _base_path(self, name: str) -> Path:
-        """Return the path of a base: relative to the file's folder, or in a package, as ``package::path``."""
+    def _base_file(self, name: str) -> BaseFile:
+        """Return a base: relative to the file's folder, or in a package, as ``package::path``."""
         package, colons, inner = name.partition("::")
         if not colons:
-            return self.path.parent / Path(name).expanduser()
+            return BaseFile(self.path.parent / Path(name).expanduser())
         spec = find_spec(package) if package.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
             raise self.error(BASE, f"names `{name}`, but there is no package `{package}`. Install it, or give a path")
         folder = Path(next(iter(spec.submodule_search_locations)))
         shipped = folder / ".mim" / "configs" / inner  # where OpenMMLab's packages have their configs
-        return shipped if shipped.exists() else folder / inner
+        return BaseFile(shipped if shipped.exists() else folder / inner, scope=package)
 
     def error(self, key: str, says: str, line: int | None = None) -> ConfigError:
         """Return an error that names this file, the line and the key."""

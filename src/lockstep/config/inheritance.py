@@ -6,12 +6,14 @@ from copy import deepcopy
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from lockstep.config.config_file import BaseFile, ConfigFile, DataFile
-from lockstep.config.dictionary import ConfigDict, merged
+from lockstep.config.dictionary import ConfigDict, mapped, merged
 from lockstep.config.placeholders import BASE, filled
 from lockstep.config.python_file import PythonFile
 from lockstep.errors import ConfigError, nearest
+from lockstep.registry.registry import SCOPE
 
 _KINDS: dict[str, type[PythonFile] | type[DataFile]] = {
     ".py": PythonFile,
@@ -97,7 +99,7 @@ class Source:
             ConfigError: two bases have the same key, or a file has an error. The message names file, line and key.
         """
         file, path = self.file, self.file.path
-        parts = [(base, source.values()) for base, source in self.bases]
+        parts = [(base, _in_scope(base.scope, source.values())) for base, source in self.bases]
         if file.imports_bases:
             taken = [_taken(base, part, file) for base, part in parts]
             unused = ConfigDict()
@@ -127,6 +129,17 @@ class Source:
             if inherited is not None:
                 found = max(found, source._find(f"{inherited}{dot}{rest}"), key=itemgetter(0))
         return found
+
+
+def _in_scope(scope: str | None, values: Any) -> Any:
+    """Return values in which each outermost dict with a `type` also names the scope in which it is built."""
+    if scope is None:
+        return values
+    if isinstance(values, dict):
+        if "type" in values:
+            return ConfigDict({**values, SCOPE: values.get(SCOPE, scope)})
+        return ConfigDict({key: _in_scope(scope, value) for key, value in values.items()})
+    return mapped(lambda value: _in_scope(scope, value), values)
 
 
 def _taken(base: BaseFile, values: ConfigDict, file: ConfigFile) -> dict[str, object]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.config.config_file import BaseFile, ConfigFile, Write
 from lockstep.config.dictionary import ConfigDict
-from lockstep.config.placeholders import BASE, BaseValues
+from lockstep.config.placeholders import BASE, Placeholders
 from lockstep.config.read_base import imported_bases, is_read_base
 from lockstep.errors import ConfigError
 
@@ -31,7 +31,7 @@ class PythonFile(ConfigFile):
             self._tree = ast.parse(text, filename=str(path))
         except SyntaxError as error:
             raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
-        BaseValues().visit(self._tree)
+        Placeholders(path).visit(self._tree)
         self._imported = imported_bases(self._tree, path)
         self.imports_bases = bool(self._imported)
         self._base = next((statement for statement in self._tree.body if BASE in _names_assigned(statement)), None)

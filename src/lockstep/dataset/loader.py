@@ -15,7 +15,8 @@ from lockstep.dataset.sharded_loader import check_shard, shard_loader, shard_sam
 from lockstep.dataset.stream import StreamLoader, StreamShard, check_split
 from lockstep.dist import get_dist_info, get_rank, get_world_size
 from lockstep.errors import ConfigError
-from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
+from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, in_default_scope
+from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
 
 _logger = logging.getLogger(__name__)
@@ -252,15 +253,17 @@ class _Order(NamedTuple):
 
 def _kind_of(cfg: Mapping[str, Any]) -> Any:
     kind = cfg.get("type", DefaultSampler)
-    return DATA_SAMPLERS[kind] if isinstance(kind, str) else kind
+    with in_default_scope(cfg.get(SCOPE)):
+        return DATA_SAMPLERS[kind] if isinstance(kind, str) else kind
 
 
 def _collate_fn(collate_fn: Any, in_batches: bool = True) -> Callable[[Any], Any]:
     if collate_fn is None:
         return default_collate if in_batches else default_convert
     if isinstance(collate_fn, Mapping):
-        arguments = {key: value for key, value in collate_fn.items() if key != "type"}
-        function = _collate_fn(collate_fn.get("type"))
+        arguments = {key: value for key, value in collate_fn.items() if key not in ("type", SCOPE)}
+        with in_default_scope(collate_fn.get(SCOPE)):
+            function = _collate_fn(collate_fn.get("type"))
         if isinstance(function, type):
             return function(**arguments)  # type: ignore[no-any-return]
         return functools.partial(function, **arguments) if arguments else function

@@ -10,7 +10,8 @@ from lockstep.config.dictionary import items_below
 from lockstep.errors import RegistryError, did_you_mean, nearest
 from lockstep.lint.values import misfit
 from lockstep.masking import mask_value
-from lockstep.registry import Registry
+from lockstep.registry import Registry, in_default_scope
+from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
 
 _LONGEST_VALUE = 60
@@ -67,10 +68,15 @@ class Kind:
             yield Fault(key, f"must have the key `type`, but has only {sorted(map(str, part))}")
             yield from _nested_faults(key, part, self.registry)
             return
+        with in_default_scope(part.get(SCOPE)):
+            faults = list(self._faults_here(key, part))
+        yield from faults
+
+    def _faults_here(self, key: str, part: Mapping[str, Any]) -> Iterator[Fault]:
         constructor, fault = resolve(part.get("type", self.default), self.registry)
         if fault is not None:
             yield Fault(f"{key}.type", fault)
-        given = {name: value for name, value in part.items() if name != "type" and name not in self.own}
+        given = {name: value for name, value in part.items() if name not in ("type", SCOPE) and name not in self.own}
         if constructor is not None:
             title = f"the {self.registry.name} `{getattr(constructor, '__qualname__', constructor)}`"
             takes = Arguments.of(constructor)
@@ -114,7 +120,7 @@ def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Faul
     """
     if isinstance(value, Mapping) and (constructor := resolve(value.get("type"), registry)[0]) is not None:
         takes = Arguments.of(constructor)
-        given = {name: item for name, item in value.items() if name != "type"}
+        given = {name: item for name, item in value.items() if name not in ("type", SCOPE)}
         for name in takes.unknown(given):
             if (meant := nearest(name, takes.named.keys() - given)) is not None:
                 title = getattr(constructor, "__qualname__", constructor)

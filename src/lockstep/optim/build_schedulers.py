@@ -13,7 +13,8 @@ from lockstep.errors import ConfigError
 from lockstep.optim.plateau import ReduceOnPlateauLR
 from lockstep.optim.scheduler import ParamScheduler, length_argument
 from lockstep.optim.torch_schedules import TorchScheduler
-from lockstep.registry import PARAM_SCHEDULERS
+from lockstep.registry import PARAM_SCHEDULERS, in_default_scope
+from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import construct
 
 
@@ -62,8 +63,9 @@ def _build_one(optimizer: Optimizer, cfg: Any, max_epochs: int | None, max_iters
         )
     arguments = dict(cfg)
     schedule = arguments.pop("type", None)
-    if isinstance(schedule, str):
-        schedule = PARAM_SCHEDULERS[schedule]
+    with in_default_scope(arguments.pop(SCOPE, None)):
+        if isinstance(schedule, str):
+            schedule = PARAM_SCHEDULERS[schedule]
     if not (isinstance(schedule, type) and issubclass(schedule, ParamScheduler | LRScheduler)):
         raise ConfigError(
             "`type` of a parameter scheduler must be a ParamScheduler, a subclass of "

@@ -14,7 +14,8 @@ from lockstep.model import unwrap_model
 from lockstep.optim.paramwise import Options, ParamSite, Paramwise, param_sites
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.optim.wrapper_dict import OptimWrapperDict
-from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS, in_default_scope
+from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
 
 # Torch's optimizers with a fused kernel for accelerators, and whether it also takes DTensors (torch 2.13);
@@ -60,10 +61,11 @@ def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mappin
         return OptimWrapperDict(**{name: build_optim_wrapper(part, cfg[name]) for name, part in parts.items()})
     arguments = dict(cfg)
     kind = arguments.pop("constructor", None) or "DefaultOptimWrapperConstructor"
-    constructor = OPTIM_WRAPPER_CONSTRUCTORS.build(
-        {"type": kind, "optim_wrapper_cfg": arguments, "paramwise_cfg": arguments.pop("paramwise_cfg", None)}
-    )
-    wrapper = constructor(model)
+    with in_default_scope(arguments.pop(SCOPE, None)):
+        constructor = OPTIM_WRAPPER_CONSTRUCTORS.build(
+            {"type": kind, "optim_wrapper_cfg": arguments, "paramwise_cfg": arguments.pop("paramwise_cfg", None)}
+        )
+        wrapper = constructor(model)
     if not isinstance(wrapper, OptimWrapper):
         raise TypeError(f"the constructor {kind!r} must return an OptimWrapper, but returned {wrapper!r}")
     return wrapper

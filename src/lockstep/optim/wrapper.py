@@ -263,6 +263,11 @@ class OptimWrapper:
         """The parameter groups of the optimizer."""
         return self.optimizer.param_groups
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options that the optimizer's parameter groups have by default."""
+        return self.optimizer.defaults
+
     def get_lr(self) -> dict[str, list[float]]:
         """Return the learning rate of every parameter group, as `{"lr": [...]}`."""
         return {"lr": [float(group["lr"]) for group in self.param_groups]}

@@ -19,9 +19,9 @@ def _refused(method: str) -> Callable[..., NoReturn]:
     """Return a method that raises an error, because it must be called on one of the optim wrappers."""
 
     def refuse(wrappers: OptimWrapperDict, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise a `TypeError` that tells how to call the method on one optim wrapper."""
+        """Raise an error that tells how to call the method on one optim wrapper."""
         first = next(iter(wrappers))
-        raise TypeError(
+        raise NotImplementedError(
             f"{method} must be called on one of the optim wrappers ({', '.join(wrappers)}), but was called on all of "
             f"them. Override train_step of the model, and call optim_wrapper[{first!r}].{method}(...) there"
         )

@@ -19,6 +19,8 @@ Entry = Callable[..., Any]
 EntryT = TypeVar("EntryT", bound=Entry)
 Names: TypeAlias = str | list[str] | tuple[str, ...] | None
 
+SCOPE = "_scope_"
+"""The key of a config that names the scope in which it is built."""
 _default_scope: str | None = None
 _registries: WeakSet[Registry] = WeakSet()
 
@@ -230,7 +232,8 @@ class Registry:
         """Build an object from a config; `cfg` is not modified.
 
         Args:
-            cfg: a dict whose `type` is a name, a class or a function; the other keys are its arguments.
+            cfg: a dict whose `type` is a name, a class or a function; the other keys are its arguments. With the key
+                `_scope_`, names are looked up first in that scope, also those in nested configs that it builds.
             default_args: arguments (or a `type`) for keys that `cfg` does not have.
 
         Raises:
@@ -254,12 +257,13 @@ class Registry:
             raise RegistryError(
                 f"`cfg` must have the key `type` to build a {self.name}, but has only {sorted(map(str, cfg))}"
             )
-        kind = arguments.pop("type")
-        if isinstance(kind, str):
-            kind = self[kind]
-        elif not callable(kind):
-            raise TypeError(f"`type` of a {self.name} must be a name, a class or a function, but is {kind!r}")
-        return construct(kind, arguments, self.name)
+        with in_default_scope(arguments.pop(SCOPE, None)):
+            kind = arguments.pop("type")
+            if isinstance(kind, str):
+                kind = self[kind]
+            elif not callable(kind):
+                raise TypeError(f"`type` of a {self.name} must be a name, a class or a function, but is {kind!r}")
+            return construct(kind, arguments, self.name)
 
     def _ascend(self, name: str) -> Entry | None:
         """Look up `name` here, then in the parents."""
