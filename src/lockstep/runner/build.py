@@ -67,7 +67,7 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
     """
     has_own = isinstance(args.model, Mapping) and args.model.get("data_preprocessor") is not None
     sync_bn = args.cfg.get("sync_bn") if isinstance(args.cfg, Mapping) else None
-    built = _with_norms(uncompiled(_build_module("model", args.model)), sync_bn)
+    built = with_norms(uncompiled(_build_module("model", args.model)), sync_bn)
     if args.data_preprocessor is not None and not has_own:
         preprocessor = _build_module("data_preprocessor", args.data_preprocessor, type="BaseDataPreprocessor")
         unwrap_model(built).data_preprocessor = preprocessor
@@ -87,7 +87,8 @@ def init_weights(model: nn.Module) -> None:
         core.init_weights()
 
 
-def _with_norms(model: nn.Module, sync_bn: str | None) -> nn.Module:
+def with_norms(model: nn.Module, sync_bn: str | None) -> nn.Module:
+    """Return a model with the BatchNorms that it needs on so many ranks; see `build_model`."""
     if is_model_wrapper(model):
         return model
     if get_world_size() > 1:
@@ -183,9 +184,8 @@ def build_schedulers(cfg: Any, run: TrainRun) -> list[ParamScheduler]:
     ]
 
 
-def build_loader(mode: Literal["train", "val", "test"], space: Workspace, shard: DataShard) -> Any:
-    """Return the loader of this rank's shard of the data for a mode. **Collective**: every rank."""
-    loader = getattr(space.args, f"{mode}_dataloader")
+def build_loader(mode: Literal["train", "val", "test"], loader: Any, space: Workspace, shard: DataShard) -> Any:
+    """Return the loader, given or described, of this rank's shard of the data. **Collective**: every rank."""
     try:
         built = build_dataloader(loader, seed=space.seed, evaluation=mode != "train", shard=shard[:2])
     except Exception as error:
@@ -217,20 +217,20 @@ def build_evaluator(evaluator: Any, *others: BaseMetric) -> Evaluator:
     return built
 
 
-def default_hooks(changes: Mapping[str, Any] | None, run: Run) -> list[Hook | Mapping[str, Any]]:
+def default_hooks(changes: Mapping[str, Any] | None, interval: int | None) -> list[Hook | Mapping[str, Any]]:
     """Return the default hooks with the changes applied, as hooks and configs.
 
     Args:
         changes: by name: None to remove a hook, a hook, or the config of one; a config without `type` changes arguments
             of the default hook.
-        run: the run that the hooks belong to.
+        interval: iterations from one checkpoint to the next by default; None to count epochs.
 
     Raises:
         ConfigError: a name is not known, and is close to that of a default hook, or comes without a `type`.
     """
     items: dict[str, Any] = {**DEFAULT_HOOKS}
-    if isinstance(run, TrainRun) and run.max_epochs is None:
-        items["checkpoint"] = {**items["checkpoint"], "by_epoch": False, "interval": run.val_interval}
+    if interval is not None:
+        items["checkpoint"] = {**items["checkpoint"], "by_epoch": False, "interval": interval}
     for name, given in (changes or {}).items():
         if (says := default_hook_fault(name, given)) is not None:
             raise ConfigError(f"`default_hooks[{name!r}]` {says}")

@@ -236,6 +236,9 @@ class HookList:
     def __len__(self) -> int:
         return len(self.hooks)
 
+    def __getitem__(self, index: int) -> Hook:
+        return self.hooks[index]
+
     def register(self, hook: Hook | Mapping[str, Any], priority: str | int | None = None) -> None:
         """Add a hook, or the config of one; a `priority` overrides the hook's own.
 

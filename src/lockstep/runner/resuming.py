@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,15 +157,30 @@ def resume_run(run: TrainRun, directory: Location) -> None:
 
     **Collective**: every rank.
     """
-    strategy, loop = run.strategy, run.train_loop
     for fault in run.skipped:
         _logger.warning("not resumed from: %s", fault)
-    meta = read_meta(directory)
+    restore_run(run, read_meta(directory), partial(load_state, directory), directory)
+
+
+def restore_run(
+    run: TrainRun, meta: dict[str, Any], load: Callable[[dict[str, Any], Any], dict[str, Any]], origin: Location
+) -> None:
+    """Restore a built run to a state, whatever it is read from.
+
+    Args:
+        run: the run.
+        meta: the metadata, as `Saving` writes them. Without `world_size`, random numbers go on from the seed.
+        load: returns the tensors that are wanted, read from there; as `load_state`, without its first argument.
+        origin: where the state is from, for messages.
+
+    **Collective**: every rank.
+    """
+    strategy, loop = run.strategy, run.train_loop
     wanted: dict[str, Any] = {"model": strategy.model_state(), "meta": meta}
     if meta.get("has_optimizer", True):
         wanted["optimizer"] = strategy.optim_state()
     else:
-        _logger.warning("%s was saved without the optimizer's state, which begins anew", directory)
+        _logger.warning("%s was saved without the optimizer's state, which begins anew", origin)
     run.call_hook("before_load_checkpoint", checkpoint=wanted)
     del wanted["meta"]
     # Ranks that now compute on the same samples must not continue with different random states.
@@ -174,30 +189,30 @@ def resume_run(run: TrainRun, directory: Location) -> None:
     if needed := {run.rank if has_own else holder, holder} - {None}:
         wanted["ranks"] = {str(rank): () for rank in needed}
     template = strategy.optim_template() if "optimizer" in wanted else {}
-    state = load_state(directory, wanted, template)
-    _check_schedulers(run, meta, directory)
+    state = load(wanted, template)
+    _check_schedulers(run, meta, origin)
     for scheduler, saved in zip(run.param_schedulers, meta["param_schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     strategy.load_state(state["model"], state.get("optimizer"))
     if "optimizer" in state:
-        _tell_of_new_parameters(run, wanted["optimizer"]["param_groups"], state["optimizer"], directory)
+        _tell_of_new_parameters(run, wanted["optimizer"]["param_groups"], state["optimizer"], origin)
     run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     states = {int(rank): item for rank, item in state.pop("ranks", {}).items()}
     own = states.get(run.rank) if has_own else None
     iteration, position = meta["iter"], meta.get("position")
     if position is None:
-        iteration, position = _position_of_first_format(run, meta, own, directory)
-    _restore_position(run, iteration, position, own, list(states.values()), directory)
+        iteration, position = _position_of_first_format(run, meta, own, origin)
+    _restore_position(run, iteration, position, own, list(states.values()), origin)
     into = position["batches"] if loop.max_epochs is not None else 0
     if run.val_loop is not None and (meta.get("validated_iter") or 0) >= meta["iter"] - into:
         run.val_loop.at_iter = loop.epoch_begin if loop.max_epochs is not None else loop.iter
-    if own is None:
+    if own is None and "world_size" in meta:
         _restart_random_state(run, saved_by=meta["world_size"])
     run.saving.saved_iter = loop.iter
     run.call_hook("after_load_checkpoint", checkpoint={**state, "meta": meta})
     into, total = position["samples"], position["total"]
     where = f", {into}{f' of {total}' if total else ''} {position['unit']} into the epoch" if into else ""
-    _logger.info("resumed from %s: epoch %d, iter %d%s", directory, loop.epoch, loop.iter, where)
+    _logger.info("resumed from %s: epoch %d, iter %d%s", origin, loop.epoch, loop.iter, where)
 
 
 def _restore_position(

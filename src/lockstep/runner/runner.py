@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-from lockstep.dataset import agree_on_shard
+from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, Preempted
 from lockstep.location import locate, require_disk
@@ -97,6 +97,9 @@ class Runner(PartsOfRun):
 
         Runner(model, "work_dir", train_dataloader=loader, launcher="pytorch").train()
     """
+
+    _run_type: ClassVar[type[Run]] = Run
+    _train_run_type: ClassVar[type[TrainRun]] = TrainRun
 
     @taking(RunnerArguments)
     def __init__(self, args: RunnerArguments) -> None:
@@ -407,11 +410,11 @@ class Runner(PartsOfRun):
         optim = self._or_default("optim_wrapper", strategy.own_optim_wrapper or DEFAULT_OPTIM_WRAPPER)
         optim_wrapper, parts = self._prepare(space, strategy, model, optim, anew)
         assert optim_wrapper is not None, "a strategy that is given an optimizer returns its wrapper"
-        train_dataloader = build.build_loader("train", space, parts["data_shard"])
+        train_dataloader = self._build_loader("train", space, parts["data_shard"])
         if make_train_loop is None:
             train_cfg = self._or_default("train_cfg", DEFAULT_TRAIN_CFG)
             make_train_loop = partial(build.build_train_loop, train_cfg)
-        make_run = TrainRun if anew is None else anew.rebuilt
+        make_run = self._train_run_type if anew is None else anew.rebuilt
         run = make_run(
             **parts, optim_wrapper=optim_wrapper, train_dataloader=train_dataloader, make_train_loop=make_train_loop
         )
@@ -453,16 +456,20 @@ class Runner(PartsOfRun):
             run = self._run
             if run is None:
                 _, parts = self._prepare(space, *self._strategy_and_model(training=False))
-                run = Run(**parts)
+                run = self._run_type(**parts)
             loop = getattr(run, f"{mode}_loop") or self._make_eval_loop(mode, run)
             self._begin(run)
             metrics: dict[str, Any] = loop.run()
             run.call_hook("after_run")
         return metrics
 
+    def _build_loader(self, mode: Literal["train", "val", "test"], space: Workspace, shard: DataShard) -> Any:
+        """Return the loader of this rank's shard of the data for a mode. **Collective**: every rank."""
+        return build.build_loader(mode, getattr(self.args, f"{mode}_dataloader"), space, shard)
+
     def _make_eval_loop(self, mode: Literal["val", "test"], run: Run) -> AnyEvalLoop:
         """Build the run's validation or test loop."""
-        loop = build.build_eval_loop(mode, run, build.build_loader(mode, run, run.data_shard))
+        loop = build.build_eval_loop(mode, run, self._build_loader(mode, run, run.data_shard))
         setattr(run, f"{mode}_loop", loop)
         return loop
 
@@ -479,7 +486,8 @@ class Runner(PartsOfRun):
         if run is self._run:
             return
         run.tell_hub()
-        for hook in build.default_hooks(self.args.default_hooks, run):
+        interval = run.val_interval if isinstance(run, TrainRun) and run.max_epochs is None else None
+        for hook in build.default_hooks(self.args.default_hooks, interval):
             run.register_hook(hook)
         for hook, priority in self._custom_hooks:
             run.register_hook(hook, priority)

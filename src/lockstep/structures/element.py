@@ -227,6 +227,9 @@ class BaseDataElement:
         raise AttributeError(self._no_field(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__dict__":  # all stores at once, as an unpickler of a library's own does
+            object.__setattr__(self, name, value)
+            return
         self.set_field(value, name)
 
     def __delattr__(self, name: str) -> None:
