@@ -7,13 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.evaluator import BaseMetric
+import lockstep.evaluator
 from mmengine.fileio import dump
 from mmengine.logging import print_log
 from mmengine.registry import METRICS
 from mmengine.structures import BaseDataElement
 
 __all__ = ["BaseMetric", "DumpResults"]
+
+
+class BaseMetric(lockstep.evaluator.BaseMetric):
+    """Base class of metrics; see `lockstep.evaluator.BaseMetric`. One that finds nothing to compute returns no values."""
+
+    def _named(self, metrics: Any) -> dict[str, Any]:
+        return {} if isinstance(metrics, Mapping) and not metrics else super()._named(metrics)
 
 
 @METRICS.register_module()

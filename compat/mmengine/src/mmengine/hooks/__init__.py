@@ -6,7 +6,6 @@ from lockstep.hooks import (
     CheckpointHook,
     DistSamplerSeedHook,
     EarlyStoppingHook,
-    EMAHook,
     EmptyCacheHook,
     Hook,
     IterTimerHook,
@@ -16,6 +15,7 @@ from lockstep.hooks import (
     RuntimeInfoHook,
     SyncBuffersHook,
 )
+from mmengine.hooks.ema_hook import EMAHook
 
 __all__ = [
     "CheckpointHook",

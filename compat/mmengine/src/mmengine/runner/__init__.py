@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lockstep.runner import FlexibleRunner
 from mmengine.runner.amp import autocast
 from mmengine.runner.base_loop import BaseLoop
 from mmengine.runner.checkpoint import (
@@ -14,9 +13,10 @@ from mmengine.runner.checkpoint import (
     save_checkpoint,
     weights_to_cpu,
 )
+from mmengine.runner.exporting import export_checkpoint
 from mmengine.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 from mmengine.runner.priority import Priority, get_priority
-from mmengine.runner.runner import Runner
+from mmengine.runner.runner import FlexibleRunner, Runner
 from mmengine.runner.utils import set_random_seed
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "TestLoop",
     "ValLoop",
     "autocast",
+    "export_checkpoint",
     "find_latest_checkpoint",
     "get_priority",
     "get_state_dict",

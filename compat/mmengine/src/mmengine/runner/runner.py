@@ -1,32 +1,351 @@
-"""`Runner`: lockstep's, with the functions of MMEngine's that packages call."""
+"""`Runner`: lockstep's, with the parts and methods that code for MMEngine expects of one that has been made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 import lockstep.runner
-from lockstep.dataset import build_dataloader
-from mmengine.registry import RUNNERS
+from lockstep.dataset import DataShard, build_dataloader
+from lockstep.dist import get_rank
+from lockstep.registry import in_default_scope
+from lockstep.runner import build, start
+from lockstep.runner.arguments import DEFAULT_HOOKS
+from lockstep.runner.hook import HookList
+from lockstep.runner.loops import DEFAULT_INTERVAL
+from lockstep.runner.run import Run, TrainRun, Workspace
+from lockstep.strategy import Strategy, build_strategy
+from mmengine.config import Config
+from mmengine.registry import RUNNERS, init_default_scope
+from mmengine.runner.building import BuildsParts
+from mmengine.runner.data import as_mmengine
+from mmengine.runner.resuming import MMEngineFile, file_to_resume
 
-__all__ = ["Runner"]
+__all__ = ["FlexibleRunner", "Runner"]
+
+Mode = Literal["train", "val", "test"]
+_BY_ITSELF = ("model", "hooks", "visualizer", *(f"{mode}_dataloader" for mode in ("train", "val", "test")),
+              "val_evaluator", "test_evaluator")  # fmt: skip
+_OF_A_RUN = (
+    "train_loop", "val_loop", "test_loop", "optim_wrapper", "param_schedulers", "strategy", "data_shard", "initial_lrs",
+    "val_begin", "val_interval", "run",
+)  # fmt: skip
+
+
+class _SeenByHooks:
+    """What a hook or a loop may ask of its run that only the Runner has, such as `build_dataloader` and `_resume`."""
+
+    def __getattr__(self, name: str) -> Any:
+        owner = vars(self).get("owner")
+        if owner is None or not hasattr(type(owner), name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(owner, name)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Run(_SeenByHooks, Run):
+    owner: Any = None
+
+
+@dataclass(kw_only=True, eq=False)
+class _TrainRun(_SeenByHooks, TrainRun):
+    owner: Any = None
 
 
 @RUNNERS.register_module()
-class Runner(lockstep.runner.Runner):
-    """lockstep's Runner under MMEngine's name."""
+class Runner(BuildsParts, lockstep.runner.Runner):
+    """lockstep's Runner, with MMEngine's order of arguments, and with parts before the training.
 
-    @staticmethod
-    def build_dataloader(
-        dataloader: DataLoader[Any] | Mapping[str, Any], seed: int | None = None, diff_rank_seed: bool = False
-    ) -> DataLoader[Any]:
-        """Return the data loader that a config describes.
+    As in MMEngine, the constructor joins the ranks, seeds them, and creates the run's folder. The model, the hooks, the
+    visualizer, the data loaders and the evaluators are built when they are first touched; the model is then not wrapped
+    yet. Loops, the optim wrapper and the schedules are built together, as the training needs them.
 
-        Args:
-            dataloader: a data loader, which is returned, or the config of one.
-            seed: for the order of the samples and for the workers.
-            diff_rank_seed: exists for MMEngine's callers; ranks share one order, of which each takes its share.
+    Args:
+        model: as for `lockstep.Runner`, like all others.
+        work_dir: the folder of this experiment.
+        train_dataloader: data to train with.
+        val_dataloader: data to validate with.
+        test_dataloader: data to test with.
+        train_cfg: the training loop.
+        val_cfg: the validation loop.
+        test_cfg: the test loop.
+        auto_scale_lr: how learning rates are scaled.
+        optim_wrapper: the optimizer.
+        param_scheduler: schedules of learning rates.
+        val_evaluator: metrics of the validation.
+        test_evaluator: metrics of the test.
+        default_hooks: changes to the default hooks.
+        custom_hooks: further hooks.
+        data_preprocessor: the preprocessor, if the model's config has none.
+        load_from: weights; with `resume`, a checkpoint of lockstep or of MMEngine.
+        resume: resume from `load_from`, or from the last checkpoint in the work_dir, of lockstep or of MMEngine.
+        launcher: what started the ranks; `"none"` for one process.
+        env_cfg: the processes' environment.
+        log_processor: has no effect.
+        log_level: the lowest level of messages.
+        visualizer: where records and images go.
+        default_scope: the registry in which names are looked up first, from now on.
+        randomness: the seed.
+        experiment_name: begins the name of the run's folder.
+        cfg: the whole config.
+        **others: the arguments that only lockstep has: `strategy`, `compile`, `loss`, `stop_signals`.
+
+    **Collective**: every rank of the job.
+    """
+
+    _run_type = _Run
+    _train_run_type = _TrainRun
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        work_dir: str | Path,
+        train_dataloader: Any = None,
+        val_dataloader: Any = None,
+        test_dataloader: Any = None,
+        train_cfg: Any = None,
+        val_cfg: Any = None,
+        test_cfg: Any = None,
+        auto_scale_lr: Mapping[str, Any] | None = None,
+        optim_wrapper: Any = None,
+        param_scheduler: Any = None,
+        val_evaluator: Any = None,
+        test_evaluator: Any = None,
+        default_hooks: Mapping[str, Any] | None = None,
+        custom_hooks: list[Any] | None = None,
+        data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
+        load_from: str | Path | None = None,
+        resume: bool = False,
+        launcher: str | None = "none",
+        env_cfg: Mapping[str, Any] | None = None,
+        log_processor: Any = None,
+        log_level: int | str = "INFO",
+        visualizer: Any = None,
+        default_scope: str | None = "mmengine",
+        randomness: Mapping[str, Any] | None = None,
+        experiment_name: str | None = None,
+        cfg: Any = None,
+        **others: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "others", "__class__")}
+        if isinstance(model, Mapping) and data_preprocessor is not None:
+            given["model"] = {"data_preprocessor": data_preprocessor, **model}
+            given["data_preprocessor"] = None
+        given["cfg"] = Config({}) if cfg is None else cfg
+        start.join_ranks(launcher, env_cfg)
+        self._file: MMEngineFile | None = None
+        if resume and (path := file_to_resume(load_from, work_dir)) is not None:
+            self._file = MMEngineFile(path)
+            given.update(resume=False, load_from=None)
+            if (randomness or {}).get("seed") is None and self._file.seed is not None:
+                given["randomness"] = {**(randomness or {}), "seed": self._file.seed}
+        super().__init__(**given, **others)
+        self._unprepared: tuple[Strategy, nn.Module] | None = None
+        self._early_hooks: HookList | None = None
+        if default_scope is not None:
+            RUNNERS._fill(default_scope)
+            init_default_scope(default_scope)
+        self._workspace = start.open_workspace(
+            self.args, self._load_from, self.message_hub, trains=train_dataloader is not None
+        )
+
+    @classmethod
+    def from_cfg(cls, cfg: Mapping[str, Any]) -> Runner:
+        """Return the runner that a config describes: its keys are the arguments of `Runner`; the config is copied."""
+        runner = super().from_cfg(deepcopy(cfg))
+        assert isinstance(runner, Runner)
+        return runner
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or vars(self).get("_workspace") is None or self._run is not None:
+            return self._of_the_run(name)
+        if name in _BY_ITSELF:
+            return self._early(name)
+        if name in _OF_A_RUN:
+            self.built()
+            return getattr(self, name)
+        if name in ("max_epochs", "max_iters") and isinstance(cfg := self.args.train_cfg, Mapping):
+            return cfg.get(name, super().__getattr__(name))
+        return super().__getattr__(name)
+
+    def _of_the_run(self, name: str) -> Any:
+        if name in ("val_loop", "test_loop") and vars(self).get("_run") is not None:
+            mode: Any = name.removesuffix("_loop")
+            if getattr(self.run, name) is None and getattr(self.args, f"{mode}_dataloader") is not None:
+                return self._make_eval_loop(mode, self.run)
+        return super().__getattr__(name)
+
+    @property
+    def _hooks(self) -> list[Any]:
+        return list(self.hooks)
+
+    @property
+    def _resume(self) -> bool:
+        return self.args.resume or self._file is not None
+
+    def built(self) -> Run:
+        """Return the run that `train()` will use, or, without data to train with, `val()` and `test()`.
+
+        **Collective**: every rank.
         """
-        return dataloader if isinstance(dataloader, DataLoader) else build_dataloader(dataloader, seed=seed or 0)
+        if self._run is None and self.args.train_dataloader is not None:
+            with self.rehearsing("built"):
+                pass
+        elif self._run is None:
+            with self._running("built") as space:
+                _, parts = self._prepare(space, *self._strategy_and_model(training=False))
+                run = self._run_type(**parts)
+                self._hook_and_load(run)
+        return self.run
+
+    def register_hook(self, hook: Any, priority: str | int | None = None) -> None:
+        """Add a hook; a `priority` overrides its own."""
+        if self._early_hooks is None or self._run is not None:
+            super().register_hook(hook, priority)
+            return
+        known = set(self._early_hooks)
+        self._early_hooks.register(hook, priority)
+        self._custom_hooks += [(one, None) for one in self._early_hooks if one not in known]
+
+    def register_default_hooks(self, hooks: Mapping[str, Any] | None = None) -> None:
+        """Add the default hooks with these changes."""
+        for hook in build.default_hooks(hooks, self._checkpoint_interval()):
+            self.register_hook(hook)
+
+    def register_custom_hooks(self, hooks: list[Any]) -> None:
+        """Add several hooks."""
+        for hook in hooks:
+            self.register_hook(hook)
+
+    def register_hooks(
+        self, default_hooks: Mapping[str, Any] | None = None, custom_hooks: list[Any] | None = None
+    ) -> None:
+        """Add the default hooks with changes, and further hooks."""
+        self.register_default_hooks(default_hooks)
+        self.register_custom_hooks(custom_hooks or [])
+
+    def get_hooks_info(self) -> str:
+        """Return the hooks in the order in which they are called, one a line."""
+        return "\n".join(f"({hook.priority!s:<12}) {type(hook).__name__}" for hook in self.hooks)
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call every hook at a point."""
+        self.built().call_hook(fn_name, **kwargs)
+
+    def dump_config(self) -> None:
+        """Write the config to the work_dir."""
+        if get_rank() == 0:
+            self.cfg.dump(self.work_dir / Path(getattr(self.cfg, "filename", None) or f"{self.timestamp}.py").name)
+
+    def load_or_resume(self) -> None:
+        """Load the weights or resume, as the arguments say, if that has not been done. **Collective**: every rank."""
+        self.built()
+
+    def resume(
+        self,
+        filename: str | Path,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+        map_location: Any = "default",
+    ) -> None:
+        """Resume from a checkpoint of MMEngine as soon as the training is built. **Collective**: every rank."""
+        if self._run is not None:
+            raise RuntimeError("resume() must be called before the training is built, but it is")
+        self._file = MMEngineFile(str(filename))
+
+    def _strategy_and_model(self, *, training: bool) -> tuple[Strategy, nn.Module]:
+        if self._run is not None:
+            return self._run.strategy, self._run.model
+        strategy, model = self._before_wrapping()
+        model = vars(self).pop("model", model)  # the caller's own
+        if training:
+            build.init_weights(model)
+        return strategy, model
+
+    def _prepare(self, *args: Any, **kwargs: Any) -> Any:
+        optim_wrapper, parts = super()._prepare(*args, **kwargs)
+        return optim_wrapper, {**parts, "owner": self}
+
+    def _before_wrapping(self) -> tuple[Strategy, nn.Module]:
+        if self._unprepared is None:
+            strategy = build_strategy(build.strategy_of(self.args))
+            self._unprepared = strategy, build.build_model(self.args, strategy)
+        return self._unprepared
+
+    def _build_loader(self, mode: Mode, space: Workspace, shard: DataShard) -> Any:
+        given = getattr(self.args, f"{mode}_dataloader")
+        if isinstance(given, Mapping):
+            options = self.args.randomness or {}
+            seed = space.seed + (get_rank() if options.get("diff_rank_seed") else 0)
+            given = as_mmengine(given, seed, shard.rank)
+        return build.build_loader(mode, given, space, shard)
+
+    def _hook_and_load(self, run: Run) -> None:
+        is_new = run is not self._run
+        super()._hook_and_load(run)
+        if is_new and self._file is not None and isinstance(run, TrainRun):
+            self._file.restore(run)
+            self._file = None
+
+    def _early(self, name: str) -> Any:
+        """Build one part, which the run will use."""
+        with in_default_scope(self.args.default_scope):
+            if name == "model":
+                return self._before_wrapping()[1]
+            if name == "hooks":
+                return self._built_hooks()
+            if name == "visualizer":
+                built: Any = build.build_visualizer(self.args.visualizer, get_rank())
+            elif name.endswith("_evaluator"):
+                built = self.build_evaluator(self._given(name))
+            else:
+                built = self._built_loader(name)
+        self.args = replace(self.args, **{name: built})
+        return built
+
+    def _given(self, name: str) -> Any:
+        given = getattr(self.args, name)
+        if given is None:
+            raise AttributeError(f"this runner has no `{name}`")
+        return given
+
+    def _built_loader(self, name: str) -> Any:
+        given, mode = self._given(name), name.removesuffix("_dataloader")
+        if isinstance(given, DataLoader):
+            return given
+        return build_dataloader(as_mmengine(given, self.seed), seed=self.seed, evaluation=mode != "train")
+
+    def _built_hooks(self) -> HookList:
+        if self._early_hooks is None:
+            hooks = HookList(build.default_hooks(self.args.default_hooks, self._checkpoint_interval()))
+            for hook, priority in self._custom_hooks:
+                hooks.register(hook, priority)
+            self._early_hooks = hooks
+            self._custom_hooks = [(hook, None) for hook in hooks]
+            self.args = replace(self.args, default_hooks=dict.fromkeys(DEFAULT_HOOKS))
+        return self._early_hooks
+
+    def _checkpoint_interval(self) -> int | None:
+        """Return the iterations from one checkpoint to the next by default, in a training that counts iterations."""
+        cfg = self.args.train_cfg if isinstance(self.args.train_cfg, Mapping) else {}
+        by_epoch = cfg.get("by_epoch", "max_iters" not in cfg)
+        return None if by_epoch else cfg.get("val_interval", DEFAULT_INTERVAL)
+
+    @contextmanager
+    def _running(self, what: str) -> Iterator[Workspace]:
+        assert self._workspace is not None
+        self._workspace.args = self.args
+        with super()._running(what) as space:
+            yield space
+
+
+@RUNNERS.register_module()
+class FlexibleRunner(Runner):
+    """`Runner` under MMEngine's name of one that takes a strategy, as every `Runner` here does."""

@@ -1,0 +1,84 @@
+"""Writing a checkpoint of lockstep as MMEngine's: one file, from which MMEngine itself resumes."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint import load_state, read_infos, read_meta, read_tensors
+from lockstep.errors import ConfigError
+from lockstep.location import Location, locate
+from lockstep.weights import find_checkpoint
+from mmengine.runner.checkpoint import save_checkpoint
+from mmengine.version import __version__
+
+__all__ = ["export_checkpoint"]
+
+
+def export_checkpoint(checkpoint: str | Path, filename: str | Path) -> None:
+    """Write a checkpoint of lockstep as a file from which MMEngine, or another `Runner` of this package, resumes.
+
+    It has the weights, averaged ones as `EMAHook` keeps them, the optimizer's state, the schedules, the epoch and the
+    iteration. Random numbers, and where in an epoch the run was, have no place in it: the epoch begins anew.
+
+    Args:
+        checkpoint: a checkpoint, the folder of a run, or a work_dir, of which the last checkpoint is taken.
+        filename: a path or URL, as in ``epoch_3.pth``.
+
+    **Cost**: memory for all that the checkpoint holds.
+
+    Raises:
+        ConfigError: there is no checkpoint.
+    """
+    folder = find_checkpoint(locate(checkpoint))
+    if folder is None:
+        raise ConfigError(f"`checkpoint` must be a checkpoint, the folder of a run or a work_dir, but is {checkpoint}")
+    meta = read_meta(folder)
+    state = OrderedDict(_tensors(folder, "model"))
+    content: dict[str, Any] = {
+        "meta": {
+            **{key: meta[key] for key in ("epoch", "iter", "seed")},
+            "experiment_name": folder.parent.name,
+            "mmengine_version": __version__,
+        },
+        "state_dict": state,
+        "message_hub": {name: OrderedDict() for name in ("log_scalars", "runtime_info", "resumed_keys")},
+        "param_schedulers": [_schedule(one) for one in meta["param_schedulers"]],
+    }
+    if meta.get("ema", {}).get("steps"):
+        trained = {**state, **_tensors(folder, "ema")}
+        content["ema_state_dict"] = OrderedDict(
+            {"steps": torch.tensor(meta["ema"]["steps"]), **{f"module.{name}": trained[name] for name in state}}
+        )
+    if meta.get("has_optimizer", True):
+        saved = load_state(folder, {"optimizer": {}}, {})["optimizer"]
+        content["optimizer"] = _by_number(saved, [*state])
+    save_checkpoint(content, filename)
+
+
+def _tensors(folder: Location, part: str) -> dict[str, torch.Tensor]:
+    return dict(read_tensors(folder, part, read_infos(folder, part)))
+
+
+def _by_number(saved: Mapping[str, Any], order: list[str]) -> dict[str, Any]:
+    """Return the state of an optimizer as torch has it, which counts the parameters in the order of the model.
+
+    As in MMEngine, all parameters are in one group, or each has its own if their options differ.
+    """
+    groups = [{**group, "params": list(group["params"])} for group in saved["param_groups"]]
+    options = {name: group for group in groups for name in group["params"]}
+    names = [name for name in order if name in options]
+    if len(groups) == 1:
+        packed = [{**groups[0], "params": list(range(len(names)))}]
+    else:
+        packed = [{**options[name], "params": [index]} for index, name in enumerate(names)]
+    state = {index: saved["state"][name] for index, name in enumerate(names) if name in saved["state"]}
+    return {"state": state, "param_groups": packed}
+
+
+def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {**state, "milestones": Counter(state["milestones"])} if "milestones" in state else {**state}

@@ -1,0 +1,217 @@
+"""Resuming a training from a checkpoint that MMEngine has written: one file, read without running its code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.dist import run_on_main
+from lockstep.errors import ConfigError, listed
+from lockstep.hooks import CheckpointHook
+from lockstep.location import locate
+from lockstep.optim.paramwise import param_sites
+from lockstep.runner.resuming import restore_run
+from lockstep.runner.run import TrainRun
+from lockstep.weights import find_checkpoint
+from mmengine.runner.checkpoint import CheckpointLoader
+
+__all__ = ["MMEngineFile", "file_to_resume"]
+
+_logger = logging.getLogger(__name__)
+
+
+def file_to_resume(load_from: str | Path | None, work_dir: str | Path) -> str | None:
+    """Return MMEngine's checkpoint to resume from; None if there is none, or one of lockstep.
+
+    Args:
+        load_from: where the user wants to resume from; None for the file that `last_checkpoint` in the work_dir names.
+        work_dir: the work_dir.
+
+    **Collective**: every rank; rank 0 looks.
+    """
+    return run_on_main(partial(_look_for_file, load_from, Path(work_dir)))
+
+
+def _look_for_file(load_from: str | Path | None, work_dir: Path) -> str | None:
+    if load_from is not None:
+        is_ours = "://" not in str(load_from) and find_checkpoint(locate(load_from)) is not None
+        return None if is_ours else str(load_from)
+    try:
+        named = Path((work_dir / "last_checkpoint").read_text(encoding="utf-8").strip())
+    except (OSError, UnicodeDecodeError):
+        return None
+    # MMEngine writes where the file was; the work_dir may have moved since.
+    return next((str(one) for one in (named, work_dir / named.name) if one.is_file()), None)
+
+
+class MMEngineFile:
+    """A checkpoint of MMEngine, in memory until it has been restored.
+
+    Args:
+        path: a path or URL, as for `CheckpointLoader.load_checkpoint`.
+
+    Raises:
+        ConfigError: it has no weights, or says not how far the training was.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        content = CheckpointLoader.load_checkpoint(path, "cpu")
+        meta = content.get("meta") if isinstance(content, Mapping) else None
+        if not isinstance(meta, Mapping) or not {"epoch", "iter"} <= meta.keys() or "state_dict" not in content:
+            raise ConfigError(
+                f"{path} must be a checkpoint of a training to resume from, with `state_dict` and the epoch and iter "
+                "in `meta`. To begin a training with its weights, give it as load_from without resume"
+            )
+        self._content: Mapping[str, Any] = content
+        self._meta: Mapping[str, Any] = meta
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the run that wrote it."""
+        return self._meta.get("seed")
+
+    def restore(self, run: TrainRun) -> None:
+        """Restore a built run: weights, averages, optimizer, schedules, progress, and infos of the message hub.
+
+        As in MMEngine, the epoch that was in progress begins anew, and random numbers are those of a new run.
+
+        **Collective**: every rank.
+        """
+        self._restore_hub(run)
+        meta = {
+            "epoch": self._meta["epoch"],
+            "iter": self._meta["iter"],
+            "seed": run.seed,
+            "position": self._position(run),
+            "has_optimizer": "optimizer" in self._content,
+            "optim_wrapper": {},
+            "param_schedulers": list(_schedulers(self._content.get("param_schedulers"))),
+            **self._best(run),
+        }
+        if "ema_state_dict" in self._content:
+            meta["ema"] = {"steps": int(self._content["ema_state_dict"].get("steps", 0))}
+        restore_run(run, meta, partial(self._load, run), Path(self.path))
+
+    def _position(self, run: TrainRun) -> dict[str, Any]:
+        """Return the position in the data, as `Passes.position` does."""
+        loop, done = run.train_loop, self._meta["iter"]
+        if loop.max_epochs is not None:
+            return loop.passes.position(self._meta["epoch"], 0)
+        length = loop.epoch_length
+        epoch, batches = divmod(done, length) if length else (0, done)
+        return {**loop.passes.position(epoch, batches), "head": []}
+
+    def _load(self, run: TrainRun, wanted: dict[str, Any], layout: Any) -> dict[str, Any]:
+        """Fill the tensors of `wanted`, as `lockstep.checkpoint.load_state` does from a checkpoint of lockstep."""
+        weights: Mapping[str, Any] = self._content["state_dict"]
+        saved_ema: Mapping[str, Any] = self._content.get("ema_state_dict", {})
+        # Beside an average, `state_dict` holds it, and `ema_state_dict` the weights that are trained.
+        trained = {name.removeprefix("module."): value for name, value in saved_ema.items()}
+        missing = [name for name, value in wanted["model"].items() if isinstance(value, Tensor) and name not in weights]
+        unknown = [name for name in weights if name not in wanted["model"]]
+        if missing or unknown:
+            raise ConfigError(
+                f"the weights in {self.path} do not fit the model (missing: {listed(missing or ['none'])}; unknown to "
+                f"the model: {listed(unknown or ['none'])})"
+            )
+        found = {"model": {name: _filled(value, weights[name]) for name, value in wanted["model"].items()}}
+        if "ema" in wanted:
+            found["ema"] = {name: _filled(value, trained[name]) for name, value in wanted["ema"].items()}
+        if "optimizer" in wanted:
+            names = list(dict.fromkeys(_names(run)))
+            found["optimizer"] = _optimizer_by_name(
+                self._content["optimizer"], names, wanted["optimizer"]["param_groups"], self.path
+            )
+        return found
+
+    def _restore_hub(self, run: TrainRun) -> None:
+        """Give the run's hub the infos that were saved, except those that the run itself provides."""
+        hub = self._content.get("message_hub") or {}
+        provided = {"epoch", "iter", "max_epochs", "max_iters", "seed", "experiment_name", "dataset_meta", "cfg"}
+        for key, value in hub.get("runtime_info", {}).items():
+            if key not in provided:
+                run.message_hub.update_info(key, value)
+        for key, history in hub.get("log_scalars", {}).items():
+            if not key.startswith(("train/", "val/", "test/")):  # these are the logger's own
+                for value in history.data[0]:
+                    run.message_hub.update_scalar(key, float(value))
+
+    def _best(self, run: TrainRun) -> dict[str, Any]:
+        """Return the best value so far, as `CheckpointHook` saves it."""
+        infos = (self._content.get("message_hub") or {}).get("runtime_info", {})
+        hook = next((one for one in run.hooks if isinstance(one, CheckpointHook)), None)
+        if hook is None or "best_score" not in infos or not isinstance(hook.save_best, str) or hook.save_best == "auto":
+            return {}
+        best = {"value": float(infos["best_score"]), "path": str(infos.get("best_ckpt", self.path))}
+        return {"checkpoint_hook": {"best": {hook.save_best: best}, "runs": []}}
+
+
+@torch.no_grad()
+def _filled(own: Any, saved: Any) -> Any:
+    """Return a tensor of the model, filled in place with a whole one; it may be sharded."""
+    if not isinstance(own, Tensor):
+        return saved
+    if tuple(own.shape) != tuple(saved.shape):
+        raise ConfigError(
+            f"a weight in the checkpoint must have the shape {tuple(own.shape)} of the model's, but has "
+            f"{tuple(saved.shape)}"
+        )
+    if hasattr(own, "placements"):
+        from lockstep.model.full_params import shard_like
+
+        saved = shard_like(saved.to(own.dtype), own)
+    return own.copy_(saved)
+
+
+def _names(run: TrainRun) -> Iterator[str]:
+    """Yield the names of the parameters in the order of `model.parameters()`, which MMEngine's optimizers have."""
+    first: dict[Any, str] = {}
+    for site in param_sites(run.model):
+        yield first.setdefault(site.parameter, site.name)
+
+
+def _optimizer_by_name(
+    saved: Mapping[str, Any], names: Sequence[str], groups: Sequence[Mapping[str, Any]], path: str
+) -> dict[str, Any]:
+    """Return the state of MMEngine's optimizer, which counts parameters, in lockstep's form, which names them.
+
+    MMEngine has one group for all parameters, or one for each; lockstep joins those with the same options.
+    """
+    if "state" not in saved or "param_groups" not in saved:
+        raise ConfigError(
+            f"the optimizer's state in {path} must be that of one optimizer, but has the keys {listed(saved)}. Load "
+            "the weights alone, without resume"
+        )
+    order = list(chain.from_iterable(group["params"] for group in saved["param_groups"]))
+    if len(order) != len(names):
+        raise ConfigError(
+            f"the optimizer's state in {path} must be that of this model, which has {len(names)} parameters, but has "
+            f"{len(order)}"
+        )
+    by_name = dict(zip(names, order, strict=True))
+    options = {index: group for group in saved["param_groups"] for index in group["params"]}
+    joined = []
+    for group in groups:
+        given = [{**options[by_name[name]], "params": None} for name in group["params"]]
+        if any(one != given[0] for one in given):
+            raise ConfigError(
+                f"the parameters {listed(group['params'], most=4)} must have the same options in {path} as they have "
+                "here, but have different ones there"
+            )
+        joined.append({**(given[0] if given else group), "params": list(group["params"])})
+    state = {name: saved["state"][index] for name, index in by_name.items() if saved["state"].get(index)}
+    return {"state": state, "param_groups": joined}
+
+
+def _schedulers(saved: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the states of the schedules; those of several optimizers one after the other."""
+    for one in saved.values() if isinstance(saved, Mapping) else [saved or ()]:
+        yield from one

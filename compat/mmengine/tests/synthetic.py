@@ -1,0 +1,78 @@
+"""Small data sets of noise, in the forms that the configs of mmpretrain, mmseg and mmdet expect on a disk."""
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+
+def cifar10(root: Path, train: int = 320, test: int = 40) -> str:
+    """Write images whose brightness tells their class, in five batches as CIFAR-10 has, and return what to import.
+
+    mmpretrain compares the files with the checksums of the real ones; the module that is written names these.
+    """
+    random = np.random.default_rng(0)
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    sums = {}
+
+    def write(name: str, content: object) -> None:
+        (folder / name).write_bytes(pickle.dumps(content))
+        sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
+
+    def images(count: int) -> dict[str, object]:
+        labels = random.integers(0, 10, count)
+        data = random.integers(0, 100, (count, 3072)) + 15 * labels[:, None]
+        return {"data": data.astype(np.uint8), "labels": labels.tolist()}
+
+    for number in range(5):
+        write(f"data_batch_{number + 1}", images(train // 5))
+    write("test_batch", images(test))
+    write("batches.meta", {"label_names": [f"class {number}" for number in range(10)]})
+    (root / "own_cifar.py").write_text(
+        "from mmpretrain.datasets import CIFAR10\n"
+        f"sums = {sums!r}\n"
+        "CIFAR10.train_list = [[name, sums[name]] for name, _ in CIFAR10.train_list]\n"
+        "CIFAR10.test_list = [[name, sums[name]] for name, _ in CIFAR10.test_list]\n"
+        "CIFAR10.meta = {**CIFAR10.meta, 'md5': sums['batches.meta']}\n"
+    )
+    return "own_cifar"
+
+
+def drive(root: Path, train: int = 16, val: int = 4, size: int = 64) -> None:
+    """Write images with bright squares and their maps, as mmseg's configs of DRIVE find them."""
+    random = np.random.default_rng(0)
+    for split, count in (("training", train), ("validation", val)):
+        for kind in ("images", "annotations"):
+            (root / kind / split).mkdir(parents=True)
+        for number in range(count):
+            label = np.zeros((size, size), np.uint8)
+            top, left = random.integers(0, size // 2, 2)
+            label[top : top + size // 2, left : left + size // 2] = 1
+            image = random.integers(0, 100, (size, size, 3)) + 120 * label[..., None]
+            cv2.imwrite(str(root / "images" / split / f"{number}.png"), image.astype(np.uint8))
+            cv2.imwrite(str(root / "annotations" / split / f"{number}_manual1.png"), label)
+
+
+def coco(root: Path, train: int = 16, val: int = 4, size: int = 96) -> None:
+    """Write images with one bright box each, and their annotations in COCO's form."""
+    random = np.random.default_rng(0)
+    (root / "annotations").mkdir(parents=True)
+    for split, count in (("train2017", train), ("val2017", val)):
+        (root / split).mkdir()
+        images, boxes = [], []
+        for number in range(count):
+            x, y = (int(one) for one in random.integers(0, size // 2, 2))
+            image = random.integers(0, 100, (size, size, 3))
+            image[y : y + size // 2, x : x + size // 2] += 120
+            cv2.imwrite(str(root / split / f"{number}.jpg"), image.astype(np.uint8))
+            images.append({"id": number, "file_name": f"{number}.jpg", "width": size, "height": size})
+            box = [x, y, size // 2, size // 2]
+            boxes.append({"id": number, "image_id": number, "category_id": number % 2 + 1, "bbox": box,
+                          "area": size * size // 4, "iscrowd": 0, "segmentation": [[]]})  # fmt: skip
+        categories = [{"id": 1, "name": "person"}, {"id": 2, "name": "bicycle"}]
+        content = {"images": images, "annotations": boxes, "categories": categories}
+        (root / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))

@@ -1,0 +1,104 @@
+"""Starting the `tools/train.py` of mmpretrain, mmseg and mmdet, and reading the losses of what they have trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+
+
+class Task(NamedTuple):
+    """A training of a package.
+
+    Attributes:
+        package: whose `tools/train.py` starts it.
+        config: one of its configs.
+        options: what makes it small, for `--cfg-options`.
+        more: what the config lacks, as text in a config of its own that has this one as its base.
+    """
+
+    package: str
+    config: str
+    options: Sequence[str]
+    more: str = ""
+
+
+_NO_WORKERS = [
+    f"{mode}_dataloader.{key}" for mode in ("train", "val") for key in ("num_workers=0", "persistent_workers=False")
+]
+CLASSIFIER = Task(
+    "mmpretrain",
+    "resnet/resnet18_8xb16_cifar10.py",
+    ["model.backbone.base_channels=8", "model.backbone.stem_channels=8", "model.head.in_channels=64",
+     "param_scheduler.milestones=[1]", "default_hooks.logger.interval=1"],
+    more="custom_imports = dict(imports=['own_cifar'])\n"
+    "custom_hooks = [dict(type='EMAHook', momentum=0.01)]\n"
+    "log_processor = dict(window_size=1)\n"
+    "randomness = dict(seed=3)\n",
+)  # fmt: skip
+SEGMENTOR = Task(
+    "mmseg",
+    "unet/unet-s5-d16_fcn_4xb4-40k_drive-64x64.py",
+    ["model.backbone.base_channels=4", "model.decode_head.in_channels=4", "model.decode_head.channels=8",
+     "model.auxiliary_head.in_channels=8", "model.auxiliary_head.channels=8",
+     "train_dataloader.dataset.dataset.pipeline.2.scale=(64,64)", "val_dataloader.dataset.pipeline.1.scale=(64,64)",
+     "train_dataloader.dataset.times=10", "train_cfg.max_iters=4", "train_cfg.val_interval=2",
+     "default_hooks.checkpoint.interval=2", "default_hooks.logger.interval=1", *_NO_WORKERS],
+)  # fmt: skip
+DETECTOR = Task(
+    "mmdet",
+    "retinanet/retinanet_r18_fpn_1x_coco.py",
+    ["model.backbone.init_cfg=None", "model.neck.out_channels=16", "model.bbox_head.in_channels=16",
+     "model.bbox_head.feat_channels=16", "model.bbox_head.stacked_convs=1",
+     "train_dataloader.dataset.pipeline.2.scale=(96,96)", "val_dataloader.dataset.pipeline.1.scale=(96,96)",
+     "train_cfg.max_epochs=1", "default_hooks.logger.interval=1", *_NO_WORKERS],
+)  # fmt: skip
+
+
+def train(task: Task, folder: Path, *arguments: str, options: Sequence[str] = (), python: str = sys.executable) -> str:
+    """Run the `tools/train.py` of a package in a folder, and return what it says.
+
+    Args:
+        task: what is trained; its data lie under `data` in the folder.
+        folder: where it runs.
+        *arguments: further arguments of the tool; ``"2"`` in front starts two ranks by the package's `dist_train.sh`.
+        options: further `--cfg-options`.
+        python: this Python, or that of another environment.
+    """
+    root = Path(find_spec(task.package).origin).parent / ".mim"
+    config = root / "configs" / task.config
+    if task.more:
+        (folder / config.name).write_text(f"_base_ = [{str(config)!r}]\n{task.more}")
+        config = folder / config.name
+    command = [python, str(root / "tools" / "train.py"), str(config)]
+    if arguments[:1] == ("2",):
+        command = ["bash", str(root / "tools" / "dist_train.sh"), str(config)]
+    command += [*arguments, "--cfg-options", *task.options, *options]
+    paths = [str(HERE / "site"), str(HERE), str(folder / "data" / "cifar10")]
+    if python == sys.executable:
+        paths += [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    environ = {
+        **os.environ,
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PORT": str(29500 + os.getpid() % 1000),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0" if python == sys.executable else "1",
+    }
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-3000:]}\n{done.stderr[-8000:]}"
+    return done.stdout + done.stderr
+
+
+def losses(work_dir: Path) -> list[float]:
+    """Return the loss of each iteration of the last run in a folder, of lockstep or of MMEngine."""
+    ours, theirs = sorted(work_dir.glob("*/metrics.jsonl")), sorted(work_dir.glob("*/vis_data/scalars.json"))
+    records = [json.loads(line) for line in (ours or theirs)[-1].read_text().splitlines()]
+    return [one["loss"] for one in records if "loss" in one and one.get("mode", "train") == "train"]
