@@ -17,7 +17,7 @@ __all__ = ["BaseMetric", "DumpResults"]
 
 
 class BaseMetric(lockstep.evaluator.BaseMetric):
-    """Base class of metrics; see `lockstep.evaluator.BaseMetric`. One that finds nothing to compute returns no values."""
+    """Base class of metrics; see `lockstep.evaluator.BaseMetric`. One with nothing to compute returns no values."""
 
     def _named(self, metrics: Any) -> dict[str, Any]:
         return {} if isinstance(metrics, Mapping) and not metrics else super()._named(metrics)
