@@ -52,4 +52,4 @@ def _function(cfg: Any) -> Callable[..., Any] | None:
         if found is None:
             raise KeyError(f"there is no function `{kind}`. Register it in FUNCTIONS")
         kind = found
-    return partial(kind, **arguments) if arguments else kind  # type: ignore[no-any-return]
+    return partial(kind, **arguments) if arguments else kind

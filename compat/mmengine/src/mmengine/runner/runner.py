@@ -172,15 +172,15 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             self.built()
             return getattr(self, name)
         if name in ("max_epochs", "max_iters") and isinstance(cfg := self.args.train_cfg, Mapping):
-            return cfg.get(name, super().__getattr__(name))
-        return super().__getattr__(name)
+            return cfg.get(name, super().__getattr__(name))  # type: ignore[misc]
+        return super().__getattr__(name)  # type: ignore[misc]
 
     def _of_the_run(self, name: str) -> Any:
         if name in ("val_loop", "test_loop") and vars(self).get("_run") is not None:
             mode: Any = name.removesuffix("_loop")
             if getattr(self.run, name) is None and getattr(self.args, f"{mode}_dataloader") is not None:
                 return self._make_eval_loop(mode, self.run)
-        return super().__getattr__(name)
+        return super().__getattr__(name)  # type: ignore[misc]
 
     @property
     def _hooks(self) -> list[Any]:
