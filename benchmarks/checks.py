@@ -23,9 +23,20 @@ _GOALS = {"off": "<= 1.02", "sample": "<= 1.02", "always": "<= 1.5"}
 
 def rows() -> Iterator[Row]:
     size = dist.get_world_size()
-    data = torch.zeros(1)
-    bare = {"torch.distributed": lambda: torch_dist.all_reduce(data)}
-    yield from _compared(f"all_reduce of 4 B, {size} ranks", lambda: dist.all_reduce(data), bare, rounds=200, calls=20)
+    data, large = torch.zeros(1), torch.zeros(2**18)
+    output, entries = torch.zeros(1), [torch.zeros(1) for _ in range(size)]
+    calls: dict[str, tuple[Contender, Contender]] = {
+        "all_reduce of 4 B": (lambda: dist.all_reduce(data), lambda: torch_dist.all_reduce(data)),
+        "reduce of 4 B": (lambda: dist.reduce(data), lambda: torch_dist.reduce(data, 0)),
+        "reduce_scatter of 4 B": (
+            lambda: dist.reduce_scatter(output, entries),
+            lambda: torch_dist.reduce_scatter(output, entries),
+        ),
+        "all_reduce of 1 MiB": (lambda: dist.all_reduce(large), lambda: torch_dist.all_reduce(large)),
+    }
+    for name, (ours, theirs) in calls.items():
+        many = {"rounds": 200, "calls": 20} if name.endswith("4 B") else {"rounds": 60, "calls": 5}
+        yield from _compared(f"{name}, {size} ranks", ours, {"torch.distributed": theirs}, **many)
     yield from _compared(f"a training step, {size} ranks", _training_step(), {}, rounds=100, calls=5)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -310,21 +311,72 @@ def test_the_mean_of_large_half_numbers_does_not_overflow() -> None:
     assert torch.equal(data, torch.full((3,), 60000.0, dtype=torch.float16))
 
 
-@ranks(3)
+@ranks(2, 3)
 def test_several_reductions_may_be_in_flight_and_be_awaited_in_any_order_and_twice() -> None:
-    factor = 1 + get_rank()
-    data = [
-        torch.full((n,), factor, dtype=dtype) for n in (1, 1000) for dtype in (torch.int64, torch.uint16, torch.half)
-    ]
+    factor, size = 1 + get_rank(), get_world_size()
+    dtypes = (torch.int64, torch.uint16, torch.half)
+    data = [torch.full((n,), factor, dtype=dtype) for n in (1, 1000, 50_000, 3_000_000) for dtype in dtypes]
     handles = [all_reduce(x, async_op=True) for x in data]
-    handles.append(reduce_scatter(torch.empty(2), [torch.ones(2)] * 3, async_op=True))
-    handles.append(reduce(torch.ones(1), 1, async_op=True))
+    for n in (2, 50_000):
+        handles.append(reduce_scatter(torch.empty(n), [torch.ones(n)] * size, async_op=True))
+        handles.append(reduce(torch.ones(n), 1, async_op=True))
     for handle in reversed(handles):
         assert handle.wait() is True
         assert handle.is_completed()
     for handle in handles:
         assert handle.wait() is True
-    assert all(torch.equal(x, torch.full_like(x, 6)) for x in data)
+    assert all(torch.equal(x, torch.full_like(x, sum(range(1, size + 1)))) for x in data)
+
+
+# In messages of every size, and by the backend.
+NUMELS = pytest.mark.parametrize("numel", [1, 1000, 10_000, 100_000, 1_500_000])
+
+
+@NUMELS
+@ranks(2)
+def test_on_two_ranks_floats_are_those_of_torch_to_the_last_bit(numel: int) -> None:
+    generator = torch.Generator().manual_seed(get_rank())
+    for dtype in (torch.float32, torch.float64, torch.half, torch.bfloat16):
+        data = torch.randn(numel, generator=generator).to(dtype)
+        for op, of_torch in (("sum", ReduceOp.SUM), ("product", ReduceOp.PRODUCT), ("min", ReduceOp.MIN)):
+            ours, theirs = data.clone(), data.clone()
+            all_reduce(ours, op)
+            torch_dist.all_reduce(theirs, of_torch)
+            assert torch.equal(ours, theirs), (dtype, op)
+    ours, theirs = data.float(), data.float()
+    all_reduce(ours, "mean")
+    torch_dist.all_reduce(theirs, ReduceOp.AVG)
+    assert torch.equal(ours, theirs)
+
+
+@NUMELS
+@ranks(1, 2, 4)
+def test_tensors_of_all_sizes_are_reduced(numel: int) -> None:
+    size, rank = get_world_size(), get_rank()
+    total = sum(range(1, size + 1))
+    data = torch.arange(numel, dtype=torch.int32) * (rank + 1)
+    entries = [torch.arange(numel, dtype=torch.int32) * (rank + 1) + other for other in range(size)]
+    kept = [x.clone() for x in entries]
+    for async_op in (False, True):
+        for dst in range(size):
+            reduced = data.clone()
+            finish(reduce(reduced, dst, async_op=async_op))
+            assert rank != dst or torch.equal(reduced, torch.arange(numel, dtype=torch.int32) * total)
+        output = torch.empty(numel, dtype=torch.int32)
+        finish(reduce_scatter(output, entries, async_op=async_op))
+        assert torch.equal(output, torch.arange(numel, dtype=torch.int32) * total + rank * size)
+        finish(reduce_scatter(output, entries, "max", async_op=async_op))
+        assert torch.equal(output, torch.arange(numel, dtype=torch.int32) * size + rank)
+    assert all(map(torch.equal, entries, kept))
+    assert_group_works()
+
+
+@ranks(2, 3)
+def test_handles_may_be_dropped() -> None:
+    for numel in (1, 50_000):
+        for _ in range(20):
+            all_reduce(torch.ones(numel), async_op=True)
+    assert_group_works()
 
 
 @ranks(2)

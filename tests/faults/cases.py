@@ -169,6 +169,19 @@ KNOWN_CALLS = {
     "large-and-small": (r"all_reduce\(float32\[40000\], sum\)", r"all_reduce\(float32\[40\], sum\)"),
     "large-broadcast-shape": (r"broadcast\(float32\[50000\], 0\)", r"broadcast\(float32\[40000\], 0\)"),
     "large-root": (r"broadcast\(float32\[40000\], 1\)", r"broadcast\(float32\[40000\], 0\)"),
+    "params": (
+        r"all_reduce_params\(sum, float32\[40003\]\)",
+        r"all_reduce_params\(sum, float32\[40004\]\)",
+    ),
+    "async-shape": (r"all_reduce\(float32\[50000\], sum\)", r"all_reduce\(float32\[40000\], sum\)"),
+    "async-largest-shape": (r"all_reduce\(float32\[1200000\], sum\)", r"all_reduce\(float32\[1100000\], sum\)"),
+    "async-broadcast-shape": (r"broadcast\(float32\[50000\], 1\)", r"broadcast\(float32\[40000\], 1\)"),
+    "large-reduce-shape": (r"reduce\(float32\[50000\], sum, 1\)", r"reduce\(float32\[40000\], sum, 1\)"),
+    "large-reduce-scatter-shape": (
+        r"reduce_scatter\(float32\[30000\], .*\)",
+        r"reduce_scatter\(float32\[25000\], .*\)",
+    ),
+    "reduce-or-broadcast": (r"reduce\(float32\[40000\], sum, 1\)", r"broadcast\(float32\[40000\], 1\)"),
     "reduce-shape": (r"reduce\(float32\[3\], sum, 0\)", r"reduce\(float32\[2\], sum, 0\)"),
     "reduce-root": (r"reduce\(float32\[2\], sum, 1\)", r"reduce\(float32\[2\], sum, 0\)"),
     "reduce-scatter-shape": (r"reduce_scatter\(float32\[3\], .*\)", r"reduce_scatter\(float32\[2\], .*\)"),
@@ -177,12 +190,19 @@ KNOWN_CALLS = {
 }
 
 
-def shows(text: str, case: str) -> bool:
-    """Return whether an error shows a key of `CALLS` or `KNOWN_CALLS`: the calls of all ranks, and their lines."""
+def shows(text: str, case: str, ones: str = "1", others: str = "0[0-9, ]*") -> bool:
+    """Return whether an error shows a key of `CALLS` or `KNOWN_CALLS`: the calls of all ranks, and their lines.
+
+    Args:
+        text: of the error.
+        case: the key.
+        ones: a pattern: the ranks that make the first call.
+        others: a pattern: the other ranks.
+    """
     of_one, of_others = (CALLS | KNOWN_CALLS)[case]
     return all(
         re.search(rf"\n(\[rank\d\]: )?  ranks? {who}: {call} at \S*mismatch\.py:\d+", text)
-        for who, call in (("1", of_one), ("0[0-9, ]*", of_others))
+        for who, call in ((ones, of_one), (others, of_others))
     )
 
 

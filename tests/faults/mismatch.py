@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as torch_dist
@@ -11,6 +11,7 @@ from lockstep.dist import (
     all_gather,
     all_reduce,
     all_reduce_dict,
+    all_reduce_params,
     all_to_all,
     barrier,
     broadcast,
@@ -22,6 +23,7 @@ from lockstep.dist import (
     reduce,
     reduce_scatter,
 )
+from lockstep.dist.transport.handles import Handle
 
 
 def ones(number: int = 40, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -35,6 +37,10 @@ def enter() -> None:
 
 def sum_parts(number: int) -> None:
     reduce_scatter(ones(number), [ones(number)] * get_world_size())
+
+
+def finished(handle: Handle) -> None:
+    handle.wait()
 
 
 def exchange(number: int) -> None:
@@ -74,6 +80,26 @@ CASES = {
     "large-and-small": (lambda: all_reduce(ones(40_000)), lambda: all_reduce(ones())),
     "large-broadcast-shape": (lambda: broadcast(ones(50_000)), lambda: broadcast(ones(40_000))),
     "large-root": (lambda: broadcast(ones(40_000), 1), lambda: broadcast(ones(40_000))),
+    "params": (
+        lambda: all_reduce_params([ones(40_000), ones(3)]),
+        lambda: all_reduce_params([ones(40_000), ones(4)]),
+    ),
+    # Asynchronous ones; the largest are not messages of lockstep's own on any number of ranks.
+    "async-shape": (
+        lambda: finished(all_reduce(ones(50_000), async_op=True)),
+        lambda: finished(all_reduce(ones(40_000), async_op=True)),
+    ),
+    "async-largest-shape": (
+        lambda: finished(all_reduce(ones(1_200_000), async_op=True)),
+        lambda: finished(all_reduce(ones(1_100_000), async_op=True)),
+    ),
+    "async-broadcast-shape": (
+        lambda: finished(broadcast(ones(50_000), 1, async_op=True)),
+        lambda: finished(broadcast(ones(40_000), 1, async_op=True)),
+    ),
+    "large-reduce-shape": (lambda: reduce(ones(50_000), 1), lambda: reduce(ones(40_000), 1)),
+    "large-reduce-scatter-shape": (lambda: sum_parts(30_000), lambda: sum_parts(25_000)),
+    "reduce-or-broadcast": (lambda: reduce(ones(40_000), 1), lambda: broadcast(ones(40_000), 1)),
     "reduce-shape": (lambda: reduce(ones(3)), lambda: reduce(ones(2))),
     "reduce-root": (lambda: reduce(ones(2), 1), lambda: reduce(ones(2))),
     "reduce-scatter-shape": (lambda: sum_parts(3), lambda: sum_parts(2)),
@@ -82,7 +108,14 @@ CASES = {
 }
 
 
-def run(case: str, rounds: int, before: Callable[[], object] = lambda: None, *, knows: bool = False) -> None:
+def run(
+    case: str,
+    rounds: int,
+    before: Callable[[], object] = lambda: None,
+    *,
+    knows: bool = False,
+    who: Sequence[int] = (1,),
+) -> None:
     """Make some rounds of calls, then, after `before`, one that does not match, and end the group.
 
     Args:
@@ -90,6 +123,7 @@ def run(case: str, rounds: int, before: Callable[[], object] = lambda: None, *, 
         rounds: number of rounds.
         before: called before the call that does not match.
         knows: the rounds contain both calls, on every rank.
+        who: the ranks that make the first of them.
     """
     of_one, of_others = CASES[case]
     for number in range(rounds):
@@ -100,5 +134,5 @@ def run(case: str, rounds: int, before: Callable[[], object] = lambda: None, *, 
         if number == 0 and case == "order":
             all_reduce(ones())
     before()
-    (of_one if get_rank() == 1 else of_others)()
+    (of_one if get_rank() in who else of_others)()
     destroy_dist()

@@ -82,11 +82,14 @@ def broadcast(
         src = require_rank("src", src, comm)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("broadcast", STAYS_LOCAL)
-    is_known = check_call("broadcast", comm, data, src)
+    transport = transport_of(comm)
+    check = transport.check_of(data.nbytes)
+    # The messages of a broadcast go one way: a rank that compares would not meet them.
+    check_call("broadcast", comm, data, src, check="if due" if check == "carried" else check)
     if comm.pg is None or data.numel() == 0:
-        return Handle((), comm) if async_op else None
+        return wait_unless_async(Handle((), comm), async_op)
     wire = comm.to_wire(data)
-    handle = transport_of(comm).broadcast_whole(wire, src, is_known=is_known, async_op=async_op)
+    handle = transport.broadcast_whole(wire, src, async_op=async_op)
     if wire is not data and comm.rank != src:
         handle = Handle([handle], comm, lambda: copy_into(data, wire))
     return wait_unless_async(handle, async_op)

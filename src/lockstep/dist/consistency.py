@@ -17,6 +17,7 @@ from lockstep.dist.header import (
     report_failure,
     require_no_failure,
 )
+from lockstep.dist.transport.backend import Check
 from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.watch.failures import mismatch
 from lockstep.dist.watch.watch import start_watch
@@ -80,7 +81,7 @@ def check_mode() -> CheckMode:
     return _mode
 
 
-def check_call(name: str, comm: Comm, *arguments: object, carries: bool = False) -> bool:
+def check_call(name: str, comm: Comm, *arguments: object, check: Check = "if due") -> None:
     """Record this call, and compare it with those of all ranks, if it is due.
 
     Whether it is due depends on what is the same on all ranks of a correct program alone: the number of the call, and
@@ -90,26 +91,22 @@ def check_call(name: str, comm: Comm, *arguments: object, carries: bool = False)
         name: name of the function.
         comm: the group.
         *arguments: those that must be the same on all ranks; of tensors, this is dtype and shape.
-        carries: the call's own messages make every comparison, on all ranks.
-
-    **Returns**: whether the calls are known to be the same, and no further check is needed.
+        check: when it is compared; the transport knows.
 
     **Raises**: CollectiveMismatchError, on every rank.
     """
     calls = comm.calls
     if calls is None:
-        return True
+        return
     if calls.failure is not None:
         raise mismatch(comm)
     if not calls.number:
         start_watch()
     is_new = calls.add(name, arguments)
-    if carries:
-        return True
-    if not is_new and _mode != "always" and not _is_due(calls.number):
-        return False
-    _compare(comm)
-    return True
+    if check == "carried":
+        return
+    if check == "before" or is_new or _mode == "always" or _is_due(calls.number):
+        _compare(comm)
 
 
 def report_refusals(name: str, comm: Comm) -> AbstractContextManager[None]:

@@ -29,8 +29,8 @@ from lockstep.dist.header import (
     require_no_failure,
 )
 from lockstep.dist.objects import all_gather_packed, broadcast_packed
-from lockstep.dist.reduce import all_reduce
-from lockstep.dist.reduce_ops import OpLike, OpName, combine_in_place, op_name, reduction
+from lockstep.dist.reduce import check_of, start_reduction
+from lockstep.dist.reduce_ops import OpLike, OpName, combine, op_name, reduction
 from lockstep.dist.transport.memory import bytes_of
 from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
@@ -208,17 +208,10 @@ def all_reduce_params(
         warn_of_lost_gradients("all_reduce_params", STAYS_LOCAL)
     limit_bytes = sys.maxsize if bucket_size_mb <= 0 else int(bucket_size_mb * _MIB)
     alone_from = min(_ALONE_MIN_BYTES, limit_bytes) if coalesce else 0
-    handles = [all_reduce(x, name, comm.pg, async_op=True) for x in tensors if x.nbytes >= alone_from]
     buckets = _buckets([x for x in tensors if x.nbytes < alone_from], limit_bytes)
     uniform = [len({x.shape for x in bucket}) == 1 for bucket in buckets]
     flats = [_join(bucket, alike) for bucket, alike in zip(buckets, uniform, strict=True)]
-    handles += [all_reduce(flat, name, comm.pg, async_op=True) for flat in flats]
-    refusal: ValueError | None = None
-    for handle in handles:
-        try:
-            handle.wait()
-        except ValueError as error:  # the mean of these integers; the other reductions are in flight anyway
-            refusal = refusal or error
+    refusal = _reduce_together([x for x in tensors if x.nbytes >= alone_from] + flats, name, comm)
     with torch.no_grad():
         for bucket, flat, alike in zip(buckets, flats, uniform, strict=True):
             for tensor, reduced in zip(bucket, _part(flat, bucket, alike), strict=True):
@@ -270,6 +263,32 @@ def _listed(params: Any) -> list[Tensor]:
     if isinstance(params, str) or not isinstance(params, Iterable):
         raise TypeError(f"`params` must be tensors, but is {type(params).__name__}. Of a module: module.parameters()")
     return list({id(tensor): tensor for tensor in params}.values())  # a tensor that occurs twice is reduced once
+
+
+def _reduce_together(tensors: Sequence[Tensor], name: OpName, comm: Comm) -> ValueError | None:
+    """Reduce tensors in place, all in flight at once, as one call of `all_reduce_params` that is compared once.
+
+    **Returns**: the first error for integers without a whole mean; the other tensors are reduced nevertheless.
+    """
+    plans = [reduction(name, x.dtype) for x in tensors]
+    checks = {check_of([x], plan, comm) for x, plan in zip(tensors, plans, strict=True)}
+    is_carried = len(tensors) == 1 and checks == {"carried"}
+    check_call(
+        "all_reduce_params", comm, name, *tensors,
+        check="carried" if is_carried else "before" if "before" in checks else "if due",
+    )  # fmt: skip
+    last = len(tensors) - 1  # it needs no handle
+    handles = [
+        start_reduction(x, None, plan, comm, async_op=index < last)
+        for index, (x, plan) in enumerate(zip(tensors, plans, strict=True))
+    ]
+    refusal: ValueError | None = None
+    for handle in handles:
+        try:
+            handle.wait()
+        except ValueError as error:
+            refusal = refusal or error
+    return refusal
 
 
 def _as_leaf(reduced: Tensor, leaf: Any) -> Any:
@@ -356,8 +375,8 @@ def _reduce_leaves(
         joined.append(_join([x if x.device == device else x.to(device) for x in members], bundle.is_uniform))
     headers = None if comm.pg is None else _exchange_structures(plan, joined, structure, comm)
     if headers is None or not plan.is_inline:
-        for one in joined:
-            all_reduce(one, name, comm.pg)
+        for bundle, one in zip(plan.bundles, joined, strict=True):  # the headers have compared the calls
+            start_reduction(one, None, reduction(name, bundle.dtype), comm, async_op=False).wait()
             transport_of(comm).keep_alive(one)
     else:
         joined = [
@@ -399,12 +418,8 @@ def _reduce_inline(headers: Sequence[bytes], bundle: _Bundle, name: OpName, comm
         for header in headers
     ]
     wires = parts if plan.encode is None else [plan.encode(one) for one in parts]
-    total = wires[0]
-    for wire in wires[1:]:
-        combine_in_place(total, wire, plan.wire_op)
-    if plan.wire_op == "mean":
-        total.div_(comm.size)
-    return parts[0] if plan.decode is None else plan.decode(total, comm.size)
+    combine(wires, plan.wire_op, wires[0])
+    return parts[0] if plan.decode is None else plan.decode(wires[0], comm.size)
 
 
 @torch.no_grad()

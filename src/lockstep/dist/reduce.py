@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ReduceOptions, ReduceScatterOptions, Work
 
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call, report_refusals
@@ -26,12 +24,11 @@ from lockstep.dist.gradients import (
 )
 from lockstep.dist.groups import Comm, GroupLike, resolve
 from lockstep.dist.header import report_failure
-from lockstep.dist.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine_in_place, op_name, reduction
-from lockstep.dist.transport.backend import options
+from lockstep.dist.reduce_ops import BIT_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
+from lockstep.dist.transport.backend import Check
 from lockstep.dist.transport.handles import Handle, wait_unless_async
 from lockstep.dist.transport.memory import as_bytes
 from lockstep.dist.transport.pairs import transport_of
-from lockstep.dist.transport.small import ROOMS
 from lockstep.dist.validate import (
     NOT_GIVEN,
     either,
@@ -217,41 +214,33 @@ def _reduce_to(
     data: Tensor, dst: int | None, name: OpName, plan: Reduction, comm: Comm, async_op: bool
 ) -> Handle | None:
     """Reduce into rank `dst`'s data, or into every rank's if `dst` is None."""
-    transport = transport_of(comm)
-    pg, room = comm.pg, None
-    if dst is not None:
-        is_known = check_call("reduce", comm, data, name, dst)
+    check = check_of([data], plan, comm)
+    if dst is None:
+        check_call("all_reduce", comm, data, name, check=check)
     else:
-        # Encoded, an element has at most 16 bytes.
-        room = transport.room_for(data.nbytes if plan.encode is None else 16 * data.numel())
-        is_known = check_call("all_reduce", comm, data, name, carries=room == ROOMS[0])
-    if pg is None:
+        check_call("reduce", comm, data, name, dst, check=check)
+    return wait_unless_async(start_reduction(data, dst, plan, comm, async_op), async_op)
+
+
+def check_of(data: Sequence[Tensor], plan: Reduction, comm: Comm) -> Check:
+    """Return when the call that reduces these tensors at once is compared."""
+    # Encoded, an element has at most 16 bytes.
+    return transport_of(comm).check_of(sum(x.nbytes if plan.encode is None else 16 * x.numel() for x in data))
+
+
+def start_reduction(data: Tensor, dst: int | None, plan: Reduction, comm: Comm, async_op: bool) -> Handle:
+    """Do what `_reduce_to` does, after the check; without `async_op`, this may block."""
+    if comm.pg is None:
         _alone(data, plan)
-        return Handle((), comm) if async_op else None
-    is_plain = _is_plain(data, plan, comm)
-    if room is not None and is_plain and not async_op:
-        transport.small.reduce(pg, data, plan.wire_op, room)
-        return None
+        return Handle((), comm)
+    transport = transport_of(comm)
+    if not async_op and _is_plain(data, plan, comm):
+        return transport.reduce(data, dst, plan.wire_op, async_op=False)
 
     def start(travelling: Tensor, wire_op: OpName) -> Handle:
-        if room is not None:
-            return transport.small.start_reduce(pg, travelling, wire_op, room)
+        return transport.reduce(travelling, dst, wire_op, async_op=async_op)
 
-        def start_theirs() -> Work:
-            if dst is None:
-                return pg.allreduce([travelling], _options(AllreduceOptions, wire_op, "asyncOp", async_op))
-            return pg.reduce([travelling], _options(ReduceOptions, wire_op, "rootRank", dst))
-
-        return transport.start(start_theirs, is_known=is_known, async_op=async_op)
-
-    if not async_op and is_plain:
-        return wait_unless_async(start(data, plan.wire_op), async_op)
-    return wait_unless_async(_reduce(data, plan, comm, start, keeps=dst in (None, comm.rank)), async_op)
-
-
-@cache  # by the name of the operation, whose hash costs a tenth of that of torch's
-def _options(kind: type, op: OpName, field: str, value: object) -> Any:
-    return options(kind, reduceOp=TORCH_OPS[op], **{field: value})
+    return _reduce(data, plan, comm, start, keeps=dst in (None, comm.rank))
 
 
 @overload
@@ -358,35 +347,31 @@ def _reduce_scatter(
     comm: Comm,
     async_op: bool = False,
 ) -> Handle:
-    is_known = check_call("reduce_scatter", comm, *input_list, name)
+    check_call("reduce_scatter", comm, *input_list, name, check=check_of(input_list, plan, comm))
     if comm.pg is None:
         copy_into(output, input_list[0])
         _alone(output, plan)
         return Handle((), comm)
     shape = input_list[0].shape
     if plan.wire_op in comm.missing_ops or any(entry.shape != shape for entry in input_list):
-        return _reduce_to_each(output, input_list, name, plan, comm)
-    pg = comm.pg
+        return _reduce_to_each(output, input_list, plan, comm)
     is_plain = all(_is_plain(x, plan, comm) for x in (output, *input_list))
     wires = list(input_list) if is_plain else [comm.to_wire(entry) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
 
     def start(received: Tensor, wire_op: OpName) -> Handle:
-        chosen = options(ReduceScatterOptions, reduceOp=TORCH_OPS[wire_op])
-        return transport_of(comm).start(
-            lambda: pg.reduce_scatter([received], [travelling], chosen), is_known=is_known, async_op=async_op
-        )
+        return transport_of(comm).reduce_scatter(received, travelling, wire_op, async_op=async_op)
 
     if is_plain:
         return start(output, plan.wire_op)
     return _reduce(output, plan, comm, start, keeps=True)
 
 
-def _reduce_to_each(output: Tensor, input_list: Sequence[Tensor], name: OpName, plan: Reduction, comm: Comm) -> Handle:
+def _reduce_to_each(output: Tensor, input_list: Sequence[Tensor], plan: Reduction, comm: Comm) -> Handle:
     """Run one reduction to each rank, all in flight at once, since the entries differ in shape."""
     copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in input_list]
-    handles = [_reduce_to(x, dst, name, plan, comm, async_op=True) for dst, x in enumerate(copies)]
-    return Handle([x for x in handles if x is not None], comm, lambda: copy_into(output, copies[comm.rank]))
+    handles = [start_reduction(x, dst, plan, comm, async_op=True) for dst, x in enumerate(copies)]
+    return Handle(handles, comm, lambda: copy_into(output, copies[comm.rank]))
 
 
 def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:
@@ -477,9 +462,7 @@ def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction
     work = comm.pg.allgather([parts], [travelling])
 
     def finish() -> None:
-        travelling.copy_(parts[0])
-        for part in parts[1:]:
-            combine_in_place(travelling, part, plan.wire_op)
+        combine(parts, plan.wire_op, travelling)
         _deliver(data, wire, travelling, plan, comm)
 
     return Handle([work], comm, finish)

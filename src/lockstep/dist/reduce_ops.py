@@ -7,7 +7,7 @@ and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, TypeAlias
@@ -73,14 +73,21 @@ def op_name(op: object) -> OpName:
     raise ValueError(f"`op` must be one of {', '.join(_OPS)} (or avg, prod, torch's ReduceOp), but is {op!r}")
 
 
-def combine_in_place(total: Tensor, other: Tensor, wire_op: OpName) -> None:
-    """Combine two encoded tensors as a backend does, into the first."""
-    combine(total, other, wire_op, total)
+def combine(parts: Sequence[Tensor], wire_op: OpName, total: Tensor) -> None:
+    """Combine the encoded tensors of all ranks as a backend does, in their order.
 
-
-def combine(first: Tensor, second: Tensor, wire_op: OpName, total: Tensor) -> None:
-    """Combine two encoded tensors as a backend does, into a third one, which may be one of them."""
-    _OPS[wire_op][1](first, second, out=total)
+    Args:
+        parts: a tensor of each rank.
+        wire_op: the operation, never an alias.
+        total: the result; may be one of the first two.
+    """
+    result, function = parts[0], _OPS[wire_op][1]
+    for part in parts[1:]:
+        result = function(result, part, out=total)
+    if len(parts) == 1:
+        total.copy_(result)
+    if wire_op == "mean":
+        total.div_(len(parts))
 
 
 @cache

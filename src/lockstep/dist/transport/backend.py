@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,12 +15,15 @@ from torch.distributed import (
     GatherOptions,
     ProcessGroup,
     ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
     ScatterOptions,
     Work,
 )
 
 from lockstep.device import copy_into
 from lockstep.dist.groups import Comm
+from lockstep.dist.reduce_ops import TORCH_OPS, OpName
 from lockstep.dist.transport.handles import Handle, PairwiseHandle, wait_for
 from lockstep.dist.transport.memory import HeaderBuffers, HeaderMemory, as_native, copy_all
 from lockstep.dist.transport.small import SmallMessages
@@ -32,6 +35,10 @@ SEGMENT_TAG = 0x10C5  # `small` has more
 _ALL_GATHER_SINGLE = "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
 
 _KEPT_BYTES = 2**16
+
+# When a call is compared with those of the other ranks: its messages do it, which are those of a comparison; only if
+# the mode says so; always, before it begins.
+Check: TypeAlias = Literal["carried", "if due", "before"]
 
 
 class Transport:
@@ -104,23 +111,9 @@ class Transport:
             return self.small.compare(self.pg)
         digest = 0 if self.comm.calls is None else self.comm.calls.digest
         digests = torch.tensor([digest, ~digest], device=self.comm.comm_device)
-        wait_for(self.pg.allreduce([digests], options(AllreduceOptions, reduceOp=ReduceOp.MAX)), self.comm)
+        wait_for(self.pg.allreduce([digests], _options(AllreduceOptions, reduceOp=ReduceOp.MAX)), self.comm)
         highest, lowest = digests.tolist()
         return bool(highest == ~lowest)
-
-    def room_for(self, nbytes: int) -> int | None:
-        """Return the size of the small messages that carry so many bytes of each rank; None if they don't."""
-        return None
-
-    def start(self, collective: Callable[[], Work], *, is_known: bool, async_op: bool) -> Handle:
-        """Start a collective of the backend.
-
-        Args:
-            collective: starts it.
-            is_known: the ranks are known to have made the same calls.
-            async_op: return at once.
-        """
-        return Handle([collective()], self.comm)
 
     def _stamp(self, memory: HeaderMemory) -> int:
         calls = self.comm.calls
@@ -138,14 +131,14 @@ class Transport:
 
     def _gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
         outputs = [buffers.parts] if self.comm.rank == dst else []
-        self._move(buffers, self.pg.gather, outputs, [buffers.own_staged], options(GatherOptions, rootRank=dst))
+        self._move(buffers, self.pg.gather, outputs, [buffers.own_staged], _options(GatherOptions, rootRank=dst))
 
     def _scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
         inputs = [buffers.parts] if self.comm.rank == src else []
-        self._move(buffers, self.pg.scatter, [buffers.own_staged], inputs, options(ScatterOptions, rootRank=src))
+        self._move(buffers, self.pg.scatter, [buffers.own_staged], inputs, _options(ScatterOptions, rootRank=src))
 
     def _broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
-        chosen = options(BroadcastOptions, rootRank=src, asyncOp=False)
+        chosen = _options(BroadcastOptions, rootRank=src, asyncOp=False)
         self._move(buffers, self.pg.broadcast, [buffers.own_staged], chosen)
 
     def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
@@ -182,9 +175,30 @@ class Transport:
         """Give every rank `src`'s segments, in place."""
         return Handle([self._broadcast(segment, src, async_op=True) for segment in segments], self.comm)
 
-    def broadcast_whole(self, data: Tensor, src: int, *, is_known: bool, async_op: bool) -> Handle:
-        """Give every rank `src`'s tensor, in place; `start` has the arguments."""
-        return self.start(lambda: self._broadcast(data, src, async_op=async_op), is_known=is_known, async_op=async_op)
+    def check_of(self, nbytes: int) -> Check:
+        """Return when the calls of `reduce`, `reduce_scatter` and `broadcast_whole` with so many bytes are compared."""
+        return "if due"
+
+    def reduce(self, data: Tensor, dst: int | None, op: OpName, *, async_op: bool) -> Handle:
+        """Reduce a contiguous tensor in place, into rank `dst`'s, or into every rank's if that is None.
+
+        This, `reduce_scatter` and `broadcast_whole` expect that `check_call` has done what `check_of` says. Without
+        `async_op`, they may block.
+        """
+        if dst is None:
+            work = self.pg.allreduce([data], _of_op(AllreduceOptions, op, asyncOp=async_op))
+        else:
+            work = self.pg.reduce([data], _of_op(ReduceOptions, op, rootRank=dst))
+        return Handle([work], self.comm)
+
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], op: OpName, *, async_op: bool) -> Handle:
+        """Reduce the i-th tensors of all ranks, all of one shape and contiguous, into rank i's output."""
+        work = self.pg.reduce_scatter([output], [inputs], _of_op(ReduceScatterOptions, op))
+        return Handle([work], self.comm)
+
+    def broadcast_whole(self, data: Tensor, src: int, *, async_op: bool) -> Handle:
+        """Give every rank `src`'s contiguous tensor, in place."""
+        return Handle([self._broadcast(data, src, async_op=async_op)], self.comm)
 
     def send(self, segments: Sequence[Tensor], dst: int) -> Handle:
         """Send segments to rank `dst`, which calls `receive` with the same sizes."""
@@ -195,7 +209,7 @@ class Transport:
         return self._send_and_receive([(segment, src) for segment in segments], [])
 
     def _broadcast(self, data: Tensor, src: int, *, async_op: bool) -> Work:
-        return self.pg.broadcast([as_native(data)], options(BroadcastOptions, rootRank=src, asyncOp=async_op))
+        return self.pg.broadcast([as_native(data)], _options(BroadcastOptions, rootRank=src, asyncOp=async_op))
 
     def _move(self, buffers: HeaderBuffers, collective: Callable[..., Work], *arguments: object) -> None:
         """Move headers by one of the backend's collectives; `arguments` refer to the memory on the group's device."""
@@ -216,9 +230,14 @@ class Transport:
 
 
 @cache
-def options(kind: type, **fields: object) -> Any:
+def _options(kind: type, **fields: object) -> Any:
     """Return the options of one of torch's collectives, such as `BroadcastOptions`, with some fields set."""
     made = kind()
     for name, value in fields.items():
         setattr(made, name, value)
     return made
+
+
+@cache  # by the name of the operation, whose hash costs a tenth of that of torch's
+def _of_op(kind: type, op: OpName, **fields: object) -> Any:
+    return _options(kind, reduceOp=TORCH_OPS[op], **fields)

@@ -14,6 +14,8 @@ from lockstep.dist.groups import Comm
 from lockstep.dist.watch.failures import timeout_error, translate_error
 from lockstep.errors import CollectiveMismatchError
 
+_MOST_IN_FLIGHT = 128
+
 
 class Handle:
     """A collective in flight. `wait` completes it, including the copy back to the caller's device and dtype."""
@@ -87,6 +89,37 @@ class PairwiseHandle(Handle):
             outcome.set_result(self._complete())
         except Exception as error:
             outcome.set_exception(error)
+
+
+class InFlight:
+    """Keeps handles of sends and receives: gloo needs their memory also where the caller has dropped the handle."""
+
+    def __init__(self) -> None:
+        self._handles: dict[Handle, None] = {}
+
+    def started(self, works: Sequence[Work], comm: Comm, finish: Callable[[], None] | None = None) -> Handle:
+        """Return a handle, which is kept until its end."""
+
+        def end() -> None:
+            try:
+                if finish is not None:
+                    finish()
+            finally:
+                self.drop(handle)
+
+        handle = PairwiseHandle(works, comm, end)
+        self.keep(handle)
+        return handle
+
+    def keep(self, handle: Handle) -> None:
+        """Keep a handle until `drop`."""
+        if len(self._handles) >= _MOST_IN_FLIGHT:
+            next(iter(self._handles)).wait()
+        self._handles[handle] = None
+
+    def drop(self, handle: Handle) -> None:
+        """Keep a handle no more."""
+        self._handles.pop(handle, None)
 
 
 def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:

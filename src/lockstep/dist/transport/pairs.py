@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 from lockstep.device import copy_into
 from lockstep.dist.groups import SOLO, Comm
-from lockstep.dist.transport.backend import SEGMENT_TAG, Transport
+from lockstep.dist.reduce_ops import OpName
+from lockstep.dist.transport.backend import SEGMENT_TAG, Check, Transport
 from lockstep.dist.transport.handles import Handle, wait_for_all
 from lockstep.dist.transport.memory import HeaderBuffers, as_native, copy_all, is_plain_memory
-from lockstep.dist.transport.small import TAG_BITS, room_for
+from lockstep.dist.transport.small import ROOMS, TAG_BITS, room_for
+from lockstep.dist.transport.two import MOST_BYTES, TwoRanks
 from lockstep.dist.watch.failures import translate_error
 
 # gloo matches sends and receives between two ranks by tag, in order. Messages of different sizes have different tags,
-# because gloo aborts the process where a message is longer than expected; `small` has the next ones.
+# because gloo aborts the process where a message is longer than expected; `small` and `two` have the next ones.
 _HEADER_TAG = 0x10C4
 
 
@@ -30,29 +32,54 @@ class PairwiseCpu(Transport):
     accelerators, which run messages in order, pairs of sends and receives could block each other.
     """
 
-    def room_for(self, nbytes: int) -> int | None:
-        """See `Transport`."""
-        return room_for(nbytes, self.comm.size)
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm)
+        self._two = TwoRanks(comm, self.small.in_flight)
 
-    def start(self, collective: Callable[[], Work], *, is_known: bool, async_op: bool) -> Handle:
-        """See `Transport`. gloo ends the process where a message is longer than expected, so calls are compared first.
+    def check_of(self, nbytes: int) -> Check:
+        """See `Transport`. gloo ends the process where a message is longer than expected.
 
-        With `async_op`, the comparison does not wait, and only finds wrong numbers.
+        What is not sent in messages of lockstep's own is therefore compared before, whatever the mode.
         """
-        if is_known or self.comm.size == 1:
-            return Handle([collective()], self.comm)
-        check = self.small.start_check(self.pg)
-        if async_op:
-            return Handle([check, collective()], self.comm)
-        check.wait()
-        return Handle([collective()], self.comm)
+        room = room_for(nbytes, self.comm.size)
+        if room == ROOMS[0]:
+            return "carried"
+        return "if due" if room is not None or self.comm.size == 1 or self._suits_two(nbytes) else "before"
 
-    def broadcast_whole(self, data: Tensor, src: int, *, is_known: bool, async_op: bool) -> Handle:
+    def reduce(self, data: Tensor, dst: int | None, op: OpName, *, async_op: bool) -> Handle:
         """See `Transport`."""
-        room = self.room_for(data.nbytes)
-        if room is None:
-            return super().broadcast_whole(data, src, is_known=is_known, async_op=async_op)
-        return self.small.start_broadcast(self.pg, data, src, room)
+        room = room_for(data.nbytes, self.comm.size)
+        if room is not None and async_op:
+            return self.small.start_reduce(self.pg, data, op, room)
+        if room is not None:
+            self.small.reduce(self.pg, data, op, room)  # also into one rank's: the others learn whether all agree
+            return Handle((), self.comm)
+        if self._suits_two(data.nbytes):
+            return self._two.reduce(self.pg, data, dst, op)
+        return super().reduce(data, dst, op, async_op=async_op)
+
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], op: OpName, *, async_op: bool) -> Handle:
+        """See `Transport`."""
+        nbytes = len(inputs) * output.nbytes
+        if room_for(nbytes, self.comm.size) is not None:
+            joined = torch.stack(inputs)
+            handle = self.reduce(joined, None, op, async_op=async_op)
+            return Handle([handle], self.comm, lambda: copy_into(output, joined[self.comm.rank]))
+        if self._suits_two(nbytes):
+            return self._two.reduce_scatter(self.pg, output, inputs, op)
+        return super().reduce_scatter(output, inputs, op, async_op=async_op)
+
+    def broadcast_whole(self, data: Tensor, src: int, *, async_op: bool) -> Handle:
+        """See `Transport`."""
+        room = room_for(data.nbytes, self.comm.size)
+        if room is not None:
+            return self.small.start_broadcast(self.pg, data, src, room)
+        if self._suits_two(data.nbytes):
+            return self._two.broadcast(self.pg, data, src)
+        return super().broadcast_whole(data, src, async_op=async_op)
+
+    def _suits_two(self, nbytes: int) -> bool:
+        return self.comm.size == 2 and nbytes <= MOST_BYTES
 
     def _all_gather_headers(self, buffers: HeaderBuffers) -> None:
         buffers.copy_own()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -17,24 +16,24 @@ from torch.distributed import ProcessGroup, Work
 
 from lockstep.dist.groups import Comm
 from lockstep.dist.reduce_ops import OpName, combine
-from lockstep.dist.transport.handles import Handle, PairwiseHandle, wait_for_all
+from lockstep.dist.transport.handles import Handle, InFlight, PairwiseHandle, wait_for_all
 from lockstep.dist.transport.memory import memmove
 from lockstep.dist.watch.failures import mismatch, translate_error
 from lockstep.dist.watch.watch import interrupt
 from lockstep.errors import CollectiveMismatchError, DistError
 
-# From a rank: the digest of its calls, and their number. From the first rank: the lowest and the highest digest.
+# From a rank: the digest of its calls, and the number of its message. From the first rank: the lowest and the highest
+# digest.
 _HEAD = struct.Struct("<2q")
 HEAD_BYTES = _HEAD.size
 # Sizes of messages, and how many bytes of them the first rank takes in one collective at most.
 ROOMS = (512, 4096, 65536)
 _MOST_BYTES = 2**20
-_MOST_IN_FLIGHT = 128
 # Tags of gloo's sends and receives: 31 bits, of which the upper ones are free.
 TAG_BITS = 16
 _REDUCE_TAGS = {512: 0x10C6, 4096: 0x10C8, 65536: 0x10C9}
 _BROADCAST_TAGS = {512: 0x10CA, 4096: 0x10CB, 65536: 0x10CC}
-_ANSWER_TAG, _NEXT_TAG = 0x10CD, 0x10CE
+_ANSWER_TAG = 0x10CD
 
 
 class Message:
@@ -80,9 +79,10 @@ class Exchange:
     Attributes:
         comm: the group.
         collects: whether this is the first rank, which answers the others.
+        number: number of this use, by which this rank knows the answer to it.
     """
 
-    __slots__ = ("_digest", "_number", "_own", "_peers", "_received", "_tag", "_works", "collects", "comm")
+    __slots__ = ("_digest", "_own", "_peers", "_received", "_tag", "_works", "collects", "comm", "number")
 
     def __init__(self, comm: Comm, room: int) -> None:
         self.comm, self._tag = comm, _REDUCE_TAGS[room]
@@ -90,25 +90,24 @@ class Exchange:
         self._peers = [1 - comm.rank] if comm.size == 2 else list(range(1, comm.size)) if self.collects else [0]
         self._own = Message(room)
         self._received = [Message(room) for _ in self._peers]
-        self._digest = self._number = 0
+        self._digest = self.number = 0
         self._works: list[Work] = []
 
     def start(self, pg: ProcessGroup, data: Tensor | None = None) -> None:
         """Start it; `data` is contiguous."""
         comm = self.comm
-        calls = comm.calls
-        if calls is not None:
-            self._digest, self._number = calls.digest, calls.number
+        if comm.calls is not None:
+            self._digest = comm.calls.digest
         try:
             if self.collects:
                 pairs = zip(self._received, self._peers, strict=True)
                 self._works = [pg.recv(message.tensors, peer, self._tag) for message, peer in pairs]
                 return
             own, peer = self._own, self._peers[0]
-            _HEAD.pack_into(own.memory, 0, self._digest, self._number)
+            _HEAD.pack_into(own.memory, 0, self._digest, self.number)
             if data is not None:
                 memmove(own.address, data.data_ptr(), data.nbytes)
-            tag = self._tag if comm.size == 2 else _answer_tag(self._number)
+            tag = self._tag if comm.size == 2 else _answer_tag(self.number)
             self._works = [pg.recv(self._received[0].tensors, peer, tag), pg.send(own.tensors, peer, self._tag)]
         except RuntimeError as error:  # gloo refuses to send to a rank that it knows to be gone
             self._fail_together()
@@ -132,7 +131,7 @@ class Exchange:
             if agrees and data is not None:
                 received = first.view_like(data)
                 pair = (data, received) if self.comm.rank == 0 else (received, data)
-                self._combine(pair, received, op)
+                combine(pair, op, received)  # into memory that is not being sent
         if agrees and data is not None:
             memmove(data.data_ptr(), first.address, data.nbytes)
         return agrees
@@ -145,7 +144,7 @@ class Exchange:
         low, high = min(digests), max(digests)
         if low == high and data is not None:
             parts = [data, *(message.view_like(data) for message in self._received)]
-            self._combine(parts, parts[1], op)
+            combine(parts, op, parts[1])
             memmove(data.data_ptr(), first.address, data.nbytes)
         _HEAD.pack_into(first.memory, 0, low, high)
         pg = self.comm.pg
@@ -165,26 +164,22 @@ class Exchange:
         if self.collects:
             interrupt(self.comm)  # the others wait for this rank
 
-    def _combine(self, parts: Sequence[Tensor], total: Tensor, op: OpName) -> None:
-        """Combine the ranks' parts, in order, into memory that is not being sent."""
-        combine(parts[0], parts[1], op, total)
-        for part in parts[2:]:
-            combine(total, part, op, total)
-        if op == "mean":
-            total.div_(self.comm.size)
-
 
 class SmallMessages:
     """The small messages of one group, and the memory for them, which calls use again.
 
     The ranks of the group must communicate on the CPU.
+
+    Attributes:
+        in_flight: the handles of its messages.
     """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._exchanges: dict[int, list[Exchange]] = {room: [] for room in ROOMS}
-        self._messages: dict[int, list[Message]] = {room: [] for room in (HEAD_BYTES, *ROOMS)}
-        self._in_flight: dict[Handle, None] = {}
+        self._messages: dict[int, list[Message]] = {room: [] for room in ROOMS}
+        self._exchanged = 0
+        self.in_flight = InFlight()
 
     def compare(self, pg: ProcessGroup) -> bool:
         """Return whether all ranks have made the same calls; all get the same answer. **Collective**."""
@@ -227,39 +222,8 @@ class SmallMessages:
                     raise mismatch(comm)
                 memmove(data.data_ptr(), message.address, data.nbytes)
             free.append(message)
-            self.drop(handle)
 
-        handle = PairwiseHandle(works, comm, finish)
-        self.keep(handle)
-        return handle
-
-    def start_check(self, pg: ProcessGroup) -> Handle:
-        """Compare the digests of this rank and the one before it; `wait` raises if they differ.
-
-        This costs one message on any number of ranks. It goes before a collective of the backend in which a rank
-        receives from the one before it: none then receives from a rank that makes another call.
-        """
-        comm, free = self._comm, self._messages[HEAD_BYTES]
-        own, other = (free.pop() if free else Message(HEAD_BYTES) for _ in range(2))
-        digest = 0 if comm.calls is None else comm.calls.digest
-        _HEAD.pack_into(own.memory, 0, digest, 0)
-        try:
-            works = [
-                pg.recv(other.tensors, (comm.rank - 1) % comm.size, _NEXT_TAG),
-                pg.send(own.tensors, (comm.rank + 1) % comm.size, _NEXT_TAG),
-            ]
-        except RuntimeError as error:
-            raise translate_error(error, comm) from error
-
-        def finish() -> None:
-            if _HEAD.unpack_from(other.memory)[0] != digest:
-                raise mismatch(comm)
-            free.extend((own, other))
-            self.drop(handle)
-
-        handle = PairwiseHandle(works, comm, finish)
-        self.keep(handle)
-        return handle
+        return self.in_flight.started(works, comm, finish)
 
     def _exchange(self, pg: ProcessGroup, room: int, data: Tensor | None, op: OpName) -> bool:
         exchange = self.take(room)
@@ -271,21 +235,14 @@ class SmallMessages:
     def take(self, room: int) -> Exchange:
         """Return an exchange that is not in use."""
         free = self._exchanges[room]
-        return free.pop() if free else Exchange(self._comm, room)
+        exchange = free.pop() if free else Exchange(self._comm, room)
+        self._exchanged += 1
+        exchange.number = self._exchanged
+        return exchange
 
     def give_back(self, exchange: Exchange, room: int) -> None:
         """Let others use an exchange."""
         self._exchanges[room].append(exchange)
-
-    def keep(self, handle: Handle) -> None:
-        """Keep a handle until `drop`: gloo's messages need their memory also where the caller has dropped it."""
-        if len(self._in_flight) >= _MOST_IN_FLIGHT:
-            next(iter(self._in_flight)).wait()
-        self._in_flight[handle] = None
-
-    def drop(self, handle: Handle) -> None:
-        """Keep a handle no more."""
-        self._in_flight.pop(handle, None)
 
 
 class _SmallReduction(PairwiseHandle):
@@ -298,7 +255,7 @@ class _SmallReduction(PairwiseHandle):
         super().__init__((), self._exchange.comm)
         self._small, self._data, self._op, self._room = small, data, op, room
         self._error: CollectiveMismatchError | None = None
-        small.keep(self)
+        small.in_flight.keep(self)
         self._exchange.start(pg, data)
         if self._exchange.collects:
             self.is_completed()  # a thread answers the others, who may wait before this rank does
@@ -316,7 +273,7 @@ class _SmallReduction(PairwiseHandle):
             agrees = exchange.finish(self._data, self._op)
             self._exchange = None
             self._small.give_back(exchange, self._room)
-            self._small.drop(self)
+            self._small.in_flight.drop(self)
             if not agrees:
                 self._error = mismatch(self._comm, all_know=True)
         return True
@@ -324,14 +281,12 @@ class _SmallReduction(PairwiseHandle):
 
 def room_for(nbytes: int, size: int) -> int | None:
     """Return the size of the messages that carry so many bytes of each rank of a group; None if they don't."""
-    if size == 1:
-        return None
     for room in ROOMS:
         if nbytes <= room - HEAD_BYTES:
-            return room if room == ROOMS[0] or room * size <= _MOST_BYTES else None
+            return room if size > 1 and (room == ROOMS[0] or room * size <= _MOST_BYTES) else None
     return None
 
 
 def _answer_tag(number: int) -> int:
-    # The first rank may answer several calls in flight in any order.
+    # The first rank may answer several messages of a rank in any order.
     return _ANSWER_TAG | (number & 0x7FFF) << TAG_BITS
