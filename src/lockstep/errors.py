@@ -24,7 +24,7 @@ names the rank on which it occurred.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 from typing import TypeVar
@@ -188,6 +188,43 @@ def _only_end_alike(one: str, other: str) -> bool:
         pairs = [(words[0], others[0]), ("".join(words[:-1]), "".join(others[:-1]))]
         return all(SequenceMatcher(None, *pair).ratio() < _CLOSE for pair in pairs)
     return False
+
+
+def wrong_type(name: str, wanted: str, value: object) -> TypeError:
+    """Return the error for an argument of a wrong type."""
+    return TypeError(f"`{name}` must be {wanted}, but is {value!r} of type {type(value).__name__}")
+
+
+def require_known(name: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Check the keys of a dict that is an argument.
+
+    Raises:
+        ConfigError: a key is not known; the nearest one is suggested.
+    """
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"`{name}` has the unknown key {key!r}{did_you_mean(str(key), known)}")
+
+
+def require_count(name: str, value: object) -> None:
+    """Check an argument that is a number of things.
+
+    Raises:
+        ConfigError: it is not an int of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
+
+
+def require_one_of(name: str, value: object, choices: Sequence[object]) -> None:
+    """Check an argument that has few possible values.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ConfigError(f"`{name}` must be {', '.join(others)} or {last}, but is {value!r}")
 
 
 def counted(number: int, noun: str) -> str:

@@ -75,8 +75,7 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kin
     Raises:
         BuildError: an argument is unknown or missing.
     """
-    title = f"{kind} `{getattr(constructor, '__qualname__', None) or repr(constructor)}`"
-    _check_names(constructor, arguments, title)
+    title = check_names(constructor, arguments, kind)
     try:
         return constructor(**arguments)
     except Exception as error:
@@ -90,13 +89,29 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kin
         raise
 
 
-def _check_names(constructor: Callable[..., Any], arguments: Mapping[str, Any], title: str) -> None:
+def check_names(
+    constructor: Callable[..., Any], arguments: Collection[str], kind: str, also: Iterable[str] = ()
+) -> str:
+    """Check the names of the arguments for a constructor, and return what is built, in words.
+
+    Args:
+        constructor: what is to be called.
+        arguments: the names.
+        kind: what is built.
+        also: names that the caller takes itself, for the suggestions.
+
+    Raises:
+        BuildError: an argument is unknown or missing.
+    """
+    title = f"{kind} `{getattr(constructor, '__qualname__', None) or repr(constructor)}`"
     takes = Arguments.of(constructor)
-    faults = [f"unknown argument `{key}`{did_you_mean(key, takes.named)}" for key in takes.unknown(arguments)]
+    known = {*takes.named, *also}
+    faults = [f"unknown argument `{key}`{did_you_mean(key, known)}" for key in takes.unknown(arguments)]
     if missing := [f"`{name}`" for name in takes.missing(arguments)]:
         faults.append(f"missing argument{'s'[: len(missing) > 1]} {', '.join(missing)}")
     if faults:
         raise BuildError(f"{title}: {'; '.join(faults)}")
+    return title
 
 
 def _accepted(constructor: Callable[..., Any]) -> set[str]:
