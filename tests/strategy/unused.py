@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.model import unwrap_model
-from lockstep.model.full_params import reshard
+from lockstep.model.shards import reshard
 from lockstep.strategy import Strategy
 
 from ..engines.training import whole

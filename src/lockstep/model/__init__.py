@@ -39,10 +39,7 @@ if TYPE_CHECKING:
     from lockstep.model.fsdp import MMFullyShardedDataParallel
     from lockstep.model.fsdp_policies import FSDP_WRAP_POLICIES
 
-_HOMES = {
-    "MMFullyShardedDataParallel": "lockstep.model.fsdp",
-    "FSDP_WRAP_POLICIES": "lockstep.model.fsdp_policies",
-}
+_HOMES = {"MMFullyShardedDataParallel": "lockstep.model.fsdp", "FSDP_WRAP_POLICIES": "lockstep.model.fsdp_policies"}
 
 __all__ = [
     "COMM_HOOKS",

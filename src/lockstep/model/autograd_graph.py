@@ -48,7 +48,7 @@ def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    module.register_forward_hook(uncompiled(watch))
+    module.register_forward_hook(never_compiled(watch))
 
 
 def refuse_second_backward(module: nn.Module, why: str) -> None:
@@ -68,7 +68,7 @@ def refuse_second_backward(module: nn.Module, why: str) -> None:
     on_backward(module, refuse)
 
 
-def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+def never_compiled(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that is excluded from compilation."""
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled

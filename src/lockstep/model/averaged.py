@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import require_count
+from lockstep.model.shards import is_dtensor, own_shard
 from lockstep.registry import MODELS
 
 _logger = logging.getLogger(__name__)
@@ -45,8 +47,7 @@ class BaseAveragedModel(nn.Module, ABC):
         update_buffers: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(interval, int) or interval < 1:
-            raise ValueError(f"`interval` must be an int of at least 1, but is {interval!r}")
+        require_count("interval", interval)
         if is_sharded(model) and device is not None:
             raise ValueError(f"`device` must be None for a sharded model, whose shards stay in place, but is {device}")
         copy = ShardedCopy(model) if is_sharded(model) else deepcopy(model)
@@ -273,7 +274,7 @@ class ShardedCopy(nn.Module):
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether this rank holds only a part of some parameter."""
-    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
+    return any(map(is_dtensor, model.parameters()))
 
 
 class _Pairs(NamedTuple):
@@ -300,19 +301,9 @@ def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         parameters.update((id(x), x) for x in module._parameters.values() if x is not None)
         buffers.update((id(x), x) for x in module._buffers.values() if x is not None)
         stack.extend(module._modules.values())
-    return [_own_shard(x) for x in parameters.values()], list(buffers.values())
+    return [own_shard(x) for x in parameters.values()], list(buffers.values())
 
 
 def _copy(pairs: _Pairs) -> None:
     if pairs.own:
         torch._foreach_copy_(pairs.own, pairs.theirs, non_blocking=True)
-
-
-def _own_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, in the same memory, or the tensor itself if it is not sharded."""
-    # Without importing DTensor, which takes longer than importing all of lockstep.
-    to_local = getattr(tensor, "to_local", None)
-    if to_local is None:
-        return tensor
-    shard: Tensor = to_local()
-    return shard

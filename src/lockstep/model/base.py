@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, wrong_type
 from lockstep.model import steps, wrapper
 from lockstep.model.preprocessor import BaseDataPreprocessor
 from lockstep.registry import MODELS
@@ -89,9 +89,7 @@ class BaseModel(BaseModule):
         elif isinstance(data_preprocessor, Mapping):
             data_preprocessor = MODELS.build(data_preprocessor, type="BaseDataPreprocessor")
         if not isinstance(data_preprocessor, nn.Module):
-            raise TypeError(
-                f"`data_preprocessor` must be a module, a config dict or None, but is {data_preprocessor!r}"
-            )
+            raise wrong_type("data_preprocessor", "a module, a config dict or None", data_preprocessor)
         self.data_preprocessor = data_preprocessor
 
     @steps.default_step

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist import all_gather, get_world_size
 from lockstep.dist.consistency import check_mode
-from lockstep.dist.watch.calls import unlike_most
+from lockstep.dist.watch.calls import ranks_in_words, unlike_most
 from lockstep.errors import PeerError, caused_by
 
 # After the first passes of each kind, every fiftieth is compared.
@@ -116,8 +116,7 @@ class CallOrder:
 
     def ranks_with(self, value: object, values: Sequence[object]) -> str:
         """Return which ranks have a value, as text."""
-        ranks = [str(rank) for rank, other in zip(self._ranks, values, strict=True) if other == value]
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+        return ranks_in_words([rank for rank, other in zip(self._ranks, values, strict=True) if other == value])
 
     def unlike_most(self, values: Sequence[Hashable]) -> list[int]:
         """Return the ranks whose value differs from that of most, or from the first one if there is no majority."""

@@ -91,14 +91,13 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         if _BUFFERS_ARGUMENT != "broadcast_buffers" and "broadcast_buffers" in kwargs:
             kwargs[_BUFFERS_ARGUMENT] = kwargs.pop("broadcast_buffers")
         kwargs.setdefault("gradient_as_bucket_view", True)  # docs/decisions/0010
-        trains_itself = steps.defines_step(module, "train_step")
         self.clock = ExchangeClock()
         if steps.calls_parts(module) and not kwargs.get("static_graph"):
             kwargs.setdefault("find_unused_parameters", True)
         self._replicate(module, kwargs, comm_hook)
         self.detect_anomalous_params = detect_anomalous_params
         self._named_anomalous: set[str] = set()
-        self._trains_itself = trains_itself
+        self._trains_itself = steps.defines_step(module, "train_step")
         self._expects_gradients = False
         self._synced_backwards = self._changes = self._steps = 0
 

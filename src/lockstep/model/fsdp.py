@@ -15,7 +15,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.errors import ConfigError, did_you_mean, wrong_type
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
 from lockstep.model.autograd_graph import refuse_second_backward
@@ -25,7 +25,8 @@ from lockstep.model.fsdp_materialize import InitFunction, Materializer, broadcas
 from lockstep.model.fsdp_mesh import GroupsLike, MeshLike, make_meshes
 from lockstep.model.fsdp_policies import choose_units, cut_by_dtype, directly_callable_parts
 from lockstep.model.fsdp_replicated import ReplicatedParameters
-from lockstep.model.full_params import full_parameters, reshard
+from lockstep.model.full_params import full_parameters
+from lockstep.model.shards import reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.model.wrapper import ModelWrapper
@@ -126,8 +127,10 @@ class MMFullyShardedDataParallel(ModelWrapper):
         _refuse(kwargs, type(self))
         _check_module(module)
         if param_init_fn is not None and not callable(param_init_fn):
-            raise TypeError(f"`param_init_fn` must be a function of a module or None, but is {param_init_fn!r}")
-        policy = arguments.one_of(auto_wrap_policy=auto_wrap_policy, fsdp_auto_wrap_policy=fsdp_auto_wrap_policy)
+            raise wrong_type("param_init_fn", "a function of a module or None", param_init_fn)
+        if auto_wrap_policy is not None and fsdp_auto_wrap_policy is not None:
+            raise ValueError("`auto_wrap_policy` and `fsdp_auto_wrap_policy` must not both be given: they are the same")
+        policy = fsdp_auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
         arguments.check_meaningless(backward_prefetch, limit_all_gathers, use_orig_params)
         precision = arguments.read_precision(mixed_precision)
         ignored = arguments.read_ignored(ignored_modules, module)
@@ -301,7 +304,7 @@ def _refuse(kwargs: Mapping[str, Any], wrapper: type) -> None:
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"`module` must be a torch.nn.Module, but is {module!r} of type {type(module).__name__}")
+        raise wrong_type("module", "a torch.nn.Module", module)
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise ValueError(f"`module` must not be sharded yet, but {type(module).__name__} is, or a part of it")
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 
 from lockstep.device import get_device
 from lockstep.dist import is_main_process
-from lockstep.errors import did_you_mean
+from lockstep.errors import did_you_mean, require_known, wrong_type
 
 _logger = logging.getLogger("lockstep.model.fsdp")
 
@@ -76,7 +76,7 @@ def read_sharding(strategy: Any, reshard_after_forward: bool | int | None) -> Sh
             )
         strategy = names[name]
     if not isinstance(strategy, ShardingStrategy):
-        raise TypeError(_wrong("sharding_strategy", "a ShardingStrategy, its name or None", strategy))
+        raise wrong_type("sharding_strategy", "a ShardingStrategy, its name or None", strategy)
     return _SHARDINGS[strategy]
 
 
@@ -94,8 +94,8 @@ def read_precision(precision: Precision | None) -> MixedPrecisionPolicy:
     if isinstance(precision, Mapping):
         return _precision_of(precision)
     if not isinstance(precision, MixedPrecision):
-        raise TypeError(
-            _wrong("mixed_precision", "a MixedPrecisionPolicy, a MixedPrecision, a dict, a dtype or None", precision)
+        raise wrong_type(
+            "mixed_precision", "a MixedPrecisionPolicy, a MixedPrecision, a dict, a dtype or None", precision
         )
     if precision.buffer_dtype is not None:
         _warn_of_no_meaning("mixed_precision.buffer_dtype", precision.buffer_dtype, "buffers keep the dtype they have")
@@ -115,7 +115,7 @@ def read_offload(offload: Offload | None, device_type: str) -> OffloadPolicy:
     if isinstance(offload, bool) or offload is None:
         offload = CPUOffloadPolicy() if offload else OffloadPolicy()
     if not isinstance(offload, OffloadPolicy):
-        raise TypeError(_wrong("cpu_offload", "a bool, a CPUOffload, an OffloadPolicy or None", offload))
+        raise wrong_type("cpu_offload", "a bool, a CPUOffload, an OffloadPolicy or None", offload)
     if isinstance(offload, CPUOffloadPolicy) and device_type == "cpu":
         # Without an accelerator memory can't be pinned; torch would raise.
         return CPUOffloadPolicy(pin_memory=False)
@@ -137,7 +137,7 @@ def check_meaningless(backward_prefetch: Any, limit_all_gathers: bool, use_orig_
             )
         backward_prefetch = BackwardPrefetch[name]
     if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
-        raise TypeError(_wrong("backward_prefetch", "'pre', 'post', a BackwardPrefetch or None", backward_prefetch))
+        raise wrong_type("backward_prefetch", "'pre', 'post', a BackwardPrefetch or None", backward_prefetch)
     if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
         _warn_of_no_meaning("backward_prefetch", "post", "the next part is gathered before the present one's gradients")
     if not limit_all_gathers:
@@ -146,22 +146,13 @@ def check_meaningless(backward_prefetch: Any, limit_all_gathers: bool, use_orig_
         _warn_of_no_meaning("use_orig_params", False, "parameters always keep their names and shapes")
 
 
-def one_of(**values: Any) -> Any:
-    """Return the value of an argument that may be given under one of two names."""
-    given = {name: value for name, value in values.items() if value is not None}
-    if len(given) > 1:
-        names = " and ".join(f"`{name}`" for name in given)
-        raise ValueError(f"{names} must not be given both: they are one argument")
-    return next(iter(given.values()), None)
-
-
 def read_device(device_id: Any, module: nn.Module) -> torch.device:
     """Return the device to train on: `device_id` if given, else that of the module's parameters."""
     if device_id is None:
         first = next(module.parameters(), None)
         return torch.device(get_device()) if first is None or first.is_meta else torch.device(first.device.type)
     if isinstance(device_id, bool) or not isinstance(device_id, int | str | torch.device):
-        raise TypeError(_wrong("device_id", "an int, a torch.device or None", device_id))
+        raise wrong_type("device_id", "an int, a torch.device or None", device_id)
     if isinstance(device_id, int):
         # As DDP's device_ids: a script for accelerators also runs without one.
         device_id = torch.device(get_device(), device_id) if torch.accelerator.is_available() else "cpu"
@@ -186,7 +177,7 @@ def read_ignored(modules: Any, model: nn.Module) -> set[nn.Module]:
     if modules is None:
         return set()
     if isinstance(modules, str | nn.Module) or not isinstance(modules, Iterable):
-        raise TypeError(_wrong("ignored_modules", "a list of modules or None", modules))
+        raise wrong_type("ignored_modules", "a list of modules or None", modules)
     ignored, inside = list(modules), set(model.modules())
     for module in ignored:
         if not isinstance(module, nn.Module):
@@ -210,11 +201,8 @@ def _warn_of_no_meaning(name: str, value: object, instead: str) -> None:
 def _precision_of(arguments: Mapping[str, Any]) -> MixedPrecisionPolicy:
     options: dict[str, Any] = {key: value for key, value in arguments.items() if key != "type"}
     known = MixedPrecisionPolicy.__dataclass_fields__.keys() | MixedPrecision.__dataclass_fields__.keys()
+    require_known("mixed_precision", options, known)
     for key, value in options.items():
-        if key not in known:
-            raise ValueError(
-                f"`mixed_precision` must have keys of MixedPrecision, but has {key!r}" + did_you_mean(key, known)
-            )
         if key.endswith("_dtype") and value is not None:
             options[key] = _dtype(f"mixed_precision[{key!r}]", value)
     if options.keys() <= MixedPrecisionPolicy.__dataclass_fields__.keys():
@@ -227,12 +215,8 @@ def _dtype(name: str, value: Any) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     if not isinstance(value, str):
-        raise TypeError(_wrong(name, "a torch.dtype or the name of one", value))
+        raise wrong_type(name, "a torch.dtype or the name of one", value)
     key = value.removeprefix("torch.")
     if key not in _DTYPES:
         raise ValueError(f"`{name}` must name a floating dtype, but is {value!r}" + did_you_mean(key, _DTYPES))
     return _DTYPES[key]
-
-
-def _wrong(name: str, wanted: str, value: object) -> str:
-    return f"`{name}` must be {wanted}, but is {value!r} of type {type(value).__name__}"

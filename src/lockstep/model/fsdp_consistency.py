@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.dist import all_reduce
 from lockstep.errors import CollectiveMismatchError, listed
-from lockstep.model.autograd_graph import nodes_of, on_backward, uncompiled
+from lockstep.model.autograd_graph import never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.parts import is_callable
 
@@ -80,9 +80,9 @@ class Consistency:
         self._is_prepared = False
         for unit in self._units:
             # Before and after FSDP's own hooks; like those, they must be excluded from compilation.
-            unit.register_forward_pre_hook(uncompiled(self._before_unit), prepend=True)
-            unit.register_forward_pre_hook(uncompiled(self._find_gathered))
-            unit.register_forward_hook(uncompiled(self._after_unit), always_call=True)
+            unit.register_forward_pre_hook(never_compiled(self._before_unit), prepend=True)
+            unit.register_forward_pre_hook(never_compiled(self._find_gathered))
+            unit.register_forward_hook(never_compiled(self._after_unit), always_call=True)
         if find_unused and self._order.has_peers:
             on_backward(module, self._require_preparation)
 

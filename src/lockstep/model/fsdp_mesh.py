@@ -125,14 +125,21 @@ def _data_shape(degree: int, shape: Any, sharding: Sharding) -> tuple[int, ...]:
                 f"`tensor_parallel`, so that replicas * shards is {ranks}, but is None"
             )
         return (ranks, 1) if sharding.replicated else (ranks,)
+    return _checked_shape(shape, degree)
+
+
+def _checked_shape(shape: Any, degree: int = 1) -> tuple[int, int]:
+    """Return the shape (replicas, shards) of all ranks, or of all groups of `degree` ranks."""
     if len(shape) != 2 or not all(isinstance(length, int) and length > 0 for length in shape):
         raise ConfigError(f"`device_mesh` must be a mesh or a shape (replicas, shards), but is {shape!r}")
-    if shape[0] * shape[1] != ranks:
+    world_size = dist.get_world_size()
+    if shape[0] * shape[1] * degree != world_size:
+        wanted = f"{world_size // degree} groups of {degree} ranks each" if degree > 1 else f"{world_size} ranks"
         raise ConfigError(
-            f"`device_mesh` must be a shape for {ranks} groups of {degree} ranks each, but is {tuple(shape)} "
+            f"`device_mesh` must be a shape for {wanted}, but is {tuple(shape)} "
             f"(rank {dist.get_rank()} of {world_size})"
         )
-    return tuple(shape)
+    return shape[0], shape[1]
 
 
 def _checked(device_type: str, mesh: DeviceMesh, degree: int | None) -> DeviceMesh:
@@ -179,7 +186,7 @@ def _given(device_type: str, given: Any) -> DeviceMesh:
             ranks = torch.tensor(dist.all_gather_object(get_process_group_ranks(shard), group=replicate))
             return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
         if all(isinstance(item, int) for item in given):
-            return _shaped(device_type, *given)
+            return _grid(device_type, torch.arange(dist.get_world_size()).view(_checked_shape(given)))
     if not isinstance(given, DeviceMesh):
         raise TypeError(
             "`process_group` must be a ProcessGroup, a pair of them (to shard over, to replicate over) or None, and "
@@ -195,16 +202,6 @@ def _given(device_type: str, given: Any) -> DeviceMesh:
             f"{given.mesh_dim_names}. Take a part of it: mesh[name]"
         )
     return given
-
-
-def _shaped(device_type: str, replicas: int, shards: int) -> DeviceMesh:
-    world_size = dist.get_world_size()
-    if replicas < 1 or shards < 1 or replicas * shards != world_size:
-        raise ValueError(
-            f"`device_mesh` must be a shape for {world_size} ranks, but is ({replicas}, {shards}) "
-            f"(rank {dist.get_rank()} of {world_size})"
-        )
-    return _grid(device_type, torch.arange(world_size).view(replicas, shards))
 
 
 def _grid(device_type: str, ranks: Tensor) -> DeviceMesh:

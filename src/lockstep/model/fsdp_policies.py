@@ -40,7 +40,6 @@ class WrapPolicy(Protocol):
 
     def choose(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules of `model` that become units."""
-        ...
 
 
 @FSDP_WRAP_POLICIES.register_module(name="repeated_blocks")

@@ -7,20 +7,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lockstep.dist import is_main_process
+from lockstep.model.shards import reshard
 
 
 @contextmanager
 def full_parameters(
-    model: nn.Module,
-    recurse: bool = True,
-    writeback: bool = True,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = False,
-    with_grads: bool = False,
+    model: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
     """Gather every parameter of a sharded model in full, as a plain parameter in its own dtype.
 
@@ -63,17 +58,6 @@ def full_parameters(
         with torch.no_grad():
             for sharded, parameter in full.items():
                 sharded.copy_(shard_like(parameter, sharded))
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the full parameters of all units, so that the parameters of `model` are the shards. Nothing is sent.
-
-    The outermost unit keeps its parameters in full after a forward pass. An optimizer that is then built would hold
-    tensors that are about to be freed.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:

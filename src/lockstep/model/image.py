@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.errors import require_count
 from lockstep.model.preprocessor import BaseDataPreprocessor
 from lockstep.registry import MODELS
 
@@ -57,8 +58,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise ValueError("`bgr_to_rgb` and `rgb_to_bgr` must not both be True, as one would undo the other")
         if (mean is None) != (std is None):
             raise ValueError(f"`mean` and `std` must be given together, but are {mean!r} and {std!r}")
-        if not isinstance(pad_size_divisor, int) or pad_size_divisor < 1:
-            raise ValueError(f"`pad_size_divisor` must be an int of at least 1, but is {pad_size_divisor!r}")
+        require_count("pad_size_divisor", pad_size_divisor)
         # Plain tensors: buffers would be broadcast and averaged over ranks like learned values.
         self.mean = None if mean is None else _per_channel("mean", mean)
         self.std = None if std is None else _per_channel("std", std)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.device import get_device
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, wrong_type
 from lockstep.model import steps
 
 TARGETS = ("labels", "label", "targets", "target", "gt_label", "y")
@@ -40,7 +40,7 @@ class OutsideLoss:
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         if not callable(function):
-            raise TypeError(f"`loss` must be a function or a module, but is {function!r} of {type(function).__name__}")
+            raise wrong_type("loss", "a function or a module", function)
         if isinstance(function, type):
             name = function.__name__
             raise TypeError(f"`loss` must be a function or a module, but is the class {name}. Call it: loss={name}()")

@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.model.ddp import MMDistributedDataParallel
 from lockstep.model.parts import callable_children
-from lockstep.model.wrapper import ModelWrapper, train_step_of
+from lockstep.model.wrapper import ModelWrapper
 from lockstep.registry import MODEL_WRAPPERS
 
 
@@ -63,18 +63,6 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
                 setattr(parent, name, wrapped)
                 self._parallel.append(wrapped)
         self.module = module
-
-    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        """Train the module on this rank's part of the batch.
-
-        Args:
-            data: the batch.
-            optim_wrapper: passed to the module's own `train_step`; usually an `OptimWrapperDict`.
-
-        **Collective**: every rank.
-        """
-        logged: dict[str, Tensor] = train_step_of(self.module)(data, optim_wrapper)
-        return logged
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

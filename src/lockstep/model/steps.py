@@ -27,11 +27,9 @@ class UpdatesParams(Protocol):
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass runs (autocast, no_sync)."""
-        ...
 
     def update_params(self, loss: Tensor) -> None:
         """Run the backward pass, and update the parameters if an update is due."""
-        ...
 
 
 def default_step(method: _Method) -> _Method:

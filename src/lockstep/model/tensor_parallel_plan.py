@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.errors import ConfigError, did_you_mean, require_known
 
 
 class Request(NamedTuple):
@@ -61,12 +61,7 @@ def read_request(tensor_parallel: Any) -> Request | None:
     if tensor_parallel is None:
         return None
     given = tensor_parallel if isinstance(tensor_parallel, Mapping) else {"degree": tensor_parallel}
-    for key in given:
-        if key not in Request._fields:
-            raise ConfigError(
-                f"`tensor_parallel` must have keys out of {', '.join(Request._fields)}, but has {key!r}"
-                + did_you_mean(str(key), Request._fields)
-            )
+    require_known("tensor_parallel", given, Request._fields)
     degree, plan = request = Request(**given)
     if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
         raise ConfigError(
@@ -144,7 +139,6 @@ _STYLES: Mapping[str, Callable[[nn.Module], ParallelStyle | None]] = {
     "colwise_rep": lambda _: ColwiseParallel(output_layouts=Replicate()),
     "rowwise": _rowwise,
     "rowwise_rep": lambda _: RowwiseParallel(input_layouts=Replicate()),
-    "local_colwise": lambda _: ColwiseParallel(),
     "local_rowwise": lambda _: RowwiseParallel(output_layouts=Partial()),
     "gather": lambda _: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
     "sequence_parallel": lambda _: SequenceParallel(),
@@ -155,7 +149,7 @@ _STYLES: Mapping[str, Callable[[nn.Module], ParallelStyle | None]] = {
 # Other names for the same styles, used by HuggingFace's models.
 _ALIASES = {
     "colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep", "embedding_rowwise": "rowwise",
-    "all_reduce": "gather",
+    "all_reduce": "gather", "local_colwise": "colwise",
 }  # fmt: skip
 
 
