@@ -23,7 +23,7 @@ from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.hooks import Hook
 from lockstep.model import train_step
 from lockstep.optim import AmpOptimWrapper, OptimWrapperDict, build_optim_wrapper
-from lockstep.optim.loss_scaler import PATIENCE, LossScaler
+from lockstep.optim.amp import PATIENCE, LossScaler
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.runner import Runner
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy

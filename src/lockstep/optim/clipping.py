@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from lockstep.dist import all_reduce
+from lockstep.model.shards import is_dtensor
 
 # A gradient's mesh, and the axes of it over which the gradient is sharded.
 Sharding = tuple[DeviceMesh, tuple[int, ...]]
@@ -42,21 +43,21 @@ def clip_by_norm(
     Raises:
         RuntimeError: on every rank, with `error_if_nonfinite`, if the norm is not finite.
     """
-    with_gradient = [param for param in params if param.grad is not None]
-    total = gradient_norm([param.grad for param in with_gradient if param.grad is not None], norm_type, foreach)
+    params = list(params)
+    total = gradient_norm([param.grad for param in params if param.grad is not None], norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of the gradients must be finite, but is {total.item()}. Look for the loss that is not finite, "
             "or set error_if_nonfinite=False"
         )
-    for alike in _whole_and_sharded(with_gradient):
+    for alike in _whole_and_sharded(params):
         clip_grads_with_norm_(alike, max_norm, total, foreach)
     return total
 
 
 def clip_by_value(params: Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
     """Clamp every element of the gradients to between `-clip_value` and `clip_value`. Nothing is sent."""
-    for alike in _whole_and_sharded([param for param in params if param.grad is not None]):
+    for alike in _whole_and_sharded(params):
         clip_grad_value_(alike, clip_value, foreach)
 
 
@@ -81,11 +82,6 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0, foreach: 
     return total
 
 
-def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a `DTensor`, without the import of `DTensor`, which is slower than all of lockstep."""
-    return hasattr(tensor, "device_mesh")
-
-
 def _norm(parts: list[Tensor], sharding: Sharding | None, norm_type: float, foreach: bool | None) -> Tensor:
     """Return the norm of whole gradients, or of sharded ones over all ranks that hold shards."""
     if sharding is None:
@@ -105,7 +101,7 @@ def _norm(parts: list[Tensor], sharding: Sharding | None, norm_type: float, fore
 
 def _own_part(gradient: Any) -> tuple[Sharding | None, Tensor]:
     """Return how a gradient is sharded (None if it is whole), and the part that this rank holds."""
-    if not is_sharded(gradient):
+    if not is_dtensor(gradient):
         return None, gradient
     if any(placement.is_partial() for placement in gradient.placements):
         from torch.distributed.tensor import Replicate
@@ -117,9 +113,10 @@ def _own_part(gradient: Any) -> tuple[Sharding | None, Tensor]:
     return (gradient.device_mesh, axes), gradient.to_local()
 
 
-def _whole_and_sharded(params: list[Tensor]) -> list[list[Tensor]]:
-    """Group the parameters into lists that torch accepts: none mixes shards of different meshes."""
+def _whole_and_sharded(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group the parameters with gradients into lists that torch accepts: none mixes shards of different meshes."""
     lists: dict[Any, list[Tensor]] = {}
     for param in params:
-        lists.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+        if param.grad is not None:
+            lists.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
     return list(lists.values())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, wrong_type
 from lockstep.model import unwrap_model
 from lockstep.optim.paramwise import Options, ParamSite, Paramwise, param_sites
 from lockstep.optim.wrapper import OptimWrapper
@@ -52,10 +52,7 @@ def build_optim_wrapper(model: nn.Module, cfg: OptimWrapper | Optimizer | Mappin
     if isinstance(cfg, Optimizer):
         return OptimWrapper(cfg)
     if not isinstance(cfg, Mapping):
-        raise TypeError(
-            "`optim_wrapper` must be an OptimWrapper, an optimizer or a config dict, but is "
-            f"{cfg!r} of type {type(cfg).__name__}"
-        )
+        raise wrong_type("optim_wrapper", "an OptimWrapper, an optimizer or a config dict", cfg)
     if _is_by_part(unwrap_model(model), cfg):
         parts = {name: unwrap_model(model).get_submodule(name) for name in cfg}
         return OptimWrapperDict(**{name: build_optim_wrapper(part, cfg[name]) for name, part in parts.items()})
@@ -115,9 +112,9 @@ class DefaultOptimWrapperConstructor:
 
     def __init__(self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None) -> None:
         if not isinstance(optim_wrapper_cfg, Mapping):
-            raise TypeError(f"`optim_wrapper_cfg` must be a dict, but is {optim_wrapper_cfg!r}")
+            raise wrong_type("optim_wrapper_cfg", "a dict", optim_wrapper_cfg)
         if paramwise_cfg is not None and not isinstance(paramwise_cfg, Mapping):
-            raise TypeError(f"`paramwise_cfg` must be a dict or None, but is {paramwise_cfg!r}")
+            raise wrong_type("paramwise_cfg", "a dict or None", paramwise_cfg)
         if "optimizer" not in optim_wrapper_cfg:
             raise ConfigError(
                 "`optim_wrapper` must have the key 'optimizer', as in "

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from lockstep.errors import ConfigError, did_you_mean, nearest
+from lockstep.errors import ConfigError, nearest, require_known
 from lockstep.model import is_model_wrapper
 
 Options = dict[str, Any]
@@ -18,6 +18,7 @@ Options = dict[str, Any]
 _MULTIPLIERS = (
     "bias_lr_mult", "bias_decay_mult", "norm_decay_mult", "flat_decay_mult", "dwconv_decay_mult", "dcn_offset_lr_mult",
 )  # fmt: skip
+_CUSTOM = {"lr_mult": "lr", "decay_mult": "weight_decay"}
 PARAMWISE_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate")
 
 # Classes of other libraries are recognised by their names: RMSNorm, LayerNorm2d, LlamaRMSNorm; DeformConv2d,
@@ -83,9 +84,7 @@ class Paramwise:
     """
 
     def __init__(self, cfg: Mapping[str, Any], base: Mapping[str, Any], known: Collection[str] | None) -> None:
-        for key in cfg:
-            if key not in PARAMWISE_KEYS:
-                raise ConfigError(f"`paramwise_cfg` has the unknown key {key!r}{did_you_mean(key, PARAMWISE_KEYS)}")
+        require_known("paramwise_cfg", cfg, PARAMWISE_KEYS)
         self._mult = {key: _number(key, cfg[key]) for key in _MULTIPLIERS if cfg.get(key) is not None}
         self._base = base
         self._custom = {
@@ -125,14 +124,13 @@ class Paramwise:
         path = f"custom_keys[{key!r}]"
         if not isinstance(options, Mapping):
             raise ConfigError(f"`{path}` must be a dict such as dict(lr_mult=0.1), but is {options!r}")
+        if known is not None:
+            require_known(path, options, (*_CUSTOM, *known))
         read: Options = {}
         for name, value in options.items():
-            if name in ("lr_mult", "decay_mult"):
-                target = {"lr_mult": "lr", "decay_mult": "weight_decay"}[name]
+            if name in _CUSTOM:
+                target = _CUSTOM[name]
                 read[target] = self._multiplied(target, _number(f"{path}.{name}", value), f"{path}.{name}")
-            elif known is not None and name not in known:
-                names = ("lr_mult", "decay_mult", *known)
-                raise ConfigError(f"`{path}` has the unknown key {name!r}{did_you_mean(name, names)}")
             else:
                 read[name] = value
         return self._differing(read)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.errors import ConfigError, did_you_mean, require_one_of
 from lockstep.optim.scheduler import ParamScheduler, for_momentum, for_rates
 
 
@@ -45,11 +45,8 @@ class ReduceOnPlateauLR(ParamScheduler):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        for name, known in (("rule", ("less", "greater")), ("threshold_rule", ("rel", "abs"))):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{self.title}: `{name}` must be {known[0]!r} or {known[1]!r}, but is {getattr(self, name)!r}"
-                )
+        require_one_of("rule", self.rule, ("less", "greater"))
+        require_one_of("threshold_rule", self.threshold_rule, ("rel", "abs"))
         if not 0 <= self.factor < 1:
             raise ConfigError(f"{self.title}: `factor` must be at least 0 and less than 1, but is {self.factor}")
         self._best: float | None = None

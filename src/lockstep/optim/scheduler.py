@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, wrong_type
 from lockstep.registry import PARAM_SCHEDULERS
 
 _logger = logging.getLogger(__name__)
@@ -65,10 +65,7 @@ class ParamScheduler(ABC):
         # An optim wrapper is accepted. One of several optimizers is not: the value to change would be ambiguous.
         self.optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(
-                f"`optimizer` must be an optimizer or the optim wrapper of one, but is {self.optimizer!r} of type "
-                f"{type(self.optimizer).__name__}"
-            )
+            raise wrong_type("optimizer", "an optimizer or the optim wrapper of one", self.optimizer)
         if self.last_step != -1:
             raise ConfigError(
                 f"{self.title}: `last_step` must be -1, but is {self.last_step}. To continue a run, give the "

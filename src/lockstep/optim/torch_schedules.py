@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.errors import ConfigError
 from lockstep.optim.scheduler import ParamScheduler, length_argument, window_length
 from lockstep.registry import PARAM_SCHEDULERS
+from lockstep.registry.signatures import check_names
 
 # Torch's schedules whose names lockstep does not use.
 for _name in ("CosineAnnealingWarmRestarts", "CyclicLR", "PolynomialLR"):
@@ -54,7 +54,8 @@ class TorchScheduler(ParamScheduler):
         name = length_argument(schedule)
         if name is not None and kwargs.get(name) is None and end is not None:
             kwargs[name] = window_length(name, begin, end)
-        _check_arguments(schedule, optimizer, kwargs)
+        # Now: a schedule that begins late would otherwise raise in the middle of a run.
+        check_names(schedule, ["optimizer", *kwargs], PARAM_SCHEDULERS.name, ("by_epoch", "begin", "end"))
         self._schedule = schedule
         self._kwargs = kwargs
         self._inner: LRScheduler | None = None
@@ -93,19 +94,6 @@ class TorchScheduler(ParamScheduler):
 
     def _shown(self) -> list[str]:
         return [f"{name}={value!r}" for name, value in self._kwargs.items()]
-
-
-def _check_arguments(schedule: type[LRScheduler], optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-    # Checked now: a schedule that begins late would otherwise raise in the middle of a run.
-    signature = inspect.signature(schedule)
-    try:
-        signature.bind(optimizer, **kwargs)
-    except TypeError as error:
-        names = [name for name in signature.parameters if name != "optimizer"]
-        raise ConfigError(
-            f"{schedule.__name__}: {error}. Its arguments are {', '.join(names)}; every schedule "
-            "also takes by_epoch, begin and end"
-        ) from error
 
 
 def _is_plain(value: Any) -> bool:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
 from lockstep.dist.watch.failures import backend_errors_translated
+from lockstep.errors import require_count, wrong_type
 from lockstep.model import ModelWrapper
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
 from lockstep.registry import OPTIM_WRAPPERS
@@ -57,11 +58,8 @@ class OptimWrapper:
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"`optimizer` must be a torch.optim.Optimizer, but is {optimizer!r} of type {type(optimizer).__name__}"
-            )
-        if not isinstance(accumulative_counts, int) or accumulative_counts < 1:
-            raise ValueError(f"`accumulative_counts` must be an int of at least 1, but is {accumulative_counts!r}")
+            raise wrong_type("optimizer", "a torch.optim.Optimizer", optimizer)
+        require_count("accumulative_counts", accumulative_counts)
         self.optimizer = optimizer
         self.accumulative_counts = accumulative_counts
         self.needs_closure = _needs_closure(optimizer)

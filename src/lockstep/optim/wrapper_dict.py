@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.errors import did_you_mean
+from lockstep.errors import did_you_mean, wrong_type
 from lockstep.model import ModelWrapper
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
@@ -48,9 +48,7 @@ class OptimWrapperDict(OptimWrapper):
     def __init__(self, **optim_wrappers: OptimWrapper) -> None:
         for name, wrapper in optim_wrappers.items():
             if not isinstance(wrapper, OptimWrapper) or isinstance(wrapper, OptimWrapperDict):
-                raise TypeError(
-                    f"`{name}` must be an OptimWrapper, but is {wrapper!r} of type {type(wrapper).__name__}"
-                )
+                raise wrong_type(name, "an OptimWrapper", wrapper)
         if not optim_wrappers:
             raise ValueError("`optim_wrappers` must hold at least one wrapper, but is empty")
         self.optim_wrappers = optim_wrappers
