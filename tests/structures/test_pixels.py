@@ -52,7 +52,8 @@ def test_a_map_over_other_pixels_is_refused():
         ((1, 2, 3), IndexError, "one of rows and one of columns"),
         ((4, 0), IndexError, "4 pixels must be from -4 to 3, but is 4"),
         ((0, -7), IndexError, "6 pixels must be from -6 to 5, but is -7"),
-        ((0, [1]), TypeError, r"must have ints and slices, but has \[1\]"),
+        ((0, [1]), TypeError, r"must be an int or a slice, but is \[1\]"),
+        ((True, 0), TypeError, "must be an int or a slice, but is True"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(index, error, says):

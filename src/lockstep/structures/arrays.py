@@ -1,24 +1,13 @@
-"""Functions for numpy arrays that do not import numpy."""
+"""Functions for tensors and numpy arrays."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import operator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-
-
-def is_array(value: Any) -> bool:
-    """Return whether `value` is a numpy array. False if numpy is not imported."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def concatenate(arrays: Sequence[Any]) -> Any:
-    """Concatenate numpy arrays along their first dim."""
-    return sys.modules["numpy"].concatenate(arrays)
 
 
 def to_array(data: Tensor) -> Any:
@@ -32,17 +21,29 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"Tensor{tuple(value.shape)} {dtype} {value.device}"
-    if is_array(value):
+    if isinstance(value, np.ndarray):
         return f"ndarray{value.shape} {value.dtype}"
     return repr(value)
 
 
-def slice_at(number: int, size: int, things: str) -> slice:
-    """Return the slice that selects index `number` of `size`; a negative index counts from the end.
+def slice_at(index: Any, size: int, things: str, allowed: str = "an int or a slice") -> slice:
+    """Return the slice that an int or a slice selects out of `size` items; a negative int counts from the end.
+
+    Args:
+        index: the int or slice.
+        size: the number of items.
+        things: what the items are, for messages.
+        allowed: what the index may be, for messages.
 
     Raises:
-        IndexError: `number` is out of range; `things` names the items in the message.
+        IndexError: the int is out of range.
+        TypeError: the index is something else.
     """
+    if isinstance(index, slice):
+        return index
+    if isinstance(index, bool) or not hasattr(index, "__index__"):
+        raise TypeError(f"an index of {things} must be {allowed}, but is {index!r} of {type(index).__name__}")
+    number = operator.index(index)
     if not -size <= number < size:
         raise IndexError(f"an index of {size} {things} must be from {-size} to {size - 1}, but is {number}")
     return slice(number % size, number % size + 1)

@@ -8,10 +8,12 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any, Literal, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.structures.arrays import describe, is_array, to_array
+from lockstep.errors import require_one_of, wrong_type
+from lockstep.structures.arrays import describe, to_array
 from lockstep.tree import tree_map
 
 FieldType: TypeAlias = Literal["data", "metainfo"]
@@ -88,8 +90,7 @@ class BaseDataElement:
             AttributeError: the name is a field of the other kind, or a method.
             ValueError: `field_type` is neither "data" nor "metainfo".
         """
-        if field_type not in ("data", "metainfo"):
-            raise ValueError(f"`field_type` must be 'data' or 'metainfo', but is {field_type!r}")
+        require_one_of("field_type", field_type, ("data", "metainfo"))
         if dtype is not None and not isinstance(value, dtype):
             raise TypeError(f"`{name}` must be of {dtype}, but is {describe(value)} of {type(value)}")
         if self._has_property(name):
@@ -202,7 +203,7 @@ class BaseDataElement:
 
     def to_tensor(self) -> Self:
         """Return a new element with tensors instead of numpy arrays, in the same memory."""
-        return self._mapped(lambda leaf: torch.from_numpy(leaf) if is_array(leaf) else leaf)
+        return self._mapped(lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as a dict; field values that are elements become dicts, too."""
@@ -304,4 +305,4 @@ class BaseDataElement:
 
 def _require_mapping(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
-        raise TypeError(f"`{name}` must be a dict of fields by name, but is {value!r} of {type(value).__name__}")
+        raise wrong_type(name, "a dict of fields by name", value)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence, Sized
 from typing import Any, Self, TypeAlias, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.structures.arrays import concatenate, describe, is_array, slice_at
+from lockstep.structures.arrays import describe, slice_at
 from lockstep.structures.element import BaseDataElement
 
+_INDEX = "a str, an int, a slice, or a list, tensor or array of ints or bools"
 Index: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | Tensor | Any
 """An index of instances: an int, a slice, or a list, tensor or array of ints or of one bool per instance."""
 
@@ -91,14 +92,12 @@ class InstanceData(BaseDataElement):
 
 def _as_index(item: Any, length: int) -> slice | Tensor:
     """Return a slice, or an int64 tensor of the indices that `item` selects."""
-    if isinstance(item, slice):
-        return item
     if isinstance(item, list | tuple):
         item = _tensor_of(item)
-    elif is_array(item):
+    elif isinstance(item, np.ndarray):
         item = torch.from_numpy(item)
     if not isinstance(item, Tensor):
-        return _slice_of(item, length)
+        return slice_at(item, length, "instances", _INDEX)
     if item.dim() != 1:
         raise IndexError(f"an index of instances must have one dim, but is {describe(item)}")
     if item.dtype == torch.bool:
@@ -119,21 +118,12 @@ def _tensor_of(items: Sequence[Any]) -> Tensor:
         raise TypeError(f"an index of instances must hold ints or bools, but is {items!r}") from error
 
 
-def _slice_of(item: Any, length: int) -> slice:
-    if isinstance(item, bool) or not hasattr(item, "__index__"):
-        raise TypeError(
-            "an index of instances must be a str, an int, a slice, or a list, tensor or array of ints or bools, "
-            f"but is {item!r} of {type(item).__name__}"
-        )
-    return slice_at(operator.index(item), length, "instances")
-
-
 def _picked(value: Any, index: slice | Tensor) -> Any:
     if isinstance(index, slice):
         return value[index]
     if isinstance(value, Tensor):
         return value[index.to(value.device)]
-    if is_array(value):
+    if isinstance(value, np.ndarray):
         return value[index.cpu().numpy()]
     if isinstance(value, list | tuple | str):
         entries = [value[number] for number in index.tolist()]
@@ -152,8 +142,8 @@ def _joined(name: str, values: list[Any]) -> Any:
     first = values[0]
     if isinstance(first, Tensor) and all(isinstance(value, Tensor) for value in values):
         return torch.cat(values)
-    if all(map(is_array, values)):
-        return concatenate(values)
+    if all(isinstance(value, np.ndarray) for value in values):
+        return np.concatenate(values)
     if any(type(value) is not type(first) for value in values):
         kinds = sorted({type(value).__name__ for value in values})
         raise TypeError(f"`{name}` must be of one type in all elements to be joined, but is of {', '.join(kinds)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lockstep.errors import wrong_type
 from lockstep.structures.arrays import describe
 from lockstep.structures.element import BaseDataElement
 
@@ -61,6 +62,6 @@ class LabelData(BaseDataElement):
 
 def _require_vector(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"`{name}` must be a tensor, but is {value!r} of {type(value).__name__}")
+        raise wrong_type(name, "a tensor", value)
     if value.dim() != 1:
         raise ValueError(f"`{name}` must have one dim, but is {describe(value)}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Self, TypeAlias, overload
 
+import numpy as np
 from torch import Tensor
 
-from lockstep.structures.arrays import describe, is_array, slice_at
+from lockstep.structures.arrays import describe, slice_at
 from lockstep.structures.element import BaseDataElement
 
 Step: TypeAlias = int | slice
@@ -49,11 +49,11 @@ class PixelData(BaseDataElement):
         if not isinstance(item, tuple) or len(item) != 2:
             raise IndexError(f"an index of pixels must be one of rows and one of columns, but is {item!r}")
         shape = self.shape or (0, 0)
-        rows, columns = (_as_slice(part, size) for part, size in zip(item, shape, strict=True))
+        rows, columns = (slice_at(part, size, "pixels") for part, size in zip(item, shape, strict=True))
         return self._twin({name: value[..., rows, columns] for name, value in self._data.items()})
 
     def _admit(self, name: str, value: Any) -> Any:
-        if not (isinstance(value, Tensor) or is_array(value)):
+        if not isinstance(value, Tensor | np.ndarray):
             raise TypeError(f"`{name}` must be a tensor or an array, but is {describe(value)}")
         if value.ndim < 2:
             raise ValueError(f"`{name}` must have the shape [..., height, width], but is {describe(value)}")
@@ -64,12 +64,3 @@ class PixelData(BaseDataElement):
                 f"`{name}` must end in the height and width {expected} as the other fields, but is {describe(value)}"
             )
         return value[None] if value.ndim == 2 else value
-
-
-def _as_slice(part: Any, size: int) -> slice:
-    if isinstance(part, slice):
-        return part
-    try:
-        return slice_at(operator.index(part), size, "pixels")
-    except TypeError as error:
-        raise TypeError(f"an index of pixels must have ints and slices, but has {part!r}") from error
