@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from lockstep.dataset import DefaultSampler, InfiniteSampler, amount_of
-from lockstep.dataset.amounts import ENDLESS
+from lockstep.dataset.deal import ENDLESS
 
 
 class Boastful(SequentialSampler):

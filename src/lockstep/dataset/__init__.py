@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch.utils.data import default_collate
 
-from lockstep.dataset.amounts import Amount, amount_of, batch_size_of
 from lockstep.dataset.compose import Compose
-from lockstep.dataset.deal import Deal, deal_of
+from lockstep.dataset.deal import Amount, Deal, amount_of, batch_size_of, deal_of
 from lockstep.dataset.loader import build_dataloader, pseudo_collate
 from lockstep.dataset.position import (
     begun_at,

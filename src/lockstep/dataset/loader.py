@@ -14,7 +14,7 @@ from lockstep.dataset.sampler import DealingSampler, DefaultSampler, InfiniteSam
 from lockstep.dataset.sharded_loader import check_shard, shard_loader, shard_sampler
 from lockstep.dataset.stream import StreamLoader, StreamShard, check_split
 from lockstep.dist import get_dist_info, get_rank, get_world_size
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_count
 from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, in_default_scope
 from lockstep.registry.registry import SCOPE
 from lockstep.registry.signatures import Arguments
@@ -145,11 +145,10 @@ def _made(kind: type[_Loader], dataset: Any, arguments: Mapping[str, Any]) -> _L
 
 def _share_of_batch(cfg: Mapping[str, Any], shards: int) -> int:
     """Return how many samples of a global batch are for each shard."""
-    size = cfg["global_batch_size"]
+    size: int = cfg["global_batch_size"]
     if taken := [name for name in ("batch_size", "batch_sampler") if cfg.get(name) is not None]:
         raise ConfigError(f"`global_batch_size` and `{taken[0]}` both set the size of batches; leave out one")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(f"`global_batch_size` must be an int of at least 1, but is {size!r}")
+    require_count("global_batch_size", size)
     if size % shards:
         raise ConfigError(
             f"`global_batch_size` must be a multiple of the number of ranks that share the data, {shards}, but is "

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.dataset.deal import begins_anywhere
 from lockstep.dataset.sampler import DealingSampler, DefaultSampler, WorkerSeeds
-from lockstep.dataset.sharded import drawn_from
+from lockstep.dataset.sharded import drawn_from, with_parts, with_sampler
 from lockstep.dataset.stream import StreamLoader
-from lockstep.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 
@@ -66,10 +63,7 @@ def begun_at(
     dealing = DefaultSampler(sampler.dataset, sampler.shuffle, sampler.seed, shard=shard)
     dealing.set_epoch(sampler.epoch)
     dealing.begin_at(position, head)
-    batches = loader.batch_sampler
-    if batches is None:
-        return _with_parts(loader, sampler=dealing)
-    return _with_parts(loader, batch_sampler=BatchSampler(dealing, batches.batch_size, batches.drop_last))
+    return with_sampler(loader, dealing)
 
 
 def head_of(loader: Any) -> list[int]:
@@ -107,7 +101,7 @@ def without_batches(loader: Any, count: int) -> Any:
     if type(loader).__iter__ is not DataLoader.__iter__:
         return None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    return _with_parts(loader, **{name: _Rest(getattr(loader, name), count)})
+    return with_parts(loader, **{name: _Rest(getattr(loader, name), count)})
 
 
 def position_of(loader: Any) -> Any:
@@ -133,42 +127,8 @@ def restore_position(loader: Any, position: Any) -> bool:
     return True
 
 
-def saved_position_of(loader: Any) -> Any:
-    """Return what `position_of` returns, to be saved in a checkpoint.
-
-    Raises:
-        ConfigError: it holds something else than dicts with str keys, lists, JSON values and tensors.
-    """
-    state = position_of(loader)
-    whose = loader.dataset.dataset if isinstance(loader, StreamLoader) else loader
-    check_plain(state, f"{type(whose).__name__}.state_dict()")
-    return state
-
-
-def check_plain(state: Any, name: str, path: str = "") -> None:
-    """Raise an error for a state that a checkpoint can't hold, and say where in it the reason lies.
-
-    Raises:
-        ConfigError: it holds something else than dicts with str keys, lists, JSON values and tensors.
-    """
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            if not isinstance(key, str):
-                raise ConfigError(_not_plain(name, path, f"the key {key!r} of type {type(key).__name__}"))
-            check_plain(value, name, f"{path}[{key!r}]")
-    elif isinstance(state, list):
-        for index, value in enumerate(state):
-            check_plain(value, name, f"{path}[{index}]")
-    elif type(state) not in (bool, int, float, str, type(None)) and not isinstance(state, Tensor):
-        raise ConfigError(_not_plain(name, path, f"a {type(state).__name__}"))
-
-
-def _not_plain(name: str, path: str, what: str) -> str:
-    return (
-        f"`{name}` must hold dicts with str keys, lists, numbers, strings, None and tensors alone, to be saved in a "
-        f"checkpoint, but holds {what}{f' at {path}' if path else ''}. Convert it, as a tuple to a list, and back in "
-        "`load_state_dict`"
-    )
+saved_position_of = position_of
+"""Another name of `position_of`: a checkpoint holds what a `state_dict` may return, tuples and arrays too."""
 
 
 class _Rest:
@@ -183,10 +143,3 @@ class _Rest:
         for _ in zip(range(self._count), items, strict=False):
             pass
         return items
-
-
-def _with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
-    """Return a copy of a loader with other samplers, which has workers of its own."""
-    changed = copy.copy(loader)
-    vars(changed).update(parts, _iterator=None)
-    return changed

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.device import get_device
@@ -23,19 +23,18 @@ def random_state() -> dict[str, Any]:
     state = generator_states()
     version, words, gauss = state["python"]
     state["python"] = {"version": version, "words": torch.tensor(words), "gauss": gauss}
-    if "numpy" in state:
-        name, keys, position, has_gauss, gauss = state["numpy"]
-        words = torch.tensor(keys.tolist())
-        state["numpy"] = {"name": name, "words": words, "position": position, "has_gauss": has_gauss, "gauss": gauss}
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    words = torch.tensor(keys.tolist())
+    state["numpy"] = {"name": name, "words": words, "position": position, "has_gauss": has_gauss, "gauss": gauss}
     if get_device() != "cpu":
         state["device"] = torch.get_device_module(get_device()).get_rng_state()
     return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore a state that `random_state` returned; generators that this process does not have are skipped."""
+    """Restore a state that `random_state` returned, without that of an accelerator if this process has none."""
     own = {"python": _python_state(state["python"]), "torch": state["torch"]}
-    if "numpy" in state and "numpy" in sys.modules:
+    if "numpy" in state:
         own["numpy"] = _numpy_state(state["numpy"])
     set_generator_states(own)
     if "device" in state and get_device() != "cpu":
@@ -44,18 +43,15 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 def generator_states() -> dict[str, Any]:
     """Return the states of the generators of Python, torch (CPU) and numpy, as each of them gives it."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:  # if not imported, it draws no random numbers
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    return state
+    return {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": np.random.get_state()}
 
 
 def set_generator_states(state: Mapping[str, Any]) -> None:
     """Restore what `generator_states` returned."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])
 
 
 def sync_random_state(group: GroupLike) -> None:
@@ -79,5 +75,5 @@ def _python_state(state: Any) -> Any:
 def _numpy_state(state: Any) -> Any:
     if not isinstance(state, Mapping):
         return state
-    array = sys.modules["numpy"].array(state["words"].tolist(), dtype="uint32")
+    array = np.array(state["words"].tolist(), dtype="uint32")
     return state["name"], array, state["position"], state["has_gauss"], state["gauss"]

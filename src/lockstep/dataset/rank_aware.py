@@ -8,6 +8,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
@@ -124,11 +125,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple):
         return not value or _is_plain(value[0])
-    return isinstance(value, int | float | range | Tensor) or _is_array(value)
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "__array_interface__") and hasattr(value, "tobytes")
+    return isinstance(value, int | float | range | Tensor | np.ndarray | np.generic)
 
 
 def _digest(value: Any) -> str:
@@ -141,7 +138,7 @@ def _text(value: Any) -> str:
         is_plain = value.layout is torch.strided
         data = bytes(value.detach().cpu().flatten().view(torch.uint8).tolist()) if is_plain else b""
         return repr((value.dtype, tuple(value.shape), data))
-    if _is_array(value):
+    if isinstance(value, np.ndarray | np.generic):
         return repr((value.dtype.str, value.shape, value.tobytes()))
     if isinstance(value, Mapping):
         value = list(value.values())

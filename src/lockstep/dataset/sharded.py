@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lockstep.dataset.random_state import generator_states, set_generator_states
 from lockstep.dataset.rank_aware import parts_of
@@ -37,6 +37,22 @@ def is_torchs(part: Any, kind: type) -> bool:
     """Return whether a part of a loader is of a class of torch, and not of a subclass; torchdata's variant counts."""
     own = type(part)
     return own is kind or (own.__name__ == kind.__name__ and own.__module__.partition(".")[0] == "torchdata")
+
+
+def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """Return a copy of a loader that draws from another sampler instead of the one that `drawn_from` returns."""
+    batches: Any = loader.batch_sampler
+    if is_torchs(batches, BatchSampler):
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        return with_parts(loader, sampler=sampler, batch_sampler=batches)
+    return with_parts(loader, **{"sampler" if batches is None else "batch_sampler": sampler})
+
+
+def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with other parts and workers of its own; all else in it, or its subclass, is kept."""
+    changed = copy.copy(loader)
+    vars(changed).update(parts, _iterator=None)
+    return changed
 
 
 def length_of(items: Any) -> int | None:
@@ -176,15 +192,13 @@ def _seed_generators(sampler: Any, seed: int) -> None:
     """Seed the global generators and those in a sampler."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)  # samplers do not use the accelerators' generators
-    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    if numpy is not None:
-        numpy.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
     for value in (value for part in parts_of(sampler) for value in getattr(part, "__dict__", {}).values()):
         if isinstance(value, torch.Generator):
             value.manual_seed(seed)
         elif isinstance(value, random.Random):
             value.seed(seed)
-        elif numpy is not None and isinstance(value, numpy.RandomState):
+        elif isinstance(value, np.random.RandomState):
             value.seed(seed % 2**32)
-        elif numpy is not None and isinstance(value, numpy.Generator):
+        elif isinstance(value, np.random.Generator):
             value.bit_generator.state = type(value.bit_generator)(seed).state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
 from lockstep.dataset.sampler import DefaultSampler, WorkerSeeds
-from lockstep.dataset.sharded import ShardedSampler, drawn_from, is_torchs, length_of
+from lockstep.dataset.sharded import ShardedSampler, drawn_from, is_torchs, length_of, with_sampler
 from lockstep.dist import get_dist_info, get_world_size
 from lockstep.errors import ConfigError, counted
 
@@ -92,21 +91,13 @@ def check_shard(sampler: Any, shard: tuple[int, int]) -> None:
 
 
 def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[int, int]) -> DataLoader[Any]:
-    batches: Any = loader.batch_sampler
     sampler, batch_size = drawn_from(loader)
-    in_samples = is_torchs(batches, BatchSampler)
+    in_samples = is_torchs(loader.batch_sampler, BatchSampler)
     # Batches are not repeated to give each rank equally many: `Passes` handles unequal numbers of batches.
     dealt = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
-    parts: dict[str, Any] = {"_iterator": None}
-    if in_samples:
-        parts |= {"sampler": dealt, "batch_sampler": BatchSampler(dealt, batch_size, batches.drop_last)}
-    else:
-        parts["sampler" if batches is None else "batch_sampler"] = dealt
+    sharded = with_sampler(loader, dealt)
     if loader.generator is None:
-        parts["generator"] = WorkerSeeds(seed, shard[0])
-    # A copy with other samplers: all other attributes of the loader or its subclass are kept.
-    sharded = copy.copy(loader)
-    vars(sharded).update(parts)
+        sharded.generator = WorkerSeeds(seed, shard[0])
     _tell(loader, sampler, dealt, "samples" if in_samples else "batches", shard[1])
     return sharded
 
