@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch.distributed as torch_dist
 
 from lockstep.dist import all_reduce_tree, collect_results, get_rank, get_world_size, run_on_main
+from lockstep.errors import require_one_of
 
 _logger = logging.getLogger(__name__)
 
@@ -37,8 +38,7 @@ class BaseMetric(ABC):
     units: Mapping[str, str] = {}
 
     def __init__(self, collect_device: str = "cpu", prefix: str | None = None, collect_dir: str | None = None) -> None:
-        if collect_device not in ("cpu", "gpu"):
-            raise ValueError(f"`collect_device` must be 'cpu' or 'gpu', but is {collect_device!r}")
+        require_one_of("collect_device", collect_device, ("cpu", "gpu"))
         self.collect_device = collect_device
         self.collect_dir = collect_dir
         self.prefix = prefix or self.default_prefix
@@ -97,9 +97,7 @@ class BaseMetric(ABC):
 
     def _computed(self, results: list[Any]) -> dict[str, Any]:
         with _as_one_process():
-            return self._named(self.compute_metrics(results))
-
-    def _named(self, metrics: Any) -> dict[str, Any]:
+            metrics: Any = self.compute_metrics(results)
         if not isinstance(metrics, Mapping) or not metrics:
             raise TypeError(
                 f"{type(self).__name__}.compute_metrics() must return a dict of numbers by name, "
