@@ -77,11 +77,16 @@ DEVICES = {"cast_data_device", "get_comm_device", "get_data_device", "get_device
 AGREEMENT = {"CollectiveMismatchError", "CollectiveTimeoutError", "PeerError", "check_collectives"}
 
 
-def imported_by(statement: str) -> set[str]:
-    """Return the top-level names of what a fresh interpreter has imported after a statement."""
+def modules_after(statement: str) -> set[str]:
+    """Return the modules that a fresh interpreter has imported after a statement."""
     script = f"{statement}\nimport sys\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return {name.partition(".")[0] for name in done.stdout.split()}
+    return set(done.stdout.split())
+
+
+def imported_by(statement: str) -> set[str]:
+    """Return the packages that a fresh interpreter has imported after a statement."""
+    return {name.partition(".")[0] for name in modules_after(statement)}
 
 
 def test_importing_lockstep_imports_neither_torch_nor_anything_else_from_outside() -> None:
@@ -94,6 +99,11 @@ def test_importing_dist_imports_no_package_that_only_some_need() -> None:
     imported = imported_by("import lockstep.dist")
     assert "torch" in imported
     assert imported & {"typer", "rich", "yaml", "sklearn", "deepspeed", "colossalai", "pytest"} == set()
+
+
+def test_importing_the_runner_and_the_hooks_does_not_import_what_only_sharded_models_need() -> None:
+    imported = modules_after("import lockstep.runner, lockstep.hooks, lockstep.optim, lockstep.evaluator")
+    assert imported & {"torch.distributed.tensor", "torch.distributed.fsdp"} == set()
 
 
 @pytest.mark.parametrize("name", lockstep.__all__)

@@ -206,7 +206,7 @@ def test_one_rank_has_nothing_to_compare(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"interval": 0}, "`interval` must be at least 1, but is 0"),
+        ({"interval": 0}, "`interval` must be an int of at least 1, but is 0"),
         ({"on_divergence": "log"}, "`on_divergence` must be 'raise' or 'warn', but is 'log'"),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_run_that_has_stopped_stops_again(tmp_path: Path):
     ("options", "says"),
     [
         ({"rule": "more"}, "`rule` must be 'greater', 'less' or None, but is 'more'"),
-        ({"patience": 0}, "`patience` must be at least 1, but is 0"),
+        ({"patience": 0}, "`patience` must be an int of at least 1, but is 0"),
         ({"min_delta": -1}, "`min_delta` must be at least 0, but is -1"),
     ],
 )

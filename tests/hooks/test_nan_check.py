@@ -91,5 +91,5 @@ def test_values_of_any_kind_are_read():
 
 
 def test_a_wrong_interval_is_refused():
-    with pytest.raises(ValueError, match="`interval` must be at least 1, but is 0"):
+    with pytest.raises(ValueError, match="`interval` must be an int of at least 1, but is 0"):
         NaNCheckHook(0)

@@ -87,7 +87,7 @@ def run_dir_of(work_dir: Path, hooks: list[Hook]) -> Path:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"profile_times": 0}, "`profile_times` must be at least 1, but is 0"),
+        ({"profile_times": 0}, "`profile_times` must be an int of at least 1, but is 0"),
         ({"on_trace_ready": {"type": "print"}}, "must be one of log_trace, tb_trace, but is 'print'"),
         ({"activity_with_cpu": False, "activity_with_cuda": False}, "`activity_with_cpu` must be True"),
     ],

@@ -21,7 +21,7 @@ from lockstep.dist import all_gather_object, get_rank
 from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook, HookList, LoggerHook, ProgressHook
-from lockstep.hooks.display import LiveDisplay, PlainDisplay
+from lockstep.hooks.progress import LiveDisplay, PlainDisplay
 from lockstep.logging import HistoryBuffer, JsonLinesSink, MessageHub
 from lockstep.runner import Runner
 from lockstep.testing import ranks

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
-from lockstep.errors import ConfigError
-from lockstep.hooks.rules import check_rule, rule_of
-from lockstep.hooks.storage import check_local
+from lockstep.errors import ConfigError, require_one_of
+from lockstep.hooks.arguments import RULES, check_local, require_epochs, rule_of
 from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -83,8 +82,7 @@ class CheckpointHook(Hook):
     def __post_init__(self) -> None:
         if self.max_keep_ckpts == 0 or self.max_keep_ckpts < -1:
             raise ConfigError(f"`max_keep_ckpts` must be at least 1, or -1 for all, but is {self.max_keep_ckpts}")
-        if self.on_save_error not in ("raise", "warn"):
-            raise ConfigError(f"`on_save_error` must be 'raise' or 'warn', but is {self.on_save_error!r}")
+        require_one_of("on_save_error", self.on_save_error, ("raise", "warn"))
         check_local("checkpoints", file_client_args=self.file_client_args, backend_args=self.backend_args)
         if self.filename_tmpl is not None and self.filename_tmpl.count("{}") != 1:
             raise ConfigError(f"`filename_tmpl` must have one {{}} for the number, but is {self.filename_tmpl!r}")
@@ -98,28 +96,25 @@ class CheckpointHook(Hook):
         self._metrics: dict[str, Any] = {}
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Save every few iterations."""
-        if self.by_epoch:
-            return
-        done = runner.iter + 1
-        if self._is_due(done, runner.max_iters):
-            self._save(runner, "iter_{}", done, epoch=runner.epoch, iteration=done)
+        """Save every few iterations, and after the last one."""
+        if not self.by_epoch and (
+            self.every_n_train_iters(runner, self.interval, self.save_begin)
+            or (self.save_last and self.is_last_train_iter(runner))
+        ):
+            self._save(runner, "iter_{}", runner.iter + 1, epoch=runner.epoch, iteration=runner.iter + 1)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
-        """Save every few epochs."""
-        if not self.by_epoch:
-            return
-        done = runner.epoch + 1
-        if self._is_due(done, runner.max_epochs):
-            self._save(runner, "epoch_{}", done, epoch=done, iteration=runner.iter)
+        """Save every few epochs, and after the last one."""
+        if self.by_epoch and (
+            self.every_n_epochs(runner, self.interval, self.save_begin)
+            or (self.save_last and self.is_last_train_epoch(runner))
+        ):
+            self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
         """Raise an error if epochs are to be counted in an iteration-based loop."""
-        if self.by_epoch and runner.max_epochs is None:
-            raise ConfigError(
-                "`by_epoch` of CheckpointHook must be False in a loop by iterations, but is True. "
-                "Use CheckpointHook(by_epoch=False, interval=<iterations>)"
-            )
+        if self.by_epoch:
+            require_epochs(runner, "CheckpointHook(by_epoch=False, interval=<iterations>)")
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Keep the metrics until every hook has seen them, so that the checkpoint includes this validation."""
@@ -150,10 +145,6 @@ class CheckpointHook(Hook):
             self._former = [str(run) for run in state.get("runs", [runner.resume_from.parent.name])]
         for name, best in state.get("best", {}).items():
             self._note_best(runner, name, best["value"], best["path"])
-
-    def _is_due(self, done: int, last: int | None) -> bool:
-        since = done - self.save_begin
-        return (self.interval > 0 and since >= 0 and since % self.interval == 0) or (self.save_last and done == last)
 
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
         name = (self.filename_tmpl or template).format(done)
@@ -237,7 +228,7 @@ def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | No
     """Return the rule for each metric, or, under the empty name, the rule for all."""
     rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
     for one in rules:
-        check_rule(one)
+        require_one_of("rule", one, RULES)
     if len(rules) == 1:
         return {"": rules[0]}
     metrics = [save_best] if isinstance(save_best, str) else list(save_best or ())

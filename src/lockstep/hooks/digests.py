@@ -6,7 +6,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from lockstep.model.shards import own_shard
 
 _ROW = 2**16
 # Rows per multiplication: on the CPU one, which stays in the cache; on an accelerator many, because starting one takes
@@ -26,7 +27,7 @@ def words_of(tensor: Tensor) -> Tensor:
 
     **Shapes**: any -> [n], where n is the number of elements, or of 4-byte words if elements are longer.
     """
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
+    local = own_shard(tensor).detach().contiguous()
     if local.is_complex():
         local = torch.view_as_real(local)
     return local.reshape(-1).view(_WORDS.get(local.element_size(), torch.int32))

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import ConfigError
-from lockstep.hooks.rules import check_rule, rule_of
+from lockstep.errors import ConfigError, require_count, require_one_of
+from lockstep.hooks.arguments import RULES, rule_of
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -45,9 +45,8 @@ class EarlyStoppingHook(Hook):
     stopping_threshold: float | None = None
 
     def __post_init__(self) -> None:
-        check_rule(self.rule)
-        if self.patience < 1:
-            raise ConfigError(f"`patience` must be at least 1, but is {self.patience}")
+        require_one_of("rule", self.rule, RULES)
+        require_count("patience", self.patience)
         if self.min_delta < 0:
             raise ConfigError(f"`min_delta` must be at least 0, but is {self.min_delta}")
         self.rule = self.rule or rule_of(self.monitor)

@@ -13,6 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.hooks.buffers import average_buffers
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.averaged import BaseAveragedModel
+from lockstep.model.shards import reshard
 from lockstep.registry import HOOKS, MODELS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -193,7 +194,7 @@ class EMAHook(Hook):
 
     def _weights(self) -> Iterator[_Weight]:
         """Yield the tensors that are averaged, tied ones under each of their names."""
-        _reshard(self.src_model)
+        reshard(self.src_model)  # after a forward pass without a backward pass
         averaged = dict(self._tensors_of(self.ema_model.module))
         for name, trained in self._tensors_of(self.src_model):
             yield _Weight(name, averaged[name], trained)
@@ -214,11 +215,3 @@ class EMAHook(Hook):
                 yield name, weight
             elif isinstance(weight.trained, nn.Parameter):
                 raise ConfigError(f"the checkpoint's model must have all parameters to be averaged, but lacks {name}")
-
-
-def _reshard(model: nn.Module) -> None:
-    """Make FSDP free the parameters that it gathered for a forward pass without a backward pass."""
-    for module in model.modules():
-        reshard = getattr(type(module), "reshard", None)
-        if reshard is not None:
-            reshard(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,13 +14,13 @@ from typing import Any, Self
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from lockstep.errors import ConfigError
+from lockstep.model.shards import is_dtensor
 
 _aten = torch.ops.aten
 _FLASH = flop_registry[_aten._scaled_dot_product_flash_attention]
@@ -32,13 +33,7 @@ _MORE: dict[Any, Callable[..., float]] = {
     _aten._scaled_dot_product_fused_attention_overrideable_backward: _FLASH_BACKWARD,
 }
 _ATTENTION_BACKWARD = {
-    _aten._scaled_dot_product_flash_attention_backward,
-    _aten._scaled_dot_product_efficient_attention_backward,
-    _aten._scaled_dot_product_cudnn_attention_backward,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    _aten._scaled_dot_product_fused_attention_overrideable_backward,
-    _aten._flash_attention_backward,
-    _aten._efficient_attention_backward,
+    packet for packet in (*flop_registry, *_MORE) if re.fullmatch(r"aten\..*_attention_.*backward", str(packet))
 }
 # Operators of torch that multiply matrices, but have no formula. All other operators of these libraries multiply none.
 _UNKNOWN = {
@@ -166,7 +161,7 @@ def _is_recomputed() -> bool:
 
 
 def _refuse_split(tensors: list[Tensor], packet: Any) -> None:
-    if any(isinstance(tensor, DTensor) for tensor in tensors):
+    if any(map(is_dtensor, tensors)):
         raise ConfigError(
             f"FLOPs can't be counted where ranks split a product, but `{packet}` has a DTensor: some operators would "
             "show the shapes of all ranks, others those of one. Use "

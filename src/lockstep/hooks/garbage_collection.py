@@ -6,6 +6,7 @@ import gc
 from contextlib import ExitStack
 from typing import Any
 
+from lockstep.errors import require_count, require_one_of
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import TrainRun
@@ -28,10 +29,8 @@ class GarbageCollectionHook(Hook):
     priority = "VERY_LOW"
 
     def __init__(self, interval: int = 100, generation: int = 1) -> None:
-        if interval < 1:
-            raise ValueError(f"`interval` must be at least 1, but is {interval}")
-        if generation not in (0, 1, 2):
-            raise ValueError(f"`generation` must be 0, 1 or 2, but is {generation!r}")
+        require_count("interval", interval)
+        require_one_of("generation", generation, (0, 1, 2))
         self.interval = interval
         self.generation = generation
         self._leaving = ExitStack()

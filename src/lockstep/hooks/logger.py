@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain, islice
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from lockstep.device import peak_memory
 from lockstep.dist import gather_object
+from lockstep.errors import ConfigError, require_count
+from lockstep.hooks.arguments import check_local
 from lockstep.hooks.exchange import ExchangeTimer
 from lockstep.hooks.rank_times import RankTimes
-from lockstep.hooks.storage import check_local
 from lockstep.hooks.stragglers import OwnWork, Sample, StragglerWatch, described
 from lockstep.logging.meters import Scalar, read_scalars, weighted_mean
 from lockstep.registry import HOOKS
@@ -85,6 +86,7 @@ class _EpochSums:
 
 
 @HOOKS.register_module()
+@dataclass(eq=False, repr=False)
 class LoggerHook(Hook):
     """Record the values of training every few iterations, and the metrics of each validation.
 
@@ -114,32 +116,28 @@ class LoggerHook(Hook):
     **Cost**: per record one `gather_object` of some 300 bytes.
 
     Raises:
-        ConfigError: an argument asks to keep records elsewhere.
+        ConfigError: an argument asks to keep records elsewhere, or is out of range.
     """
 
     priority = "BELOW_NORMAL"
 
-    def __init__(
-        self,
-        interval: int = 10,
-        ignore_last: bool = False,
-        interval_exp_name: int = 1000,
-        out_dir: None = None,
-        out_suffix: Sequence[str] = (),
-        keep_local: bool = True,
-        file_client_args: None = None,
-        log_metric_by_epoch: bool = False,
-        backend_args: None = None,
-        slow_factor: float | None = 1.5,
-    ) -> None:
-        if interval < 1:
-            raise ValueError(f"`interval` must be at least 1, but is {interval}")
-        if slow_factor is not None and slow_factor <= 1:
-            raise ValueError(f"`slow_factor` must be above 1 or None, but is {slow_factor}")
-        check_local("records", out_dir=out_dir, file_client_args=file_client_args, backend_args=backend_args)
-        self.interval = interval
-        self.ignore_last = ignore_last
-        self.log_metric_by_epoch = log_metric_by_epoch
+    interval: int = 10
+    ignore_last: bool = False
+    interval_exp_name: int = 1000
+    out_dir: None = None
+    out_suffix: Sequence[str] = ()
+    keep_local: bool = True
+    file_client_args: None = None
+    log_metric_by_epoch: bool = False
+    backend_args: None = None
+    slow_factor: float | None = 1.5
+
+    def __post_init__(self) -> None:
+        require_count("interval", self.interval)
+        if self.slow_factor is not None and self.slow_factor <= 1:
+            raise ConfigError(f"`slow_factor` must be above 1 or None, but is {self.slow_factor}")
+        elsewhere = {"out_dir": self.out_dir, "file_client_args": self.file_client_args}
+        check_local("records", **elsewhere, backend_args=self.backend_args)
         # Samples of each iteration since the last record, and the names of the model's values.
         self._samples: list[int] = []
         self._logged: set[str] = set()
@@ -147,7 +145,6 @@ class LoggerHook(Hook):
         self._epoch = _EpochSums()
         self._exchange: ExchangeTimer | None = None
         self._rank_times: RankTimes | None = None
-        self.slow_factor = slow_factor
         self._work: OwnWork | None = None
         self._watch: StragglerWatch | None = None
 
@@ -227,8 +224,13 @@ class LoggerHook(Hook):
         scalars = runner.message_hub.log_scalars.items()
         last = {key: buffer.tail(len(samples)) for key, buffer in scalars if key.startswith((_PREFIX, _AMOUNTS))}
         waited = None if self._exchange is None else self._exchange.mean_seconds(len(samples))
-        peaks = {"peak_flops": runner.message_hub.get_info("peak_flops", 0.0), "memory_mib": peak_memory() / 2**20}
-        own = partial(self._own_numbers, last, samples, waited, peaks)
+        now = {"peak_flops": runner.message_hub.get_info("peak_flops", 0.0), "memory_mib": peak_memory() / 2**20}
+        if waited is not None:
+            now["comm_time"] = waited
+
+        def own() -> dict[str, float]:
+            return {**self._own_numbers(last, samples), **now}
+
         gathered: list[dict[str, Any]] | None = []
         if runner.distributed:
             work = {} if self._work is None else {_WORK: (self._work.host, self._work.take(iteration, waited))}
@@ -270,14 +272,8 @@ class LoggerHook(Hook):
             self._rank_times.add(record.iteration, count, ranks, flush=flush)
         self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
 
-    def _own_numbers(
-        self,
-        last: Mapping[str, list[Scalar]],
-        samples: list[int],
-        waited: float | None,
-        peaks: Mapping[str, float],
-    ) -> dict[str, float]:
-        """Return this rank's numbers for the iterations since the last record.
+    def _own_numbers(self, last: Mapping[str, list[Scalar]], samples: list[int]) -> dict[str, float]:
+        """Return the means and amounts of this rank in the iterations since the last record.
 
         The values that the model returned are means over samples, and their names are marked. Amounts are sums. All
         others are means over iterations.
@@ -297,9 +293,6 @@ class LoggerHook(Hook):
                 own[name] = mean
             elif any(samples):
                 own[_RETURNED + name] = mean if is_even else weighted_mean(numbers, samples)
-        if waited is not None:
-            own["comm_time"] = waited
-        own.update(peaks)
         return own
 
     def _record_metrics(self, runner: Run, mode: str, metrics: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.device import get_device
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_count
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import TrainRun
@@ -58,8 +58,7 @@ class MemorySnapshotHook(Hook):
             self.iterations = frozenset(map(index, iterations))
         except TypeError as error:
             raise ConfigError(f"`iterations` must be a list of numbers of iterations, but is {iterations!r}") from error
-        if not isinstance(max_entries, int) or max_entries < 1:
-            raise ConfigError(f"`max_entries` must be an int of at least 1, but is {max_entries!r}")
+        require_count("max_entries", max_entries)
         self.max_entries = max_entries
         self._signal: signal.Signals | None = None if on_signal is None else signal.Signals[on_signal]
         self._former: Any = None
@@ -80,9 +79,7 @@ class MemorySnapshotHook(Hook):
         if self._signal is not None and threading.current_thread() is threading.main_thread():
             self._former = signal.signal(self._signal, self._ask)
 
-    def after_train_iter(
-        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Write a snapshot if one is due."""
         if self._is_asked or runner.iter + 1 in self.iterations:
             self._is_asked = False

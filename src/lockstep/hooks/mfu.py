@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.device import get_device
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_count
 from lockstep.hooks.flops import StepFlops
 from lockstep.hooks.peak_flops import PeakFlops, peak_flops
 from lockstep.hooks.timer import IterTimerHook
@@ -74,8 +74,7 @@ class MFUHook(Hook):
                 f"`peak_flops` must be a number of FLOP/s where `flops_of` is given, but is {peak_flops!r}: without "
                 "counting, the dtype of the products is not known"
             )
-        if not isinstance(max_shapes, int) or max_shapes < 1:
-            raise ConfigError(f"`max_shapes` must be an int of at least 1, but is {max_shapes!r}")
+        require_count("max_shapes", max_shapes)
         self.max_shapes = max_shapes
         self._flops_of = flops_of
         self._measure = peak_flops == "measure"
@@ -113,9 +112,7 @@ class MFUHook(Hook):
             self._counting = StepFlops()
             self._counting.__enter__()
 
-    def after_train_iter(
-        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Record the FLOPs of the iteration."""
         if self._counting is not None:
             counted = self._counting

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.dist import Handle, all_gather_object, all_reduce, get_comm_device
-from lockstep.errors import caused_by
+from lockstep.errors import caused_by, require_count
 from lockstep.logging import read_scalars
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -49,8 +49,7 @@ class NaNCheckHook(Hook):
     priority = "LOW"
 
     def __init__(self, interval: int = 50) -> None:
-        if interval < 1:
-            raise ValueError(f"`interval` must be at least 1, but is {interval}")
+        require_count("interval", interval)
         self.interval = interval
         # Iterations and their values; tensors stay on their device until the check.
         self._seen: list[tuple[int, Mapping[str, Any]]] = []
@@ -59,8 +58,7 @@ class NaNCheckHook(Hook):
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Store the losses; check them when it is time."""
-        if self._looked is not None:
-            self._judge(runner)
+        self._judge(runner)
         iteration = runner.iter + 1
         if outputs:
             self._seen.append((iteration, outputs))
@@ -92,7 +90,7 @@ class NaNCheckHook(Hook):
         self._looked = fault, found, telling
 
     def _judge(self, runner: Run) -> None:
-        """Raise an error if any rank found something at the last check."""
+        """Raise an error if any rank found something at the last check, of which nobody has heard yet."""
         if self._looked is None:
             return
         (own, found, telling), self._looked = self._looked, None

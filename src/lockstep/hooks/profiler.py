@@ -11,14 +11,13 @@ from typing import Any, TypeAlias
 from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
 from torch.profiler import schedule as make_schedule
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_count, require_one_of
+from lockstep.hooks.arguments import require_epochs
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
 TraceHandler: TypeAlias = Callable[[profile], object]
-
-_HANDLERS = ("log_trace", "tb_trace")
 
 
 @HOOKS.register_module()
@@ -65,13 +64,10 @@ class ProfilerHook(Hook):
     json_trace_path: str = "profile/trace.json"
 
     def __post_init__(self) -> None:
-        if self.profile_times < 1:
-            raise ConfigError(f"`profile_times` must be at least 1, but is {self.profile_times}")
+        require_count("profile_times", self.profile_times)
         given = self.on_trace_ready
-        if isinstance(given, Mapping) and given.get("type") not in _HANDLERS:
-            raise ConfigError(
-                f"`on_trace_ready['type']` must be one of {', '.join(_HANDLERS)}, but is {given.get('type')!r}"
-            )
+        if isinstance(given, Mapping):
+            require_one_of("on_trace_ready['type']", given.get("type"), ("log_trace", "tb_trace"))
         self._activities = _activities(self.activity_with_cpu, self.activity_with_cuda)
         self._schedule = None if self.schedule is None else make_schedule(**self.schedule)
         self._profiler: profile | None = None
@@ -80,11 +76,8 @@ class ProfilerHook(Hook):
 
     def before_train(self, runner: TrainRun) -> None:
         """Start the profiler."""
-        if self.by_epoch and runner.max_epochs is None:
-            raise ConfigError(
-                "`by_epoch` of ProfilerHook must be False in a loop by iterations, but is True. "
-                "Use ProfilerHook(by_epoch=False, profile_times=<iterations>)"
-            )
+        if self.by_epoch:
+            require_epochs(runner, "ProfilerHook(by_epoch=False, profile_times=<iterations>)")
         self._profiler = profile(
             activities=self._activities,
             schedule=self._schedule,

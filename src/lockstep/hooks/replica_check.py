@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.dist import all_gather, all_gather_object
-from lockstep.errors import ConfigError, DivergenceError, counted, listed
+from lockstep.dist.watch.calls import ranks_in_words
+from lockstep.errors import ConfigError, DivergenceError, counted, listed, require_count, require_one_of
+from lockstep.hooks.digests import digest_of, words_of
+from lockstep.model.shards import is_dtensor, own_shard
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import TrainRun
+from lockstep.strategy.native import NativeStrategy
 
 if TYPE_CHECKING:  # it imports torch's DTensor, which takes half as long as importing torch
     from lockstep.hooks.replicas import Held
@@ -41,6 +46,7 @@ class _Difference(NamedTuple):
 
 
 @HOOKS.register_module()
+@dataclass(eq=False, repr=False)
 class ReplicaCheckHook(Hook):
     """Find replicas that are no longer equal, to the bit, and name the first tensor that differs and its ranks.
 
@@ -79,26 +85,19 @@ class ReplicaCheckHook(Hook):
 
     priority = "LOW"
 
-    def __init__(
-        self,
-        interval: int = 200,
-        on_divergence: Literal["raise", "warn"] = "raise",
-        ignore: str | Sequence[str] = (),
-    ) -> None:
-        if interval < 1:
-            raise ConfigError(f"`interval` must be at least 1, but is {interval}")
-        if on_divergence not in ("raise", "warn"):
-            raise ConfigError(f"`on_divergence` must be 'raise' or 'warn', but is {on_divergence!r}")
-        self.interval = interval
-        self.on_divergence = on_divergence
-        self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    interval: int = 200
+    on_divergence: Literal["raise", "warn"] = "raise"
+    ignore: str | Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        require_count("interval", self.interval)
+        require_one_of("on_divergence", self.on_divergence, ("raise", "warn"))
+        self.ignore = (self.ignore,) if isinstance(self.ignore, str) else tuple(self.ignore)
         self._equal_after: int | None = None
         self._told: set[tuple[str, str]] = set()
 
     def before_train(self, runner: TrainRun) -> None:
         """Refuse what can't be checked, then check what training starts from."""
-        from lockstep.strategy.native import NativeStrategy
-
         if not isinstance(runner.strategy, NativeStrategy):
             raise ConfigError(
                 "ReplicaCheckHook must be used with the strategies 'single', 'ddp' or 'fsdp', because an engine lays "
@@ -139,22 +138,17 @@ class ReplicaCheckHook(Hook):
 
 def _digests(held: Iterable[Held]) -> list[int]:
     """Return the digest of each value, with one read from each device."""
-    from lockstep.hooks.digests import digest_of, words_of
-
-    numbers: list[int | None] = []
-    waiting: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    numbers: dict[int, int] = {}
+    waiting: dict[torch.device, dict[int, Tensor]] = {}
     for place, (_, _, value) in enumerate(held):
         if isinstance(value, Tensor):
             digest = digest_of(words_of(value))
-            waiting.setdefault(digest.device, []).append((place, digest))
-            numbers.append(None)
+            waiting.setdefault(digest.device, {})[place] = digest
         else:
-            numbers.append(_hashed(repr(value)))
-    for pairs in waiting.values():
-        read = torch.stack([digest for _, digest in pairs]).tolist()
-        for (place, _), number in zip(pairs, read, strict=True):
-            numbers[place] = number
-    return [0 if number is None else number for number in numbers]
+            numbers[place] = _hashed(repr(value))
+    for digests in waiting.values():
+        numbers.update(zip(digests, torch.stack([*digests.values()]).tolist(), strict=True))
+    return [number for _, number in sorted(numbers.items())]
 
 
 def _differ(held: Sequence[Held], digests: Sequence[int]) -> bool:
@@ -197,19 +191,15 @@ def _message(
     first = found[0]
     hosts: list[str] = all_gather_object(socket.gethostname())
     detail = _detail(held, first)
-    unusual = first.unusual
+    on = ", ".join(dict.fromkeys(hosts[rank] for rank in first.unusual))
     others = [_quoted(*each.held) for each in found[1:]]
     also = f" So do {counted(len(others), 'further value')}: {listed(others)}." if others else ""
+    since = "It did so at the first check." if equal_after is None else f"All was equal after iteration {equal_after}."
     return (
         f"{_quoted(*first.held)} differs between ranks that must hold the same values: "
-        f"{_ranks(unusual)} of {world_size} (on {', '.join(dict.fromkeys(hosts[rank] for rank in unusual))}) against "
-        f"{', '.join(map(str, first.usual))}, after iteration {iteration}. {detail}{also} "
-        + (
-            "It did so at the first check. "
-            if equal_after is None
-            else f"All was equal after iteration {equal_after}. "
-        )
-        + "The memory or the device of one of them may be faulty, or code changes values on some ranks only. "
+        f"{ranks_in_words(first.unusual)} of {world_size} (on {on}) against {', '.join(map(str, first.usual))}, after "
+        f"iteration {iteration}. {detail}{also} {since} "
+        "The memory or the device of one of them may be faulty, or code changes values on some ranks only. "
         + ("Resume from a checkpoint of that iteration or before. " if equal_after else "")
         + "What is meant to differ can be named: ReplicaCheckHook(ignore=[...])"
     )
@@ -219,7 +209,7 @@ def _detail(held: Sequence[Held], difference: _Difference) -> str:
     """Return the first element that differs between one usual and one unusual rank. **Collective**: every rank."""
     if difference.lacking:
         lacking = difference.lacking
-        return f"{_ranks(lacking).capitalize()} {'does' if len(lacking) == 1 else 'do'} not have it."
+        return f"{ranks_in_words(lacking).capitalize()} {'does' if len(lacking) == 1 else 'do'} not have it."
     one, other = difference.unusual[0], difference.usual[0]
     value = {(name, part): value for name, part, value in held}.get(difference.held)
     rank = torch.distributed.get_rank()
@@ -247,28 +237,21 @@ def _detail(held: Sequence[Held], difference: _Difference) -> str:
 
 def _blocks(value: Any) -> tuple[str, list[int] | None]:
     """Return a value in words, and the digests of a tensor's blocks."""
-    from lockstep.hooks.digests import digest_of, words_of
-
     if not isinstance(value, Tensor):
         return repr(value), None
     words = words_of(value)
     sums = torch.stack([digest_of(block) for block in torch.split(words, _BLOCK)]) if len(words) else words
-    part = "this rank's part, " if type(value).__name__ == "DTensor" else ""
-    return f"{part}{_local(value).dtype} {list(_local(value).shape)}", sums.tolist()
+    part = "this rank's part, " if is_dtensor(value) else ""
+    return f"{part}{value.dtype} {list(own_shard(value).shape)}", sums.tolist()
 
 
 def _elements(value: Tensor, block: int) -> Tensor:
-    flat, count = _local(value).contiguous().view(-1), _elements_per_block(value)
+    flat, count = own_shard(value).detach().contiguous().view(-1), _elements_per_block(value)
     return flat[block * count : (block + 1) * count].cpu()
 
 
 def _elements_per_block(value: Tensor) -> int:
     return _BLOCK * min(4, value.element_size()) // value.element_size()
-
-
-def _local(value: Tensor) -> Tensor:
-    to_local = getattr(value, "to_local", None)
-    return (value if to_local is None else to_local()).detach()
 
 
 def _as_bytes(elements: Tensor) -> Tensor:
@@ -277,10 +260,6 @@ def _as_bytes(elements: Tensor) -> Tensor:
 
 def _hashed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def _quoted(name: str, part: str) -> str:

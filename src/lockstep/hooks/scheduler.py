@@ -29,9 +29,7 @@ class ParamSchedulerHook(Hook):
                 f"{waiting[0].monitor!r} it waits for. Give `val_dataloader` and `val_evaluator`"
             )
 
-    def after_train_iter(
-        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Step the schedulers that count iterations."""
         for scheduler in runner.param_schedulers:
             if not scheduler.by_epoch:

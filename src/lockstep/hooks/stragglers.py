@@ -106,10 +106,7 @@ class OwnWork:
             waited: the mean wait for gradients, in seconds.
         """
         rows = self._iterations
-        if self._is_exact:
-            size = max(_SAMPLE, math.ceil(len(rows) / _MOST_SAMPLES))
-        else:
-            size = max(1, len(rows))
+        size = max(_SAMPLE, math.ceil(len(rows) / _MOST_SAMPLES)) if self._is_exact else max(1, len(rows))
         count = len(rows) // size
         begin = end - len(rows)
         groups = [rows[place * size : (place + 1) * size] for place in range(count)]
@@ -310,10 +307,10 @@ class _Others:
         return self._value(self._samples[rank]) - self.median(rank)
 
 
-_SAID: Mapping[Part, tuple[str, str]] = {
-    "data": ("it waits {} for each batch", "the median of the others is {}"),
-    "compute": ("its forward and backward passes take {}", "the median of the others is {}"),
-    "communication": ("its communication hook takes {}", "the median of the others is {}"),
+_SAID: Mapping[Part, str] = {
+    "data": "it waits {} for each batch",
+    "compute": "its forward and backward passes take {}",
+    "communication": "its communication hook takes {}",
 }
 
 
@@ -329,11 +326,9 @@ def described(slow: Slow, size: int, host: str = "") -> str:
     rank = f"rank {slow.rank} of {size}" + (f" (on {host})" if host else "")
     if slow.part is None:
         return f"{rank} is no longer slow, after iteration {slow.end}"
-    own, others = _SAID[slow.part]
-    if size == 2:
-        others = f"rank {1 - slow.rank} {{}}"
+    others = f"rank {1 - slow.rank}" if size == 2 else "the median of the others is"
     return (
-        f"{rank} is slow: {own.format(_shown(slow.seconds))}, {others.format(_shown(slow.others))} "
+        f"{rank} is slow: {_SAID[slow.part].format(_shown(slow.seconds))}, {others} {_shown(slow.others)} "
         f"(iterations {slow.begin} to {slow.end}). All ranks wait for it, {_shown(slow.lost)} in each step"
     )
 

@@ -53,9 +53,7 @@ class IterTimerHook(Hook):
         """Record how long the batch took to arrive."""
         runner.message_hub.update_scalar("train/data_time", perf_counter() - self._last)
 
-    def after_train_iter(
-        self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
+    def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Record how long the iteration took, including the wait for data."""
         now = perf_counter()
         hub = runner.message_hub
