@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 # What safetensors calls the dtypes that all its readers know; the others are written as bytes.
-_SAFETENSORS = {
+SAFETENSORS = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float16": "F16",
     "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
@@ -237,6 +237,13 @@ class Save:
             self._pointer.discard()
 
 
+def header_bytes(tensors: Mapping[str, Any]) -> bytes:
+    """Return the beginning of a file of safetensors, from the entry of each tensor."""
+    words = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
+    words += b" " * (-len(words) % 8)  # so that tensors are aligned
+    return len(words).to_bytes(8, "little") + words
+
+
 def _write(share: Share, tensor_of: Callable[[WriteItem], Tensor]) -> Written:
     """Write a file of safetensors, and wait until the disk or the bucket has it."""
     # The largest elements first: so each chunk begins at a multiple of its element's size, as readers expect.
@@ -246,9 +253,7 @@ def _write(share: Share, tensor_of: Callable[[WriteItem], Tensor]) -> Written:
     for item in items:
         header[_name_in_file(item)] = _header_entry(item, end)
         end += size_of(item)
-    words = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    words += b" " * (-len(words) % 8)
-    head = len(words).to_bytes(8, "little") + words
+    head = header_bytes(header)
     chunks = []
     start = len(head)
     with writing(share.path, start + end) as file:
@@ -367,6 +372,6 @@ def _name_in_file(item: WriteItem) -> str:
 def _header_entry(item: WriteItem, start: int) -> dict[str, Any]:
     data, size = data_of(item), size_of(item)
     dtype, shape = _name_of(data.properties.dtype), list(data.chunk.sizes)
-    if dtype not in _SAFETENSORS:
+    if dtype not in SAFETENSORS:
         return {"dtype": "U8", "shape": [*shape, ITEM_SIZES[dtype]], "data_offsets": [start, start + size]}
-    return {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": [start, start + size]}
+    return {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": [start, start + size]}

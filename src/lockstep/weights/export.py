@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import read_infos, read_meta, read_tensors
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_one_of
 from lockstep.location import Location, locate
 from lockstep.weights.safetensors_file import TensorInfo
 from lockstep.weights.selection import Selection, select
@@ -89,8 +89,7 @@ def export_checkpoint(
         export_checkpoint("work_dirs/bert", "my_bert", "hf")
         model = BertForSequenceClassification.from_pretrained("my_bert")
     """
-    if to not in TARGETS:
-        raise ConfigError(f"`to` must be one of {', '.join(TARGETS)}, but is {to!r}")
+    require_one_of("to", to, TARGETS)
     place, weights = locate(out), _CheckpointWeights(_checkpoint(checkpoint), ema)
     is_file = to == "torch" or (to == "safetensors" and place.suffix == ".safetensors")
     check_new(place, file=is_file)
@@ -109,7 +108,7 @@ def export_checkpoint(
     else:
         shards = plan_shards(chosen.infos, chosen.stem, math.inf if is_file else most)
         writer = SafetensorsWriter(place, shards, chosen.infos, {**beside, **chosen.files}, single=is_file)
-        _write_safetensors(writer, [name for names in shards.values() for name in names], chosen, weights)
+        _write_safetensors(writer, chosen, weights)
     nbytes = sum(info.nbytes for info in chosen.infos.values())
     return Exported(weights.path, place, len(chosen.origins), nbytes, chosen.left_out)
 
@@ -126,12 +125,12 @@ class _CheckpointWeights:
     def __init__(self, path: Location, ema: bool | None) -> None:
         self.path = path
         self.meta = read_meta(path)
-        parts = dict.fromkeys(read_infos(path, "model"), "model")
-        trained = dict.fromkeys(read_infos(path, _TRAINED), _TRAINED)
-        if ema and not trained:
-            raise ConfigError(f"{path} must have averaged weights, as EMAHook saves them, but has none")
-        self._parts = {**parts, **trained} if ema is False else parts
         found = {part: read_infos(path, part) for part in ("model", _TRAINED)}
+        if ema and not found[_TRAINED]:
+            raise ConfigError(f"{path} must have averaged weights, as EMAHook saves them, but has none")
+        self._parts = dict.fromkeys(found["model"], "model")
+        if ema is False:
+            self._parts |= dict.fromkeys(found[_TRAINED], _TRAINED)
         self.infos = {name: TensorInfo(*found[part][name]) for name, part in self._parts.items()}
         if not self.infos:
             raise ConfigError(f"{path} must hold a model's weights, but has none")
@@ -149,13 +148,9 @@ def _checkpoint(path: str | Path) -> Location:
     except OSError as error:
         raise ConfigError(f"`CKPT` must be a checkpoint, but {error}") from error
     if found is None:
-        what = (
-            "holds no complete checkpoint"
-            if location.is_dir()
-            else "is a file"
-            if location.exists()
-            else "does not exist"
-        )
+        what = "is a file" if location.exists() else "does not exist"
+        if location.is_dir():
+            what = "holds no complete checkpoint"
         raise ConfigError(
             f"`CKPT` must be a checkpoint, the folder of a run, or a work_dir, but {location} {what}. Those of a run "
             "lie under work_dirs/NAME/TIME, as epoch_1"
@@ -179,11 +174,10 @@ def _files_beside(folder: Location) -> dict[str, Any]:
     return found
 
 
-def _write_safetensors(
-    writer: SafetensorsWriter, order: Sequence[str], chosen: Selection, weights: _CheckpointWeights
-) -> None:
+def _write_safetensors(writer: SafetensorsWriter, chosen: Selection, weights: _CheckpointWeights) -> None:
+    names = chain.from_iterable(writer.shards.values())
     try:
-        for _, tensor in weights.read(chosen.origins[name] for name in order):
+        for _, tensor in weights.read(chosen.origins[name] for name in names):
             writer.write(tensor)
             if writer.failure is not None:
                 break

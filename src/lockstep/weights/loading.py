@@ -172,12 +172,10 @@ def _renamed(stored: Mapping[str, Any], weights: Weights, own: Mapping[str, Any]
         origins[name] = stored_name
     if any(name in own for name in origins):
         return origins
-    prefix = _missing_prefix(own, origins)
-    if prefix:
+    if prefix := _missing_prefix(own, origins):
         _logger.info("the names in %s lack the prefix `%s` of the model's: it is added", weights.path, prefix)
         return {prefix + name: origin for name, origin in origins.items()}
-    prefix = _missing_prefix(origins, own)
-    if prefix:
+    if prefix := _missing_prefix(origins, own):
         _logger.info(
             "the names in %s have the prefix `%s`, which the model's lack: it is left out", weights.path, prefix
         )

@@ -22,28 +22,13 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.saving import SAFETENSORS, header_bytes
 from lockstep.errors import ConfigError
 from lockstep.location import Location, read_into, size_of, write_bytes
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {getattr(torch, dtype): name for dtype, name in SAFETENSORS.items()}
+_NAMES |= {torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _METADATA = "__metadata__"
 _MOST_HEADER = 100 * 2**20  # as in the package
 _DAMAGED = "It is damaged or no safetensors file: copy it again"
@@ -146,22 +131,17 @@ def write_header(file: IO[bytes], tensors: Mapping[str, TensorInfo]) -> None:
     Raises:
         ConfigError: the format has no such dtype.
     """
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    header: dict[str, Any] = {}
     begin = 0
     for name, info in tensors.items():
         if info.dtype not in _NAMES:
             raise ConfigError(
                 f"`{name}` must have a dtype that safetensors files can hold, but has {info.dtype}. Export to torch"
             )
-        header[name] = {
-            "dtype": _NAMES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": [begin, begin + info.nbytes],
-        }
-        begin += info.nbytes
-    content = json.dumps(header, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % 8)  # so that tensors are aligned
-    file.write(len(content).to_bytes(8, "little") + content)
+        end = begin + info.nbytes
+        header[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
+        begin = end
+    file.write(header_bytes(header))
 
 
 def write_tensor(file: IO[bytes], tensor: Tensor) -> None:

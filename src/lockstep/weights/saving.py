@@ -56,11 +56,7 @@ def save_pretrained(
         whole = gather_full(state[chosen.origins[name]])
         if writer is not None:
             writer.write(whole)
-    run_on_main(writer.finish if writer is not None else _nothing)
+    run_on_main(lambda: None if writer is None else writer.finish())  # only rank 0 has one
     if chosen.left_out:
         _logger.info("%s is without %s", location, told_left_out(chosen.left_out))
     _logger.info("wrote the weights to %s", location)
-
-
-def _nothing() -> None:
-    """Stand on the other ranks for what rank 0 does."""

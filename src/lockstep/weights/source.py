@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.location import Location
 from lockstep.weights.safetensors_file import SafetensorsFile, TensorInfo
 from lockstep.weights.torch_file import TorchFile
@@ -26,11 +26,9 @@ class Source(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Shape and dtype of each tensor, by name."""
-        ...
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Return a tensor, or some of its rows, in CPU memory."""
-        ...
 
 
 class ShardedFiles:
@@ -112,7 +110,7 @@ def check_weights(location: Location, argument: str) -> None:
             f"{wanted} has an adapter alone. Load it with peft.PeftModel.from_pretrained(model, FOLDER, "
             "is_trainable=True), and hand over the result"
         )
-    there = f"It holds {', '.join(found[:6])}{', ...' if len(found) > 6 else ''}" if found else "It is empty"
+    there = f"It holds {listed(found, most=6)}" if found else "It is empty"
     raise ConfigError(f"{wanted} is a folder without a complete checkpoint in it, or {_FILES[0]}. {there}")
 
 

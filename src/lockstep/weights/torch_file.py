@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,8 @@ class TorchFile:
 
 def _unpickled(location: Location) -> Any:
     try:
-        if isinstance(location, Path):
-            is_zip = zipfile.is_zipfile(location)
-            return _load(location, is_zip, mmap=is_zip)
-        with location.open("rb") as file:
-            is_zip = zipfile.is_zipfile(file)
-            file.seek(0)
-            return _load(file, is_zip, mmap=False)
+        with nullcontext(location) if isinstance(location, Path) else location.open("rb") as file:
+            return _load(file)
     except Exception as error:  # torch.load raises almost any error for a file that is not a pickle
         why = f"{type(error).__name__}: {error}".rstrip(": ")
         raise ConfigError(
@@ -66,13 +62,16 @@ def _unpickled(location: Location) -> Any:
         ) from error
 
 
-def _load(file: Any, is_zip: bool, *, mmap: bool) -> Any:
+def _load(file: Any) -> Any:
+    """Load what lies at a path, or in an open file."""
+    rewind = getattr(file, "seek", lambda _: None)
+    is_zip = zipfile.is_zipfile(file)
+    rewind(0)
     # The classes and functions that the file refers to; torch before 1.6 did not list them.
     strangers = torch.serialization.get_unsafe_globals_in_checkpoint(file) if is_zip else []
-    if not isinstance(file, Path):
-        file.seek(0)
+    rewind(0)
     with torch.serialization.safe_globals([(_Empty, name) for name in strangers]):
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip and isinstance(file, Path))
 
 
 def _state_in(content: Any, location: Location) -> dict[str, Tensor]:

@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.location import Location
 from lockstep.weights.safetensors_file import TensorInfo, write_header, write_tensor
 
@@ -72,22 +74,16 @@ def check_new(out: Location, *, file: bool) -> None:
     try:
         if not out.exists():
             return
-        if out.is_file():
-            found = "is a file"
-        else:
-            names = sorted(one.name for one in out.iterdir())
-            if not names and not file:
-                return
-            found = (
-                f"is a folder that holds {', '.join(names[:3])}{', ...' if names[3:] else ''}"
-                if names
-                else "is a folder"
-            )
+        names = None if out.is_file() else sorted(one.name for one in out.iterdir())
     except OSError as error:
         raise ConfigError(f"`OUT` must be {what}, but {out} cannot be reached: {error}") from error
+    if names == [] and not file:
+        return
+    found = "is a file" if names is None else f"is a folder that holds {listed(names, most=3) or 'nothing'}"
     raise ConfigError(f"`OUT` must be {what}, but {out} {found}. Give another one, or remove it")
 
 
+@dataclass(eq=False, repr=False)
 class SafetensorsWriter:
     """Writes tensors one by one into one or several files, and then what belongs beside them.
 
@@ -106,22 +102,17 @@ class SafetensorsWriter:
         failure: why writing has failed; None if it has not.
     """
 
-    def __init__(
-        self,
-        out: Location,
-        shards: Mapping[str, list[str]],
-        infos: Mapping[str, TensorInfo],
-        files: Mapping[str, Any],
-        *,
-        single: bool = False,
-    ) -> None:
-        self._out = out.absolute() if isinstance(out, Path) else out
-        self._shards = shards
-        self._infos = infos
-        self._files = files
-        self._single = single
-        self._waiting = [(file, name) for file, names in shards.items() for name in names]
-        self._open: tuple[str, IO[bytes]] | None = None
+    out: Location
+    shards: Mapping[str, list[str]]
+    infos: Mapping[str, TensorInfo]
+    files: Mapping[str, Any]
+    single: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        out = self.out.absolute() if isinstance(self.out, Path) else self.out
+        self._draft = out.with_name(f".{out.name}.draft") if isinstance(out, Path) else None
+        self._waiting = [(file, name) for file, names in self.shards.items() for name in names]
+        self._open: IO[bytes] | None = None
         self._written: list[Location] = []
         self.failure: OSError | None = None
 
@@ -131,7 +122,7 @@ class SafetensorsWriter:
         if self.failure is not None:
             return
         try:
-            info = self._infos[name]
+            info = self.infos[name]
             write_tensor(self._opened(file), tensor.detach().to(info.dtype))
             if not self._waiting or self._waiting[0][0] != file:
                 self._close()
@@ -152,81 +143,66 @@ class SafetensorsWriter:
             except OSError as error:
                 self.failure = error
         self.discard()
-        raise ConfigError(f"{self._out} cannot be written: {self.failure}") from self.failure
+        raise ConfigError(f"{self.out} cannot be written: {self.failure}") from self.failure
 
     def discard(self) -> None:
         """Remove what has been written."""
-        try:
+        with suppress(OSError):  # what could not be written to the end is removed
             self._close()
-        except OSError:
-            self._open = None  # what could not be written to the end is removed
-        if isinstance(self._out, Path):
+        if self._draft is not None:
             shutil.rmtree(self._draft, ignore_errors=True)
             return
         for file in self._written:
-            try:
+            with suppress(OSError):  # of several that were written, those that can be removed are
                 file.unlink()
-            except OSError:
-                continue  # of several that were written, those that can be removed are
-
-    @property
-    def _draft(self) -> Path:
-        assert isinstance(self._out, Path)
-        return self._out.with_name(f".{self._out.name}.draft")
-
-    def _place(self, file: str) -> Location:
-        if isinstance(self._out, Path):
-            return self._draft / file
-        return self._out if self._single else self._out / file
 
     def _opened(self, file: str) -> IO[bytes]:
         """Return the open file, which is a new one for the first tensor in it."""
         if self._open is None:
-            opened = self._create(file)
-            self._open = (file, opened)
-            write_header(opened, {name: self._infos[name] for name in self._shards[file]})
-        return self._open[1]
+            self._open = self._create(file)
+            write_header(self._open, {name: self.infos[name] for name in self.shards[file]})
+        return self._open
 
     def _create(self, file: str) -> IO[bytes]:
-        if isinstance(self._out, Path) and not self._written:
-            shutil.rmtree(self._draft, ignore_errors=True)  # left behind by one that was killed
-            self._draft.mkdir(parents=True)
-        place = self._place(file)
+        place: Location = self.out if self.single else self.out / file
+        if self._draft is not None:
+            place = self._draft / file
+            if not self._written:
+                shutil.rmtree(self._draft, ignore_errors=True)  # left behind by one that was killed
+                self._draft.mkdir(parents=True)
         self._written.append(place)
         return place.open("wb")
 
     def _close(self) -> None:
-        if self._open is not None:
-            self._open[1].close()
-            self._open = None
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
 
     def _write_files(self) -> None:
-        if self._single:
+        if self.single:
             return
-        files = dict(self._files)
-        if len(self._shards) > 1:
-            stem = next(iter(self._shards)).partition("-")[0]
-            places = {name: file for file, names in self._shards.items() for name in names}
-            size = sum(info.nbytes for info in self._infos.values())
-            files = {
-                f"{stem}.safetensors.index.json": {"metadata": {"total_size": size}, "weight_map": places},
-                **files,
-            }
+        files = dict(self.files)
+        if len(self.shards) > 1:
+            stem = next(iter(self.shards)).partition("-")[0]
+            places = {name: file for file, names in self.shards.items() for name in names}
+            size = sum(info.nbytes for info in self.infos.values())
+            index = {"metadata": {"total_size": size}, "weight_map": places}
+            files = {f"{stem}.safetensors.index.json": index, **files}
         for name, content in files.items():
             with self._create(name) as file:
                 file.write(_as_bytes(content))
 
     def _publish(self) -> None:
-        if not isinstance(self._out, Path):
+        if self._draft is None or not isinstance(self.out, Path):
             return
-        if self._single:
+        if self.single:
             (written,) = self._draft.iterdir()
-            written.replace(self._out)
+            written.replace(self.out)
             self._draft.rmdir()
             return
-        if self._out.exists():
-            self._out.rmdir()  # it was empty
-        self._draft.rename(self._out)
+        if self.out.exists():
+            self.out.rmdir()  # it was empty
+        self._draft.rename(self.out)
 
 
 def _as_bytes(content: Any) -> bytes:
