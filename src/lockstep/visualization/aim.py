@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.library import opened, require
+from lockstep.visualization.library import LibraryVisualizer
 from lockstep.visualization.png import as_picture
 
 
 @VISUALIZERS.register_module(name=["AimVisualizer", "AimVisBackend"])
-class AimVisualizer:
+class AimVisualizer(LibraryVisualizer):
     """Tracks a run in an Aim repository.
 
     Args:
@@ -25,11 +23,7 @@ class AimVisualizer:
             `aim up --repo`.
     """
 
-    def __init__(self, init_kwargs: Mapping[str, Any] | None = None, save_dir: str | Path | None = None) -> None:
-        require("aim", "aim", "AimVisualizer")
-        self._init_kwargs = dict(init_kwargs or {})
-        self._save_dir = save_dir
-        self._run: Any = None
+    package = "aim"
 
     def open(self, run_dir: Path) -> None:
         """Start an Aim run with the name of the run's folder."""
@@ -41,29 +35,26 @@ class AimVisualizer:
             "experiment": work_dir.name,
             "capture_terminal_logs": False,
         }
-        self._run = Run(**{**defaults, **self._init_kwargs})
-        self._run.name = run_dir.name
+        self._held = Run(**{**defaults, **self._init_kwargs})
+        self._held.name = run_dir.name
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Track values."""
-        run = opened(self._run, self)
+        run = self.opened
         for name, value in scalar_dict.items():
             run.track(float(value), name=name, step=step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Track an image."""
-        run = opened(self._run, self)
+        run = self.opened
         from aim import Image
 
         run.track(Image(as_picture(image).numpy()), name=name, step=step)
 
     def add_config(self, config: Config) -> None:
         """Store the config as the run's `hparams`."""
-        opened(self._run, self)["hparams"] = plain_data(config)
+        self.opened["hparams"] = plain_data(config)
 
-    def close(self) -> None:
-        """End the run; its `status` is "failed" if an exception is being handled, otherwise "finished"."""
-        if self._run is not None:
-            self._run["status"] = "finished" if sys.exc_info()[0] is None else "failed"
-            self._run.close()
-            self._run = None
+    def _end(self, run: Any, *, failed: bool) -> None:
+        run["status"] = "failed" if failed else "finished"
+        run.close()

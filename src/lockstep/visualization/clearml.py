@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.library import opened, require, with_suffix
+from lockstep.visualization.library import LibraryVisualizer, with_suffix
 from lockstep.visualization.png import as_picture
 
 
 @VISUALIZERS.register_module(name=["ClearMLVisualizer", "ClearMLVisBackend"])
-class ClearMLVisualizer:
+class ClearMLVisualizer(LibraryVisualizer):
     """Reports to a task of ClearML.
 
     ClearML's own recording of frameworks and command lines, which changes their functions, is off unless `init_kwargs`
@@ -34,6 +33,8 @@ class ClearMLVisualizer:
     **Cost**: closing waits for ClearML's analysis of the repository and of the packages that are imported.
     """
 
+    package = "clearml"
+
     def __init__(
         self,
         init_kwargs: Mapping[str, Any] | None = None,
@@ -42,12 +43,10 @@ class ClearMLVisualizer:
         *,
         offline: bool = False,
     ) -> None:
-        require("clearml", "clearml", "ClearMLVisualizer")
-        self._init_kwargs = dict(init_kwargs or {})
+        super().__init__(init_kwargs, save_dir)
         self._artifact_suffix = artifact_suffix
         self._offline = offline
         self._run_dir = Path()
-        self._task: Any = None
 
     def open(self, run_dir: Path) -> None:
         """Start a task."""
@@ -66,11 +65,11 @@ class ClearMLVisualizer:
             "auto_connect_arg_parser": False,
             "auto_connect_frameworks": False,
         }
-        self._task = Task.init(**{**defaults, **self._init_kwargs})
+        self._held = Task.init(**{**defaults, **self._init_kwargs})
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Report values: `train/loss` is the series `loss` in the plot `train`."""
-        logger = opened(self._task, self).get_logger()
+        logger = self.opened.get_logger()
         for name, value in scalar_dict.items():
             title, series = _plot(name)
             logger.report_scalar(title, series, value=float(value), iteration=step)
@@ -78,24 +77,18 @@ class ClearMLVisualizer:
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Report an image, which ClearML compresses as JPEG."""
         title, series = _plot(name)
-        logger = opened(self._task, self).get_logger()
+        logger = self.opened.get_logger()
         logger.report_image(title, series, iteration=step, image=as_picture(image).numpy())
 
     def add_config(self, config: Config) -> None:
         """Store the config as the task's configuration object `config`."""
-        opened(self._task, self).connect_configuration(plain_data(config), name="config")
+        self.opened.connect_configuration(plain_data(config), name="config")
 
-    def close(self) -> None:
-        """Upload the artifacts and close the task, as failed and tagged so if an exception is being handled."""
-        if self._task is None:
-            return
-        task, self._task = self._task, None
-        failed = sys.exc_info()[0] is not None
+    def _end(self, task: Any, *, failed: bool) -> None:
         if failed:
             task.add_tags(["failed"])  # also in the files that ClearML writes offline, which hold no status
-        if self._artifact_suffix:
-            for file in with_suffix(self._run_dir, self._artifact_suffix):
-                task.upload_artifact(file.name, file)
+        for file in with_suffix(self._run_dir, self._artifact_suffix):
+            task.upload_artifact(file.name, file)
         task.close()
         if failed:
             task.mark_failed(force=True)  # close() has just marked it as completed

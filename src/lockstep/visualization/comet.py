@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.library import opened, require
+from lockstep.visualization.library import LibraryVisualizer
 from lockstep.visualization.png import as_picture, png_bytes
 
 
 @VISUALIZERS.register_module(name=["CometVisualizer", "CometVisBackend"])
-class CometVisualizer:
+class CometVisualizer(LibraryVisualizer):
     """Logs to a Comet experiment.
 
     Comet's own logging of metrics, parameters, models and terminal output, which changes functions of torch and of the
@@ -30,11 +29,7 @@ class CometVisualizer:
             run's folder. `comet upload` sends it.
     """
 
-    def __init__(self, init_kwargs: Mapping[str, Any] | None = None, save_dir: str | Path | None = None) -> None:
-        require("comet_ml", "comet", "CometVisualizer")
-        self._init_kwargs = dict(init_kwargs or {})
-        self._save_dir = save_dir
-        self._experiment: Any = None
+    package, extra = "comet_ml", "comet"
 
     def open(self, run_dir: Path) -> None:
         """Start an experiment."""
@@ -53,25 +48,22 @@ class CometVisualizer:
                 "auto_output_logging": False,
             }
             given = comet_ml.ExperimentConfig(**{**defaults, **(given or {})})
-        self._experiment = comet_ml.start(**arguments, experiment_config=given)
+        self._held = comet_ml.start(**arguments, experiment_config=given)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Log values as metrics."""
         values = {name: float(value) for name, value in scalar_dict.items()}
-        opened(self._experiment, self).log_metrics(values, step=step)
+        self.opened.log_metrics(values, step=step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log an image."""
         file = BytesIO(png_bytes(as_picture(image)))
-        opened(self._experiment, self).log_image(file, name=name, step=step)
+        self.opened.log_image(file, name=name, step=step)
 
     def add_config(self, config: Config) -> None:
         """Log each value of the config as a parameter."""
-        opened(self._experiment, self).log_parameters(plain_data(config), nested_support=True)
+        self.opened.log_parameters(plain_data(config), nested_support=True)
 
-    def close(self) -> None:
-        """End the experiment; its `status` is "failed" if an exception is being handled, otherwise "finished"."""
-        if self._experiment is not None:
-            self._experiment.log_other("status", "finished" if sys.exc_info()[0] is None else "failed")
-            self._experiment.end()
-            self._experiment = None
+    def _end(self, experiment: Any, *, failed: bool) -> None:
+        experiment.log_other("status", "failed" if failed else "finished")
+        experiment.end()

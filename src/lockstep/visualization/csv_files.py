@@ -6,10 +6,11 @@ import csv
 from pathlib import Path
 
 from lockstep.registry import VISUALIZERS
+from lockstep.visualization.library import FolderVisualizer
 
 
 @VISUALIZERS.register_module()
-class CsvVisualizer:
+class CsvVisualizer(FolderVisualizer):
     """Writes one row per step: `train/loss` becomes the column `loss` of `train.csv`, `val/...` goes to `val.csv`.
 
     A name without a slash goes to `scalars.csv`. A name that appears later adds a column; the file is then rewritten.
@@ -18,25 +19,15 @@ class CsvVisualizer:
         save_dir: the folder of the files, by default the run's folder.
     """
 
-    def __init__(self, save_dir: str | Path | None = None) -> None:
-        self._save_dir = None if save_dir is None else Path(save_dir)
-
-    def open(self, run_dir: Path) -> None:
-        """Set and create the folder; files are created with their first row."""
-        if self._save_dir is None:
-            self._save_dir = run_dir
-        self._save_dir.mkdir(parents=True, exist_ok=True)
-
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Append a row to each table that these values belong to."""
-        if self._save_dir is None:
-            raise RuntimeError("CsvVisualizer must be opened before it is used, or be given a `save_dir`")
+        folder = self._folder()
         rows: dict[str, dict[str, float]] = {}
         for name, value in scalar_dict.items():
             table, _, column = name.partition("/") if "/" in name else ("scalars", "", name)
             rows.setdefault(table, {"step": step})[column] = value
         for table, row in rows.items():
-            _append(self._save_dir / f"{table}.csv", row)
+            _append(folder / f"{table}.csv", row)
 
     def close(self) -> None:
         """Do nothing: no file stays open from one row to the next."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.library import opened, require, with_suffix
+from lockstep.visualization.library import LibraryVisualizer, with_suffix
 from lockstep.visualization.png import as_picture
 
 
 @VISUALIZERS.register_module(name=["DVCLiveVisualizer", "DVCLiveVisBackend"])
-class DVCLiveVisualizer:
+class DVCLiveVisualizer(LibraryVisualizer):
     """Writes the files of DVCLive: `metrics.json`, `params.yaml` and `plots/`.
 
     Args:
@@ -28,18 +27,17 @@ class DVCLiveVisualizer:
             defaults. In a Git repository without DVC, DVCLive adds a folder `.dvc`.
     """
 
+    package = "dvclive"
+
     def __init__(
         self,
         save_dir: str | Path | None = None,
         artifact_suffix: str | Sequence[str] = (),
         init_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        require("dvclive", "dvclive", "DVCLiveVisualizer")
-        self._save_dir = save_dir
+        super().__init__(init_kwargs, save_dir)
         self._artifact_suffix = artifact_suffix
-        self._init_kwargs = dict(init_kwargs or {})
         self._run_dir = Path()
-        self._live: Any = None
 
     def open(self, run_dir: Path) -> None:
         """Create the folder; what the same run has written to its own folder is continued."""
@@ -49,11 +47,11 @@ class DVCLiveVisualizer:
         own = run_dir / "dvclive"
         folder, resume = (own, own.exists()) if self._save_dir is None else (self._save_dir, False)
         defaults = {"dir": str(folder), "resume": resume, "save_dvc_exp": False, "dvcyaml": None}
-        self._live = Live(**{**defaults, **self._init_kwargs})
+        self._held = Live(**{**defaults, **self._init_kwargs})
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Append each value to its table, `plots/metrics/NAME.tsv`, and write the last ones to `metrics.json`."""
-        live = opened(self._live, self)
+        live = self.opened
         live.step = step
         for name, value in scalar_dict.items():
             live.log_metric(name, float(value))
@@ -61,19 +59,14 @@ class DVCLiveVisualizer:
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Write an image, `plots/images/NAME/STEP.png`."""
-        opened(self._live, self).log_image(f"{name}/{step}.png", as_picture(image).numpy())
+        self.opened.log_image(f"{name}/{step}.png", as_picture(image).numpy())
 
     def add_config(self, config: Config) -> None:
         """Write the config to `params.yaml`."""
-        opened(self._live, self).log_params(plain_data(config))
+        self.opened.log_params(plain_data(config))
 
-    def close(self) -> None:
-        """Write `status` to `metrics.json`: "failed" if an exception is being handled, otherwise "finished"."""
-        if self._live is None:
-            return
-        live, self._live = self._live, None
-        live.summary["status"] = "finished" if sys.exc_info()[0] is None else "failed"
-        if self._artifact_suffix:
-            for file in with_suffix(self._run_dir, self._artifact_suffix):
-                live.log_artifact(str(file))
+    def _end(self, live: Any, *, failed: bool) -> None:
+        live.summary["status"] = "failed" if failed else "finished"  # in metrics.json
+        for file in with_suffix(self._run_dir, self._artifact_suffix):
+            live.log_artifact(str(file))
         live.end()

@@ -1,43 +1,86 @@
-"""What the visualizers share that write through an optional library."""
+"""What the visualizers share: a folder of their own, or an optional library with a run to end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar
 
 from lockstep.errors import ConfigError
 
-T = TypeVar("T")
+
+class FolderVisualizer:
+    """Base class of visualizers that write files of their own.
+
+    Args:
+        save_dir: the folder of the files, by default the run's folder.
+    """
+
+    def __init__(self, save_dir: str | Path | None = None) -> None:
+        self._save_dir = None if save_dir is None else Path(save_dir)
+
+    def open(self, run_dir: Path) -> None:
+        """Set and create the folder; files are created when first written."""
+        if self._save_dir is None:
+            self._save_dir = run_dir
+        self._save_dir.mkdir(parents=True, exist_ok=True)
+
+    def _folder(self) -> Path:
+        if self._save_dir is None:
+            raise RuntimeError(f"{type(self).__name__} must be opened before it is used, or be given a `save_dir`")
+        return self._save_dir
+
+
+class LibraryVisualizer(ABC):
+    """Base class of visualizers that hand everything on to an optional library, which they import when opened.
+
+    A subclass names the package, stores in `_held` what `open` gets from it, and ends that in `_end`.
+
+    Args:
+        init_kwargs: arguments of the library, which come before the defaults of `open`.
+        save_dir: a folder for the library.
+
+    Raises:
+        ConfigError: the package is not installed; the message says what to install.
+    """
+
+    package: ClassVar[str]
+    extra: ClassVar[str | None] = None  # the extra of lockstep-engine with the package; None if it has the same name
+
+    def __init__(self, init_kwargs: Mapping[str, Any] | None = None, save_dir: str | Path | None = None) -> None:
+        if not is_installed(self.package):
+            raise ConfigError(
+                f"{type(self).__name__} needs the package `{self.package}`, which is not installed: "
+                f"pip install 'lockstep-engine[{self.extra or self.package}]'"
+            )
+        self._init_kwargs = dict(init_kwargs or {})
+        self._save_dir = save_dir
+        self._held: Any = None
+
+    @property
+    def opened(self) -> Any:
+        """What `open` got from the library: its run, task, client or writer."""
+        if self._held is None:
+            raise RuntimeError(f"{type(self).__name__} must be opened before it is used; a Runner does so")
+        return self._held
+
+    def close(self) -> None:
+        """End what was opened, as failed if an exception is being handled."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._end(held, failed=sys.exception() is not None)
+
+    @abstractmethod
+    def _end(self, held: Any, *, failed: bool) -> None:
+        """End what `open` stored in `_held`."""
 
 
 def is_installed(package: str) -> bool:
     """Return whether a package is installed, without importing it."""
     return find_spec(package) is not None
-
-
-def require(package: str, extra: str, who: str) -> None:
-    """Make sure that a package is installed.
-
-    Raises:
-        ConfigError: it is not; the message says what to install.
-    """
-    if not is_installed(package):
-        raise ConfigError(
-            f"{who} needs the package `{package}`, which is not installed: pip install 'lockstep-engine[{extra}]'"
-        )
-
-
-def opened(held: T | None, visualizer: object) -> T:
-    """Return what a visualizer holds while it is open.
-
-    Raises:
-        RuntimeError: it is not open.
-    """
-    if held is None:
-        raise RuntimeError(f"{type(visualizer).__name__} must be opened before it is used; a Runner does so")
-    return held
 
 
 def with_suffix(folder: Path, suffixes: str | Sequence[str]) -> list[Path]:

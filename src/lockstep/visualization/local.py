@@ -7,11 +7,12 @@ from typing import Any
 
 from lockstep.logging import JsonLinesSink
 from lockstep.registry import VISUALIZERS
+from lockstep.visualization.library import FolderVisualizer
 from lockstep.visualization.png import as_picture, png_bytes
 
 
 @VISUALIZERS.register_module(name=["LocalVisualizer", "LocalVisBackend"])
-class LocalVisualizer:
+class LocalVisualizer(FolderVisualizer):
     """Writes scalars to `scalars.jsonl`, with their step, and images to `images/NAME_STEP.png`.
 
     A Runner always writes its records to `metrics.jsonl` and its config to `config.py`; this visualizer also writes
@@ -31,16 +32,10 @@ class LocalVisualizer:
         scalar_save_file: str = "scalars.jsonl",
         config_save_file: str = "config.py",
     ) -> None:
+        super().__init__(save_dir)
         self._img_save_dir = img_save_dir
         self._scalar_save_file = scalar_save_file
-        self._save_dir = None if save_dir is None else Path(save_dir)
         self._scalars: JsonLinesSink | None = None
-
-    def open(self, run_dir: Path) -> None:
-        """Set and create the folder; files are created when first written."""
-        if self._save_dir is None:
-            self._save_dir = run_dir
-        self._save_dir.mkdir(parents=True, exist_ok=True)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Append a line."""
@@ -58,8 +53,3 @@ class LocalVisualizer:
         """Close the file of scalars."""
         if self._scalars is not None:
             self._scalars.close()
-
-    def _folder(self) -> Path:
-        if self._save_dir is None:
-            raise RuntimeError("LocalVisualizer must be opened before it is used, or be given a `save_dir`")
-        return self._save_dir

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.library import opened, require
+from lockstep.visualization.library import LibraryVisualizer
 from lockstep.visualization.png import as_picture, png_bytes
 
 _PARAMS_PER_CALL = 100  # MLflow's own limit
@@ -22,7 +21,7 @@ _LONGEST_PARAM = 500
 
 @VISUALIZERS.register_module(name=["MLflowVisualizer", "MLflowVisBackend"])
 @dataclass(eq=False, repr=False)
-class MLflowVisualizer:
+class MLflowVisualizer(LibraryVisualizer):
     """Logs to an MLflow experiment through its own client: MLflow's active run is not affected.
 
     Args:
@@ -34,6 +33,8 @@ class MLflowVisualizer:
         save_dir: the folder of `mlflow.db` and `mlartifacts/`; by default the work_dir, shared by all its runs.
     """
 
+    package = "mlflow"
+
     tracking_uri: str | None = None
     exp_name: str | None = None
     run_name: str | None = None
@@ -41,8 +42,7 @@ class MLflowVisualizer:
     save_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
-        require("mlflow", "mlflow", "MLflowVisualizer")
-        self._client: Any = None
+        super().__init__()
         self._run_id = ""
 
     def open(self, run_dir: Path) -> None:
@@ -52,17 +52,17 @@ class MLflowVisualizer:
         work_dir = run_dir.resolve().parent
         folder = work_dir if self.save_dir is None else Path(self.save_dir).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        self._client = MlflowClient(tracking_uri=self.tracking_uri or f"sqlite:///{folder / 'mlflow.db'}")
+        client = MlflowClient(tracking_uri=self.tracking_uri or f"sqlite:///{folder / 'mlflow.db'}")
         name = self.exp_name or work_dir.name
-        experiment = self._client.get_experiment_by_name(name)
+        experiment = client.get_experiment_by_name(name)
         if experiment is None:
             # A server knows where its artifacts go; those of a file are stored next to it.
             artifacts = (folder / "mlartifacts").as_uri() if self.tracking_uri is None else None
-            experiment_id = self._client.create_experiment(name, artifact_location=artifacts)
+            experiment_id = client.create_experiment(name, artifact_location=artifacts)
         else:
             experiment_id = experiment.experiment_id
-        run = self._client.create_run(experiment_id, run_name=self.run_name or run_dir.name, tags=dict(self.tags or {}))
-        self._run_id = run.info.run_id
+        run = client.create_run(experiment_id, run_name=self.run_name or run_dir.name, tags=dict(self.tags or {}))
+        self._held, self._run_id = client, run.info.run_id
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Log values as metrics."""
@@ -70,11 +70,11 @@ class MLflowVisualizer:
 
         now_ms = time.time_ns() // 1_000_000
         metrics = [Metric(name, float(value), now_ms, step) for name, value in scalar_dict.items()]
-        opened(self._client, self).log_batch(self._run_id, metrics=metrics)
+        self.opened.log_batch(self._run_id, metrics=metrics)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Log an image as an artifact, `images/NAME_STEP.png`."""
-        client = opened(self._client, self)
+        client = self.opened
         directory, _, stem = f"images/{name}".rpartition("/")
         with TemporaryDirectory() as folder:
             file = Path(folder, f"{stem}_{step}.png")
@@ -85,17 +85,14 @@ class MLflowVisualizer:
         """Log the config as an artifact, and each value of it as a parameter."""
         from mlflow.entities import Param
 
-        client = opened(self._client, self)
+        client = self.opened
         client.log_text(self._run_id, config.pretty_text, "config.py")
         params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in flat_options(config).items()]
         for begin in range(0, len(params), _PARAMS_PER_CALL):
             client.log_batch(self._run_id, params=params[begin : begin + _PARAMS_PER_CALL])
 
-    def close(self) -> None:
-        """End the run, as failed if an exception is being handled."""
-        if self._client is not None:
-            self._client.set_terminated(self._run_id, "FINISHED" if sys.exc_info()[0] is None else "FAILED")
-            self._client = None
+    def _end(self, client: Any, *, failed: bool) -> None:
+        client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 def flat_options(config: Config) -> dict[str, Any]:

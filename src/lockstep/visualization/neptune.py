@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.library import opened, require
+from lockstep.visualization.library import LibraryVisualizer
 from lockstep.visualization.png import as_picture, png_bytes
 
 
 @VISUALIZERS.register_module(name=["NeptuneVisualizer", "NeptuneVisBackend"])
-class NeptuneVisualizer:
+class NeptuneVisualizer(LibraryVisualizer):
     """Logs to a run of Neptune 2, which needs a server of one's own, or to files.
 
     Neptune's hosted service ended in March 2026. The package `neptune` is that of MMEngine's backend; `neptune-scale`
@@ -28,26 +27,26 @@ class NeptuneVisualizer:
             that of the environment variable `NEPTUNE_DATA_DIRECTORY`.
     """
 
+    package = "neptune"
+
     def __init__(self, init_kwargs: Mapping[str, Any] | None = None, save_dir: str | Path | None = None) -> None:
-        require("neptune", "neptune", "NeptuneVisualizer")
-        self._init_kwargs = dict({"mode": "offline"} if init_kwargs is None else init_kwargs)
-        self._run: Any = None
+        super().__init__({"mode": "offline"} if init_kwargs is None else init_kwargs, save_dir)
 
     def open(self, run_dir: Path) -> None:
         """Start a run."""
         import neptune
 
-        self._run = neptune.init_run(**{"name": run_dir.name, **self._init_kwargs})
+        self._held = neptune.init_run(**{"name": run_dir.name, **self._init_kwargs})
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Append each value to its series; `step` must increase."""
-        run = opened(self._run, self)
+        run = self.opened
         for name, value in scalar_dict.items():
             run[name].append(float(value), step=step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Append an image to the series `images/NAME`."""
-        run = opened(self._run, self)
+        run = self.opened
         from neptune.types import File
 
         file = File.from_content(png_bytes(as_picture(image)), extension="png")
@@ -55,17 +54,14 @@ class NeptuneVisualizer:
 
     def add_config(self, config: Config) -> None:
         """Log the values of the config under `parameters`, and its text as the file `config`."""
-        run = opened(self._run, self)
+        run = self.opened
         from neptune.types import File
         from neptune.utils import stringify_unsupported
 
         run["parameters"] = stringify_unsupported(plain_data(config))
         run["config"].upload(File.from_content(config.pretty_text, extension="py"))
 
-    def close(self) -> None:
-        """End the run, as failed if an exception is being handled."""
-        if self._run is not None:
-            if sys.exc_info()[0] is not None:
-                self._run["sys/failed"] = True
-            self._run.stop()
-            self._run = None
+    def _end(self, run: Any, *, failed: bool) -> None:
+        if failed:
+            run["sys/failed"] = True
+        run.stop()

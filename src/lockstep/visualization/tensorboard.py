@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.config import Config
 from lockstep.registry import VISUALIZERS
-from lockstep.visualization.library import is_installed, opened, require
+from lockstep.visualization.library import LibraryVisualizer, is_installed
 from lockstep.visualization.png import as_picture
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import FileWriter
 
 _FLUSH_SECONDS = 10
 # Records come in batches. With the default of 10 events, the training would wait for the writing thread.
@@ -19,7 +16,7 @@ _MAX_QUEUE = 1000
 
 
 @VISUALIZERS.register_module(name=["TensorBoardVisualizer", "TensorboardVisBackend"])
-class TensorBoardVisualizer:
+class TensorBoardVisualizer(LibraryVisualizer):
     """Writes event files that `tensorboard --logdir` shows.
 
     Args:
@@ -28,10 +25,10 @@ class TensorBoardVisualizer:
     **Cost**: about 0.06 ms for the scalars of one record; a thread writes them.
     """
 
+    package = "tensorboard"
+
     def __init__(self, save_dir: str | Path | None = None) -> None:
-        require("tensorboard", "tensorboard", "TensorBoardVisualizer")
-        self._save_dir = save_dir
-        self._writer: FileWriter | None = None
+        super().__init__(save_dir=save_dir)
 
     @staticmethod
     def installed() -> bool:
@@ -43,7 +40,7 @@ class TensorBoardVisualizer:
         from torch.utils.tensorboard import FileWriter
 
         folder = run_dir / "tensorboard" if self._save_dir is None else self._save_dir
-        self._writer = FileWriter(str(folder), max_queue=_MAX_QUEUE, flush_secs=_FLUSH_SECONDS)
+        self._held = FileWriter(str(folder), max_queue=_MAX_QUEUE, flush_secs=_FLUSH_SECONDS)
 
     def add_scalars(self, scalar_dict: dict[str, float], step: int = 0) -> None:
         """Write values, each under its own tag."""
@@ -67,11 +64,8 @@ class TensorBoardVisualizer:
         code = "".join(f"    {line}" for line in config.pretty_text.splitlines(keepends=True))
         self._write(summary.text("config", code), 0)  # type: ignore[no-untyped-call]
 
-    def close(self) -> None:
-        """Write what is left, and stop the writing thread."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def _end(self, writer: Any, *, failed: bool) -> None:
+        writer.close()
 
     def _write(self, summary: Any, step: int) -> None:
-        opened(self._writer, self).add_summary(summary, step)
+        self.opened.add_summary(summary, step)

@@ -236,10 +236,8 @@ class TrackerBackend(BaseVisBackend):
     @property
     @force_init_env
     def experiment(self) -> Any:
-        """The tracker's run, or lockstep's visualizer if that has none."""
-        return next(
-            (run for name in ("_run", "_live", "_task", "_client") if (run := vars(self._shows).get(name))), self
-        )
+        """The tracker's run, task or client."""
+        return self._shows.opened
 
     @force_init_env
     def add_config(self, config: Any, **kwargs: Any) -> None:
