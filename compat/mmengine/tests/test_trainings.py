@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from environments import REFERENCE
+from environments import REFERENCE, run
 from synthetic import cifar10, coco, drive
-from trainings import CLASSIFIER, DETECTOR, SEGMENTOR, losses, train
+from trainings import CLASSIFIER, DETECTOR, SEGMENTOR, Task, losses, train
 
-from mmengine.runner import export_checkpoint
+import lockstep.weights
+from mmengine.runner import CheckpointLoader, export_checkpoint
 
 FSDP = "model_wrapper_cfg.type=MMFullyShardedDataParallel"
 
@@ -44,24 +45,38 @@ def test_a_classifier_has_the_losses_of_mmengine_and_each_resumes_from_the_other
     assert len(on) == 10
     assert trained("ours_from_theirs", 3, "--resume", str(file)) == on
 
+    # Its weights alone are read by MMEngine, too.
+    lockstep.weights.export_checkpoint(folder / "ours", folder / "weights.pth", "torch")
+    script = f"""
+from mmengine.runner.checkpoint import _load_checkpoint
+answers["names"] = sorted(_load_checkpoint({str(folder / "weights.pth")!r}, map_location="cpu")["state_dict"])
+"""
+    weights = CheckpointLoader.load_checkpoint(file)["state_dict"]
+    assert run(REFERENCE, script, folder)["names"] == sorted(weights)
+
     export_checkpoint(folder / "ours", folder / "ours.pth")
     assert trained("theirs_from_ours", 3, "--resume", str(folder / "ours.pth"), python=REFERENCE) == on
 
 
 @pytest.mark.parametrize(
-    ("task", "ranks", "arguments", "options"),
+    ("task", "ranks", "arguments", "options", "longer"),
     [
-        (SEGMENTOR, 1, ["--amp"], []),
-        (DETECTOR, 1, [], []),
-        (CLASSIFIER, 2, ["--amp"], ["train_cfg.max_epochs=1"]),
-        (SEGMENTOR, 2, [], [FSDP]),
-        (DETECTOR, 2, [], []),
+        (SEGMENTOR, 1, ["--amp"], [], ["train_cfg.max_iters=6"]),
+        (DETECTOR, 1, [], [], []),
+        (CLASSIFIER, 2, [], ["train_cfg.max_epochs=1", FSDP], ["train_cfg.max_epochs=2", FSDP]),
+        (SEGMENTOR, 2, [], [FSDP], []),
+        (DETECTOR, 2, ["--amp"], [], []),
     ],
+    ids=lambda value: value.package if isinstance(value, Task) else None,
 )
-def test_it_trains_validates_saves_and_resumes(folder, task, ranks, arguments, options):
+def test_it_trains_validates_saves_and_resumes(folder, task, ranks, arguments, options, longer):
     start = ["2"] if ranks == 2 else []
     train(task, folder, *start, "--work-dir", "work", *arguments, options=options)
     found = losses(folder / "work")
     assert len(found) >= 2
     assert all(map(math.isfinite, found))
     assert list((folder / "work").glob("*/*/manifest.json"))
+    if longer:
+        said = train(task, folder, *start, "--work-dir", "work", "--resume", *arguments, options=longer)
+        assert "resumed from" in said
+        assert all(map(math.isfinite, losses(folder / "work")))

@@ -1,0 +1,139 @@
+"""The parts of a Runner that code for MMEngine reads and changes between `from_cfg` and `train`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.dist import destroy_dist
+from mmengine.evaluator import DumpResults, Evaluator
+from mmengine.hooks import Hook
+from mmengine.logging import MessageHub
+from mmengine.optim import OptimWrapper
+from mmengine.registry import DATASETS, METRICS, MODELS, RUNNERS, init_default_scope
+from mmengine.runner import FlexibleRunner, Runner, ValLoop
+from mmengine.testing.runner_test_case import ToyDataset, ToyMetric, ToyModel
+
+LOADER = {"dataset": {"type": "ToyDataset"}, "sampler": {"type": "DefaultSampler", "shuffle": False}, "batch_size": 3}
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    for registry, kind in ((MODELS, ToyModel), (DATASETS, ToyDataset), (METRICS, ToyMetric)):
+        registry.register_module(module=kind, force=True)
+    evaluated = {
+        f"{mode}_{part}": value
+        for mode in ("val", "test")
+        for part, value in (("dataloader", LOADER), ("evaluator", [{"type": "ToyMetric"}]), ("cfg", {}))
+    }
+    yield {
+        "model": {"type": "ToyModel"},
+        "work_dir": str(tmp_path),
+        "train_dataloader": LOADER,
+        "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.1}},
+        "param_scheduler": {"type": "StepLR", "step_size": 1},
+        "train_cfg": {"by_epoch": True, "max_epochs": 2},
+        "visualizer": [],
+        "log_level": "ERROR",
+        "randomness": {"seed": 1},
+        **evaluated,
+    }
+    destroy_dist()
+    init_default_scope("mmengine")
+
+
+class Watch(Hook):
+    """Notes at which points it was called, and what it was called with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def before_train(self, runner):
+        self.seen += [runner.max_iters, runner._resume, len(runner._hooks) == len(runner.hooks)]
+        loader = runner.build_dataloader(LOADER, seed=3)
+        self.seen.append(len(loader))
+
+
+def test_the_parts_that_are_touched_are_those_that_are_trained(cfg):
+    runner = Runner.from_cfg(cfg)
+    model = runner.model
+    assert isinstance(model, ToyModel)
+    assert (runner.max_epochs, runner.epoch, runner.iter, runner.seed, runner.rank) == (2, 0, 0, 1, 0)
+    assert runner.timestamp in str(runner.log_dir)
+    names = [type(hook).__name__ for hook in runner.hooks]
+    assert "CheckpointHook" in names
+    assert "CheckpointHook" in runner.get_hooks_info()
+    watch = Watch()
+    runner.register_hook(watch, "LOWEST")
+    assert runner.hooks[-1] is watch
+    loader, evaluator, visualizer = runner.train_dataloader, runner.val_evaluator, runner.visualizer
+    assert len(loader) == 4
+    before = model.linear1.weight.detach().clone()
+    runner.train()
+    assert watch.seen == [8, False, True, 4]
+    assert runner.model is model
+    assert not torch.equal(model.linear1.weight, before)
+    assert runner.train_dataloader is loader
+    assert runner.val_evaluator is evaluator
+    assert runner.visualizer is visualizer
+    assert list(runner.hooks)[-1] is watch
+
+
+def test_a_model_that_is_put_in_its_place_is_trained(cfg):
+    runner = Runner.from_cfg(cfg)
+    runner.model = ToyModel()
+    own = runner.model
+    runner.train()
+    assert runner.model is own
+
+
+def test_loops_and_optim_wrapper_are_built_before_the_training(cfg):
+    runner = Runner.from_cfg(cfg)
+    assert runner.train_loop.max_iters == 8
+    assert isinstance(runner.optim_wrapper, OptimWrapper)
+    assert runner.val_loop.dataloader is not runner.test_loop.dataloader
+    loop = runner.train_loop
+    runner.train()
+    assert runner.train_loop is loop
+    assert runner.iter == 8
+
+
+def test_a_metric_is_added_before_the_test(cfg, tmp_path):
+    del cfg["train_dataloader"], cfg["train_cfg"], cfg["optim_wrapper"], cfg["param_scheduler"]
+    runner = Runner.from_cfg(cfg)
+    runner.test_evaluator.metrics.append(DumpResults(out_file_path=str(tmp_path / "found.pkl")))
+    assert runner.test() == {"acc": 1.0}
+    assert (tmp_path / "found.pkl").is_file()
+
+
+def test_parts_are_built_one_by_one(cfg):
+    runner = Runner.from_cfg(cfg)
+    assert isinstance(runner.build_model({"type": "ToyModel"}), ToyModel)
+    assert isinstance(runner.wrap_model(None, ToyModel()), ToyModel)  # one rank has no wrapper
+    assert isinstance(runner.build_optim_wrapper(cfg["optim_wrapper"]), OptimWrapper)
+    assert isinstance(runner.build_evaluator([{"type": "ToyMetric"}]), Evaluator)
+    assert len(Runner.build_dataloader(LOADER)) == 4
+    assert isinstance(runner.build_message_hub(), MessageHub)
+    assert isinstance(runner.build_val_loop({}), ValLoop)
+    assert [type(one).__name__ for one in runner.build_param_scheduler({"type": "StepLR", "step_size": 1})] == [
+        "StepLR"
+    ]
+
+
+def test_a_runner_type_names_the_runner(cfg):
+    runner = RUNNERS.build({**cfg, "runner_type": "FlexibleRunner", "strategy": {"type": "SingleDeviceStrategy"}})
+    assert type(runner) is FlexibleRunner
+    runner.train()
+    assert runner.iter == 8
+
+
+def test_an_error_of_the_model_is_not_hidden(cfg):
+    @MODELS.register_module(force=True)
+    class Broken(ToyModel):
+        def __init__(self):
+            super().__init__()
+            self.no_such_layer.weight  # noqa: B018 - raises
+
+    runner = Runner.from_cfg({**cfg, "model": {"type": "Broken"}})
+    with pytest.raises(AttributeError, match="no_such_layer"):
+        runner.model  # noqa: B018 - raises
