@@ -8,6 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import mmengine.version
+
+# Whether this is lockstep; the documented behaviour is also checked with MMEngine itself.
+LOCKSTEP = hasattr(mmengine.version, "lockstep")
+
 # Python of an environment with MMEngine 0.10.7 and the same torch; `make test-mmengine` creates it.
 REFERENCE = os.environ.get("MMENGINE_REFERENCE", "")
 _HEAD = """

@@ -100,7 +100,7 @@ def test_a_backend_of_ones_own_serves_its_protocol():
     assert fileio.get("shelf://x") == b"shelf://x"
     assert fileio.FileClient.infer_client(uri="shelf://x").get_text("y") == "y"
     assert fileio.get_file_backend("a", backend_args={"backend": "shelf"}).name == "Shelf"
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="shelf"):
         fileio.register_backend("shelf", Shelf)
     with pytest.raises(ValueError, match="backend"):
         fileio.FileClient("nowhere")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from argparse import ArgumentParser
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import unified_diff
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
 
 import lockstep.config
 from lockstep.config import ConfigDict, read_base
+from lockstep.errors import ConfigError
 
 __all__ = ["Config", "ConfigDict", "DictAction", "read_base"]
+
+_SUFFIXES = (".py", ".json", ".yaml", ".yml")
 
 
 class DictAction(lockstep.config.DictAction):
@@ -25,10 +34,79 @@ class DictAction(lockstep.config.DictAction):
         return lockstep.config.parse_options([f"value={val}"])["value"]
 
 
+class ConfigKeyError(ConfigError, KeyError):
+    """A `ConfigError` that MMEngine raises as a KeyError."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class ConfigImportError(ConfigError, ImportError):
+    """A `ConfigError` that MMEngine raises as an ImportError."""
+
+
+class ConfigSyntaxError(ConfigError, SyntaxError):
+    """A `ConfigError` that MMEngine raises as a SyntaxError."""
+
+
+class ConfigFileError(ConfigError, OSError):
+    """A `ConfigError` that MMEngine raises as an OSError."""
+
+
+@contextmanager
+def _as_mmengine_raises() -> Iterator[None]:
+    """Give a ConfigError also the type that MMEngine's would have."""
+    try:
+        yield
+    except ConfigError as error:
+        if type(error) is not ConfigError:
+            raise
+        kind: type[ConfigError] = ConfigKeyError
+        if isinstance(error.__cause__, ImportError):
+            kind = ConfigImportError
+        elif isinstance(error.__cause__, SyntaxError):
+            kind = ConfigSyntaxError
+        raise kind(*error.args) from error.__cause__
+
+
 class Config(lockstep.config.Config):
-    """The description of a run, read from a file; see `lockstep.config.Config`."""
+    """The description of a run, read from a file; see `lockstep.config.Config`.
+
+    Each `ConfigError` is also a KeyError, ImportError, SyntaxError or OSError, as MMEngine's code expects.
+    """
 
     __slots__ = ()
+
+    def __init__(self, cfg_dict: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        with _as_mmengine_raises():
+            super().__init__(cfg_dict, *args, **kwargs)
+
+    @classmethod
+    def fromfile(cls, filename: str | PathLike[str], *args: Any, **kwargs: Any) -> Self:
+        """Read a config from a file; see `lockstep.config.Config.fromfile`.
+
+        A file with ``_deprecation_ = dict(expected="new.py", reference="...")`` warns that another one is meant.
+        """
+        if Path(filename).suffix not in _SUFFIXES:
+            raise ConfigFileError(f"{filename}: a config must end in one of {', '.join(_SUFFIXES)}")
+        with _as_mmengine_raises():
+            cfg = super().fromfile(filename, *args, **kwargs)
+        if isinstance(old := cfg.pop("_deprecation_", None), Mapping):
+            says = f"{filename} is deprecated" + (f": use {old['expected']}" if "expected" in old else "")
+            more = f". See {old['reference']}" if "reference" in old else ""
+            warnings.warn(says + more, DeprecationWarning, stacklevel=2)
+        return cfg
+
+    def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
+        """Set values by dotted keys; see `lockstep.config.Config.merge_from_dict`."""
+        with _as_mmengine_raises():
+            super().merge_from_dict(options, allow_list_keys)
+
+    @staticmethod
+    def diff(cfg1: str | lockstep.config.Config, cfg2: str | lockstep.config.Config) -> str:
+        """Return the lines in which two configs, or the files of two, differ, as `diff -u` shows them."""
+        texts = [Config.fromfile(one).pretty_text if isinstance(one, str) else one.pretty_text for one in (cfg1, cfg2)]
+        return "".join(unified_diff(*(text.splitlines(keepends=True) for text in texts)))
 
     @property
     def _cfg_dict(self) -> ConfigDict:

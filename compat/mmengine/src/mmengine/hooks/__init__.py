@@ -1,4 +1,4 @@
-"""Hooks: lockstep's, under the same names."""
+"""Hooks: lockstep's under the same names, and those that only MMEngine has."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from lockstep.hooks import (
     EmptyCacheHook,
     Hook,
     IterTimerHook,
-    LoggerHook,
     ParamSchedulerHook,
     ProfilerHook,
     RuntimeInfoHook,
     SyncBuffersHook,
 )
 from mmengine.hooks.ema_hook import EMAHook
+from mmengine.hooks.logger_hook import LoggerHook
+from mmengine.hooks.naive_visualization_hook import NaiveVisualizationHook
+from mmengine.hooks.test_time_aug_hook import PrepareTTAHook
 
 __all__ = [
     "CheckpointHook",
@@ -26,7 +28,9 @@ __all__ = [
     "Hook",
     "IterTimerHook",
     "LoggerHook",
+    "NaiveVisualizationHook",
     "ParamSchedulerHook",
+    "PrepareTTAHook",
     "ProfilerHook",
     "RuntimeInfoHook",
     "SyncBuffersHook",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -78,6 +79,8 @@ class MessageHub(lockstep.logging.MessageHub):
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
         """Add one value to each of several histories; a value may be a dict with `value` and `count`."""
+        if not isinstance(log_dict, Mapping):
+            raise AssertionError(f"`log_dict` must be a dict, but is {log_dict!r}")
         for key, value in log_dict.items():
             if isinstance(value, Mapping):
                 self.update_scalar(key, value["value"], value.get("count", 1), resumed)
@@ -105,9 +108,9 @@ class MessageHub(lockstep.logging.MessageHub):
     def load_state_dict(self, state_dict: Mapping[str, Any] | MessageHub) -> None:
         """Restore what `state_dict` returned, here or in MMEngine."""
         state = state_dict.state_dict() if isinstance(state_dict, MessageHub) else state_dict
-        self._scalars = OrderedDict(state.get("log_scalars", {}))
+        self._scalars = OrderedDict(copy.deepcopy(dict(state.get("log_scalars", {}))))
         self._infos.clear()
-        self._infos.update(state.get("runtime_info", {}))
+        self._infos.update(copy.deepcopy(dict(state.get("runtime_info", {}))))
         self._resumed = dict(state.get("resumed_keys", {}))
 
     def _keep(self, key: str, resumed: bool) -> None:

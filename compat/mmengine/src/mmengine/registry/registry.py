@@ -78,6 +78,17 @@ class Registry(core.Registry):
         self.build_func: Callable[..., Any] = build_func or inherited
 
     @staticmethod
+    def split_scope_key(key: str) -> tuple[str | None, str]:
+        """Return the scope at the beginning of a name, or None, and the rest.
+
+        Example:
+            >>> Registry.split_scope_key("mmdet.ResNet"), Registry.split_scope_key("ResNet")
+            (('mmdet', 'ResNet'), (None, 'ResNet'))
+        """
+        scope, dot, name = key.partition(".")
+        return (scope, name) if dot else (None, key)
+
+    @staticmethod
     def infer_scope() -> str:
         """Return the package of the code that calls the caller of this method."""
         return str(sys._getframe(2).f_globals["__name__"]).partition(".")[0]

@@ -12,7 +12,7 @@ from mmengine.registry.default_scope import DefaultScope
 
 
 def traverse_registry_tree(registry: core.Registry, verbose: bool = True) -> list[dict[str, Any]]:
-    """Return what each registry of a family has registered: its number and names, by scope.
+    """Return what each registry of a family has registered: its number, and names by scope and package.
 
     Args:
         registry: any registry of the family.
@@ -20,8 +20,11 @@ def traverse_registry_tree(registry: core.Registry, verbose: bool = True) -> lis
     """
     found = []
     for one in registry.root._family():
-        modules = list(one.module_dict)
-        found.append({"num_modules": len(modules), "scope": f"{one.scope}/{one.name}", "modules": modules})
+        row: dict[str, Any] = {"num_modules": len(one.module_dict), "scope": one.scope}
+        for name, entry in one.module_dict.items():
+            package = getattr(entry, "__module__", one.scope).split(".")
+            row.setdefault("/".join([one.scope, *package[1:-1]]), []).append(name)
+        found.append(row)
     if verbose:
         print(json.dumps(found, indent=2))
     return found

@@ -14,6 +14,7 @@ from mmengine.runner.checkpoint import (
     weights_to_cpu,
 )
 from mmengine.runner.exporting import export_checkpoint
+from mmengine.runner.log_processor import LogProcessor
 from mmengine.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 from mmengine.runner.priority import Priority, get_priority
 from mmengine.runner.runner import FlexibleRunner, Runner
@@ -25,6 +26,7 @@ __all__ = [
     "EpochBasedTrainLoop",
     "FlexibleRunner",
     "IterBasedTrainLoop",
+    "LogProcessor",
     "Priority",
     "Runner",
     "TestLoop",

@@ -32,7 +32,7 @@ def register_backend(
         prefixes: the protocols of URLs that it serves.
 
     Raises:
-        KeyError: the name or a protocol is taken.
+        ValueError: the name or a protocol is taken.
         TypeError: `name`, `backend` or `prefixes` are of another type.
     """
     if backend is not None:
@@ -55,10 +55,10 @@ def _register(name: str, backend: Any, force: bool, prefixes: Any) -> None:
         raise TypeError(f"`prefixes` must be a str, a list or a tuple of str, or None, but is {prefixes!r}")
     names = [prefixes] if isinstance(prefixes, str) else prefixes or []
     if name in backends and not force:
-        raise KeyError(f"there is a backend `{name}` already; choose another name, or replace it with force=True")
+        raise ValueError(f"there is a backend `{name}` already; choose another name, or replace it with force=True")
     for prefix in names:
         if prefix in prefix_to_backends and not force:
-            raise KeyError(f"`{prefix}` has a backend already; replace it with force=True")
+            raise ValueError(f"`{prefix}` has a backend already; replace it with force=True")
     backends[name] = backend
     prefix_to_backends.update(dict.fromkeys(names, backend))
 

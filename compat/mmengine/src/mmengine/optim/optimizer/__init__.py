@@ -1,4 +1,4 @@
-"""Optimizers, and what wraps them: lockstep"s, under the same names."""
+"""Optimizers, and what wraps them: lockstep's, under the same names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from lockstep.optim import (
     OptimWrapperDict,
     build_optim_wrapper,
 )
+from mmengine.optim.optimizer.apex_optimizer_wrapper import ApexOptimWrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
+
+OPTIMIZERS.register_module(module=ZeroRedundancyOptimizer)
 
 __all__ = [
     "OPTIMIZERS",
     "OPTIM_WRAPPER_CONSTRUCTORS",
     "AmpOptimWrapper",
+    "ApexOptimWrapper",
     "DefaultOptimWrapperConstructor",
     "OptimWrapper",
     "OptimWrapperDict",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from lockstep.optim import ReduceOnPlateauLR
+import lockstep.optim
 from mmengine.optim.scheduler import param_scheduler as schedules
 from mmengine.registry import PARAM_SCHEDULERS
 
@@ -47,6 +48,24 @@ def with_signature(cls: _Class) -> _Class:
     __init__.__signature__ = inner.replace(parameters=names)  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
     return PARAM_SCHEDULERS.register_module(module=cls)
+
+
+class PlateauMixin:
+    """Put before a schedule that follows a metric, it lets `step` take the metrics, as MMEngine's does."""
+
+    def step(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Count one epoch or batch; with metrics, compare them with the best so far, and perhaps lower the value.
+
+        A Runner passes the metrics of each validation to `observe` itself.
+        """
+        super().step()  # type: ignore[misc]
+        if metrics is not None:
+            self.observe(metrics)  # type: ignore[attr-defined]
+
+
+@PARAM_SCHEDULERS.register_module()
+class ReduceOnPlateauLR(PlateauMixin, lockstep.optim.ReduceOnPlateauLR):
+    """Lower learning rates when a metric has stopped improving; see `lockstep.optim.ReduceOnPlateauLR`."""
 
 
 @with_signature

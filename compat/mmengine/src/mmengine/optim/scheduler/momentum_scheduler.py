@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.optim import ReduceOnPlateauMomentum
+import lockstep.optim
 from mmengine.optim.scheduler import param_scheduler as schedules
-from mmengine.optim.scheduler.lr_scheduler import with_signature
+from mmengine.optim.scheduler.lr_scheduler import PlateauMixin, with_signature
+from mmengine.registry import PARAM_SCHEDULERS
 
 __all__ = [
     "ConstantMomentum",
@@ -46,6 +47,11 @@ class MomentumSchedulerMixin:
         if "momentum" not in self.optimizer.defaults:
             for group in self.optimizer.param_groups:
                 group["betas"] = (group["momentum"], *group["betas"][1:])
+
+
+@PARAM_SCHEDULERS.register_module()
+class ReduceOnPlateauMomentum(PlateauMixin, lockstep.optim.ReduceOnPlateauMomentum):
+    """Lower momenta when a metric has stopped improving; see `lockstep.optim.ReduceOnPlateauMomentum`."""
 
 
 @with_signature
