@@ -214,7 +214,7 @@ def test_wrong_arguments_of_schedules():
     with pytest.raises(ValueError):
         StepLR(optimizer_of(), step_size=1, begin=5, end=3)
     with pytest.raises(ValueError):
-        LinearLR(optimizer_of(), start_factor=0)
+        LinearLR(optimizer_of(), start_factor=1.5)
     with pytest.raises(ValueError):
         ConstantLR(optimizer_of(), factor=1.5)
     with pytest.raises(AssertionError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,17 +131,14 @@ def _arch(model: nn.Module, *counts: dict[str, int]) -> str:
     return "\n".join(lines)
 
 
-class _evaluating(torch.no_grad):  # noqa: N801 - a context, as torch's are
-    """Without gradients, and with the model as for evaluation."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model, self._was = model, model.training
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._model.eval()
-
-    def __exit__(self, *error: Any) -> None:
-        self._model.train(self._was)
-        super().__exit__(*error)
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Let a model evaluate without gradients inside the context."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -24,15 +24,28 @@ def _built(dataset: Any) -> BaseDataset:
     return dataset  # type: ignore[return-value]
 
 
-def _no_subset(dataset: object) -> NoReturn:
-    raise NotImplementedError(
-        f"{type(dataset).__name__} has no subsets, as it is not clear whose samples they would be. Take the subset of "
-        "the dataset within, or give that one `indices`"
-    )
+class _MadeOfOthers:
+    """What all datasets have that are made of others."""
+
+    _metainfo: Mapping[str, Any]
+
+    @property
+    def metainfo(self) -> dict[str, Any]:
+        """A copy of the metainfo of the dataset within, or of the first one."""
+        return copy.deepcopy(dict(self._metainfo))
+
+    def get_subset_(self, indices: Sequence[int] | int) -> NoReturn:
+        """Not supported."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no subsets, as it is not clear whose samples they would be. Take the subset of "
+            "the dataset within, or give that one `indices`"
+        )
+
+    get_subset = get_subset_
 
 
 @DATASETS.register_module()
-class ConcatDataset(_TorchConcatDataset[Any]):
+class ConcatDataset(_MadeOfOthers, _TorchConcatDataset[Any]):
     """Several datasets, one after the other.
 
     Args:
@@ -75,11 +88,6 @@ class ConcatDataset(_TorchConcatDataset[Any]):
         super().__init__(self.datasets)
         self._fully_initialized = True
 
-    @property
-    def metainfo(self) -> dict[str, Any]:
-        """A copy of the first dataset's metainfo."""
-        return copy.deepcopy(self._metainfo)
-
     @force_full_init
     def get_data_info(self, idx: int) -> dict[str, Any]:
         """Return a sample's entry, whose `sample_idx` is its index in its own dataset."""
@@ -96,14 +104,6 @@ class ConcatDataset(_TorchConcatDataset[Any]):
         """Return a sample of one of the datasets."""
         number, own = self._get_ori_dataset_idx(idx)
         return self.datasets[number][own]
-
-    def get_subset_(self, indices: Sequence[int] | int) -> None:
-        """Not supported."""
-        _no_subset(self)
-
-    def get_subset(self, indices: Sequence[int] | int) -> NoReturn:
-        """Not supported."""
-        _no_subset(self)
 
     @force_full_init
     def _get_ori_dataset_idx(self, idx: int) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class ConcatDataset(_TorchConcatDataset[Any]):
                 )
 
 
-class _Wrapper(Dataset[Any]):
+class _Wrapper(_MadeOfOthers, Dataset[Any]):
     """A dataset whose samples are those of another one, some of them several times."""
 
     def __init__(self, dataset: BaseDataset | Mapping[str, Any], lazy_init: bool) -> None:
@@ -140,11 +140,6 @@ class _Wrapper(Dataset[Any]):
             self.dataset.full_init()
             self._prepare()
             self._fully_initialized = True
-
-    @property
-    def metainfo(self) -> dict[str, Any]:
-        """A copy of the dataset's metainfo."""
-        return copy.deepcopy(self._metainfo)
 
     @force_full_init
     def get_data_info(self, idx: int) -> dict[str, Any]:
@@ -164,14 +159,6 @@ class _Wrapper(Dataset[Any]):
 
     def __len__(self) -> int:
         raise NotImplementedError
-
-    def get_subset_(self, indices: Sequence[int] | int) -> None:
-        """Not supported."""
-        _no_subset(self)
-
-    def get_subset(self, indices: Sequence[int] | int) -> NoReturn:
-        """Not supported."""
-        _no_subset(self)
 
     def _prepare(self) -> None:
         """Compute what is needed once the data is loaded."""

@@ -2,70 +2,11 @@
 
 from __future__ import annotations
 
-from lockstep.dist import (
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    all_reduce_dict,
-    all_reduce_params,
-    barrier,
-    broadcast,
-    broadcast_object_list,
-    cast_data_device,
-    collect_results,
-    collect_results_cpu,
-    collect_results_gpu,
-    gather,
-    gather_object,
-    get_backend,
-    get_comm_device,
-    get_data_device,
-    get_default_group,
-    get_dist_info,
-    get_local_group,
-    get_local_rank,
-    get_local_size,
-    get_rank,
-    get_world_size,
-    infer_launcher,
-    init_dist,
-    init_local_group,
-    is_distributed,
-    is_main_process,
-    master_only,
-    sync_random_seed,
-)
+from mmengine.dist import dist as _collectives
+from mmengine.dist import utils as _group
+from mmengine.dist.dist import *  # noqa: F403 - its __all__
+from mmengine.dist.utils import *  # noqa: F403
 
-__all__ = [
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_dict",
-    "all_reduce_params",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "cast_data_device",
-    "collect_results",
-    "collect_results_cpu",
-    "collect_results_gpu",
-    "gather",
-    "gather_object",
-    "get_backend",
-    "get_comm_device",
-    "get_data_device",
-    "get_default_group",
-    "get_dist_info",
-    "get_local_group",
-    "get_local_rank",
-    "get_local_size",
-    "get_rank",
-    "get_world_size",
-    "infer_launcher",
-    "init_dist",
-    "init_local_group",
-    "is_distributed",
-    "is_main_process",
-    "master_only",
-    "sync_random_seed",
-]
+__all__: list[str] = []
+__all__ += _collectives.__all__
+__all__ += _group.__all__

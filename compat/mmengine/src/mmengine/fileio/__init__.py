@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmengine.fileio import io as _io
 from mmengine.fileio.backends import (
     BaseStorageBackend,
     HardDiskBackend,
@@ -13,31 +14,7 @@ from mmengine.fileio.backends import (
 )
 from mmengine.fileio.file_client import FileClient
 from mmengine.fileio.handlers import BaseFileHandler, JsonHandler, PickleHandler, YamlHandler, register_handler
-from mmengine.fileio.io import (
-    copy_if_symlink_fails,
-    copyfile,
-    copyfile_from_local,
-    copyfile_to_local,
-    copytree,
-    copytree_from_local,
-    copytree_to_local,
-    dump,
-    exists,
-    generate_presigned_url,
-    get,
-    get_file_backend,
-    get_local_path,
-    get_text,
-    isdir,
-    isfile,
-    join_path,
-    list_dir_or_file,
-    load,
-    put,
-    put_text,
-    remove,
-    rmtree,
-)
+from mmengine.fileio.io import *  # noqa: F403 - its __all__
 from mmengine.fileio.parse import dict_from_file, list_from_file
 
 __all__ = [
@@ -52,31 +29,9 @@ __all__ = [
     "PetrelBackend",
     "PickleHandler",
     "YamlHandler",
-    "copy_if_symlink_fails",
-    "copyfile",
-    "copyfile_from_local",
-    "copyfile_to_local",
-    "copytree",
-    "copytree_from_local",
-    "copytree_to_local",
     "dict_from_file",
-    "dump",
-    "exists",
-    "generate_presigned_url",
-    "get",
-    "get_file_backend",
-    "get_local_path",
-    "get_text",
-    "isdir",
-    "isfile",
-    "join_path",
-    "list_dir_or_file",
     "list_from_file",
-    "load",
-    "put",
-    "put_text",
     "register_backend",
     "register_handler",
-    "remove",
-    "rmtree",
 ]
+__all__ += _io.__all__

@@ -9,7 +9,7 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mmengine.fileio.backends import FsspecBackend, backends, prefix_to_backends
+from mmengine.fileio.backends import FsspecBackend, LocalBackend, backends, prefix_to_backends
 from mmengine.fileio.handlers import file_handlers
 
 _Path: TypeAlias = str | Path
@@ -76,13 +76,12 @@ def get_file_backend(uri: _Path | None = None, *, backend_args: _Args = None, en
 
 def get(filepath: _Path, backend_args: _Args = None) -> bytes:
     """Return the content of a file."""
-    content: bytes = _backend(filepath, backend_args).get(filepath)
-    return content
+    return _backend(filepath, backend_args).get(filepath)
 
 
 def get_text(filepath: _Path, encoding: str = "utf-8", backend_args: _Args = None) -> str:
     """Return the content of a file as text."""
-    return str(_backend(filepath, backend_args).get_text(filepath, encoding))
+    return _backend(filepath, backend_args).get_text(filepath, encoding)
 
 
 def put(obj: bytes, filepath: _Path, backend_args: _Args = None) -> None:
@@ -97,22 +96,22 @@ def put_text(obj: str, filepath: _Path, backend_args: _Args = None) -> None:
 
 def exists(filepath: _Path, backend_args: _Args = None) -> bool:
     """Return whether there is such a file or folder."""
-    return bool(_backend(filepath, backend_args).exists(filepath))
+    return _backend(filepath, backend_args).exists(filepath)
 
 
 def isdir(filepath: _Path, backend_args: _Args = None) -> bool:
     """Return whether it is a folder."""
-    return bool(_backend(filepath, backend_args).isdir(filepath))
+    return _backend(filepath, backend_args).isdir(filepath)
 
 
 def isfile(filepath: _Path, backend_args: _Args = None) -> bool:
     """Return whether it is a file."""
-    return bool(_backend(filepath, backend_args).isfile(filepath))
+    return _backend(filepath, backend_args).isfile(filepath)
 
 
 def join_path(filepath: _Path, *filepaths: _Path, backend_args: _Args = None) -> str:
     """Return the joined path or URL."""
-    return str(_backend(filepath, backend_args).join_path(filepath, *filepaths))
+    return _backend(filepath, backend_args).join_path(filepath, *filepaths)
 
 
 @contextmanager
@@ -124,38 +123,32 @@ def get_local_path(filepath: _Path, backend_args: _Args = None) -> Iterator[_Pat
 
 def copyfile(src: _Path, dst: _Path, backend_args: _Args = None) -> _Path:
     """Copy a file within a storage, and return the path of the copy."""
-    path: _Path = _backend(src, backend_args).copyfile(src, dst)
-    return path
+    return _backend(src, backend_args).copyfile(src, dst)
 
 
 def copytree(src: _Path, dst: _Path, backend_args: _Args = None) -> _Path:
     """Copy a folder within a storage; `dst` must not exist."""
-    path: _Path = _backend(src, backend_args).copytree(src, dst)
-    return path
+    return _backend(src, backend_args).copytree(src, dst)
 
 
 def copyfile_from_local(src: _Path, dst: _Path, backend_args: _Args = None) -> _Path:
     """Copy a file from the disk to a storage."""
-    path: _Path = _backend(dst, backend_args).copyfile_from_local(src, dst)
-    return path
+    return _backend(dst, backend_args).copyfile_from_local(src, dst)
 
 
 def copytree_from_local(src: _Path, dst: _Path, backend_args: _Args = None) -> _Path:
     """Copy a folder from the disk to a storage."""
-    path: _Path = _backend(dst, backend_args).copytree_from_local(src, dst)
-    return path
+    return _backend(dst, backend_args).copytree_from_local(src, dst)
 
 
 def copyfile_to_local(src: _Path, dst: _Path, backend_args: _Args = None) -> _Path:
     """Copy a file from a storage to the disk."""
-    path: _Path = _backend(src, backend_args).copyfile_to_local(src, dst)
-    return path
+    return _backend(src, backend_args).copyfile_to_local(src, dst)
 
 
 def copytree_to_local(src: _Path, dst: _Path, backend_args: _Args = None) -> _Path:
     """Copy a folder from a storage to the disk."""
-    path: _Path = _backend(src, backend_args).copytree_to_local(src, dst)
-    return path
+    return _backend(src, backend_args).copytree_to_local(src, dst)
 
 
 def remove(filepath: _Path, backend_args: _Args = None) -> None:
@@ -170,7 +163,7 @@ def rmtree(dir_path: _Path, backend_args: _Args = None) -> None:
 
 def copy_if_symlink_fails(src: _Path, dst: _Path, backend_args: _Args = None) -> bool:
     """Link `dst` to `src`, or copy it where links cannot be made; return whether it is a link."""
-    return bool(_backend(src, backend_args).copy_if_symlink_fails(src, dst))
+    return _backend(src, backend_args).copy_if_symlink_fails(src, dst)
 
 
 def list_dir_or_file(
@@ -189,7 +182,7 @@ def generate_presigned_url(
     url: str, client_method: str = "get_object", expires_in: int = 3600, backend_args: _Args = None
 ) -> str:
     """Return a URL by which others may read a file, where the backend can give one."""
-    return str(_backend(url, backend_args).generate_presigned_url(url, client_method, expires_in))
+    return _backend(url, backend_args).generate_presigned_url(url, client_method, expires_in)
 
 
 def load(
@@ -266,8 +259,10 @@ def _protocol(uri: _Path) -> str:
     return protocol.partition(":")[0] if separator else ""
 
 
-def _backend(uri: _Path, backend_args: _Args) -> Any:
-    return get_file_backend(uri, backend_args=backend_args, enable_singleton=True)
+def _backend(uri: _Path, backend_args: _Args) -> LocalBackend:
+    """Return the backend that serves a path or URL; whichever it is, it has the methods of `LocalBackend`."""
+    backend: LocalBackend = get_file_backend(uri, backend_args=backend_args, enable_singleton=True)
+    return backend
 
 
 def _handler(file: Any, file_format: str | None) -> Any:

@@ -2,86 +2,12 @@
 
 from __future__ import annotations
 
-from mmengine.optim.optimizer import (
-    OPTIM_WRAPPER_CONSTRUCTORS,
-    OPTIMIZERS,
-    AmpOptimWrapper,
-    DefaultOptimWrapperConstructor,
-    OptimWrapper,
-    OptimWrapperDict,
-    ZeroRedundancyOptimizer,
-    build_optim_wrapper,
-)
-from mmengine.optim.scheduler import (
-    ConstantLR,
-    ConstantMomentum,
-    ConstantParamScheduler,
-    CosineAnnealingLR,
-    CosineAnnealingMomentum,
-    CosineAnnealingParamScheduler,
-    CosineRestartLR,
-    CosineRestartMomentum,
-    CosineRestartParamScheduler,
-    ExponentialLR,
-    ExponentialMomentum,
-    ExponentialParamScheduler,
-    LinearLR,
-    LinearMomentum,
-    LinearParamScheduler,
-    MultiStepLR,
-    MultiStepMomentum,
-    MultiStepParamScheduler,
-    OneCycleLR,
-    OneCycleParamScheduler,
-    PolyLR,
-    PolyMomentum,
-    PolyParamScheduler,
-    ReduceOnPlateauLR,
-    ReduceOnPlateauMomentum,
-    ReduceOnPlateauParamScheduler,
-    StepLR,
-    StepMomentum,
-    StepParamScheduler,
-    _ParamScheduler,
-)
+from mmengine.optim import optimizer as _optimizer
+from mmengine.optim import scheduler as _scheduler
+from mmengine.optim.optimizer import *  # noqa: F403 - its __all__
+from mmengine.optim.scheduler import *  # noqa: F403
+from mmengine.optim.scheduler.param_scheduler import _ParamScheduler as _ParamScheduler
 
-__all__ = [
-    "OPTIMIZERS",
-    "OPTIM_WRAPPER_CONSTRUCTORS",
-    "AmpOptimWrapper",
-    "ConstantLR",
-    "ConstantMomentum",
-    "ConstantParamScheduler",
-    "CosineAnnealingLR",
-    "CosineAnnealingMomentum",
-    "CosineAnnealingParamScheduler",
-    "CosineRestartLR",
-    "CosineRestartMomentum",
-    "CosineRestartParamScheduler",
-    "DefaultOptimWrapperConstructor",
-    "ExponentialLR",
-    "ExponentialMomentum",
-    "ExponentialParamScheduler",
-    "LinearLR",
-    "LinearMomentum",
-    "LinearParamScheduler",
-    "MultiStepLR",
-    "MultiStepMomentum",
-    "MultiStepParamScheduler",
-    "OneCycleLR",
-    "OneCycleParamScheduler",
-    "OptimWrapper",
-    "OptimWrapperDict",
-    "PolyLR",
-    "PolyMomentum",
-    "PolyParamScheduler",
-    "ReduceOnPlateauLR",
-    "ReduceOnPlateauMomentum",
-    "ReduceOnPlateauParamScheduler",
-    "StepLR",
-    "StepMomentum",
-    "StepParamScheduler",
-    "ZeroRedundancyOptimizer",
-    "_ParamScheduler",
-    "build_optim_wrapper",
-]
+__all__: list[str] = []
+__all__ += _optimizer.__all__
+__all__ += _scheduler.__all__

@@ -197,17 +197,7 @@ class Canvas:
         if len(centers) != len(radii):
             raise AssertionError(f"`center` must have one row for each of {len(radii)} radii, but has {len(centers)}")
         circles = [Circle(tuple(place), float(size)) for place, size in zip(centers, radii, strict=True)]
-        self.ax_save.add_collection(
-            PatchCollection(
-                circles,
-                alpha=alpha,
-                facecolors=color_val_matplotlib(face_colors),
-                edgecolors=color_val_matplotlib(edge_colors),
-                linestyles=line_styles,
-                linewidths=self._line_widths(line_widths, len(circles)),
-            )
-        )
-        return self
+        return self._draw_shapes(PatchCollection, circles, edge_colors, line_styles, line_widths, face_colors, alpha)
 
     def draw_bboxes(
         self,
@@ -228,8 +218,8 @@ class Canvas:
                 "`bboxes` must be [left, top, right, bottom], but some have right < left or bottom < top"
             )
         corners = [[(x1, y1), (x2, y1), (x2, y2), (x1, y2)] for x1, y1, x2, y2 in boxes.tolist()]
-        polygons = [np.array(corner) for corner in corners]
-        return self._draw_outlines(polygons, edge_colors, line_styles, line_widths, face_colors, alpha)
+        outlines = [np.array(corner) for corner in corners]
+        return self._draw_outlines(outlines, edge_colors, line_styles, line_widths, face_colors, alpha)
 
     def draw_polygons(
         self,
@@ -248,19 +238,30 @@ class Canvas:
         outlines = [self._rows("polygons", one, 2) for one in (polygons if isinstance(polygons, list) else [polygons])]
         return self._draw_outlines(outlines, edge_colors, line_styles, line_widths, face_colors, alpha)
 
-    def _draw_outlines(
-        self, outlines: list[Any], edge_colors: Any, line_styles: Any, line_widths: Any, face_colors: Any, alpha: float
-    ) -> Self:
+    def _draw_outlines(self, outlines: list[Any], *looks: Any) -> Self:
         from matplotlib.collections import PolyCollection
 
+        return self._draw_shapes(PolyCollection, outlines, *looks)
+
+    def _draw_shapes(
+        self,
+        collection: Any,
+        shapes: list[Any],
+        edge_colors: Any,
+        line_styles: Any,
+        line_widths: Any,
+        face_colors: Any,
+        alpha: float,
+    ) -> Self:
+        """Draw shapes of one kind as a collection of matplotlib's."""
         self.ax_save.add_collection(
-            PolyCollection(
-                outlines,
+            collection(
+                shapes,
                 alpha=alpha,
-                facecolor=color_val_matplotlib(face_colors),
+                facecolors=color_val_matplotlib(face_colors),
                 edgecolors=color_val_matplotlib(edge_colors),
                 linestyles=line_styles,
-                linewidths=self._line_widths(line_widths, len(outlines)),
+                linewidths=self._line_widths(line_widths, len(shapes)),
             )
         )
         return self

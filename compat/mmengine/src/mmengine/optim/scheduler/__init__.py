@@ -2,76 +2,14 @@
 
 from __future__ import annotations
 
-from mmengine.optim.scheduler.lr_scheduler import (
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineRestartLR,
-    ExponentialLR,
-    LinearLR,
-    LRSchedulerMixin,
-    MultiStepLR,
-    OneCycleLR,
-    PolyLR,
-    ReduceOnPlateauLR,
-    StepLR,
-)
-from mmengine.optim.scheduler.momentum_scheduler import (
-    ConstantMomentum,
-    CosineAnnealingMomentum,
-    CosineRestartMomentum,
-    ExponentialMomentum,
-    LinearMomentum,
-    MomentumSchedulerMixin,
-    MultiStepMomentum,
-    PolyMomentum,
-    ReduceOnPlateauMomentum,
-    StepMomentum,
-)
-from mmengine.optim.scheduler.param_scheduler import (
-    ConstantParamScheduler,
-    CosineAnnealingParamScheduler,
-    CosineRestartParamScheduler,
-    ExponentialParamScheduler,
-    LinearParamScheduler,
-    MultiStepParamScheduler,
-    OneCycleParamScheduler,
-    PolyParamScheduler,
-    ReduceOnPlateauParamScheduler,
-    StepParamScheduler,
-    _ParamScheduler,
-)
+from mmengine.optim.scheduler import lr_scheduler as _rates
+from mmengine.optim.scheduler import momentum_scheduler as _momenta
+from mmengine.optim.scheduler import param_scheduler as _any
+from mmengine.optim.scheduler.lr_scheduler import *  # noqa: F403 - its __all__
+from mmengine.optim.scheduler.momentum_scheduler import *  # noqa: F403
+from mmengine.optim.scheduler.param_scheduler import *  # noqa: F403
 
-__all__ = [
-    "ConstantLR",
-    "ConstantMomentum",
-    "ConstantParamScheduler",
-    "CosineAnnealingLR",
-    "CosineAnnealingMomentum",
-    "CosineAnnealingParamScheduler",
-    "CosineRestartLR",
-    "CosineRestartMomentum",
-    "CosineRestartParamScheduler",
-    "ExponentialLR",
-    "ExponentialMomentum",
-    "ExponentialParamScheduler",
-    "LRSchedulerMixin",
-    "LinearLR",
-    "LinearMomentum",
-    "LinearParamScheduler",
-    "MomentumSchedulerMixin",
-    "MultiStepLR",
-    "MultiStepMomentum",
-    "MultiStepParamScheduler",
-    "OneCycleLR",
-    "OneCycleParamScheduler",
-    "PolyLR",
-    "PolyMomentum",
-    "PolyParamScheduler",
-    "ReduceOnPlateauLR",
-    "ReduceOnPlateauMomentum",
-    "ReduceOnPlateauParamScheduler",
-    "StepLR",
-    "StepMomentum",
-    "StepParamScheduler",
-    "_ParamScheduler",
-]
+__all__: list[str] = []
+__all__ += _rates.__all__
+__all__ += _momenta.__all__
+__all__ += _any.__all__

@@ -1,0 +1,3 @@
+"""Stand-ins for compiled operators, before anything imports torchvision."""
+
+import stubs as stubs
