@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -241,7 +242,7 @@ class RangeFile(io.RawIOBase):
 
 
 def locate(path: str | Location) -> Location:
-    """Return where a path or a URL leads.
+    """Return where a path or a URL leads; `~` is the user's home.
 
     Example:
         >>> locate("work_dirs/net.pth").name, locate("memory://bucket/net.pth").suffix
@@ -254,7 +255,7 @@ def locate(path: str | Location) -> Location:
     if isinstance(path, Path) and _LIKE_URL.match(str(path)):
         raise ConfigError(f"a URL must be given as a string, but is {path!r}, a path on the disk")
     if not isinstance(path, str) or not _URL.match(path):
-        return path if isinstance(path, RemotePath) else Path(path)
+        return path if isinstance(path, RemotePath) else Path(os.path.expanduser(path))
     protocol, _, inner = path.partition("://")
     if protocol in _PACKAGES:
         path = f"{protocol}://{re.sub('//+', '/', inner)}"

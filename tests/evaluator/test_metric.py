@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from lockstep.dataset import DefaultSampler
 from lockstep.dist import all_reduce, get_rank, get_world_size
 from lockstep.errors import PeerError
-from lockstep.evaluator import Accuracy, BaseMetric, Evaluator
+from lockstep.evaluator import Accuracy, BaseMetric, Evaluator, format_metrics
 from lockstep.registry import METRICS
 from lockstep.testing import ranks, run_ranks
 
@@ -192,6 +193,24 @@ def test_an_evaluator_takes_metrics_in_any_form():
     assert set(evaluator.evaluate(3)) == {"top/accuracy", "accuracy", "batches/samples"}
     assert Evaluator({"type": "Accuracy"}).metrics[0].prefix is None
     assert METRICS["Accuracy"] is Accuracy
+
+
+class Arrays(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results += data_samples
+
+    def compute_metrics(self, results):
+        rates = numpy.array(results, dtype=numpy.float32)
+        return {"mean": rates.mean(), "by_class": rates, "one": torch.ones(1), "pair": (torch.zeros(2), 1), "kind": "a"}
+
+
+def test_values_of_numpy_and_torch_become_plain_ones():
+    evaluator = Evaluator(Arrays())
+    evaluator.process([0.5, 1.0])
+    found = evaluator.evaluate(2)
+    assert found == {"mean": 0.75, "by_class": [0.5, 1.0], "one": 1.0, "pair": [[0.0, 0.0], 1], "kind": "a"}
+    assert type(found["mean"]) is float
+    assert format_metrics(found, {"mean": "%"}) == "mean 0.75 %  one 1  kind a"
 
 
 def test_two_metrics_of_one_name_are_refused():

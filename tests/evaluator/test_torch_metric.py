@@ -60,6 +60,13 @@ def test_one_may_be_given_alone_or_by_a_config() -> None:
         assert evaluator.evaluate(2) == {"MeanSquaredError": 2.0}
 
 
+def test_two_of_one_class_are_to_be_named() -> None:
+    evaluator = Evaluator([MeanSquaredError(), MeanSquaredError()])
+    evaluator.process((torch.ones(2), torch.ones(2)))
+    with pytest.raises(ValueError, match=r"called 'MeanSquaredError'.*by MeanSquaredError. Name them: MetricColl"):
+        evaluator.evaluate(2)
+
+
 def test_labels_may_be_those_of_the_batch() -> None:
     evaluator = Evaluator(MulticlassAccuracy(3, average="micro"))
     evaluator.process(SCORES, data_batch=(None, SCORES.argmax(1)))

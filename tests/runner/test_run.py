@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.dist import get_rank, get_world_size
 from lockstep.errors import ConfigError
-from lockstep.evaluator import Evaluator
+from lockstep.evaluator import BaseMetric, Evaluator
 from lockstep.hooks import Hook
 from lockstep.logging import MessageHub, MMLogger
 from lockstep.model import BaseModel, MMDistributedDataParallel, MMSeparateDistributedDataParallel
@@ -41,7 +42,7 @@ class Data(TensorDataset):
     metainfo = {"classes": ("a", "b")}
 
 
-def make(work_dir: Path, **changes: Any) -> Runner:
+def make(work_dir: str | Path, **changes: Any) -> Runner:
     return Runner(
         **{
             "model": Net(),
@@ -192,6 +193,47 @@ def test_metrics_may_be_those_of_an_evaluators_config(cfg, tmp_path: Path):
     assert runner.val().keys() == runner.test().keys() == {"accuracy"}
     assert type(runner.val_evaluator) is Evaluator
     assert runner.test_loop.evaluator is runner.test_evaluator
+
+
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    make("~/runs", default_hooks={}).train()
+    runner = make(Path("~/runs"), load_from="~/runs", resume=True, train_cfg={"max_epochs": 2})
+    runner.train()
+    assert runner.run_dir.parent == tmp_path / "runs"
+    assert runner.iter == 8
+    assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
+
+
+class ByClass(BaseMetric):
+    def process(self, data_batch, data_samples) -> None:
+        self.results += data_samples[1].tolist()
+
+    def compute_metrics(self, results):
+        return {"mean": torch.tensor(results).mean(), "by_class": torch.tensor([1.0, 0.5])}
+
+
+class Kept:
+    """A visualizer that converts to numbers, as most do."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def add_scalars(self, scalar_dict, step=0) -> None:
+        self.values |= {name: float(value) for name, value in scalar_dict.items()}
+
+
+def test_a_validation_may_report_values_by_class(tmp_path: Path, capsys):
+    shown = Kept()
+    loader = {"dataset": Data(X), "batch_size": 2}
+    runner = make(tmp_path, val_dataloader=loader, val_evaluator=ByClass(), visualizer=[shown])
+    runner.train()
+    records = [json.loads(line) for line in (runner.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(one["mean"], one["by_class"]) for one in records if one["mode"] == "val"] == [(0.0, [1.0, 0.5])]
+    assert shown.values["val/mean"] == 0.0
+    assert "val/by_class" not in shown.values
+    assert "result  mean 0\n" in capsys.readouterr().out
 
 
 class OwnLoop(EpochBasedTrainLoop):

@@ -95,7 +95,7 @@ class Job(RankOptions, ABC):
             cfg.merge_from_dict({"strategy": {"_delete_": True, "type": self.strategy}})
         apply_options(cfg, self.cfg_options or [])
         require_disk(self.work_dir or cfg.get("work_dir") or "", "work_dir")
-        cfg.work_dir = str(self.work_dir or cfg.get("work_dir") or default_work_dir(self.config))
+        cfg.work_dir = os.path.expanduser(self.work_dir or cfg.get("work_dir") or default_work_dir(self.config))
         self.complete(cfg)
         return cfg
 

@@ -67,17 +67,44 @@ class Evaluator:
         for metric in self.metrics:
             for name, value in metric.evaluate(size).items():
                 if name in merged:
-                    raise ValueError(
-                        f"two metrics are called {name!r}, the second one by "
-                        f"{type(metric).__name__}. Give it a `prefix`"
-                    )
-                merged[name] = value
+                    kind, remedy = type(metric).__name__, "Give it a `prefix`"
+                    if isinstance(metric, TorchMetric):
+                        kind = type(metric.metric).__name__
+                        remedy = "Name them: MetricCollection({'top1': ..., 'top5': ...})"
+                    raise ValueError(f"two metrics are called {name!r}, the second one by {kind}. {remedy}")
+                merged[name] = plain_value(value)
         return merged
 
 
+def plain_value(value: Any) -> Any:
+    """Return what a metric has computed without types of torch and numpy: one element as a number, several as lists.
+
+    Example:
+        >>> import torch
+        >>> plain_value(torch.tensor([0.5])), plain_value((torch.ones(2), 3))
+        (0.5, [[1.0, 1.0], 3])
+    """
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if not hasattr(value, "tolist"):
+        return value
+    elements = value.reshape(-1).tolist()
+    return elements[0] if len(elements) == 1 else value.tolist()
+
+
 def format_metrics(metrics: Mapping[str, Any], units: Mapping[str, str]) -> str:
-    """Return metrics as readable text, for example `accuracy 98.61 %`."""
+    """Return metrics as readable text, for example `accuracy 98.61 %`; lists are left out.
+
+    Example:
+        >>> format_metrics({"accuracy": 98.611, "loss": 0.12345, "by_class": [0.9, 0.8]}, {"accuracy": "%"})
+        'accuracy 98.61 %  loss 0.1235'
+    """
     return "  ".join(
-        f"{name} {value:.2f} {units[name]}" if name in units else f"{name} {value:.4g}"
+        f"{name} {value}"
+        if isinstance(value, str)
+        else f"{name} {value:.2f} {units[name]}"
+        if name in units
+        else f"{name} {value:.4g}"
         for name, value in metrics.items()
+        if isinstance(value, str | int | float)
     )

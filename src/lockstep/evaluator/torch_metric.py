@@ -70,7 +70,5 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _named(str(key), part)
-    elif isinstance(value, Tensor):
-        yield name, value.item() if value.numel() == 1 else value.tolist()
     else:
         yield name, value

@@ -309,7 +309,8 @@ class LoggerHook(Hook):
         if runner.logger.isEnabledFor(logging.DEBUG):
             shown = "  ".join(f"{key} {_shown(value)}" for key, value in values.items())
             runner.logger.debug("%s  epoch %d  iter %d  %s", mode, epoch, iteration, shown)
-        runner.visualizer.add_scalars({f"{mode}/{name}": value for name, value in values.items()}, step=step)
+        numbers = {f"{mode}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        runner.visualizer.add_scalars(numbers, step=step)
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
@@ -119,6 +120,7 @@ class RunnerArguments:
             raise TypeError(f"`{name}` {says}")
         for name, says in mispaired(given):
             raise ConfigError(f"`{name}` {says}")
+        object.__setattr__(self, "work_dir", os.path.expanduser(self.work_dir))
 
     @staticmethod
     def keywords_of(cfg: Mapping[str, Any]) -> dict[str, Any]:

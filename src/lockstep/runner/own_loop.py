@@ -15,6 +15,7 @@ from torch import Tensor
 from lockstep.dataset import set_epoch
 from lockstep.device import get_device
 from lockstep.errors import ConfigError, Preempted
+from lockstep.evaluator.evaluator import plain_value
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.preprocessor import move_to_device
 from lockstep.model.wrapper import driving, forwarded
@@ -187,7 +188,7 @@ class OwnLoop(TrainLoop):
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Call the hooks of a validation."""
-        run = self.runner
+        run, metrics = self.runner, {name: plain_value(value) for name, value in metrics.items()}
         if run.val_loop is None:
             run.val_loop = _Evaluation(metrics)
         run.val_loop.metrics, run.val_loop.at_iter, run.last_evaluation = metrics, self.iter, run.val_loop
