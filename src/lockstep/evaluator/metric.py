@@ -36,6 +36,7 @@ class BaseMetric(ABC):
 
     default_prefix: ClassVar[str | None] = None
     units: Mapping[str, str] = {}
+    _may_be_empty: ClassVar[bool] = False  # whether a metric may have nothing to compute
 
     def __init__(self, collect_device: str = "cpu", prefix: str | None = None, collect_dir: str | None = None) -> None:
         require_one_of("collect_device", collect_device, ("cpu", "gpu"))
@@ -98,7 +99,7 @@ class BaseMetric(ABC):
     def _computed(self, results: list[Any]) -> dict[str, Any]:
         with _as_one_process():
             metrics: Any = self.compute_metrics(results)
-        if not isinstance(metrics, Mapping) or not metrics:
+        if not isinstance(metrics, Mapping) or not (metrics or self._may_be_empty):
             raise TypeError(
                 f"{type(self).__name__}.compute_metrics() must return a dict of numbers by name, "
                 f"but returned {metrics!r}"

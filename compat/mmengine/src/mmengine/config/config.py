@@ -105,8 +105,11 @@ class Config(lockstep.config.Config):
     @staticmethod
     def diff(cfg1: str | lockstep.config.Config, cfg2: str | lockstep.config.Config) -> str:
         """Return the lines in which two configs, or the files of two, differ, as `diff -u` shows them."""
-        texts = [Config.fromfile(one).pretty_text if isinstance(one, str) else one.pretty_text for one in (cfg1, cfg2)]
-        return "".join(unified_diff(*(text.splitlines(keepends=True) for text in texts)))
+        first, second = (
+            (Config.fromfile(one) if isinstance(one, str) else one).pretty_text.splitlines(keepends=True)
+            for one in (cfg1, cfg2)
+        )
+        return "".join(unified_diff(first, second))
 
     @property
     def _cfg_dict(self) -> ConfigDict:

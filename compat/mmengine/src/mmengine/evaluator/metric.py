@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +19,7 @@ __all__ = ["BaseMetric", "DumpResults"]
 class BaseMetric(lockstep.evaluator.BaseMetric):
     """Base class of metrics; see `lockstep.evaluator.BaseMetric`. One with nothing to compute returns no values."""
 
-    def _named(self, metrics: Any) -> dict[str, Any]:
-        return {} if isinstance(metrics, Mapping) and not metrics else super()._named(metrics)
+    _may_be_empty = True
 
 
 @METRICS.register_module()

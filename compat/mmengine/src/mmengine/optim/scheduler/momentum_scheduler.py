@@ -50,7 +50,7 @@ class MomentumSchedulerMixin:
 
 
 @PARAM_SCHEDULERS.register_module()
-class ReduceOnPlateauMomentum(PlateauMixin, lockstep.optim.ReduceOnPlateauMomentum):
+class ReduceOnPlateauMomentum(PlateauMixin, lockstep.optim.ReduceOnPlateauMomentum):  # type: ignore[misc, valid-type]
     """Lower momenta when a metric has stopped improving; see `lockstep.optim.ReduceOnPlateauMomentum`."""
 
 
