@@ -50,14 +50,14 @@ def check_collectives(mode: CheckMode = "always") -> None:
             variable ``LOCKSTEP_CHECK`` sets the mode when `init_dist` is called.
 
     In every mode, digests are also compared wherever a header is sent (`all_gather`, `gather`, `scatter`, objects,
-    dicts); on the CPU in every `all_reduce` and `broadcast`, and before every `reduce` and `reduce_scatter`, between
-    some of the ranks, after which the group can't be used further; by a thread every second, and at the end by
-    `destroy_dist`. Not compared: calls of `torch.distributed`'s own functions, and what DDP and FSDP call;
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares those.
+    dicts); on the CPU in every `all_reduce`, `reduce`, `reduce_scatter` and `broadcast`, or before it; by a thread
+    every second, and at the end by `destroy_dist`. Not compared: calls of `torch.distributed`'s own functions, and what
+    DDP and FSDP call; ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares those.
 
     **Collective**: every rank, at the same point of the program; nothing is sent. **Cost**: for each compared call a
-    message of 512 bytes from each rank to the first, and its answer; none for an `all_reduce` of up to 496 bytes on the
-    CPU, whose own messages hold the digest. For others, one or two microseconds.
+    message of 512 bytes from each rank to the first, and its answer; none for a reduction of up to 496 bytes on the
+    CPU, whose own messages hold the digest. In every mode, gloo's own collectives are compared: reductions and
+    broadcasts above 64 KiB, between two ranks above 4 MiB. For others, one or two microseconds.
 
     **Example (2 ranks)**::
 

@@ -187,7 +187,7 @@ def all_reduce_params(
     reduced.
 
     **Cost**: one all_reduce for each large tensor and each bucket of small ones, all in flight at once; a copy of
-    the small ones in memory.
+    the small ones in memory. The ranks compare their calls once for all of them.
 
     **Example (2 ranks)**::
 
