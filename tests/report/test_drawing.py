@@ -83,6 +83,11 @@ def test_long_curves_have_a_band():
     assert len(read_out["lines"][0]["x"]) <= 320
 
 
+def test_long_curves_are_shown_on_one_axis_at_a_time():
+    html, _ = chart_html(Chart("Loss", [Line("train", [(x / 10, 1 + x % 70) for x in range(1000)])]), ACROSS)
+    assert re.findall(r'<div class="layer (\w+)">', html) == ["linear", "log"]
+
+
 def test_parts_are_stacked():
     lines = [Line("compute", [(0, 3.0), (100, 3.0)]), Line("wait", [(0, 1.0), (100, 2.0)])]
     html, read_out = chart_html(Chart("Step", lines, "ms", stacked=True), ACROSS)

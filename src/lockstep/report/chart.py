@@ -73,22 +73,48 @@ def chart_html(chart: Chart, across: Scale) -> tuple[str, dict[str, Any]]:
     extremes = [value for curve in tops for bucket in curve for value in (bucket.low, bucket.high)]
     up = fitted(extremes, from_zero=chart.from_zero or chart.stacked)
     log = None if chart.stacked or chart.from_zero else fitted_log(extremes)
-    layers = layer_html(chart, tops, across, up, "linear")
+    kind = "chart is-stacked" if chart.stacked else "chart"
+    return figure_html(chart, curves, tops, (across, up, log), kind=kind, spoken=_spoken(chart, curves))
+
+
+def figure_html(
+    chart: Chart,
+    curves: Sequence[list[Bucket]],
+    tops: Sequence[list[Bucket]],
+    axes: tuple[Scale, Scale, Scale | None],
+    *,
+    kind: str,
+    spoken: str,
+    mark: str = "",
+) -> tuple[str, dict[str, Any]]:
+    """Return curves as HTML, and their values for the script.
+
+    Args:
+        chart: what to draw.
+        curves: its lines.
+        tops: where they are drawn; they differ from the curves if these are stacked.
+        axes: the axis of iterations, that of values, and a logarithmic one, if there is one.
+        kind: the class of the figure.
+        spoken: what a screen reader says.
+        mark: HTML above the curves.
+    """
+    across, up, log = axes
+    layers = _layer_html(chart, tops, across, up, "linear")
     if log is not None:
-        layers += layer_html(chart, tops, across, log, "log")
+        layers += _layer_html(chart, tops, across, log, "log")
     legend = "".join(
-        legend_html(index, line.name, latest(curve))
+        f'<li style="--c:var(--c{index % 6})">{escape(line.name)} <output>{_latest(curve)}</output></li>'
         for index, (line, curve) in enumerate(zip(chart.lines, curves, strict=True))
     )
     toggle = '<button type="button" aria-pressed="false">log</button>' if log is not None else ""
     html = (
-        f'<figure class="card chart{" is-stacked" if chart.stacked else ""}">'
+        f'<figure class="card {kind}">'
         f"<figcaption><h3>{escape(chart.title)}{unit_html(chart.unit)}</h3>{toggle}<ul>{legend}</ul></figcaption>"
-        f'<div class="plot" tabindex="0" role="img" aria-label="{escape(_spoken(chart, curves))}">'
-        f'{layers}{across_html(across)}<div class="cursor" hidden></div></div></figure>'
+        f'<div class="plot" tabindex="0" role="img" aria-label="{escape(spoken)}">'
+        f'{layers}{mark}{across_html(across)}<div class="cursor" hidden></div></div></figure>'
     )
     values = {
-        "lines": [values_of(curve) for curve in curves],
+        "lines": [_values_of(curve) for curve in curves],
         "stacked": chart.stacked,
         "linear": [up.low, up.high],
         "log": None if log is None else [log.low, log.high],
@@ -107,7 +133,7 @@ def buckets(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[Bucket]:
     return [_bucket(points[begin : begin + size]) for begin in range(0, len(points), size)]
 
 
-def layer_html(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scale, kind: str) -> str:
+def _layer_html(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: Scale, kind: str) -> str:
     """Return the curves on one pair of axes, with the labels beside them; `kind` is the layer's class."""
     ticks = up.ticks()
     rules = "".join(f"M{_position(across.low, tick, across, up)}h{SIDE}" for tick in ticks)
@@ -118,8 +144,8 @@ def layer_html(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: 
         curve, colour = curves[index], f'style="--c:var(--c{index % 6})"'
         means = [_position(bucket.x, bucket.mean, across, up) for bucket in curve]
         if any(bucket.high > bucket.low for bucket in curve):
-            kind = "area" if chart.stacked else "band"
-            drawn.append(f'<path class="{kind}" {colour} d="{_band_path(curve, across, up)}"/>')
+            filled = "area" if chart.stacked else "band"
+            drawn.append(f'<path class="{filled}" {colour} d="{_band_path(curve, across, up)}"/>')
         strokes = ("M" + "L".join(stroke) for is_there, stroke in groupby(means, key=bool) if is_there)
         drawn.append(f'<path class="line" {colour} d="{"".join(strokes)}"/>')
         if chart.lines[index].marked or sum(map(bool, means)) == 1:
@@ -131,11 +157,6 @@ def layer_html(chart: Chart, curves: Sequence[list[Bucket]], across: Scale, up: 
         f'<div class="layer {kind}"><svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" aria-hidden="true">'
         f'<path class="rules" d="{rules}"/>{"".join(drawn)}</svg><div class="up">{labels}</div></div>'
     )
-
-
-def legend_html(index: int, name: str, value: str) -> str:
-    """Return the entry of a curve in the legend, with a value that the script replaces."""
-    return f'<li style="--c:var(--c{index % 6})">{escape(name)} <output>{value}</output></li>'
 
 
 def unit_html(unit: str) -> str:
@@ -173,12 +194,12 @@ def _position(x: float, value: float | None, across: Scale, up: Scale) -> str:
     return "" if value is None else f"{SIDE * across.at(x):.4g} {SIDE * (1 - up.at(value)):.4g}"
 
 
-def latest(curve: Sequence[Bucket]) -> str:
+def _latest(curve: Sequence[Bucket]) -> str:
     """Return the last value of a curve."""
     return "not finite" if curve[-1].mean is None else shown(curve[-1].mean)
 
 
-def values_of(curve: Sequence[Bucket]) -> dict[str, Any]:
+def _values_of(curve: Sequence[Bucket]) -> dict[str, Any]:
     """Return the points of a curve for the script."""
     return {
         "x": [bucket.x for bucket in curve],
@@ -187,7 +208,7 @@ def values_of(curve: Sequence[Bucket]) -> dict[str, Any]:
 
 
 def _spoken(chart: Chart, curves: Sequence[list[Bucket]]) -> str:
-    ends = [f"{line.name} ends at {latest(curve)}" for line, curve in zip(chart.lines, curves, strict=True)]
+    ends = [f"{line.name} ends at {_latest(curve)}" for line, curve in zip(chart.lines, curves, strict=True)]
     return f"{chart.title} by iteration: {', '.join(ends)}"
 
 

@@ -58,9 +58,9 @@ def heatmaps_of(run: Run) -> list[HeatMap]:
     return maps
 
 
-def points_of(records: Sequence[Record], name: str) -> list[Point]:
-    """Return the values recorded under one name, with their iterations."""
-    return [(float(record["iter"]), value) for record in records if (value := number(record.get(name))) is not None]
+def points_of(records: Sequence[Record], name: str, over: str = "iter") -> list[Point]:
+    """Return the values recorded under one name, with their iterations, or with what else they are drawn over."""
+    return [(float(record[over]), value) for record in records if (value := number(record.get(name))) is not None]
 
 
 def metric_names(run: Run) -> list[str]:

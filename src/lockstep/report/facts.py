@@ -13,11 +13,12 @@ from lockstep.report.best import best
 from lockstep.report.chart import Point, unit_html
 from lockstep.report.contents import metric_names, points_of
 from lockstep.report.lr_search import suggestion_of
-from lockstep.report.records import MODES, Run, number
+from lockstep.report.records import MODES, Record, Run, number
 from lockstep.report.scale import shown
 
 _TILE_METRICS = 2
 _VERSIONS = ("lockstep", "torch", "cuda", "python", "platform")
+_SLOW_PARTS = {"data": "wait for data", "compute": "forward and backward passes", "communication": "communication hook"}
 
 
 def tiles_html(run: Run) -> str:
@@ -62,6 +63,23 @@ def evaluations_html(run: Run) -> str:
     )
 
 
+def stragglers_html(run: Run) -> str:
+    """Return the slow ranks of a run as an HTML table, in the order in which they were found; "" if there are none."""
+    rows = [
+        _straggler_row(run, place, record)
+        for place, record in enumerate(run.stragglers)
+        if record.get("part") in _SLOW_PARTS
+    ]
+    if not rows:
+        return ""
+    heads = ("", "rank", "from iteration", "to", "ms", "other ranks", "lost per step")
+    return (
+        "<section><h2>Slow ranks <small>own work, without waiting for others; medians</small></h2>"
+        '<div class="card scroll" tabindex="0"><table><thead><tr>'
+        f"<th>{'</th><th>'.join(heads)}</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
 def environment_html(run: Run) -> str:
     """Return the environment of the run as an HTML list; an empty string if it is not recorded."""
     known = run.environment
@@ -98,9 +116,28 @@ def _tile(name: str, value: str, unit: str = "", note: str = "") -> str:
     return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{unit_html(unit)}</dd>{noted}</div>"
 
 
+def _straggler_row(run: Run, place: int, record: Record) -> str:
+    rank, host = record.get("rank"), record.get("host")
+    later = (other for other in run.stragglers[place + 1 :] if other.get("rank") == rank)
+    end = next((_plain(other["iter"]) for other in later), "the end")
+    cells = [
+        _SLOW_PARTS[str(record["part"])],
+        f"{_plain(rank)}{f' ({escape(str(host))})' if host else ''}",
+        _plain(record.get("begin")),
+        end,
+        *(_milliseconds(record.get(name)) for name in ("seconds", "others", "lost")),
+    ]
+    return f"<tr><td>{'</td><td>'.join(cells)}</td></tr>"
+
+
 def _plain(value: object) -> str:
     found = number(value)
     return "" if found is None else shown(found)
+
+
+def _milliseconds(value: object) -> str:
+    found = number(value)
+    return "" if found is None else shown(float(f"{1e3 * found:.3g}"))
 
 
 def _seconds_in_training(times: Sequence[Point]) -> float:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.report.chart import Chart, Line, across_html, buckets, latest, layer_html, legend_html, values_of
+from lockstep.report.chart import Chart, Line, buckets, figure_html
+from lockstep.report.contents import points_of
 from lockstep.report.records import Record, Run, number
 from lockstep.report.scale import Scale, fitted, fitted_log, shown
 
@@ -22,7 +23,7 @@ def suggestion_of(run: Run) -> float | None:
 def lr_search_html(run: Run) -> tuple[str, dict[str, Any]] | None:
     """Return the picture of a run's search, and its values for the script; None if there is no search."""
     records = [record for record in run.lr_search if _is_rate(record)]
-    lines = [Line(name, _points(records, key)) for name, key in _CURVES.items()]
+    lines = [Line(name, points_of(records, key, over="lr")) for name, key in _CURVES.items()]
     if (
         not records
         or records[0]["lr"] >= records[-1]["lr"]
@@ -35,30 +36,11 @@ def lr_search_html(run: Run) -> tuple[str, dict[str, Any]] | None:
     across = Scale(records[0]["lr"], records[-1]["lr"], log=True)
     up = fitted(_shown_part([bucket.mean for bucket in curves[0] if bucket.mean is not None]))
     log = fitted_log(bucket.mean for curve in curves for bucket in curve if bucket.mean is not None)
-    layers = layer_html(chart, curves, across, up, "linear")
-    if log is not None:
-        layers += layer_html(chart, curves, across, log, "log")
-    legend = "".join(legend_html(i, line.name, latest(curves[i])) for i, line in enumerate(lines))
-    toggle = '<button type="button" aria-pressed="false">log</button>' if log is not None else ""
     suggested = suggestion_of(run)
     spoken = "Loss over learning rate: " + ("no rate" if suggested is None else shown(float(f"{suggested:.2g}")))
-    html = (
-        f'<figure class="card search"><figcaption><h3>{chart.title}</h3>{toggle}<ul>{legend}</ul></figcaption>'
-        f'<div class="plot" tabindex="0" role="img" aria-label="{spoken} is suggested">{layers}'
-        f'{_mark_html(suggested, across)}{across_html(across)}<div class="cursor" hidden></div></div></figure>'
-    )
-    values = {
-        "lines": [values_of(curve) for curve in curves],
-        "stacked": False,
-        "linear": [up.low, up.high],
-        "log": None if log is None else [log.low, log.high],
-        "across": [across.low, across.high],
-    }
-    return html, values
-
-
-def _points(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
-    return [(float(record["lr"]), value) for record in records if (value := number(record.get(key))) is not None]
+    mark, axes = _mark_html(suggested, across), (across, up, log)
+    html, values = figure_html(chart, curves, curves, axes, kind="search", spoken=f"{spoken} is suggested", mark=mark)
+    return html, {**values, "across": [across.low, across.high]}
 
 
 def _is_rate(record: Record) -> bool:

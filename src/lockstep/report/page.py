@@ -12,12 +12,11 @@ from typing import Any
 from lockstep.errors import ReportError
 from lockstep.report.chart import chart_html
 from lockstep.report.contents import charts_of, heatmaps_of
-from lockstep.report.facts import environment_html, evaluations_html, started, tiles_html
+from lockstep.report.facts import environment_html, evaluations_html, started, stragglers_html, tiles_html
 from lockstep.report.heatmap import heatmap_html
 from lockstep.report.lr_search import lr_search_html
 from lockstep.report.records import Run, number
 from lockstep.report.scale import Scale
-from lockstep.report.stragglers import stragglers_html
 
 # The browser enforces that the page loads nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
