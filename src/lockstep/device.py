@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -117,7 +118,7 @@ def get_data_device(data: Any) -> torch.device:
     """
     devices = [(path, leaf.device) for path, leaf in tree_items(data) if isinstance(leaf, Tensor)]
     if not devices:
-        raise TypeError(f"`data` must hold a tensor, but holds none: {_shortened(data)}")
+        raise TypeError(f"`data` must hold a tensor, but holds none: {reprlib.repr(data)}")
     first_path, device = devices[0]
     for path, other in devices:
         if other != device:
@@ -204,8 +205,3 @@ def _check_sink(sink: Any, source: Tensor, path: str, target: torch.device) -> N
         raise ValueError(f"`out` at `{path}` must be a tensor of shape {tuple(source.shape)}, but is {got}")
     if sink.device.type != target.type or (target.index is not None and sink.device.index != target.index):
         raise ValueError(f"`out` at `{path}` must live on {target}, but is on {sink.device}")
-
-
-def _shortened(data: Any) -> str:
-    text = repr(data)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -103,9 +103,12 @@ class RemotePath(NamedTuple):
         return False
 
     def entries(self) -> list[Entry]:
-        """Return what lies directly in the folder."""
-        with self._reached():
-            found = self.fs.ls(self.path, detail=True)
+        """Return what lies directly in the folder; nothing if there is none, because a bucket has only objects."""
+        try:
+            with self._reached():
+                found = self.fs.ls(self.path, detail=True)
+        except FileNotFoundError:
+            return []
         own = self.path.strip("/")
         return [
             Entry(str(one["name"]).rstrip("/").rpartition("/")[2], one["type"] == "directory", int(one["size"] or 0))

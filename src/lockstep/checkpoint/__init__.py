@@ -17,14 +17,12 @@ from lockstep.checkpoint.verify import is_checkpoint, verify
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.background import BackgroundSaver
-    from lockstep.checkpoint.loading import load_state, read_meta, read_shapes
-    from lockstep.checkpoint.reading import read_infos, read_tensors
+    from lockstep.checkpoint.loading import load_state, read_infos, read_meta, read_shapes, read_tensors
     from lockstep.checkpoint.saving import save_state
 
 _HOMES = {  # these import torch
     "background": {"BackgroundSaver"},
-    "loading": {"load_state", "read_meta", "read_shapes"},
-    "reading": {"read_infos", "read_tensors"},
+    "loading": {"load_state", "read_infos", "read_meta", "read_shapes", "read_tensors"},
     "saving": {"save_state"},
 }
 

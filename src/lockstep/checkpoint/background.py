@@ -40,13 +40,9 @@ class BackgroundSaver:
 
     **Cost**: memory in the host for this rank's part of the largest state, which is kept for the next save; pinned
     if the state is on a GPU. A rank copies its part before training goes on.
-
-    Attributes:
-        has_ended: a save has ended whose outcome nobody has asked for.
     """
 
     def __init__(self) -> None:
-        self.has_ended = False
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._job: _Job | None = None
 
@@ -56,9 +52,14 @@ class BackgroundSaver:
         return self._job is not None
 
     @property
+    def has_ended(self) -> bool:
+        """Whether that save has ended."""
+        return self._job is not None and self._job.has_ended.is_set()
+
+    @property
     def has_failed(self) -> bool:
-        """Whether that save could not be written."""
-        return self.has_ended and self._job is not None and self._job.failure is not None
+        """Whether that save has ended, and could not be written."""
+        return self._job is not None and self._job.has_ended.is_set() and self._job.failure is not None
 
     def start(
         self,
@@ -93,7 +94,7 @@ class BackgroundSaver:
         except BaseException:
             save.clean()
             raise
-        self._job = _Job(save, share, when_failed, self._ended)
+        self._job = _Job(save, share, when_failed)
         self._job.copy(self._reserve)
         exchange = None if store is None else _Exchange(store, f"save_{next(_numbers)}", rank, world_size)
         self._job.start(exchange)
@@ -107,7 +108,6 @@ class BackgroundSaver:
         job, self._job = self._job, None
         if job is not None:
             job.has_ended.wait()
-            self.has_ended = False
             if job.failure is not None:
                 raise job.failure.raised(job.save.failure)
 
@@ -118,9 +118,6 @@ class BackgroundSaver:
             job.has_ended.wait(_SECONDS_TO_GIVE_UP)
             job.is_abandoned.set()
             job.has_ended.wait(_SECONDS_TO_GIVE_UP)
-
-    def _ended(self) -> None:
-        self.has_ended = True
 
     def _reserve(self, size: int, is_pinned: bool) -> Tensor:
         if len(self._memory) < size or self._memory.is_pinned() != is_pinned:
@@ -139,10 +136,8 @@ class _Job:
         is_abandoned: set when the others need not be waited for.
     """
 
-    def __init__(
-        self, save: Save, share: Share, when_failed: Callable[[], None] | None, ended: Callable[[], None]
-    ) -> None:
-        self.save, self._share, self._when_failed, self._ended = save, share, when_failed, ended
+    def __init__(self, save: Save, share: Share, when_failed: Callable[[], None] | None) -> None:
+        self.save, self._share, self._when_failed = save, share, when_failed
         self.failure: Failure | None = None
         self.has_ended = threading.Event()
         self.is_abandoned = threading.Event()
@@ -179,7 +174,6 @@ class _Job:
         finally:
             if self.failure is not None:
                 self.save.clean()
-            self._ended()
             self.has_ended.set()
             if self.failure is not None and self._when_failed is not None:
                 self._when_failed()

@@ -32,6 +32,10 @@ class BucketDraft:
 
     Args:
         directory: its folder.
+
+    Attributes:
+        folder: where its files are to be written.
+        ending: the end of the names of its data files.
     """
 
     def __init__(self, directory: RemotePath) -> None:
@@ -74,11 +78,7 @@ def remove(directory: RemotePath) -> None:
 
 def drafts_in(root: RemotePath) -> Iterator[RemotePath]:
     """Yield the marks in a folder and in the folders in it."""
-    try:
-        entries = root.entries()
-    except FileNotFoundError:
-        return
-    for entry in entries:
+    for entry in root.entries():
         if entry.is_dir:
             names = _names_in(root / entry.name)
             yield from (root / entry.name / name for name in names if DRAFT.fullmatch(name))
@@ -138,7 +138,4 @@ def _remove_all_but(directory: RemotePath, kept: Collection[str]) -> None:
 
 
 def _names_in(folder: RemotePath) -> list[str]:
-    try:
-        return [entry.name for entry in folder.entries() if not entry.is_dir]
-    except FileNotFoundError:
-        return []
+    return [entry.name for entry in folder.entries() if not entry.is_dir]

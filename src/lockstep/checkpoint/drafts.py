@@ -5,30 +5,14 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from lockstep.checkpoint import bucket, folder
 from lockstep.location import Location
 
-
-class Draft(Protocol):
-    """A checkpoint that is being written."""
-
-    @property
-    def folder(self) -> Location:
-        """Where its files are to be written."""
-
-    @property
-    def ending(self) -> str:
-        """The end of the names of its data files."""
-
-    def publish(self, manifest: bytes, sizes: Mapping[str, int]) -> None:
-        """Make it a checkpoint, whose manifest and data files, with their sizes, are given."""
-
-    def discard(self) -> None:
-        """Remove what there is of it."""
+Draft: TypeAlias = folder.FolderDraft | bucket.BucketDraft
 
 
 def make_draft(directory: Location) -> Draft:

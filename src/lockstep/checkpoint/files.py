@@ -11,24 +11,17 @@ import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from lockstep.errors import ConfigError
-from lockstep.location import Location, RangeFile, RemotePath, size_of
+from lockstep.location import Location, RangeFile, RemotePath, Sender, size_of
 
 DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
 _FLUSH = 32 << 20  # bytes that are written before the disk is asked to take them
 
-PlainFile: TypeAlias = FileIO | RangeFile
-
-
-class Writer(Protocol):
-    """A file that is being written."""
-
-    def write(self, content: bytes | memoryview) -> None:
-        """Write all of the bytes that follow."""
+PlainFile: TypeAlias = BufferedReader | RangeFile
 
 
 def is_there(path: Location) -> bool:
@@ -46,11 +39,6 @@ def sizes_in(folder: Location) -> dict[str, int]:
     if isinstance(folder, RemotePath):
         return {entry.name: entry.size for entry in folder.entries()}
     return {path.name: path.lstat().st_size for path in folder.iterdir()}
-
-
-def nbytes_in(folder: Location) -> int:
-    """Return the number of bytes of the files that lie directly in a folder."""
-    return sum(sizes_in(folder).values())
 
 
 def read_plain_file(path: Location) -> bytes:
@@ -117,11 +105,11 @@ def open_plainly(path: Location) -> PlainFile:
     """Open a file of a checkpoint for reading, unless it is a link."""
     if isinstance(path, RemotePath):
         return RangeFile(path)
-    return FileIO(path, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0)))
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0)))
 
 
 @contextmanager
-def writing(path: Location, size: int) -> Iterator[Writer]:
+def writing(path: Location, size: int) -> Iterator[Sender | _DurableFile]:
     """Write a new file; when the block has ended, it is on the disk or in the bucket.
 
     Args:
@@ -146,6 +134,7 @@ class _DurableFile:
         self._flush, self._flushed = flusher.submit(os.fsync, file.fileno()), 0
 
     def write(self, content: bytes | memoryview) -> None:
+        """Write the bytes that follow."""
         done = 0
         while done < len(content):
             done += self._file.write(content[done:])

@@ -26,6 +26,10 @@ class FolderDraft:
 
     Args:
         directory: the name that it will get.
+
+    Attributes:
+        folder: where its files are to be written.
+        ending: the end of the names of its data files.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,17 +1,16 @@
 """Loading a state: each rank reads the parts that it needs, and compares them with their checksums.
 
 Which parts it needs of which chunk is planned by torch.distributed.checkpoint (`DefaultLoadPlanner`), so that any
-number of ranks, under any strategy, can read what any other has written.
+number of ranks, under any strategy, can read what any other has written. One process alone reads tensor by tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from functools import cached_property
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,37 +27,11 @@ from lockstep.location import Location
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import ReadItem
 
 OPTIMIZER = "optimizer"
 _MISSING = object()
 _MOST_NAMED = 8
 _REMEDY = "Resume with the model that was saved, or load what fits of the weights, by `load_from` with resume=False"
-
-
-class Stored(Protocol):
-    """A checkpoint that can be read, of any format.
-
-    Attributes:
-        state: the encoded state; see `values.py`.
-        tensors: the tensors in it, by name.
-    """
-
-    state: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """The metadata."""
-
-    def item(self, key: str) -> Any:
-        """Return a value that is stored by itself."""
-
-    def read(self, chunk: Chunk, dtype: str, offsets: tuple[int, ...], target: Tensor) -> None:
-        """Fill a tensor with the part of a chunk that begins at `offsets`."""
-
-    def close(self) -> None:
-        """Close the files."""
 
 
 def load_state(
@@ -88,11 +61,8 @@ def load_state(
     layout = state.get("model", {}) if optim_layout is None else optim_layout
 
     def load() -> dict[str, Any]:
-        stored = open_checkpoint(directory)
-        try:
+        with closing(open_checkpoint(directory)) as stored:
             return _Load(directory, stored, layout).run(state)
-        finally:
-            stored.close()
 
     return on_all(f"the checkpoint {directory} could not be read", load)
 
@@ -120,6 +90,45 @@ def read_shapes(directory: Location, part: str) -> dict[str, tuple[int, ...] | N
     return shapes
 
 
+def read_infos(directory: Location, part: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of the tensors that a checkpoint has under `part`, by name; other values are left out.
+
+    Raises:
+        ConfigError: the directory is not a checkpoint, or is damaged.
+    """
+    stored = open_checkpoint(directory)
+    return {name: (one.shape, getattr(torch, one.dtype)) for name, one in _tensors_of(stored, part).items()}
+
+
+def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that a checkpoint has under `part`, whole and in CPU memory, in the order of `names`.
+
+    No collective: each process reads what it asks for.
+
+    **Cost**: memory for one of them, and for a block of 16 MiB.
+
+    Raises:
+        ConfigError: the directory is not a checkpoint, or is damaged.
+        KeyError: it has no tensor of that name.
+    """
+    with closing(open_checkpoint(directory)) as stored:
+        tensors = _tensors_of(stored, part)
+        for name in names:
+            yield name, read_whole(stored, tensors[name])
+
+
+def read_whole(stored: Stored, tensor: StoredTensor) -> Tensor:
+    """Return a tensor of a checkpoint, whole and in CPU memory."""
+    whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    for chunk in tensor.chunks:
+        target = whole
+        for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
+            target = target.narrow(dim, offset, length)
+        if target.numel():
+            stored.read(chunk, tensor.dtype, (0,) * len(chunk.shape), target)
+    return whole
+
+
 def open_checkpoint(directory: Location) -> Stored:
     """Return a checkpoint, of which the manifest has been read and checked.
 
@@ -131,7 +140,12 @@ def open_checkpoint(directory: Location) -> Stored:
 
 
 class _Checkpoint:
-    """A checkpoint with a manifest."""
+    """A checkpoint with a manifest.
+
+    Attributes:
+        state: the encoded state; see `values.py`.
+        tensors: the tensors in it, by name.
+    """
 
     def __init__(self, directory: Location) -> None:
         self._directory = directory
@@ -143,15 +157,17 @@ class _Checkpoint:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
+        """The metadata."""
         return dict(decode(self._manifest.meta))
 
     def item(self, key: str) -> Any:
+        """Refuse a value that is stored by itself, as only the first format has them."""
         raise ConfigError(f"{self._directory} has a value {key!r} in a form of another format. Do not use it")
 
     def read(self, chunk: Chunk, dtype: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Fill a tensor with the part of a chunk that begins at `offsets`; at most a block is read beyond it."""
         size = ITEM_SIZES[dtype]
-        strides = [*accumulate(reversed(chunk.shape[1:]), lambda a, b: a * b, initial=1)][::-1] if chunk.shape else []
+        strides = torch.empty(chunk.shape, device="meta").stride()
         first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)) * size
         last = first + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True)) * size + size
         typed = getattr(torch, dtype)
@@ -163,6 +179,7 @@ class _Checkpoint:
         target.copy_(range_.view(typed).as_strided(target.shape, strides))
 
     def close(self) -> None:
+        """Close the files."""
         self._open.close()
 
     def _read_range(self, chunk: Chunk, dtype: str, first: int, into: memoryview) -> None:
@@ -189,6 +206,15 @@ class _Checkpoint:
             self._files[name] = open_plainly(path)
             self._open.callback(self._files[name].close)
         return self._files[name]
+
+
+Stored: TypeAlias = _Checkpoint | OldCheckpoint
+
+
+def _tensors_of(stored: Stored, part: str) -> dict[str, StoredTensor]:
+    """Return the tensors under a part of the state, by their names there."""
+    nodes = ((path, tagged(node)) for path, node in leaves(stored.state.get(part, {})))
+    return {".".join(path): stored.tensors[name] for path, (tag, name) in nodes if tag == "$tensor"}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -277,7 +303,8 @@ class _Load:
 
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(self._wanted, self._metadata(), is_main_process())
-        reads = [(self._chunk_of(item), item) for item in planner.create_local_plan().items]
+        places = [(item.storage_index, item) for item in planner.create_local_plan().items]
+        reads = [(self._chunks[place.fqn][tuple(place.offset or ())], item) for place, item in places]
         for chunk, item in sorted(reads, key=lambda read: (read[0].file, read[0].start)):
             target = planner.resolve_tensor(item).detach()
             dtype = self._tensor(item.storage_index.fqn).dtype
@@ -307,9 +334,6 @@ class _Load:
             name: {chunk.offsets: chunk for chunk in self._tensor(name).chunks if math.prod(chunk.shape)}
             for name in self._wanted
         }
-
-    def _chunk_of(self, item: ReadItem) -> Chunk:
-        return self._chunks[item.storage_index.fqn][tuple(item.storage_index.offset or ())]
 
     def _tensor(self, name: Any) -> StoredTensor:
         if name not in self._stored.tensors:

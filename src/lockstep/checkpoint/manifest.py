@@ -154,7 +154,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
     parts = {"format": FORMAT, "written": manifest.written, "meta": manifest.meta, "state": manifest.state}
     lines = [f'  "{key}": {json.dumps(value, allow_nan=False)}' for key, value in parts.items()]
     for key, entries in (("files", manifest.files), ("tensors", manifest.tensors)):
-        rows = (f"    {json.dumps(name)}: {json.dumps(_plain(entry))}" for name, entry in entries.items())
+        rows = (f"    {json.dumps(name)}: {json.dumps(entry, default=_plain)}" for name, entry in entries.items())
         lines.append(f'  "{key}": {{\n' + ",\n".join(rows) + "\n  }")
     body = ("{\n" + ",\n".join(lines)).encode()
     return body + f',\n  "sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
@@ -184,7 +184,7 @@ def read_manifest(directory: Location) -> Manifest:
         )
     try:
         return _checked(content)
-    except (_FaultError, LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} contradicts itself: {error}. Do not use this checkpoint") from error
 
 
@@ -208,22 +208,15 @@ def ending_beside(names: Iterable[str]) -> str:
     return ending
 
 
-def _plain(entry: StoredFile | StoredTensor) -> dict[str, Any]:
-    if isinstance(entry, StoredFile):
-        return {name: getattr(entry, name) for name in StoredFile.__slots__}
-    chunks = [{name: getattr(chunk, name) for name in Chunk.__slots__} for chunk in entry.chunks]
-    return {"dtype": entry.dtype, "shape": entry.shape, "chunks": chunks}
-
-
-class _FaultError(Exception):
-    """What is wrong with a manifest."""
+def _plain(entry: StoredFile | StoredTensor | Chunk) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in entry.__slots__}
 
 
 def _checked(content: Mapping[str, Any]) -> Manifest:
     written, meta, state = (_dict(content[key], key) for key in ("written", "meta", "state"))
     _count(written["block"], "block", least=1)
     if not isinstance(written["time"], int | float):
-        raise _FaultError("`time` is not a number")
+        raise ValueError("`time` is not a number")
     files = {
         require_plain_name(name): StoredFile(
             _count(file["size"], name), _count(file["header"], name), _checksum(file["crc32"], name)
@@ -239,7 +232,7 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
 
 def _checked_tensor(name: str, entry: Any, files: Mapping[str, StoredFile], block: int) -> StoredTensor:
     if entry["dtype"] not in ITEM_SIZES:
-        raise _FaultError(f"{name} is of the unknown dtype {entry['dtype']!r}")
+        raise ValueError(f"{name} is of the unknown dtype {entry['dtype']!r}")
     shape = _sizes(entry["shape"], name)
     chunks = []
     for one in entry["chunks"]:
@@ -250,27 +243,27 @@ def _checked_tensor(name: str, entry: Any, files: Mapping[str, StoredFile], bloc
         size = math.prod(chunk.shape) * ITEM_SIZES[entry["dtype"]]
         file = files.get(chunk.file)
         if file is None:
-            raise _FaultError(f"{name} is in {chunk.file!r}, which is not one of its files")
+            raise ValueError(f"{name} is in {chunk.file!r}, which is not one of its files")
         if chunk.start < file.header or chunk.start + size > file.size or len(chunk.crc32) != -(-size // block):
-            raise _FaultError(f"{name} does not fit into {chunk.file}")
+            raise ValueError(f"{name} does not fit into {chunk.file}")
         ends = [begin + length for begin, length in zip(chunk.offsets, chunk.shape, strict=True)]
         if any(end > length for end, length in zip(ends, shape, strict=True)):
-            raise _FaultError(f"a chunk of {name} does not fit into its shape {list(shape)}")
+            raise ValueError(f"a chunk of {name} does not fit into its shape {list(shape)}")
         chunks.append(chunk)
     if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
-        raise _FaultError(f"the chunks of {name} do not cover it")
+        raise ValueError(f"the chunks of {name} do not cover it")
     return StoredTensor(entry["dtype"], shape, tuple(chunks))
 
 
 def _dict(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _FaultError(f"`{what}` is not an object")
+        raise ValueError(f"`{what}` is not an object")
     return value
 
 
 def _count(value: Any, what: str, least: int = 0) -> int:
     if type(value) is not int or value < least:
-        raise _FaultError(f"{value!r} of {what} is not a number of bytes or elements")
+        raise ValueError(f"{value!r} of {what} is not a number of bytes or elements")
     return value
 
 
@@ -280,5 +273,5 @@ def _sizes(value: Any, what: str) -> tuple[int, ...]:
 
 def _checksum(value: Any, what: str) -> str:
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
-        raise _FaultError(f"{value!r} of {what} is not a checksum")
+        raise ValueError(f"{value!r} of {what} is not a checksum")
     return value

@@ -17,7 +17,6 @@ import io
 import json
 import math
 import pickle
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -38,6 +37,14 @@ _DESCRIPTIONS = (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
     "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
+_ALLOWED = {
+    *((_METADATA, name) for name in _DESCRIPTIONS),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+}
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 class OldCheckpoint:
@@ -176,26 +183,11 @@ class _Unpickler(pickle.Unpickler):
     """Reads a pickle that names only classes that describe tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == _METADATA and name in _DESCRIPTIONS:
-            from torch.distributed.checkpoint import metadata
-
-            return getattr(metadata, name)
-        if (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
-            from torch.distributed.checkpoint import filesystem
-
-            return filesystem._StorageInfo
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
-        allowed = {
-            ("torch", "Size"): torch.Size,
-            ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-            ("collections", "OrderedDict"): OrderedDict,
-            **{(home, kind): PurePosixPath for home in ("pathlib", "pathlib._local")
-               for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")},
-        }  # fmt: skip
-        if (module, name) not in allowed:
-            raise _RefusedError(f"{module}.{name}")
-        return allowed[module, name]
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return PurePosixPath
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
+            return super().find_class(module, name)
+        raise _RefusedError(f"{module}.{name}")
 
 
 def _numpy_classes() -> list[Any]:

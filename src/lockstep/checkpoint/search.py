@@ -12,7 +12,7 @@ from lockstep.checkpoint.manifest import MANIFEST_FILE, OWN_FILES, Manifest, rea
 from lockstep.checkpoint.pointer import POINTER_FILE, read_pointer
 from lockstep.checkpoint.verify import OLD_FILES, check, is_checkpoint
 from lockstep.errors import ConfigError
-from lockstep.location import Entry, Location, RemotePath
+from lockstep.location import Location, RemotePath
 
 
 @dataclass(frozen=True)
@@ -110,22 +110,15 @@ def _fault_in(directory: Location) -> str | None:
 
 def _is_candidate(folder: Location) -> bool:
     if isinstance(folder, RemotePath):
-        names = {entry.name for entry in _entries_in(folder) if not entry.is_dir}
+        names = {entry.name for entry in folder.entries() if not entry.is_dir}
         return MANIFEST_FILE in names or names.issuperset(OLD_FILES)
     return any(OWN_FILES.fullmatch(path.name) for path in _paths_in(folder))
 
 
 def _folders_in(folder: Location) -> list[Location]:
     if isinstance(folder, RemotePath):
-        return [folder / entry.name for entry in _entries_in(folder) if entry.is_dir and entry.name[0] != "."]
+        return [folder / entry.name for entry in folder.entries() if entry.is_dir and entry.name[0] != "."]
     return [path for path in _paths_in(folder) if path.is_dir() and not path.is_symlink() and path.name[0] != "."]
-
-
-def _entries_in(folder: RemotePath) -> list[Entry]:
-    try:
-        return folder.entries()
-    except FileNotFoundError:  # there is nothing, or a run is removing it just now
-        return []
 
 
 def _paths_in(folder: Path) -> list[Path]:

@@ -93,10 +93,7 @@ def read_block(file: PlainFile, block: Block, into: memoryview) -> None:
         ConfigError: the bytes do not have its checksum.
     """
     file.seek(block.start)
-    done = 0
-    while done < block.size and (read := file.readinto(into[done:])):
-        done += read
-    if done < block.size or checksum_of(into) != block.crc32:
+    if file.readinto(into) < block.size or checksum_of(into) != block.crc32:
         raise ConfigError(
             f"{file.name} has wrong bytes between {block.start} and {block.start + block.size}: they do not have the "
             f"checksum that they were saved with. {DAMAGED}"

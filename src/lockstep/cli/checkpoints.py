@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,12 +12,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 from typer.core import TyperGroup
 
 from lockstep.checkpoint import find_checkpoints, is_checkpoint, remove, remove_dead_drafts, verify
 from lockstep.checkpoint.drafts import drafts_in, folder_of, is_owned
-from lockstep.checkpoint.files import nbytes_in
-from lockstep.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from lockstep.checkpoint.files import sizes_in
+from lockstep.checkpoint.manifest import read_manifest
 from lockstep.checkpoint.pointer import read_pointer
 from lockstep.checkpoint.search import Found
 from lockstep.checkpoint.values import decode, leaves, tagged
@@ -142,7 +144,7 @@ def show(checkpoint: Checkpoint) -> None:
         elements = sum(math.prod(tensor.shape) for tensor in own)
         dtypes = Counter(tensor.dtype for tensor in own)
         parts.add_row(
-            escape(part), f"{len(own):,}", f"{elements:,}", _bytes(sum(tensor.size for tensor in own)),
+            escape(part), f"{len(own):,}", f"{elements:,}", decimal(sum(tensor.size for tensor in own)),
             ", ".join(f"{dtype} ({number})" for dtype, number in dtypes.most_common()), f"{values:,}",
         )  # fmt: skip
     console.print(parts)
@@ -189,7 +191,8 @@ def prune(
     leaving = [path for path in regular if path not in kept]
     drafts = [draft for draft in drafts_in(root) if not is_owned(draft)]
     for path in [*leaving, *drafts]:
-        print(f"{_relative(path, root)}  {_bytes(nbytes_in(folder_of(path) if path in drafts else path))}")
+        size = sum(sizes_in(folder_of(path) if path in drafts else path).values())
+        print(f"{_relative(path, root)}  {decimal(size)}")
     if not (leaving or drafts):
         print("there is nothing to remove")
         return
@@ -233,24 +236,20 @@ def _facts(found: Found) -> list[str]:
     """Return strategy, epoch, iteration, ranks, and the bytes of the model, of the optimizer and of all."""
     manifest = found.manifest
     if manifest is None:
-        size = nbytes_in(found.directory)
+        size = sum(sizes_in(found.directory).values())
         is_first = is_checkpoint(found.directory) and is_old(found.directory)
-        return ["format 1" if is_first else "", *[""] * 5, _bytes(size)]
-    meta, sizes = _shown(manifest.meta), _sizes(manifest)
+        return ["format 1" if is_first else "", *[""] * 5, decimal(size)]
+    meta = _shown(manifest.meta)
+    sizes: Counter[str] = Counter()
+    for name, tensor in manifest.tensors.items():
+        sizes[name.partition(".")[0]] += tensor.size
     return [
         str(meta.get("strategy", "")).removesuffix("Strategy"),
         *(str(meta.get(key, "")) for key in ("epoch", "iter")),
         str(manifest.written.get("ranks", "")),
-        *(_bytes(sizes[part]) for part in ("model", "optimizer")),
-        _bytes(sum(file.size for file in manifest.files.values())),
+        *(decimal(sizes[part]) for part in ("model", "optimizer")),
+        decimal(sum(file.size for file in manifest.files.values())),
     ]
-
-
-def _sizes(manifest: Manifest) -> Counter[str]:
-    sizes: Counter[str] = Counter()
-    for name, tensor in manifest.tensors.items():
-        sizes[name.partition(".")[0]] += tensor.size
-    return sizes
 
 
 def _differences(one: Stored, other: Stored, names: tuple[str, str]) -> Iterator[str]:
@@ -268,11 +267,13 @@ def _differences(one: Stored, other: Stored, names: tuple[str, str]) -> Iterator
                 if difference:
                     yield f"{name}: {difference}"
             elif first != second and "$item" not in (tagged(first)[0], tagged(second)[0]):
-                yield f"{name}: {_brief(first)} and {_brief(second)}"
+                yield f"{name}: {reprlib.repr(first)} and {reprlib.repr(second)}"
 
 
 def _difference(one: Stored, other: Stored, first: str, second: str) -> str | None:
     import torch
+
+    from lockstep.checkpoint.loading import read_whole
 
     left, right = one.tensors[first], other.tensors[second]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
@@ -280,23 +281,12 @@ def _difference(one: Stored, other: Stored, first: str, second: str) -> str | No
     places = [[(chunk.offsets, chunk.shape, chunk.crc32) for chunk in tensor.chunks] for tensor in (left, right)]
     if places[0] == places[1] and all(crc for _, shape, crc in places[0] if math.prod(shape)):
         return None
-    values = _whole(one, left), _whole(other, right)
+    values = read_whole(one, left), read_whole(other, right)
     if torch.equal(*(value.reshape(-1).view(torch.uint8) for value in values)):
         return None
     if not values[0].is_floating_point():
         return f"{int((values[0] != values[1]).sum()):,} of {values[0].numel():,} elements differ"
     return f"differs by up to {float((values[0].double() - values[1].double()).abs().max()):.3g}"
-
-
-def _whole(stored: Stored, tensor: StoredTensor) -> Any:
-    import torch
-
-    whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    for chunk in tensor.chunks:
-        if math.prod(chunk.shape):
-            place = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.shape, strict=True))
-            stored.read(chunk, tensor.dtype, (0,) * len(chunk.shape), whole[place])
-    return whole
 
 
 def _shown(meta: Any) -> dict[str, Any]:
@@ -311,16 +301,3 @@ def _relative(path: Location, directory: Location) -> str:
         return path.name
     # Both are on a disk, or both in one bucket.
     return str(path.relative_to(directory))  # type: ignore[arg-type]
-
-
-def _brief(node: Any) -> str:
-    text = str(node)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"

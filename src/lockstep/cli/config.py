@@ -13,7 +13,7 @@ import typer
 
 from lockstep.cli.errors import print_error
 from lockstep.cli.options import CfgOptions, ConfigPath, TrustConfig
-from lockstep.config import Config, Difference, differences, parse_options
+from lockstep.config import Config, differences, parse_options
 from lockstep.config.config import import_custom
 from lockstep.errors import INPUT_ERRORS, ConfigError, did_you_mean
 
@@ -103,21 +103,17 @@ def diff(
     trust_config: TrustConfig = False,
 ) -> None:
     """Print which keys differ between two configs, merged with their bases; exit with code 1 if any differ."""
+    from rich.console import Console
+    from rich.text import Text
+
     try:
         found = list(differences(*(read_config(path, trusted=trust_config) for path in (old, new))))
     except INPUT_ERRORS as error:
         print_error(error)
         raise typer.Exit(_TROUBLE) from None
-    _print_differences(found)
-    raise typer.Exit(_DIFFERENT if found else _SAME)
-
-
-def _print_differences(found: Sequence[Difference]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
     console = Console(soft_wrap=True)
     for difference in found:
         sign, style = _STYLES[difference.kind]
         value = " -> ".join(side for side in (difference.old, difference.new) if side)
         console.print(Text(f"{sign} {difference.key} = {value}", style))
+    raise typer.Exit(_DIFFERENT if found else _SAME)

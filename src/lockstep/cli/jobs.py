@@ -59,8 +59,7 @@ class Job(RankOptions, ABC):
         Path | None, typer.Option(help="Folder of the run. Default: the config's, else work_dirs/NAME.")
     ] = None
     check: Annotated[
-        bool,
-        typer.Option("--check/--no-check", help="Look for errors in the whole config before anything is started."),
+        bool, typer.Option("--check/--no-check", help="Look for errors in the whole config before anything is started.")
     ] = True
     trust_config: TrustConfig = False
     launcher: Annotated[

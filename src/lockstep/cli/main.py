@@ -20,7 +20,6 @@ from lockstep.cli.errors import print_error
 from lockstep.cli.export import Export
 from lockstep.cli.jobs import FindLR, Test, Train
 from lockstep.cli.options import GraceSeconds, MaxRestarts, RankOptions, command
-from lockstep.cli.strategies import strategies
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
 from lockstep.errors import INPUT_ERRORS, LaunchError, Preempted, nearest
 from lockstep.launch import launch
@@ -64,13 +63,7 @@ class Launch(RankOptions):
         job = self.job_spec()
         _check_target(self.script[0], self.module)
         words = ["-m", *self.script] if self.module else self.script
-        launch(
-            words,
-            job,
-            max_restarts=self.max_restarts,
-            log_dir=self.log_dir,
-            grace_seconds=self.grace_seconds,
-        )
+        launch(words, job, max_restarts=self.max_restarts, log_dir=self.log_dir, grace_seconds=self.grace_seconds)
 
 
 def _check_target(name: str, module: bool) -> None:
@@ -116,6 +109,30 @@ def report(
     for fault in run.faults:
         print(f"warning: {fault}", file=sys.stderr)
     print(page)
+
+
+def strategies() -> None:
+    """Show the strategies: their names, the packages they need, what works here, and what does not and why."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from lockstep.strategy.survey import survey_strategies  # imports torch, and the engines that are installed
+
+    table = Table(title="strategy=..., or --strategy ...", title_justify="left", show_lines=True)
+    table.add_column("name", style="bold")
+    table.add_column("package")
+    table.add_column("works here")
+    table.add_column("refused here, and what to do instead", overflow="fold", ratio=1)
+    for standing in survey_strategies():
+        reasons = [f"{variant}: {reason}" if variant else reason for variant, reason in standing.refused.items()]
+        table.add_row(
+            standing.name,
+            f"{standing.package} {standing.version or '-'}",
+            "\n".join(standing.works) or "[bold red]no[/]",
+            escape("\n".join(reasons)),
+        )
+    Console().print(table)
 
 
 app = typer.Typer(

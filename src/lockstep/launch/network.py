@@ -39,15 +39,17 @@ def interface_towards(host: str) -> str | None:
     Works for IPv4 on Linux. By default gloo uses the interface to which the machine's own host name resolves, on many
     systems the loopback interface.
     """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing; the kernel chooses the route
+        own = probe.getsockname()[0]
+        return next((name for _, name in socket.if_nameindex() if address_of(name) == own), None)
+    return None
+
+
+def address_of(interface: str) -> str | None:
+    """Return the IPv4 address of a network interface, or None if it has none or is not known (Linux only)."""
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         import fcntl
 
-        probe.connect((host, 9))  # sends nothing; the kernel chooses the route
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    return name
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))[20:24])
     return None

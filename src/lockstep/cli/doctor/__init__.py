@@ -15,13 +15,13 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.doctor import machine, network
-from lockstep.cli.doctor.display import as_json, print_table
-from lockstep.cli.doctor.finding import Finding, examined, worst
+from lockstep.cli.doctor.finding import Finding, as_json, examined, print_table, worst
 from lockstep.cli.errors import print_error
 from lockstep.cli.jobs import check_ranks_found
 from lockstep.cli.options import RankOptions, whole_number
 from lockstep.errors import ConfigError, LockstepError, counted
 from lockstep.launch import launch
+from lockstep.topology import Topology
 
 _TITLE = "lockstep doctor"
 
@@ -43,9 +43,9 @@ class Doctor(RankOptions):
         """Look, and print what was found."""
         spec = self.job_spec()
         at = machine.topology_of(os.environ)
-        if at is not None and at.world_size > 1:
+        if at.world_size > 1:
             check_ranks_found(at.launcher, self)
-            self._look_over_ranks()
+            self._look_over_ranks(at)
             return
         own = _own_findings(os.environ)
         if not self.json_:
@@ -60,10 +60,8 @@ class Doctor(RankOptions):
             print_table("as torch finds it", by_torch)
         self._end([*own, *by_torch])
 
-    def _look_over_ranks(self) -> None:
+    def _look_over_ranks(self, at: Topology) -> None:
         """Look as a rank of a job; rank 0 prints."""
-        at = machine.topology_of(os.environ)
-        assert at is not None
         own = _own_findings(os.environ)
         if at.rank == 0 and not self.json_:
             print_table(_TITLE, own)
@@ -140,7 +138,6 @@ def look_as_rank() -> None:
     asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
     found = findings_over_ranks(_own_findings(os.environ), asked["timeout"])
     at = machine.topology_of(os.environ)
-    assert at is not None
     if at.rank == 0:
         Path(asked["file"]).write_text(as_json(found, at.world_size), encoding="utf-8")
 
@@ -165,7 +162,7 @@ def _torch_findings(env: Mapping[str, str]) -> list[Finding]:
     try:
         from lockstep.cli.doctor import by_torch
 
-        alone = [] if (at := machine.topology_of(env)) is not None and at.world_size > 1 else [by_torch.loopback(env)]
+        alone = [] if machine.topology_of(env).world_size > 1 else [by_torch.loopback(env)]
         return [by_torch.accelerators(env), by_torch.backends(env), *alone]
     except ImportError as error:
         return [Finding("torch", f"cannot be imported: {error}", "fault", "Install it from pytorch.org.")]

@@ -30,12 +30,11 @@ _FEW_FILES, _TOO_FEW_FILES = 1024, 128
 _FEW_PROCESSES, _TOO_FEW_PROCESSES = 1024, 64
 
 
-def topology_of(env: Mapping[str, str]) -> Topology | None:
-    """Return the place of this process in its job; None if no launcher started it, or contradicts itself."""
+def topology_of(env: Mapping[str, str]) -> Topology:
+    """Return the place of this process in its job: one alone if no launcher started it, or contradicts itself."""
     with suppress(TopologyError):
-        launcher = infer_launcher(env)
-        return None if launcher == "none" else read_topology(env, launcher)
-    return None
+        return read_topology(env, infer_launcher(env))
+    return Topology("none")
 
 
 def versions() -> list[Finding]:
@@ -59,10 +58,10 @@ def installed(package: str) -> str:
 
 def launcher(env: Mapping[str, str]) -> Finding:
     """Find out what started this process."""
+    found = infer_launcher(env)
+    if found == "none":
+        return Finding("launcher", "none: lockstep starts its own ranks", facts={"launcher": "none"})
     try:
-        found = infer_launcher(env)
-        if found == "none":
-            return Finding("launcher", "none: lockstep starts its own ranks", facts={"launcher": "none"})
         at = read_topology(env, found)
     except TopologyError as error:
         return Finding("launcher", f"contradictory: {error}", "fault")
@@ -74,7 +73,7 @@ def variables(env: Mapping[str, str]) -> Finding:
     """Check variables that torch, OpenMP, gloo and NCCL read without telling what is wrong with them."""
     faults = []
     port = env.get("MASTER_PORT", "1")  # if a launcher is found, it is read with the launcher's variables
-    if _launcher_name(env) == "none" and not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+    if infer_launcher(env) == "none" and not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
         faults.append(f"MASTER_PORT must be a port from 1 to 65535, but is {port!r}. Unset it, or choose a free one")
     threads = env.get("OMP_NUM_THREADS", "1")
     if _threads_in(threads) is None:
@@ -95,8 +94,7 @@ def shared_memory(env: Mapping[str, str]) -> Finding:
     """Check that there is room in /dev/shm for the workers of data loaders."""
     if sys.platform != "linux":
         return Finding("shared memory", "not looked at on this system")
-    at = topology_of(env)
-    ranks = 1 if at is None else at.local_size
+    ranks = topology_of(env).local_size
     enough = "Give the container more: `docker run --shm-size=8g`, or a volume at /dev/shm (docs: Clusters)"
     try:
         with tempfile.TemporaryFile(dir=_SHM) as file:
@@ -116,8 +114,7 @@ def shared_memory(env: Mapping[str, str]) -> Finding:
 
 def limits(env: Mapping[str, str]) -> Finding:
     """Check the limits of open files, processes and locked memory."""
-    at = topology_of(env)
-    ranks = 1 if at is None else at.world_size
+    ranks = topology_of(env).world_size
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     memory, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -143,8 +140,7 @@ def limits(env: Mapping[str, str]) -> Finding:
 
 def cores(env: Mapping[str, str]) -> Finding:
     """Check that the threads of this node's ranks have a core each."""
-    at = topology_of(env)
-    ranks = 1 if at is None else at.local_size
+    ranks = topology_of(env).local_size
     usable = usable_cores()
     given = _threads_in(env.get("OMP_NUM_THREADS", ""))
     threads = given or max(1, int(usable))
@@ -178,12 +174,6 @@ def usable_cores() -> float:
 def affinity() -> list[int]:
     """Return the cores that this process may run on; empty where the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-def _launcher_name(env: Mapping[str, str]) -> str:
-    with suppress(TopologyError):
-        return infer_launcher(env)
-    return ""
 
 
 def _threads_in(text: str) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,11 +13,10 @@ from typing import NamedTuple
 
 from lockstep.cli.doctor.finding import Finding, Status, joined
 from lockstep.cli.doctor.machine import topology_of
-from lockstep.launch.network import LOOPBACK, answers, interface_towards
+from lockstep.launch.network import LOOPBACK, address_of, answers, interface_towards
 from lockstep.masking import mask_words
 
-_SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913
-_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # in /sys/class/net/NAME/flags
 _PATIENCE_SECONDS = 2.0
 _LISTENS = "0A"  # in /proc/net/tcp
 
@@ -42,7 +40,7 @@ def host(env: Mapping[str, str]) -> Finding:
         others.append(("warning", "this name does not resolve", remedy))
     at = topology_of(env)
     facts = {"name": name, "addresses": own}
-    if at is not None and at.master_addr is not None:
+    if at.master_addr is not None:
         facts["master_addresses"] = found = addresses_of(at.master_addr)
         if not found:
             says = f"MASTER_ADDR, {at.master_addr}, does not resolve: the ranks cannot meet there"
@@ -74,10 +72,9 @@ def interfaces(env: Mapping[str, str]) -> Finding:
     """Check the interfaces, and that the one that gloo takes leads to the other ranks."""
     known = list(_interfaces())
     at = topology_of(env)
-    several = at is not None and at.num_nodes > 1
+    several = at.num_nodes > 1
     given = env.get("GLOO_SOCKET_IFNAME", "")
-    towards = at.master_addr if at is not None and at.master_addr is not None and several else LOOPBACK
-    taken = given or interface_towards(towards)
+    taken = given or interface_towards(at.master_addr if at.master_addr is not None and several else LOOPBACK)
     others: list[tuple[Status, str, str]] = []
     for each in known:
         if each.name not in given.split(","):
@@ -100,13 +97,13 @@ def port(env: Mapping[str, str]) -> Finding:
     number = int(text) if text.isascii() and text.isdecimal() and 0 < int(text) < 2**16 else None
     if number is None:  # what is wrong with its text is a matter of the variables
         return Finding("port", "none is given: lockstep finds a free one")
-    if at is not None and at.agent_store and at.master_addr is not None:
+    if at.agent_store and at.master_addr is not None:
         facts = {"port": number, "is_free": False}
         if answers(at.master_addr, number, _PATIENCE_SECONDS):
             return Finding("port", f"the launcher's store answers at {at.master_addr}:{number}", facts=facts)
         remedy = "Let a firewall pass it, and check that the launcher of node 0 is alive."
         return Finding("port", f"nobody answers at {at.master_addr}:{number}, MASTER_PORT", "fault", remedy, facts)
-    if at is not None and at.rank != 0:
+    if at.rank != 0:
         return Finding("port", f"{number}, where rank 0 will listen", facts={"port": number})
     why = _why_not(number)
     if why is None:
@@ -118,16 +115,11 @@ def port(env: Mapping[str, str]) -> Finding:
 
 
 def _interfaces() -> Iterator[Interface]:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request, flags, address = struct.pack("256s", name.encode()), 0, None
-            with suppress(OSError):
-                flags = struct.unpack("16xH", fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[:18])[0]
-            with suppress(OSError):  # without an address
-                address = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-            yield Interface(name, address, bool(flags & _IFF_UP), bool(flags & _IFF_LOOPBACK))
+    for _, name in socket.if_nameindex():
+        flags = 0
+        with suppress(OSError):
+            flags = int(Path("/sys/class/net", name, "flags").read_text(encoding="ascii"), 16)
+        yield Interface(name, address_of(name), bool(flags & _IFF_UP), bool(flags & _IFF_LOOPBACK))
 
 
 def _why_not(number: int) -> str | None:

@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from lockstep.cli.doctor import by_torch
 from lockstep.cli.doctor.finding import Finding, Status, joined, ranks_in_words
 from lockstep.cli.doctor.machine import affinity, installed, usable_cores
-from lockstep.dist import all_gather_object, get_dist_info
+from lockstep.dist import all_gather_object, broadcast_object, get_dist_info
 from lockstep.errors import counted
 from lockstep.version import __version__
 
@@ -52,12 +52,13 @@ def examine(own: Sequence[Finding]) -> list[Finding]:
         {"facts": _facts(), "findings": [finding.as_plain() for finding in own]}
     )
     facts: list[dict[str, Any]] = [each["facts"] for each in described]
+    hosts = [each["host"] for each in facts]
     offsets, measured = _clock_offsets(facts), all_gather_object(_measured_pairs())
     return [
         *_of_ranks([each["findings"] for each in described]),
         _versions(facts),
         _environment(facts),
-        _hosts(facts),
+        Finding("hosts over ranks", _by_value(hosts), facts={"hosts": hosts}),
         _devices(facts),
         _threads(facts),
         _clocks(facts, offsets),
@@ -97,31 +98,24 @@ def _of_ranks(found: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:
     return list(alike.values())
 
 
+def _differing(ranks: Sequence[Mapping[str, str]], status: Status, remedy: str) -> list[tuple[Status, str, str]]:
+    """Return which names have different values on several ranks, for `joined`."""
+    values = {name: [each.get(name, "unset") for each in ranks] for name in sorted(set().union(*ranks))}
+    return [(status, f"{name} differs: {_by_value(v)}", remedy) for name, v in values.items() if len(set(v)) > 1]
+
+
 def _versions(facts: Sequence[Mapping[str, Any]]) -> Finding:
-    others: list[tuple[Status, str, str]] = [
-        ("fault", f"{package} differs: {_by_value(values)}", "Install the same environment on all nodes.")
-        for package in facts[0]["versions"]
-        if len(set(values := [each["versions"][package] for each in facts])) > 1
-    ]
+    others = _differing([each["versions"] for each in facts], "fault", "Install the same environment on all nodes.")
     usual = "" if others else "the same on all ranks: " + ", ".join(f"{n} {v}" for n, v in facts[0]["versions"].items())
     return joined("versions over ranks", usual, others, {"versions": [each["versions"] for each in facts]})
 
 
 def _environment(facts: Sequence[Mapping[str, Any]]) -> Finding:
-    names = sorted({name for each in facts for name in each["variables"]})
-    others: list[tuple[Status, str, str]] = []
-    for name in names:
-        values = [each["variables"].get(name) for each in facts]
-        if len(set(values)) > 1:
-            says = f"{name} differs: {_by_value('unset' if value is None else value for value in values)}"
-            others.append(("warning", says, "Set it to the same on all ranks, or unset it."))
-    usual = "" if others else f"{counted(len(names), 'variable')} of torch, NCCL and OpenMP, the same on all ranks"
+    remedy = "Set it to the same on all ranks, or unset it."
+    others = _differing([each["variables"] for each in facts], "warning", remedy)
+    count = len(facts[0]["variables"])
+    usual = "" if others else f"{counted(count, 'variable')} of torch, NCCL and OpenMP, the same on all ranks"
     return joined("variables over ranks", usual, others, {"variables": [dict(each["variables"]) for each in facts]})
-
-
-def _hosts(facts: Sequence[Mapping[str, Any]]) -> Finding:
-    hosts = [each["host"] for each in facts]
-    return Finding("hosts over ranks", _by_value(hosts), facts={"hosts": hosts})
 
 
 def _devices(facts: Sequence[Mapping[str, Any]]) -> Finding:
@@ -169,7 +163,7 @@ def _clock_offsets(facts: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     rank, size = get_dist_info()
     hosts = [each["host"] for each in facts]
     asked = [r for r in range(1, size) if size <= _MOST_FOR_ALL_PAIRS or (r == hosts.index(hosts[r]))]
-    offsets = {}
+    offsets: dict[int, float] = {}
     said = torch.zeros(1, dtype=torch.float64)
     for other in asked:
         best = (float("inf"), 0.0)
@@ -186,8 +180,7 @@ def _clock_offsets(facts: Sequence[Mapping[str, Any]]) -> dict[int, float]:
                 torch_dist.send(said, 0)
         if rank == 0:
             offsets[other] = best[1] if abs(best[1]) > best[0] else 0.0
-    found: dict[int, float] = all_gather_object(offsets)[0]
-    return found
+    return broadcast_object(offsets)
 
 
 def _clocks(facts: Sequence[Mapping[str, Any]], offsets: Mapping[int, float]) -> Finding:
@@ -216,12 +209,8 @@ def pairs_of(size: int) -> Iterator[tuple[int, int]]:
     if size <= _MOST_FOR_ALL_PAIRS:
         yield from combinations(range(size), 2)
         return
-    steps = {(min(rank, other), max(rank, other)) for rank in range(size) for other in _partners(rank, size)}
-    yield from sorted(steps)
-
-
-def _partners(rank: int, size: int) -> tuple[int, int]:
-    return (rank + 1) % size, (rank + size // 2) % size
+    others = ((rank, (rank + step) % size) for rank in range(size) for step in (1, size // 2))
+    yield from sorted({(min(pair), max(pair)) for pair in others})
 
 
 def _measured_pairs() -> list[Pair]:
