@@ -19,10 +19,9 @@ def rank(tmp_path):
     def rank(text, *args, local_rank=1, log_dir=None, module=False):
         script = tmp_path / "script.py"
         script.write_text(dedent(text))
-        logs = [] if log_dir is None else ["--log-dir", str(log_dir)]
         target = ["-m", "script"] if module else [str(script)]
         return subprocess.run(
-            [sys.executable, "-m", "lockstep.launch.worker", "--agent", str(os.getpid()), *logs, "--", *target, *args],
+            [sys.executable, "-m", "lockstep.launch.worker", str(os.getpid()), str(log_dir or ""), *target, *args],
             env=os.environ
             | {"RANK": "3", "LOCAL_RANK": str(local_rank), "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")},
             cwd=tmp_path,
@@ -157,7 +156,7 @@ def test_a_rank_dies_with_its_agent(tmp_path):
     code = dedent(
         """
         import os, subprocess, sys
-        words = [sys.executable, "-m", "lockstep.launch.worker", "--agent", str(os.getpid()), "--", sys.argv[1]]
+        words = [sys.executable, "-m", "lockstep.launch.worker", str(os.getpid()), "", sys.argv[1]]
         subprocess.run(words, start_new_session=True)
         """
     )
@@ -170,7 +169,7 @@ def test_a_rank_dies_with_its_agent(tmp_path):
 
 
 def test_a_rank_whose_agent_is_gone_does_not_begin():
-    words = [sys.executable, "-m", "lockstep.launch.worker", "--agent", "1", "--", "no_such_script.py"]
+    words = [sys.executable, "-m", "lockstep.launch.worker", "1", "", "no_such_script.py"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")
 

@@ -102,7 +102,13 @@ def run_ranks(
                 exit_code=Preempted.EXIT_CODE,
             ) from None
         # The ranks have ended; now raise the signal again for its usual effect on this process.
-        say(f"{error.sigval.name}: all ranks were stopped{_told_of_killed(agent.killed, grace_seconds)}")
+        killed = ""
+        if agent.killed:
+            killed = (
+                f"; rank {', '.join(map(str, agent.killed))} did not end and had to be killed (--grace-seconds "
+                f"{grace_seconds}), so that a training resumes from the checkpoint before"
+            )
+        say(f"{error.sigval.name}: all ranks were stopped{killed}")
         sys.stdout.flush()
         code = 128 + error.sigval
         rendezvous.give_up(code)
@@ -118,18 +124,8 @@ def run_ranks(
         rendezvous.shutdown()
 
 
-def _told_of_killed(ranks: Sequence[int], grace_seconds: int) -> str:
-    if not ranks:
-        return ""
-    return (
-        f"; rank {', '.join(map(str, ranks))} did not end and had to be killed (--grace-seconds {grace_seconds}), so "
-        "that a training resumes from the checkpoint before"
-    )
-
-
 def _worker_arguments(command: Sequence[str], log_dir: str | None) -> tuple[str, ...]:
-    logs = () if log_dir is None else ("--log-dir", log_dir)
-    arguments = ("-m", "lockstep.launch.worker", "--agent", str(os.getpid()), *logs, "--", *command)
+    arguments = ("-m", "lockstep.launch.worker", str(os.getpid()), log_dir or "", *command)
     # The agent replaces $-macros in arguments; a $ in the user's arguments must stay.
     return tuple(argument.replace("$", "$$") for argument in arguments)
 
@@ -187,11 +183,10 @@ class _Agent(LocalElasticAgent):
         pids: dict[int, int] = super()._start_workers(worker_group)
         self._guard.watch(pids.values())
         assert self._pcontext is not None
-        workers = worker_group.workers
-        self._processes = RankProcesses(
-            [RankRecord(worker.global_rank, pids[worker.local_rank]) for worker in workers],
-            [self._pcontext.error_files[worker.local_rank] for worker in workers],
-        )
+        files = self._pcontext.error_files
+        ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
+        records = [RankRecord(rank, pids[local], error_file=files[local]) for rank, local in ranks]
+        self._processes = RankProcesses(records)
         return pids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -210,17 +205,16 @@ class _Agent(LocalElasticAgent):
         if not failed and not any(record.is_preempted for record in records):
             return RunResult(state=WorkerState.HEALTHY)
         since = self._since.setdefault("failed" if failed else "preempted", time.monotonic())
-        patience = awaits_cause(records) if failed else self._awaits_preempted(records)
+        if failed:
+            patience = awaits_cause(records)
+        else:  # the ranks that still run are about to stop at the signal, as others have
+            patience = self._shutdown_timeout if any(record.status is None for record in records) else 0.0
         if time.monotonic() - since < patience:
             return RunResult(state=WorkerState.HEALTHY)
         if not failed and all(record.is_preempted or record.has_left for record in records):
             raise _PreemptedError
         self._end_failed(worker_group)
         return RunResult(state=WorkerState.FAILED)
-
-    def _awaits_preempted(self, records: Sequence[RankRecord]) -> float:
-        """Return for how many seconds to wait for ranks that are about to stop at a signal, as others have."""
-        return self._shutdown_timeout if any(record.status is None for record in records) else 0.0
 
     def _end_failed(self, worker_group: WorkerGroup) -> None:
         """End the ranks that run after others have failed, and note the failures."""

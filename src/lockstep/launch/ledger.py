@@ -95,6 +95,7 @@ class RankRecord:
         signalled: when the launcher sent the first of them.
         state: the letter of its state in /proc when the cause was determined; "T" is stopped.
         stack: where it was then, as a traceback.
+        error_file: the file in which it reports its error.
     """
 
     rank: int
@@ -106,6 +107,7 @@ class RankRecord:
     signalled: float = float("inf")
     state: str = ""
     stack: str = ""
+    error_file: str = ""
 
     @property
     def own_report(self) -> Report | None:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,12 +29,10 @@ class RankProcesses:
 
     Args:
         records: an entry for each rank, which is kept up to date.
-        error_files: the file in which each of them reports its error.
     """
 
-    def __init__(self, records: Iterable[RankRecord], error_files: Iterable[str]) -> None:
-        self.records = list(records)
-        self._error_files = list(error_files)
+    def __init__(self, records: Sequence[RankRecord]) -> None:
+        self.records = records
         self._is_closed = False
         self._watchers = [threading.Thread(target=_watch, args=(record,), daemon=True) for record in self.records]
         for watcher in self._watchers:
@@ -42,10 +40,10 @@ class RankProcesses:
 
     def look(self) -> None:
         """Read what the ranks have reported; where one has failed, also the states of the others."""
-        for record, path in zip(self.records, self._error_files, strict=True):
+        for record in self.records:
             _note_end(record)
             if record.report is None:
-                record.report = Report.read(path)
+                record.report = Report.read(record.error_file)
         if any(record.has_failed for record in self.records):
             for record in self.records:
                 if record.is_silent and record.status is None and record.signalled == float("inf"):
@@ -53,33 +51,30 @@ class RankProcesses:
 
     def iteration_of(self, rank: int) -> int | None:
         """Return how many iterations a rank has completed, or None if it has not told."""
-        files = dict(zip((record.rank for record in self.records), self._error_files, strict=True))
-        return read_iteration(iteration_file(files[rank]))
+        (file,) = (record.error_file for record in self.records if record.rank == rank)
+        return read_iteration(iteration_file(file))
 
     @property
     def has_trained(self) -> bool:
         """Whether a rank has begun to train, and has an iteration behind it."""
-        return any(read_iteration(iteration_file(path)) for path in self._error_files)
+        return any(read_iteration(iteration_file(record.error_file)) for record in self.records)
 
     def note_stacks(self) -> None:
         """Let the ranks that have not reported say where they are."""
-        files: Mapping[int, Path] = {
-            number: stack_file(path)
-            for number, (record, path) in enumerate(zip(self.records, self._error_files, strict=True))
-            if record.is_silent and stack_file(path).exists()
-        }
-        if STACK_SIGNAL is None or not files:
+        silent = [(record, stack_file(record.error_file)) for record in self.records if record.is_silent]
+        asked = [(record, file) for record, file in silent if file.exists()]
+        if STACK_SIGNAL is None or not asked:
             return
-        for number in files:
-            self.records[number].signalled = time.time()  # what a stopped rank does when it goes on is no cause
+        for record, _ in asked:
+            record.signalled = time.time()  # what a stopped rank does when it goes on is no cause
             with suppress(ProcessLookupError):
-                os.kill(self.records[number].pid, STACK_SIGNAL)
-                os.kill(self.records[number].pid, signal.SIGCONT)
+                os.kill(record.pid, STACK_SIGNAL)
+                os.kill(record.pid, signal.SIGCONT)
         deadline = time.monotonic() + _SECONDS_FOR_STACK
-        while time.monotonic() < deadline and not all(file.stat().st_size for file in files.values()):
+        while time.monotonic() < deadline and not all(file.stat().st_size for _, file in asked):
             time.sleep(_POLL_SECONDS)
-        for number, file in files.items():
-            self.records[number].stack = _own_frames(file.read_text(errors="replace"))
+        for record, file in asked:
+            record.stack = _own_frames(file.read_text(errors="replace"))
 
     def send(self, number: signal.Signals, *, to_reported: bool = True) -> None:
         """Send a signal to the sessions of all ranks that run, and let those continue that are stopped.

@@ -126,13 +126,13 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             if self._job.nnodes > 1:
                 self._poll(self._read_closed, seconds_for_others)
             self._store.compare_set("closed", "", f"{own} {exit_code}")
-            self._read_closed()
+            closed = self._read_closed()
             if self._ranks_store is not None:  # node 0, and all have come: they must still read who gave up
                 self._poll(self._all_done, _PATIENCE_SECONDS)
         except DistError:
             return 0, exit_code
-        assert self._closed is not None
-        return self._closed
+        assert closed is not None, "this node has closed it, if no other one has"
+        return closed
 
     def _open(self, deadline: float) -> TCPStore:
         """Open the agents' store: node 0 serves it, and the other nodes connect to it."""
@@ -194,9 +194,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         membership, is_first = self._membership, self.attempt == 0
 
         def missing() -> str:
-            if self._read_closed():
-                assert self._closed is not None
-                raise NodeFailedError(*self._closed)
+            if closed := self._read_closed():
+                raise NodeFailedError(*closed)
             return membership.missing(attempt, begun, is_first=is_first)
 
         self._wait(missing, deadline)
@@ -263,9 +262,8 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
         def missing() -> str:
             nodes = [node for node, key in keys.items() if not attempt.check([key])]
-            if nodes and self._read_closed():
-                assert self._closed is not None
-                raise NodeFailedError(*self._closed)
+            if nodes and (closed := self._read_closed()):
+                raise NodeFailedError(*closed)
             for node in nodes:
                 if store.check([f"done_{node}"]):
                     raise rendezvous.RendezvousClosedError(f"node {node} has finished already and cannot start again")
@@ -273,22 +271,22 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
         self._wait(missing, deadline)
 
-    def _read_closed(self) -> bool:
-        """Return whether a node has given up; remember which, and let node 0 know that it may leave."""
+    def _read_closed(self) -> tuple[int, int] | None:
+        """Return which node has given up, if any, and its exit code; let node 0 know that it may leave."""
         assert self._store is not None
         if not self._store.check(["closed"]):
-            return False
+            return None
         node, code = self._store.get("closed").decode().split()
         self._closed = int(node), int(code)
         self._store.set(f"done_{self._job.node_rank}", "")
-        return True
+        return self._closed
 
     def _all_done(self) -> bool:
         assert self._store is not None
         done: bool = self._store.check([f"done_{node}" for node in self._members])
         return done
 
-    def _poll(self, over: Callable[[], bool], seconds: float) -> None:
+    def _poll(self, over: Callable[[], object], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not over() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)

@@ -1,13 +1,13 @@
 """The process of one rank: runs a script or a module as `python` does, for the agent that started it.
 
 ```
-python -m lockstep.launch.worker --agent PID [--log-dir DIR] -- (SCRIPT | -m MODULE) [ARGS...]
+python -m lockstep.launch.worker AGENT_PID LOG_DIR (SCRIPT | -m MODULE) [ARGS...]
 ```
 
 What it adds to `python SCRIPT`:
 
 - It ends with its agent, even if the agent is killed by SIGKILL (on Linux).
-- With ``--log-dir``, all local ranks except 0 write their output to files there.
+- If LOG_DIR is not empty, all local ranks except 0 write their output to files there.
 - Output appears line by line, and lines of several ranks do not mix.
 - An error that ends the script is written to the file that the agent reads (``TORCHELASTIC_ERROR_FILE``, in torch's
   format), instead of to a terminal where the tracebacks of all ranks would mix. The report says whether the error only
@@ -20,7 +20,6 @@ It does not import torch, so that the script can still set variables that torch 
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import ctypes
 import faulthandler
@@ -38,13 +37,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from lockstep.errors import (
-    INPUT_ERRORS,
-    PEER_IS_GONE,
-    CollectiveTimeoutError,
-    PeerError,
-    Preempted,
-)
+from lockstep.errors import INPUT_ERRORS, PEER_IS_GONE, CollectiveTimeoutError, PeerError, Preempted
 from lockstep.masking import mask_text
 
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
@@ -61,10 +54,11 @@ RESUME_SINCE = "LOCKSTEP_RESUME_SINCE"
 
 def main(argv: list[str]) -> None:
     """Run the script or module in `argv`, and exit with its exit code."""
-    options, target = _parse(argv)
-    _die_with(options.agent)
-    if options.log_dir is not None and os.environ["LOCAL_RANK"] != "0":
-        _write_output_to(rank_log(options.log_dir, os.environ["RANK"]))
+    agent, log_dir, *target = argv
+    _die_with(int(agent))
+    has_log = log_dir != "" and os.environ["LOCAL_RANK"] != "0"
+    if has_log:
+        _write_output_to(rank_log(log_dir, os.environ["RANK"]))
     _write_by_lines()
     faulthandler.enable()
     _tell_stack()
@@ -82,7 +76,7 @@ def main(argv: list[str]) -> None:
     except Exception as error:
         if not _record(error):
             raise
-        if options.log_dir is not None and os.environ["LOCAL_RANK"] != "0":
+        if has_log:
             sys.stderr.write(mask_text("".join(traceback.format_exception(error))))
         sys.exit(1)
 
@@ -110,14 +104,6 @@ def end_soon(code: int) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="lockstep.launch.worker")
-    parser.add_argument("--agent", type=int, required=True)
-    parser.add_argument("--log-dir")
-    end = argv.index("--")
-    return parser.parse_args(argv[:end]), argv[end + 1 :]
 
 
 def _die_with(agent: int) -> None:
