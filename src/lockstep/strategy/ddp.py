@@ -47,12 +47,7 @@ class DDPStrategy(NativeStrategy):
     """
 
     def __init__(self, model_wrapper: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._wrapper = {
-            "type": _WRAPPER,
-            "broadcast_buffers": False,
-            **(model_wrapper or {}),
-            **kwargs,
-        }
+        self._wrapper = {"type": _WRAPPER, "broadcast_buffers": False, **(model_wrapper or {}), **kwargs}
         self.leaves_module = self._wrapper["type"] in (_WRAPPER, "DistributedDataParallel")
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Protocol
 
+from lockstep.errors import ConfigError
 from lockstep.strategy.base import ModelState, OptimState, Strategy
 
 
@@ -12,23 +14,18 @@ class CanonicalState(Protocol):
 
     def model_state(self) -> ModelState:
         """Return the model's state."""
-        ...
 
     def optim_state(self) -> OptimState:
         """Return the optimizer's state."""
-        ...
 
     def optim_template(self) -> ModelState:
         """Return tensors by parameter name that are sharded as the optimizer's state is to be read."""
-        ...
 
     def load_model(self, state: ModelState) -> None:
         """Load a model's state."""
-        ...
 
     def load_optim(self, state: OptimState) -> None:
         """Load an optimizer's state."""
-        ...
 
 
 class EngineStrategy(Strategy):
@@ -73,3 +70,14 @@ class EngineStrategy(Strategy):
             with_what = " with an optim wrapper" if with_optimizer else ""
             raise RuntimeError(f"{type(self).__name__}.prepare() must be called{with_what} first")
         return self._state
+
+
+def require_names(state: ModelState, names: Set[str]) -> None:
+    """Check that a model's state has an entry of each of these names, and no others.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    missing, surplus = sorted(names - state.keys()), sorted(state.keys() - names)
+    if missing or surplus:
+        raise ConfigError(f"the model's state must fit the model, but lacks {missing} and has {surplus} besides")

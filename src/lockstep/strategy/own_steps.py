@@ -94,9 +94,8 @@ class OwnStep:
         """Return the methods that replace the optim wrapper's during a step."""
         context, backward = optim_wrapper.optim_context, optim_wrapper.backward
 
-        def context_of(model: nn.Module) -> AbstractContextManager[Any]:
-            entered: AbstractContextManager[Any] = context(self.wrapper if model is self.core else model)
-            return entered
+        def context_of(model: nn.Module) -> Any:
+            return context(self.wrapper if model is self.core else model)
 
         def backward_of(loss: Tensor, **kwargs: Any) -> None:
             with self.inside():

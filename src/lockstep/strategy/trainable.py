@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -73,6 +76,30 @@ def refuse_lbfgs(optimizer: Optimizer | None, engine: str) -> None:
             "`optimizer` must take one step per loss, but is LBFGS, which evaluates the loss several times, while "
             f"{engine} runs one backward pass per update. Use AdamW or SGD"
         )
+
+
+def max_norm_of(clip_grad: Mapping[str, Any] | None, engine: str) -> float | None:
+    """Return the maximum norm to which an engine clips all gradients, the only way in which engines clip.
+
+    Args:
+        clip_grad: as for `OptimWrapper`.
+        engine: name of the engine and its mode, for messages.
+
+    Raises:
+        ConfigError: another kind of clipping is configured.
+    """
+    if clip_grad is None:
+        return None
+    rest = {key: value for key, value in clip_grad.items() if key not in ("type", "max_norm", "foreach")}
+    if clip_grad.get("type", "norm") != "norm" or rest.pop("norm_type", 2) != 2 or any(rest.values()):
+        raise ConfigError(
+            f"`clip_grad` must be dict(max_norm=...) under {engine}, which clips to the 2-norm alone, but is "
+            f"{dict(clip_grad)}. Use strategy 'fsdp' or 'ddp'"
+        )
+    max_norm = float(clip_grad["max_norm"])
+    if not max_norm > 0:
+        raise ConfigError(f"`clip_grad['max_norm']` must be above 0, but is {max_norm}")
+    return max_norm
 
 
 def check_kinds(model: nn.Module, *, half: bool, engine: str, half_option: str) -> None:

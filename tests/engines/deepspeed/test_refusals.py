@@ -64,9 +64,9 @@ def test_a_missing_installation_is_refused_with_the_way_to_get_it(monkeypatch: p
     ("config", "counts", "clip_grad", "message"),
     [
         ({"gradient_accumulation_steps": 2}, 4, None, "`accumulative_counts` .* must agree .* 4 and 2"),
-        ({"gradient_clipping": 1.0}, None, {"max_norm": 0.5}, "`clip_grad` .* must agree with `gradient_clipping`"),
-        ({}, None, {"type": "value", "clip_value": 1.0}, "by the 2-norm only.*Use strategy 'fsdp' or 'ddp'"),
-        ({}, None, {"max_norm": 1.0, "norm_type": 1}, "by the 2-norm only"),
+        ({"gradient_clipping": 1.0}, None, {"max_norm": 0.5}, "`clip_grad.* must agree with `gradient_clipping`"),
+        ({}, None, {"type": "value", "clip_value": 1.0}, "to the 2-norm alone.*Use strategy 'fsdp' or 'ddp'"),
+        ({}, None, {"max_norm": 1.0, "norm_type": 1}, "to the 2-norm alone"),
         (
             {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
             None, None, r"is 10, and they are 2 \* 2 \* 2",

@@ -67,30 +67,6 @@ class ColossalAIOptimWrapper(OptimWrapper):
             )
         return cls(wrapper.optimizer, wrapper.accumulative_counts, wrapper.clip_grad)
 
-    def max_norm_for_engine(self) -> float | None:
-        """Return the maximum norm for the engine, which supports no other clipping.
-
-        Raises:
-            ConfigError: another kind of clipping is configured.
-        """
-        if self.clip_grad is None:
-            return None
-        unknown = {
-            name: value
-            for name, value in self.clip_grad.items()
-            if not (name in ("type", "max_norm") or (name == "norm_type" and value == 2))
-            if name == "norm_type" or value
-        }
-        if self.clip_grad["type"] != "norm" or unknown:
-            raise ConfigError(
-                "`clip_grad` must be dict(max_norm=...) with this plugin, whose optimizer clips to the 2-norm alone, "
-                f"but is {self.clip_grad}. Use plugin='ddp', or strategy='fsdp'"
-            )
-        max_norm = float(self.clip_grad["max_norm"])
-        if not max_norm > 0:
-            raise ConfigError(f"`clip_grad['max_norm']` must be above 0, but is {max_norm}")
-        return max_norm
-
     def attach(self, drive: Drive) -> None:
         """Set ColossalAI's optimizer, which wraps this one's."""
         self._drive = drive

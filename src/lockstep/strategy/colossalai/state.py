@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.dist import all_gather
 from lockstep.errors import ConfigError
+from lockstep.model.full_params import gather_full
 from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.colossalai.engine import gather_like, is_split, split_like
+from lockstep.strategy.engine_strategy import require_names
 from lockstep.strategy.resharding import shard_rows, template_of_rows
 
 
@@ -66,12 +67,10 @@ class StateTranslator:
         """
         present = self._own_state()
         names = self._state_names(present)
-        missing, surplus = sorted(names - state.keys()), sorted(state.keys() - names)
-        if missing or surplus:
-            raise ConfigError(f"the model's state must fit the model, but lacks {missing} and has {surplus} besides")
+        require_names(state, names)
         rest: dict[str, Any] = {}
         for name in sorted(names):  # the same order on every rank
-            value, own = _full(state[name]), present.get(name)
+            value, own = gather_full(state[name]), present.get(name)
             if isinstance(own, Tensor):
                 self._load_tensor(name, own, value)
             elif name in present:
@@ -123,7 +122,7 @@ class StateTranslator:
         packed: dict[int, dict[str, Any]] = {}
         of_numbers = self._keys_of_numbers(options)
         for name in self._names_to_load(indices):
-            entry = {key: _full(value) for key, value in state["state"].get(name, {}).items()}
+            entry = {key: gather_full(value) for key, value in state["state"].get(name, {}).items()}
             if entry and name in indices:
                 packed[indices[name]] = self._own_entry(parameters[name], entry, of_numbers)
         canonical.write_entries(self._optimizer, packed, options)
@@ -252,10 +251,6 @@ def owned_state(core: nn.Module) -> dict[str, Any]:
 
 def _is_like(value: Any, trained: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == trained.shape
-
-
-def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _dims(value: Any) -> int | None:

@@ -29,7 +29,7 @@ from lockstep.strategy.colossalai.state import StateTranslator
 from lockstep.strategy.engine_strategy import EngineStrategy
 from lockstep.strategy.gradient_flow import GradientFlow
 from lockstep.strategy.own_steps import WholeParams, called_from, cast_inputs, cast_parts
-from lockstep.strategy.trainable import leave_out_frozen
+from lockstep.strategy.trainable import leave_out_frozen, max_norm_of
 
 # ColossalAI's optimizer, the translator of its states, and the arguments of the model's wrapper.
 _Laid: TypeAlias = tuple[Any, StateTranslator, dict[str, Any]]
@@ -116,9 +116,7 @@ class ColossalAIStrategy(EngineStrategy):
         self._choice.check_run(model, wrapper.optimizer)
         if self._choice.zero_stage:
             leave_out_frozen(wrapper.optimizer)
-        max_norm = None
-        if self._choice.clips and isinstance(wrapper, ColossalAIOptimWrapper):
-            max_norm = wrapper.max_norm_for_engine()
+        max_norm = max_norm_of(wrapper.clip_grad, f"ColossalAI's {self._choice.kind!r}") if self._choice.clips else None
         options = self._choice.with_run(max_norm) | self._policy(model)
         plugin = engine.make_plugin(self._choice.class_name, options)
         _begin_alike(model)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import ConfigError, nearest
+from lockstep.strategy.trainable import max_norm_of
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH = "train_batch_size"
@@ -210,19 +211,12 @@ def _accumulation(config: Mapping[str, Any], counts: int | None, world_size: int
 
 def _clipping(config: Mapping[str, Any], clip_grad: Mapping[str, Any] | None) -> float:
     stated = config.get(CLIPPING)
-    if clip_grad is None:
+    max_norm = max_norm_of(clip_grad, "DeepSpeed")
+    if max_norm is None:
         return float(stated or 0.0)
-    rest = {key: value for key, value in clip_grad.items() if key not in ("type", "max_norm", "foreach")}
-    kind = clip_grad.get("type", "norm")
-    if kind != "norm" or rest.pop("norm_type", 2) != 2 or rest.pop("error_if_nonfinite", False):
-        raise ConfigError(
-            f"`clip_grad` must be dict(max_norm=...) under DeepSpeed, which clips by the 2-norm only, but is "
-            f"{dict(clip_grad)}. Use strategy 'fsdp' or 'ddp' for another clipping"
-        )
-    max_norm = float(clip_grad["max_norm"])
     if stated is not None and float(stated) != max_norm:
         raise ConfigError(
-            f"`clip_grad` of the optim wrapper must agree with `{CLIPPING}` of the DeepSpeed config, but they are "
-            f"{dict(clip_grad)} and {stated}. Leave out one"
+            f"`clip_grad['max_norm']` of the optim wrapper must agree with `{CLIPPING}` of the DeepSpeed config, but "
+            f"they are {max_norm} and {stated}. Leave out one"
         )
     return max_norm

@@ -25,6 +25,11 @@ from lockstep.registry import MODEL_WRAPPERS
 from lockstep.strategy.own_steps import OwnStep, WholeParams, called_from, cast_inputs, cast_parts
 from lockstep.strategy.trainable import TrainableParams
 
+_RULE = (
+    "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters from all"
+)
+_REMEDY = "Let every rank call all of them, or use stage=1"
+
 
 def join_engine() -> None:
     """Let DeepSpeed use the default group; without one, this process becomes a group of one.
@@ -163,9 +168,7 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
             if "Detected a disagreement" not in str(error):
                 raise
             raise ConfigError(
-                "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters"
-                f" from all, but rank {get_rank()} of {get_world_size()} calls others than rank 0. Let every rank call "
-                "all of them, or use stage=1"
+                f"{_RULE}, but rank {get_rank()} of {get_world_size()} calls others than rank 0. {_REMEDY}"
             ) from error
 
     @contextmanager
@@ -216,14 +219,7 @@ def _watch_calls(module: nn.Module) -> CallOrder:
         for name, layer in module.named_modules()
         if any(hasattr(parameter, "ds_id") for parameter in layer.parameters(recurse=False))
     }
-    order = CallOrder(
-        list(layers),
-        rule="every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters "
-        "from all",
-        remedy=lambda _: "Let every rank call all of them, or use stage=1",
-        error=ConfigError,
-        first=3,
-    )
+    order = CallOrder(list(layers), rule=_RULE, remedy=lambda _: _REMEDY, error=ConfigError, first=3)
     for index, layer in enumerate(layers.values()):
         layer.register_forward_pre_hook(lambda *_, index=index: order.call(index), prepend=True)
     return order

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce, get_rank
 from lockstep.engines import load_engine
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
@@ -254,7 +254,7 @@ def warn_of_unreached(flow: GradientFlow, reached: Iterable[int], optimizer: Opt
             "the loss reaches none of these %d parameters in the first update: %s. DeepSpeed takes their gradients for "
             "0, where other strategies leave such parameters alone: %s moves them by its %s all the same. Freeze them "
             "with requires_grad_(False)%s, or use strategy 'ddp' or 'fsdp'",
-            len(names), ", ".join(names[:10]) + (", ..." if len(names) > 10 else ""), type(optimizer).__name__,
+            len(names), listed(names, most=10), type(optimizer).__name__,
             "weight decay and momentum" if decays else "momentum",
             ", give them decay_mult=0 by paramwise_cfg" if decays else "",
         )  # fmt: skip

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError
 from lockstep.model.full_params import gather_full
 from lockstep.strategy import optim_state as canonical
-from lockstep.strategy.base import OptimState
+from lockstep.strategy.base import ModelState, OptimState
+from lockstep.strategy.engine_strategy import require_names
 from lockstep.strategy.resharding import shard_rows, template_of_rows
 
 
@@ -82,23 +82,18 @@ class EngineState:
         return {name: template_of_rows(_shape(parameter)) for name, parameter in self._core.named_parameters()}
 
     @torch.no_grad()
-    def load_model(self, state: Mapping[str, Any]) -> None:
+    def load_model(self, state: ModelState) -> None:
         """Load a model's state, which must be complete."""
         entries = self._core.state_dict(keep_vars=True)
-        missing, surplus = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys())
-        if missing or surplus:
-            raise ConfigError(
-                f"the model's state must have an entry for each parameter, but misses {missing} and has besides "
-                f"{surplus}"
-            )
+        require_names(state, entries.keys())
         rest: dict[str, Any] = {}
         done: set[int] = set()
         for name, value in entries.items():
             if not isinstance(value, nn.Parameter) or not (self._has_master(value) or _is_partitioned(value)):
-                rest[name] = _whole(state[name])
+                rest[name] = gather_full(state[name])
             elif id(value) not in done:
                 done.add(id(value))
-                self._write_parameter(name, value, _whole(state[name]))
+                self._write_parameter(name, value, gather_full(state[name]))
         self._core.load_state_dict(rest, strict=False)
 
     @torch.no_grad()
@@ -128,7 +123,7 @@ class EngineState:
             for name, parameter in trained[index].items():
                 for key, fill in group.fills.items():
                     if entries.get(name):
-                        self._write_moment(parameter, _whole(entries[name][key]), key)
+                        self._write_moment(parameter, gather_full(entries[name][key]), key)
                     else:
                         self._write_moment(parameter, torch.full(_shape(parameter), fill), key)
 
@@ -257,10 +252,6 @@ class _GroupState(NamedTuple):
 def _copied(scalars: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Return copies of scalars, for one parameter only."""
     return {key: value.to(device, copy=True) if isinstance(value, Tensor) else value for key, value in scalars.items()}
-
-
-def _whole(value: Any) -> Any:
-    return gather_full(value) if isinstance(value, DTensor) else value
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
