@@ -10,7 +10,7 @@ from lockstep.config.config import Config, ResolvedConfig
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.differences import Difference, differences
 from lockstep.config.options import DictAction, parse_options
-from lockstep.config.read_base import read_base
+from lockstep.config.python_file import read_base
 
 __all__ = [
     "Config",

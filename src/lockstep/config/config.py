@@ -51,10 +51,7 @@ class Config(ConfigDict):
     __slots__ = _SLOTS
 
     def __init__(
-        self,
-        cfg_dict: Mapping[str, Any] | None = None,
-        filename: str | PathLike[str] | None = None,
-        text: str = "",
+        self, cfg_dict: Mapping[str, Any] | None = None, filename: str | PathLike[str] | None = None, text: str = ""
     ) -> None:
         if cfg_dict is not None and not isinstance(cfg_dict, Mapping):
             raise TypeError(f"`cfg_dict` must be a dict, but is {type(cfg_dict).__name__}")

@@ -124,8 +124,7 @@ def _key_or_index(holder: Any, part: str, path: list[str], dotted: str) -> Any:
         holder[index]
     except (ValueError, IndexError):
         raise _option_error(
-            dotted,
-            f"must index the list `{where}` by a number below {len(holder)}, but has {part!r}",
+            dotted, f"must index the list `{where}` by a number below {len(holder)}, but has {part!r}"
         ) from None
     return index
 

@@ -1,4 +1,4 @@
-"""Config files in Python: assignments, and code that computes values."""
+"""Config files in Python: assignments, code that computes values, and bases by import."""
 
 from __future__ import annotations
 import __future__
@@ -7,6 +7,7 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -15,11 +16,37 @@ from typing import Any
 from lockstep.config.config_file import BaseFile, ConfigFile, Write
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.placeholders import BASE, Placeholders
-from lockstep.config.read_base import imported_bases, is_read_base
 from lockstep.errors import ConfigError
 
 _MAKERS = ("dict", "ConfigDict")
 _CHANGERS = ("update", "merge")
+
+
+@contextmanager
+def read_base() -> Iterator[None]:
+    """Mark the imports in a Python config that read other configs.
+
+    ```python
+    from torch.optim import AdamW
+    from lockstep.config import read_base
+
+    with read_base():
+        from ._base_.model import *
+        from ._base_.datasets import train_dataloader, val_dataloader as test_dataloader
+
+    model.backbone.depth = 101
+    optim_wrapper = dict(optimizer=dict(type=AdamW, lr=1e-3))
+    ```
+
+    The imported names become keys of the config and can be changed in place, also by ``model.merge(dict(...))``; an
+    assignment replaces the old value. Leading dots count folders, as in a package; ``from zoo.configs.base import *``
+    reads a config in the installed package `zoo`. Only keys can be imported in this way. All other imports belong
+    outside the context and are real imports: what a config names must be installed.
+
+    `Config.fromfile` reads the marked imports itself. For Python the context does nothing, so that editors can follow
+    the imports.
+    """
+    yield
 
 
 class PythonFile(ConfigFile):
@@ -32,7 +59,7 @@ class PythonFile(ConfigFile):
         except SyntaxError as error:
             raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
         Placeholders(path).visit(self._tree)
-        self._imported = imported_bases(self._tree, path)
+        self._imported = _imported_bases(self._tree, path)
         self.imports_bases = bool(self._imported)
         self._base = next((statement for statement in self._tree.body if BASE in _names_assigned(statement)), None)
         if self.imports_bases and self._base is not None:
@@ -110,7 +137,7 @@ class PythonFile(ConfigFile):
 
     def _run(self, module: ModuleType, imported: list[Mapping[str, Any]]) -> None:
         for statement in self._tree.body:
-            if is_read_base(statement):
+            if _is_read_base(statement):
                 for _ in statement.body:  # type: ignore[attr-defined]
                     vars(module).update(imported.pop(0))
             elif BASE not in _names_assigned(statement):
@@ -144,6 +171,51 @@ def importable(*folders: str | Path) -> Iterator[None]:
                 sys.path.remove(folder)
 
 
+def _imported_bases(tree: ast.Module, path: Path) -> list[BaseFile]:
+    """Return the configs that the file at `path` imports, in order.
+
+    Raises:
+        ConfigError: the context holds something other than such imports, or is not at the top level.
+    """
+    outer = [statement for statement in tree.body if _is_read_base(statement)]
+    for node in ast.walk(tree):
+        if _is_read_base(node) and node not in outer:
+            raise ConfigError(f"{path}:{node.lineno}: read_base() must stand at the top level")  # type: ignore[attr-defined]
+    return [_base_file(inner, path) for statement in outer for inner in statement.body]  # type: ignore[attr-defined]
+
+
+def _base_file(statement: ast.stmt, path: Path) -> BaseFile:
+    where = f"{path}:{statement.lineno}"
+    if not isinstance(statement, ast.ImportFrom) or statement.module is None:
+        raise ConfigError(
+            f"{where}: read_base() must hold nothing but imports such as `from .base import *`, but holds "
+            f"`{ast.unparse(statement)}`"
+        )
+    parts = statement.module.split(".")
+    folder = Path(*path.parts[: -statement.level]) if statement.level else _package_folder(parts.pop(0), where)
+    names = {alias.asname or alias.name: alias.name for alias in statement.names}
+    base = folder.joinpath(*parts).with_suffix(".py")
+    return BaseFile(base, "read_base()", statement.lineno, None if "*" in names else names)
+
+
+def _package_folder(package: str, where: str) -> Path:
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"{where}: there is no package `{package}` to import a config from; one beside this file takes a dot, "
+            f"as in `from .{package} import *`"
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _is_read_base(statement: ast.AST) -> bool:
+    """Return whether a statement is ``with read_base():``."""
+    match statement:
+        case ast.With([ast.withitem(ast.Call(ast.Name("read_base") | ast.Attribute(attr="read_base")))]):
+            return True
+    return False
+
+
 def _only_gives_values(statement: ast.stmt) -> bool:
     match statement:
         case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.Delete() | ast.Pass() | ast.Assert():
@@ -154,7 +226,7 @@ def _only_gives_values(statement: ast.stmt) -> bool:
             return not decorators
         case ast.If(body=body, orelse=orelse) | ast.For(body=body, orelse=orelse):
             return all(map(_only_gives_values, [*body, *orelse]))
-    return is_read_base(statement)
+    return _is_read_base(statement)
 
 
 def _names_assigned(statement: ast.stmt) -> list[str]:
