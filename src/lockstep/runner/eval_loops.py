@@ -67,8 +67,7 @@ class EvalLoop:
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
-        # Training draws the same random numbers with or without validations in between.
-        with random_state_kept(), self._precision(), runner.agreement.evaluation():
+        with self._randomness(), self._precision(), runner.agreement.evaluation():
             self._predict()
         self.metrics = self.evaluator.evaluate(self._size)
         self.at_iter = runner.iter
@@ -90,6 +89,10 @@ class EvalLoop:
             if runner.data_shard.is_first:
                 self.evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+
+    def _randomness(self) -> AbstractContextManager[Any]:
+        """Let training draw the same random numbers with or without validations in between."""
+        return random_state_kept()
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
