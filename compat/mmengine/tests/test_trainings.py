@@ -61,11 +61,11 @@ answers["names"] = sorted(_load_checkpoint({str(folder / "weights.pth")!r}, map_
 @pytest.mark.parametrize(
     ("task", "ranks", "arguments", "options", "longer"),
     [
-        (SEGMENTOR, 1, ["--amp"], [], ["train_cfg.max_iters=6"]),
+        (SEGMENTOR, 1, [], [], ["train_cfg.max_iters=6"]),
         (DETECTOR, 1, [], [], []),
         (CLASSIFIER, 2, [], ["train_cfg.max_epochs=1", FSDP], ["train_cfg.max_epochs=2", FSDP]),
-        (SEGMENTOR, 2, [], [FSDP], []),
-        (DETECTOR, 2, ["--amp"], [], []),
+        (SEGMENTOR, 2, ["--amp"], [], []),
+        (DETECTOR, 2, [], [FSDP], []),
     ],
     ids=lambda value: value.package if isinstance(value, Task) else None,
 )
@@ -76,6 +76,9 @@ def test_it_trains_validates_saves_and_resumes(folder, task, ranks, arguments, o
     assert len(found) >= 2
     assert all(map(math.isfinite, found))
     assert list((folder / "work").glob("*/*/manifest.json"))
+    if ranks == 1 and REFERENCE:  # a validation between, dropout, augmentations in the main process
+        train(task, folder, "--work-dir", "theirs", options=options, python=REFERENCE)
+        assert found == losses(folder / "theirs")
     if longer:
         said = train(task, folder, *start, "--work-dir", "work", "--resume", *arguments, options=longer)
         assert "resumed from" in said

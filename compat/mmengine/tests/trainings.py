@@ -50,7 +50,8 @@ SEGMENTOR = Task(
      "model.auxiliary_head.in_channels=8", "model.auxiliary_head.channels=8",
      "train_dataloader.dataset.dataset.pipeline.2.scale=(64,64)", "val_dataloader.dataset.pipeline.1.scale=(64,64)",
      "train_dataloader.dataset.times=10", "train_cfg.max_iters=4", "train_cfg.val_interval=2",
-     "default_hooks.checkpoint.interval=2", "default_hooks.logger.interval=1", *_NO_WORKERS],
+     "default_hooks.checkpoint.interval=2", "default_hooks.logger.interval=1", "log_processor.window_size=1",
+     "randomness.seed=3", *_NO_WORKERS],
 )  # fmt: skip
 DETECTOR = Task(
     "mmdet",
@@ -58,7 +59,8 @@ DETECTOR = Task(
     ["model.backbone.init_cfg=None", "model.neck.out_channels=16", "model.bbox_head.in_channels=16",
      "model.bbox_head.feat_channels=16", "model.bbox_head.stacked_convs=1",
      "train_dataloader.dataset.pipeline.2.scale=(96,96)", "val_dataloader.dataset.pipeline.1.scale=(96,96)",
-     "train_cfg.max_epochs=1", "default_hooks.logger.interval=1", *_NO_WORKERS],
+     "train_cfg.max_epochs=1", "default_hooks.logger.interval=1", "log_processor.window_size=1", "randomness.seed=3",
+     *_NO_WORKERS],
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -266,6 +267,10 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         strategy, model = self._before_wrapping()
         model = vars(self).pop("model", model)  # the caller's own
         if training:
+            if self._checkpoint_interval() is not None:
+                # MMEngine opens the data of a loop by iterations before it initialises the weights, and torch's loader
+                # draws a number when it is opened.
+                torch.empty((), dtype=torch.int64).random_()
             build.init_weights(model)
         return strategy, model
 
@@ -285,6 +290,8 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             options = self.args.randomness or {}
             seed = space.seed + (get_rank() if options.get("diff_rank_seed") else 0)
             given = as_mmengine(given, seed, shard.rank)
+            if mode == "train" and self._checkpoint_interval() is not None:
+                given["generator"] = given["generator"] or torch.Generator()  # the number has been drawn
         return build.build_loader(mode, given, space, shard)
 
     def _hook_and_load(self, run: Run) -> None:
