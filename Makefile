@@ -181,6 +181,8 @@ MMENGINE := .venv-mmengine/.ready .venv-mmengine-reference/.ready
 test-mmengine: $(MMENGINE)  ## packages that were written for MMEngine on lockstep, beside MMEngine itself in a second environment
 	MMENGINE_REFERENCE=$(CURDIR)/.venv-mmengine-reference/bin/python \
 		.venv-mmengine/bin/python -m pytest -c compat/mmengine/pyproject.toml compat/mmengine/tests $(PYTEST_ARGS)
+	TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 \
+		.venv-mmengine-reference/bin/python -m pytest -c compat/mmengine/pyproject.toml -W ignore compat/mmengine/tests/documented $(PYTEST_ARGS)
 
 .venv-mmengine/.ready: pyproject.toml compat/mmengine/pyproject.toml constraints.txt requirements/mmengine.txt requirements/mmengine-packages.txt
 	$(PYTHON) -m venv .venv-mmengine

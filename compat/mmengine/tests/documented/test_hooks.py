@@ -358,11 +358,12 @@ def test_further_values_of_a_history():
     assert "loss_largest: 6.0000" in text
 
 
-def test_a_statistic_of_ones_own_is_shown():
-    @HistoryBuffer.register_statistics
-    def second_largest(self, window_size=None):
-        return sorted(self.data[0])[-2]
+@HistoryBuffer.register_statistics
+def second_largest(self, window_size=None):
+    return sorted(self.data[0])[-2]
 
+
+def test_a_statistic_of_ones_own_is_shown():
     custom = [dict(data_src="loss", log_name="second", method_name="second_largest")]
     tag, _ = LogProcessor(custom_cfg=custom).get_log_after_iter(runner_of(hub_of(**HISTORY)), 3, "train")
     assert tag["second"] == 3.0

@@ -83,12 +83,13 @@ def test_only_numbers_enter_a_history():
         HistoryBuffer().update("loss")
 
 
-def test_a_statistic_of_ones_own():
-    @HistoryBuffer.register_statistics
-    def spread(self, window_size=None):
-        values = self.data[0][-(window_size or 0) :]
-        return values.max() - values.min()
+@HistoryBuffer.register_statistics
+def spread(self, window_size=None):
+    values = self.data[0][-(window_size or 0) :]
+    return values.max() - values.min()
 
+
+def test_a_statistic_of_ones_own():
     history = HistoryBuffer([1, 2, 9, 5], [1, 1, 1, 1])
     assert history.statistics("spread") == 8
     assert history.statistics("spread", window_size=2) == 4

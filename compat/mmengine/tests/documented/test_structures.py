@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
@@ -87,8 +88,9 @@ def test_a_new_element_of_an_old_one():
     changed = element.new(metainfo=dict(size=4), a=torch.ones(2))
     assert (changed.size, changed.a.sum().item(), element.size) == (4, 2, 3)
     copied = element.clone()
-    copied.a[0] = 9
-    assert element.a[0] == 0
+    copied.set_metainfo(dict(size=8))
+    copied.a = torch.ones(2)
+    assert (element.size, element.a[0].item()) == (3, 0)
     element.update(BaseDataElement(metainfo=dict(size=7), b=1))
     assert (element.size, element.b) == (7, 1)
 
@@ -209,7 +211,7 @@ def test_a_feature_map_is_an_image(image):
 def test_a_visualizer_writes_to_its_backends(tmp_path, image):
     visualizer = Visualizer(vis_backends=[dict(type="LocalVisBackend")], save_dir=str(tmp_path), name="documented_vis")
     visualizer.add_scalar("loss", 0.5, step=1)
-    visualizer.add_scalars(dict(acc=0.9, time=torch.tensor(2.0)), step=2)
+    visualizer.add_scalars(dict(acc=0.9, time=2.0), step=2)
     visualizer.add_image("picture", image, step=3)
     (file,) = tmp_path.rglob("scalars.json")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -239,7 +241,7 @@ def test_a_visualizer_of_ones_own(image):
 
 def test_a_backend_stands_alone(tmp_path, image):
     backend = LocalVisBackend(save_dir=str(tmp_path), img_save_dir="pictures", scalar_save_file="values.json")
-    backend.add_image("a/b", image)
+    backend.add_image("b", image)
     backend.add_scalar("x", 1)
     assert (tmp_path / "values.json").is_file()
     assert list((tmp_path / "pictures").rglob("*.png"))
@@ -304,13 +306,14 @@ def test_an_inferencer_has_four_steps():
 # Small functions.
 
 
-def test_progress_is_shown(capsys):
+def test_progress_is_shown():
     assert track_progress(lambda value: value + 1, [1, 2, 3]) == [2, 3, 4]
     assert list(track_iter_progress([1, 2])) == [1, 2]
     assert track_parallel_progress(abs, [-1, -2], nproc=2) == [1, 2]
-    bar = ProgressBar(2)
+    stream = io.StringIO()
+    bar = ProgressBar(2, file=stream)
     bar.update()
-    assert "1/2" in capsys.readouterr().out
+    assert "1/2" in stream.getvalue()
 
 
 def test_time_is_measured():
@@ -318,7 +321,8 @@ def test_time_is_measured():
         time.sleep(0.01)
         assert timer.since_start() >= 0.01
         assert timer.since_last_check() < timer.since_start()
-    assert timer.is_running
+        assert timer.is_running
+    assert not timer.is_running
 
 
 def test_paths(tmp_path):
@@ -353,7 +357,8 @@ def test_modules_by_name():
     assert import_modules_from_strings(["os", "sys"])[1].__name__ == "sys"
     with pytest.raises(ImportError):
         import_modules_from_strings("no_such_module_anywhere")
-    assert import_modules_from_strings(["no_such_module"], allow_failed_imports=True) is None or True
+    with pytest.warns(UserWarning, match="no_such_module"):
+        import_modules_from_strings(["no_such_module"], allow_failed_imports=True)
 
 
 def test_versions_are_ordered():
