@@ -48,9 +48,6 @@ class DumpResults(BaseMetric):
         print_log(f"the predictions are in {self.out_file_path}", logger="current")
         return {}
 
-    def _named(self, metrics: Any) -> dict[str, Any]:
-        return {}
-
 
 def _to_cpu(data: Any) -> Any:
     """Return predictions with their tensors in CPU memory; data elements become dicts."""
