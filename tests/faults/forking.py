@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-PATIENCE = 60.0  # seconds until a job counts as hanging
+PATIENCE = 180.0  # seconds until a job counts as hanging; on a busy machine, starting takes most of it
 _SECONDS_FOR_FAILING = 1.5  # after the others have ended: it may raise as they do, or end slowly
 
 
