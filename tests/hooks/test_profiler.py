@@ -88,7 +88,7 @@ def run_dir_of(work_dir: Path, hooks: list[Hook]) -> Path:
     ("options", "says"),
     [
         ({"profile_times": 0}, "`profile_times` must be an int of at least 1, but is 0"),
-        ({"on_trace_ready": {"type": "print"}}, "must be one of log_trace, tb_trace, but is 'print'"),
+        ({"on_trace_ready": {"type": "print"}}, "must be 'log_trace' or 'tb_trace', but is 'print'"),
         ({"activity_with_cpu": False, "activity_with_cuda": False}, "`activity_with_cpu` must be True"),
     ],
 )

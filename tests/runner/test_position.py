@@ -346,23 +346,27 @@ class Drawn(IterableDataset[Tensor]):
     """Draws its samples from generators of Python and of numpy, whose states are tuples and arrays."""
 
     def __init__(self) -> None:
-        self.python, self.numpy = random.Random(SEED), np.random.RandomState(SEED)
+        self.python, self.numpy, self.left = random.Random(SEED), np.random.RandomState(SEED), SIZE
 
     def state_dict(self) -> dict[str, Any]:
-        return {"python": self.python.getstate(), "numpy": self.numpy.get_state()}
+        return {"python": self.python.getstate(), "numpy": self.numpy.get_state(), "left": self.left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.python.setstate(state["python"])
         self.numpy.set_state(state["numpy"])
+        self.left = state["left"]
 
     def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(SIZE):
-            yield torch.tensor([float(100 * self.python.randrange(100) + self.numpy.randint(100))])
+        while self.left:
+            self.left -= 1
+            yield torch.tensor([float(5 * self.python.randrange(5) + self.numpy.randint(5))])
 
 
 class Unsaved(Drawn):
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": {1, 2}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def test_states_of_datasets_may_hold_tuples_and_arrays(tmp_path: Path):
