@@ -129,7 +129,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         if param_init_fn is not None and not callable(param_init_fn):
             raise wrong_type("param_init_fn", "a function of a module or None", param_init_fn)
         if auto_wrap_policy is not None and fsdp_auto_wrap_policy is not None:
-            raise ValueError("`auto_wrap_policy` and `fsdp_auto_wrap_policy` must not both be given: they are the same")
+            raise ValueError("`auto_wrap_policy` and `fsdp_auto_wrap_policy` must not be given both: they mean one")
         policy = fsdp_auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
         arguments.check_meaningless(backward_prefetch, limit_all_gathers, use_orig_params)
         precision = arguments.read_precision(mixed_precision)
