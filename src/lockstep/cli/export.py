@@ -8,7 +8,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from lockstep.cli.options import completing
-from lockstep.errors import ConfigError, counted
+from lockstep.errors import ConfigError, counted, require_one_of
 from lockstep.launch.loading import loading_torch
 
 _TARGETS = ("safetensors", "hf", "torch")  # known without importing torch
@@ -61,8 +61,7 @@ class Export:
 
     def run(self) -> None:
         """Write the weights, and print what has been written."""
-        if self.to not in _TARGETS:
-            raise ConfigError(f"`--to` must be one of {', '.join(_TARGETS)}, but is {self.to!r}")
+        require_one_of("--to", self.to, _TARGETS)
         rules = [_rule(text) for text in self.rename or ()]
         with loading_torch("loading torch"):
             from lockstep.weights import export_checkpoint, told_left_out  # imports torch

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.errors import ConfigError, did_you_mean, require_count
 from lockstep.strategy.colossalai.pipeline import Cutting
 from lockstep.strategy.trainable import check_kinds, refuse_lbfgs
 
@@ -166,8 +166,7 @@ class PluginChoice:
             self._check_hybrid(precision)
 
     def _check_hybrid(self, precision: str) -> None:
-        if not isinstance(self.pp_size, int) or self.pp_size < 1:
-            raise ConfigError(f"`pp_size` must be an int of at least 1, but is {self.pp_size!r}")
+        require_count("pp_size", self.pp_size)
         if self.pp_size > 1:
             self._check_pipeline()
         if self.zero_stage and precision == "fp32":
@@ -204,8 +203,7 @@ class PluginChoice:
                 f"{options['num_microbatches']} beside {options['microbatch_size']}. Leave one out"
             )
         for name, value in given.items():
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
+            require_count(name, value)
 
 
 def name_and_options(plugin: Any) -> tuple[str, dict[str, Any]]:

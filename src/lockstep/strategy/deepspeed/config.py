@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import ConfigError, nearest
+from lockstep.errors import ConfigError, nearest, require_one_of
 from lockstep.strategy.trainable import max_norm_of
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -61,8 +61,7 @@ def read_config(config: str | Path | Mapping[str, Any] | None, arguments: Mappin
     zero = dict(merged.get("zero_optimization") or {})
     if stage is not None:
         _set_once(zero, "stage", stage, "zero_optimization.")
-    if zero.get("stage", 0) not in (0, 1, 2, 3):
-        raise ConfigError(f"`zero_optimization.stage` must be 0, 1, 2 or 3, but is {zero['stage']!r}")
+    require_one_of("zero_optimization.stage", zero.get("stage", 0), (0, 1, 2, 3))
     if offload:
         _add_offload(zero)
     merged["zero_optimization"] = zero
