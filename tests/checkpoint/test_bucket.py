@@ -459,7 +459,7 @@ def test_the_commands_take_urls(tmp_path: Path):
         assert "run/.epoch_4.draft.4194303.1.here was left by an interrupted save" in shown
         code, shown = called("prune", root, "--keep", 1, "--yes")
     assert code == 0
-    assert "run/.epoch_4.draft.4194303.1.here  4 B" in shown
+    assert "run/.epoch_4.draft.4194303.1.here  4 bytes" in shown
     assert names(tmp_path) == {"last_checkpoint", "run/epoch_3/manifest.json", "run/epoch_3/rank_0.safetensors"}
     data = tmp_path / "run" / "epoch_3" / "rank_0.safetensors"
     data.write_bytes(data.read_bytes()[:-1])
