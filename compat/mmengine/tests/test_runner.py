@@ -11,7 +11,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
 from mmengine.registry import DATASETS, METRICS, MODELS, RUNNERS, init_default_scope
-from mmengine.runner import FlexibleRunner, Runner, ValLoop
+from mmengine.runner import FlexibleRunner, LogProcessor, Runner, ValLoop
 from mmengine.testing.runner_test_case import ToyDataset, ToyMetric, ToyModel
 
 LOADER = {"dataset": {"type": "ToyDataset"}, "sampler": {"type": "DefaultSampler", "shuffle": False}, "batch_size": 3}
@@ -114,6 +114,7 @@ def test_parts_are_built_one_by_one(cfg):
     assert isinstance(runner.build_evaluator([{"type": "ToyMetric"}]), Evaluator)
     assert len(Runner.build_dataloader(LOADER)) == 4
     assert isinstance(runner.build_message_hub(), MessageHub)
+    assert isinstance(runner.log_processor, LogProcessor)
     assert isinstance(runner.build_val_loop({}), ValLoop)
     assert [type(one).__name__ for one in runner.build_param_scheduler({"type": "StepLR", "step_size": 1})] == [
         "StepLR"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lockstep.runner import build
 from lockstep.strategy import build_strategy
 from mmengine.evaluator import Evaluator
 from mmengine.logging import MessageHub, MMLogger
-from mmengine.registry import EVALUATOR, LOOPS, MODELS, VISUALIZERS
+from mmengine.registry import EVALUATOR, LOG_PROCESSORS, LOOPS, MODELS, VISUALIZERS
 from mmengine.runner.data import as_mmengine
 
 __all__ = ["BuildsParts"]
@@ -103,6 +104,18 @@ class BuildsParts:
         """Return the test loop that a config describes, over this runner's data."""
         runner: Any = self
         return runner.test_loop if loop is None else _eval_loop(runner, "test", loop)
+
+    def build_log_processor(self, log_processor: Any) -> Any:
+        """Return what a config describes; its text appears nowhere but where its user writes it."""
+        if not isinstance(log_processor, Mapping):
+            return log_processor
+        return LOG_PROCESSORS.build({"type": "LogProcessor", **log_processor})
+
+    @cached_property
+    def log_processor(self) -> Any:
+        """The log processor that `log_processor` describes."""
+        runner: Any = self
+        return self.build_log_processor(runner.args.log_processor or {})
 
     def build_logger(
         self, log_level: int | str = "INFO", log_file: str | Path | None = None, **kwargs: Any
