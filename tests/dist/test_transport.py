@@ -10,14 +10,18 @@ from lockstep.dist import (
     PeerError,
     all_gather,
     all_gather_object,
+    all_reduce,
     all_reduce_dict,
     all_to_all,
+    broadcast,
     broadcast_object,
     gather,
     gather_object,
     get_rank,
     get_world_size,
     main_process_first,
+    reduce,
+    reduce_scatter,
     run_on_main,
     scatter,
     scatter_object_list,
@@ -61,6 +65,29 @@ def test_tensors_arrive(kind: type[Transport], numel: int) -> None:
     outputs = [torch.empty(numel) for _ in range(size)]
     all_to_all(outputs, [torch.full((numel,), 10.0 * rank + number) for number in range(size)], group)
     assert all(torch.equal(x, torch.full((numel,), 10.0 * number + rank)) for number, x in enumerate(outputs))
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@SIZES
+@KINDS
+@ranks(1, 2, 3)
+def test_tensors_are_reduced_and_broadcast(kind: type[Transport], numel: int, async_op: bool) -> None:
+    group, rank, size = group_with(kind), get_rank(), get_world_size()
+    total, output = sum(range(1, size + 1)), torch.empty(numel)
+    data = [torch.full((numel,), 1.0 + rank) for _ in range(4)]
+    handles = [
+        all_reduce(data[0], "sum", group, async_op),
+        reduce(data[1], size - 1, "sum", group, async_op),
+        reduce_scatter(output, [data[2] + other for other in range(size)], "sum", group, async_op),
+        broadcast(data[3], size - 1, group, async_op),
+    ]
+    for handle in handles:
+        assert (handle is not None) == async_op
+        assert handle is None or handle.wait()
+    assert torch.equal(data[0], torch.full((numel,), float(total)))
+    assert rank != size - 1 or torch.equal(data[1], data[0])
+    assert torch.equal(output, torch.full((numel,), float(total + rank * size)))
+    assert torch.equal(data[3], torch.full((numel,), float(size)))
 
 
 @SIZES
