@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.errors import require_one_of, wrong_type
+from lockstep.errors import wrong_type
 from lockstep.structures.arrays import describe, to_array
 from lockstep.tree import tree_map
 
@@ -90,7 +90,8 @@ class BaseDataElement:
             AttributeError: the name is a field of the other kind, or a method.
             ValueError: `field_type` is neither "data" nor "metainfo".
         """
-        require_one_of("field_type", field_type, ("data", "metainfo"))
+        if field_type not in ("data", "metainfo"):
+            raise ValueError(f"`field_type` must be 'data' or 'metainfo', but is {field_type!r}")
         if dtype is not None and not isinstance(value, dtype):
             raise TypeError(f"`{name}` must be of {dtype}, but is {describe(value)} of {type(value)}")
         if self._has_property(name):
