@@ -308,6 +308,11 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path, changes, error, say
         complete(tmp_path, **changes)
 
 
+def test_what_is_missing_is_missing_in_the_call_of_the_runner():
+    with pytest.raises(TypeError, match=r"^Runner\(\) missing 1 required positional argument: 'work_dir'"):
+        Runner(torch.nn.Linear(1, 1))
+
+
 @ranks(2)
 @pytest.mark.parametrize(
     ("changes", "error", "says"),

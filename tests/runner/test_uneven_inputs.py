@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.dataset import build_dataloader
 from lockstep.dist import barrier, get_rank, get_world_size
@@ -122,3 +123,20 @@ def test_training_with_validations_in_between_is_the_same_under_ddp_and_fsdp(tmp
         metrics.append(runner.last_evaluation.metrics)
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)
     assert metrics[0]["count"] == 9
+
+
+class Broken(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 5:
+            raise KeyError("image_5.png")
+        return X[0]
+
+
+def test_an_error_in_a_worker_ends_the_workers_at_once():
+    before = set(active_children())
+    with pytest.raises(KeyError, match="image_5"):
+        list(Passes(DataLoader(Broken(), batch_size=2, num_workers=2, multiprocessing_context="fork")).turns())
+    assert set(active_children()) <= before  # although the error still holds their iterator

@@ -233,6 +233,9 @@ def test_states_that_do_not_fit_are_refused_by_name():
         ConfigError, match=r"which has 1, but 'first.weight', 'late.weight' are in two groups here and are not there"
     ):
         parts(["first", "late"])[0].load_state(optim_state=one)
+    of_sgd = {"state": {}, "param_groups": [{"lr": 0.1, "momentum": 0, "params": ["first.weight", "first.bias"]}]}
+    with pytest.raises(ConfigError, match=r"of the kind whose .* its groups have 'betas', .* 'momentum'"):
+        parts(["first"])[0].load_state(optim_state=of_sgd)
     strategy, model, wrapper = parts(["first"])
     wrapper.param_groups[0]["params"] += list(model.late.parameters())
     with pytest.raises(ConfigError, match=r"which has 2, but 'first.weight', 'late.weight' are in one group here"):

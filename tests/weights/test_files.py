@@ -140,6 +140,12 @@ class Harm:
         return os.system, (f"touch {self.path}",)
 
 
+def test_a_text_is_refused_without_torchs_advice_to_run_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.pth").write_text("not weights")
+    with pytest.raises(ConfigError, match=r"notes\.pth must be a file .* cannot be read: Unsupported operand 110$"):
+        load_checkpoint(nn.Linear(1, 1), tmp_path / "notes.pth")
+
+
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("where", ["beside", "among"])
 def test_code_in_a_file_does_not_run(new: bool, where: str, tmp_path: Path) -> None:
@@ -156,6 +162,7 @@ def test_code_in_a_file_does_not_run(new: bool, where: str, tmp_path: Path) -> N
     ("content", "says"),
     [
         ({}, "it is an empty dict"),
+        (nn.Linear(1, 1), "it is an object of another class, such as a whole model. Save its state_dict"),
         ({"state_dict": {}}, "it has the keys 'state_dict'"),
         ({"epoch": 3, "net": nn.Linear(1, 1).state_dict()}, "it has the keys 'epoch', 'net'"),
         ([torch.ones(2)], "it is a list"),

@@ -32,10 +32,10 @@ def require_checkpoint(directory: Location) -> None:
         ConfigError: it is not.
     """
     if not (is_checkpoint(directory) or is_there(directory / MANIFEST_FILE)):
-        raise ConfigError(
-            f"a checkpoint must be a directory with {MANIFEST_FILE} in it, but "
-            f"{directory} {'has none' if directory.is_dir() else 'does not exist'}"
-        )
+        what = "has none" if directory.is_dir() else "does not exist"
+        if directory.is_file():
+            what = "is a file. Weights alone are loaded by `load_from` with resume=False"
+        raise ConfigError(f"a checkpoint must be a directory with {MANIFEST_FILE} in it, but {directory} {what}")
 
 
 def check(directory: Location) -> Manifest | None:

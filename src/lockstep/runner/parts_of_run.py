@@ -26,7 +26,11 @@ def taking(
         def init(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
             if (unknown := unknown_argument(kwargs)) is not None:
                 raise unknown
-            method(self, arguments(*args, **kwargs))
+            try:
+                given = arguments(*args, **kwargs)
+            except TypeError as error:  # Python names the class of the arguments
+                raise TypeError(str(error).replace("RunnerArguments.__init__()", "Runner()")) from None
+            method(self, given)
 
         return init
 

@@ -123,17 +123,23 @@ class Passes:
         """Yield the turns of one pass, beginning at `begin`."""
         self._begin = begin
         batches, amounts, first = self._opened(begin)
-        if self._world_size > 1 and (amounts is None or len(set(amounts)) > 1):
-            yield from self._turns_in_step(batches, amounts, first)
-            return
-        amount = None if amounts is None else amounts[self._rank]
-        size, full = (0, 0) if amount is None else (amount.batch_size, amount.samples // amount.batch_size)
-        for index, batch in enumerate(batches, start=first):
-            if index < full:
-                samples = size
-            else:
-                samples = int(self._count(batch)) if amount is None else amount.size_of(index)
-            yield Turn(batch, samples, samples, True)
+        try:
+            if self._world_size > 1 and (amounts is None or len(set(amounts)) > 1):
+                yield from self._turns_in_step(batches, amounts, first)
+                return
+            amount = None if amounts is None else amounts[self._rank]
+            size, full = (0, 0) if amount is None else (amount.batch_size, amount.samples // amount.batch_size)
+            for index, batch in enumerate(batches, start=first):
+                if index < full:
+                    samples = size
+                else:
+                    samples = int(self._count(batch)) if amount is None else amount.size_of(index)
+                yield Turn(batch, samples, samples, True)
+        except Exception:
+            if not getattr(self._loader, "persistent_workers", False):
+                # Else its workers live as long as the error is held, and then take torch five seconds each to end.
+                getattr(batches, "_shutdown_workers", _nothing)()
+            raise
 
     def position(self, epoch: int, turns: int) -> dict[str, Any]:
         """Return the position after `turns` turns of an epoch, in JSON values and the same on every rank.

@@ -25,6 +25,8 @@ from lockstep.tree import tree_map
 # Keys of every state of the optimizers for which `first_state` does not work.
 _ALWAYS: Mapping[type, set[str]] = {LBFGS: {"func_evals", "n_iter"}, SparseAdam: {"step", "exp_avg", "exp_avg_sq"}}
 # Options that say how an update is computed, not which update.
+# Options that tell one kind of optimizer from another.
+_TELLING = frozenset(("alpha", "betas", "etas", "lambd", "lr_decay", "max_iter", "momentum", "rho"))
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 
@@ -73,6 +75,8 @@ def write_optim_state(core: nn.Module, optimizers: Iterable[Optimizer], state: O
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     own = [group for optimizer in optimizers for group in _names_by_group(optimizer, names)]
     refuse(find_strangers(parameters, own, state))
+    if not state["state"]:  # else its entries tell which kind has saved them
+        _check_kind((group for _, group in groups), state["param_groups"])
     options = match_groups([group for _, group in groups], own, state["param_groups"])
     for (optimizer, _), group_names, merged in zip(groups, own, options, strict=True):
         refuse(find_misfit(optimizer, merged, parameters, {name: entries.get(name) for name in group_names}))
@@ -171,6 +175,21 @@ def match_groups(
         taken |= by_saved
         matched.append(merge_options(group, options_of(saved[next(iter(by_saved))]) if by_saved else {}))
     return matched
+
+
+def _check_kind(groups: Iterable[Mapping[str, Any]], saved: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse the options of an optimizer of another kind, whose learning rates would be taken."""
+    here, there = ({name for group in each for name in _TELLING & group.keys()} for each in (groups, saved))
+    if here and there and here != there:
+        raise ConfigError(
+            f"the optimizer must be of the kind whose state is loaded, but its groups have {_quoted(here)}, and those "
+            f"that were saved {_quoted(there)}. Resume with the optimizer that was saved, or load the weights alone, "
+            "by `load_from` with resume=False"
+        )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return listed(map(repr, sorted(names)))
 
 
 def find_strangers(

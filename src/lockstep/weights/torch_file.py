@@ -57,6 +57,8 @@ def _unpickled(location: Location) -> Any:
             return _load(file)
     except Exception as error:  # torch.load raises almost any error for a file that is not a pickle
         why = f"{type(error).__name__}: {error}".rstrip(": ")
+        if "weights_only" in why:  # torch goes on to say how to run what is in the file
+            why = next((line for line in why.split("\n") if line.startswith("Unsupported")), type(error).__name__)
         raise ConfigError(
             f"{location} must be a file that torch.save has written, but cannot be read: {why}"
         ) from error
@@ -85,6 +87,8 @@ def _state_in(content: Any, location: Location) -> dict[str, Tensor]:
         if values and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in values.items()):
             return values
     what = "is a " + type(content).__name__
+    if isinstance(content, _Empty):
+        what = "is an object of another class, such as a whole model. Save its state_dict()"
     if isinstance(content, Mapping):
         what = f"has the keys {listed(map(repr, content), most=6)}" if content else "is an empty dict"
     raise ConfigError(
