@@ -25,7 +25,7 @@ from lockstep.cli.options import (
     rank_option,
 )
 from lockstep.config import Config, ResolvedConfig
-from lockstep.errors import TopologyError, counted
+from lockstep.errors import ConfigError, TopologyError, counted
 from lockstep.launch import JobSpec, launch
 from lockstep.launch.loading import loading_torch
 from lockstep.launch.notices import say
@@ -169,6 +169,11 @@ class Test(Job):
 
     def complete(self, cfg: Config) -> None:
         """Set the weights to load."""
+        if "://" not in self.checkpoint and not Path(self.checkpoint).exists():  # said without importing torch
+            raise ConfigError(
+                "`--checkpoint` must be a checkpoint, or a folder or a file of weights, but "
+                f"{self.checkpoint} does not exist"
+            )
         from lockstep.weights import check_weights, locate  # imports torch
 
         place = locate(self.checkpoint)
