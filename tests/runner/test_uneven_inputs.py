@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from multiprocessing import active_children
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -140,3 +143,25 @@ def test_an_error_in_a_worker_ends_the_workers_at_once():
     with pytest.raises(KeyError, match="image_5"):
         list(Passes(DataLoader(Broken(), batch_size=2, num_workers=2, multiprocessing_context="fork")).turns())
     assert set(active_children()) <= before  # although the error still holds their iterator
+
+
+SCRIPT = """
+    import torch
+    from torch.utils.data import DataLoader
+    from lockstep import Runner
+
+    class Net(torch.nn.Linear):
+        def forward(self, x):
+            raise ValueError("no such layer")
+
+    if __name__ == "__main__":
+        loader = DataLoader(torch.ones(8, 2), batch_size=2, num_workers=2, persistent_workers=True)
+        Runner(Net(2, 1), "work", train_dataloader=loader, train_cfg=dict(max_epochs=1), visualizer=[]).train()
+"""
+
+
+def test_an_error_is_the_last_word_although_workers_persist(tmp_path):
+    (tmp_path / "train.py").write_text(dedent(SCRIPT))
+    ended = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ValueError: no such layer\n(rank 0 of 1, after 0 iterations)\n")

@@ -96,6 +96,7 @@ def _end_at_exit() -> None:
 
 
 def _end_workers() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a worker that a signal ends
     for patience in _SECONDS_TO_END:
         workers = [process for process in active_children() if process.daemon]
         for process in workers:
