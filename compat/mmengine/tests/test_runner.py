@@ -138,3 +138,26 @@ def test_an_error_of_the_model_is_not_hidden(cfg):
     runner = Runner.from_cfg({**cfg, "model": {"type": "Broken"}})
     with pytest.raises(AttributeError, match="no_such_layer"):
         runner.model  # noqa: B018 - raises
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_file())
+
+
+def test_checkpoints_are_written_as_files_too(cfg, tmp_path):
+    hook = {"type": "CheckpointHook", "interval": 1, "max_keep_ckpts": 1, "as_files": True}
+    Runner.from_cfg({**cfg, "default_hooks": {"checkpoint": hook}}).train()
+    assert names_in(tmp_path) == ["epoch_2.pth", "last_checkpoint"]
+    content = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
+    assert content["meta"]["epoch"] == 2
+    destroy_dist()
+    longer = {**cfg, "train_cfg": {"by_epoch": True, "max_epochs": 3}, "resume": True}
+    resumed = Runner.from_cfg(longer)
+    resumed.train()
+    assert resumed.run.resume_from is not None  # from the checkpoint, which says more than the file
+    destroy_dist()
+    from_file = Runner.from_cfg({**longer, "load_from": str(tmp_path / "epoch_2.pth")})
+    from_file.train()
+    assert (resumed.iter, from_file.iter) == (12, 12)
+    for one, other in zip(resumed.model.parameters(), from_file.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)

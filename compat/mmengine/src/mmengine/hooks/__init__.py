@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lockstep.hooks import (
-    CheckpointHook,
     DistSamplerSeedHook,
     EarlyStoppingHook,
     EmptyCacheHook,
@@ -14,6 +13,7 @@ from lockstep.hooks import (
     RuntimeInfoHook,
     SyncBuffersHook,
 )
+from mmengine.hooks.checkpoint_hook import CheckpointHook
 from mmengine.hooks.ema_hook import EMAHook
 from mmengine.hooks.logger_hook import LoggerHook
 from mmengine.hooks.naive_visualization_hook import NaiveVisualizationHook

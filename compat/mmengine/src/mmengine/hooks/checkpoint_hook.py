@@ -1,0 +1,59 @@
+"""`CheckpointHook`: lockstep's, which can also write each checkpoint as MMEngine's file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lockstep.hooks
+from lockstep.checkpoint import is_checkpoint
+from lockstep.runner.run import TrainRun
+from mmengine.registry import HOOKS
+from mmengine.runner.exporting import export_checkpoint
+
+__all__ = ["CheckpointHook"]
+
+_logger = logging.getLogger(__name__)
+
+
+@HOOKS.register_module()
+@dataclass(eq=False, repr=False)
+class CheckpointHook(lockstep.hooks.CheckpointHook):
+    """Save the model, the optimizer and the progress of training; see `lockstep.hooks.CheckpointHook`.
+
+    Args:
+        as_files: beside each checkpoint, write a file of its name into the work_dir, as in `epoch_1.pth`, from which
+            MMEngine resumes. A file is removed as soon as its checkpoint has been. The file `last_checkpoint` names the
+            checkpoint, from which a run here resumes.
+
+    **Cost**: of `as_files`, rank 0 reads the checkpoint and writes the file, while the others wait.
+    """
+
+    as_files: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._files: list[str] = []
+
+    def _write(self, runner: TrainRun, name: str, end: Callable[[bool], None], **how: Any) -> None:
+        def end_with_file(is_complete: bool) -> None:
+            end(is_complete)
+            if is_complete and self.as_files and runner.rank == 0:
+                self._write_file(runner, name)
+
+        super()._write(runner, name, end_with_file, **how)
+
+    def _write_file(self, runner: TrainRun, name: str) -> None:
+        file = runner.work_dir / f"{name}.pth"
+        try:
+            export_checkpoint(self._folder(runner) / name, file)
+        except OSError as error:
+            if self.on_save_error == "raise":
+                raise
+            _logger.warning("%s could not be written, and training goes on without it: %s", file, error)
+        self._files = [*(one for one in self._files if one != name), name]
+        for old in [one for one in self._files if not is_checkpoint(self._folder(runner) / one)]:
+            (runner.work_dir / f"{old}.pth").unlink(missing_ok=True)
+            self._files.remove(old)
