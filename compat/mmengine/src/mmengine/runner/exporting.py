@@ -19,7 +19,7 @@ from mmengine.version import __version__
 __all__ = ["export_checkpoint"]
 
 
-def export_checkpoint(checkpoint: str | Path, filename: str | Path) -> None:
+def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
     """Write a checkpoint of lockstep as a file from which MMEngine, or another `Runner` of this package, resumes.
 
     It has the weights, averaged ones as `EMAHook` keeps them, the optimizer's state, the schedules, the epoch and the
