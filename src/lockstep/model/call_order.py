@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist import all_gather, get_world_size
 from lockstep.dist.consistency import check_mode
-from lockstep.dist.watch.calls import ranks_in_words, unlike_most
-from lockstep.errors import PeerError, caused_by
+from lockstep.dist.watch.calls import unlike_most
+from lockstep.errors import PeerError, caused_by, ranks_in_words
 
 # After the first passes of each kind, every fiftieth is compared.
 _EVERY = 50

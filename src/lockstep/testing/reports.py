@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from textwrap import indent
 from typing import Literal, TypeAlias
 
+from lockstep.errors import ranks_in_words
+
 Kind: TypeAlias = Literal["died", "raised", "leaked", "hung"]
 
 # A rank that died makes its peers fail, and one that raised leaves them waiting: so causes come first.
@@ -113,13 +115,9 @@ def _leaks_told(reports: Sequence[RankReport]) -> list[str]:
         return []
     all_ranks = [report.rank for report in reports]
     if len(ranks_by_leak) == 1:
-        return [f"{_ranks(all_ranks)} leaked: {next(iter(ranks_by_leak))}"]
-    lines = [f"- {leak} ({_ranks(ranks)})" for leak, ranks in ranks_by_leak.items()]
-    return [f"{_ranks(all_ranks)} leaked", *lines]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        return [f"{ranks_in_words(all_ranks)} leaked: {next(iter(ranks_by_leak))}"]
+    lines = [f"- {leak} ({ranks_in_words(ranks)})" for leak, ranks in ranks_by_leak.items()]
+    return [f"{ranks_in_words(all_ranks)} leaked", *lines]
 
 
 def _what_happened(report: RankReport) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from lockstep.errors import ranks_in_words
 from lockstep.masking import mask_text, mask_value
 from lockstep.version import __version__
 
@@ -73,23 +74,6 @@ def examined(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
         except (AttributeError, OSError) as error:  # other systems lack some of it
             found.append(Finding(name, f"could not be found out: {error}", "warning"))
     return found
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks in words, neighbours as a range.
-
-    Example:
-        >>> ranks_in_words([3]), ranks_in_words([0, 1, 2, 5])
-        ('rank 3', 'ranks 0-2, 5')
-    """
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    shown = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def print_table(title: str, findings: Sequence[Finding], ranks: int = 1) -> None:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as torch_dist
 
 from lockstep.cli.doctor import by_torch
-from lockstep.cli.doctor.finding import Finding, Status, joined, ranks_in_words
+from lockstep.cli.doctor.finding import Finding, Status, joined
 from lockstep.cli.doctor.machine import affinity, installed, usable_cores
 from lockstep.dist import all_gather_object, broadcast_object, get_dist_info
-from lockstep.errors import counted
+from lockstep.errors import counted, ranks_in_words
 from lockstep.version import __version__
 
 _VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_LAUNCH_BLOCKING", "LOCKSTEP_CHECK", "OMP_NUM_THREADS")

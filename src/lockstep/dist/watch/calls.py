@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lockstep.errors import CollectiveMismatchError
+from lockstep.errors import CollectiveMismatchError, ranks_in_words
 
 _KEPT = 2**14  # calls; a power of two
 _MARGIN = 256  # calls that this rank may make while its record is being read
@@ -248,11 +248,6 @@ def unlike_most(values: Mapping[int, Hashable]) -> list[int]:
         keys_of.setdefault(value, []).append(key)
     usual = max(keys_of.values(), key=len)  # of several, the first
     return sorted(set(values) - set(usual))
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ``rank 1``, or ``ranks 0, 2``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def grouped(lines: Mapping[int, str]) -> str:

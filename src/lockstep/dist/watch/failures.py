@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from lockstep.dist.groups import Comm, known_groups, resolve
-from lockstep.dist.watch.calls import Failure, ranks_in_words
+from lockstep.dist.watch.calls import Failure
 from lockstep.dist.watch.watch import current_watch, interrupt
 from lockstep.dist.watch.words import Absent, lines_of
 from lockstep.errors import (
@@ -17,6 +17,7 @@ from lockstep.errors import (
     DistError,
     PeerError,
     caused_by,
+    ranks_in_words,
 )
 
 _SECONDS_TO_FIND = 1.9  # those that are asked have a little less

@@ -32,9 +32,9 @@ import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
 from lockstep.dist.groups import Comm, known_groups
-from lockstep.dist.watch.calls import Calls, Failure, Record, ranks_in_words, short_path
+from lockstep.dist.watch.calls import Calls, Failure, Record, short_path
 from lockstep.dist.watch.words import Absent, described, lines_of, name_of, records_of
-from lockstep.errors import PEER_IS_GONE, DistError
+from lockstep.errors import PEER_IS_GONE, DistError, ranks_in_words
 
 _TICK_SECONDS = 0.25
 _RANKS_PER_TICK = 200  # more ranks ask less often, so that the store has as much to do
