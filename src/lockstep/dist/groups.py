@@ -152,6 +152,11 @@ def known_groups() -> list[Comm]:
     return []
 
 
+def recorded_groups() -> list[tuple[Comm, Calls]]:
+    """Return the groups of several ranks that are alive, with the record of their calls; any thread may ask."""
+    return [(x, x.calls) for x in known_groups() if x.calls is not None and x.pg is not None and x.size > 1]
+
+
 def forget_groups() -> None:
     """Drop what is known about groups; their process groups are being destroyed."""
     _resolved.clear()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from lockstep.dist.groups import known_groups
+from lockstep.dist.groups import known_groups, recorded_groups
 from lockstep.dist.watch.calls import Failure, Record
 from lockstep.dist.watch.watch import POLL_SECONDS, Watch, interrupt, take_watch
 from lockstep.dist.watch.words import described, described_if_different, records_of
@@ -43,16 +43,16 @@ class _LastComparison:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._comms = [x for x in known_groups() if x.calls is not None and x.pg is not None and x.size > 1]
+        self._groups = recorded_groups()
 
     def compare(self) -> Failure | None:
         """Compare the calls of all ranks for the last time; return how they differ, if they do."""
         error = sys.exception() or getattr(sys, "last_value", None)
         if error is not None:
             self._watch.error = f"{type(error).__name__}: {error}".partition("\n")[0]
-        has_failed = error is not None or any(comm.calls is not None and comm.calls.has_failed for comm in self._comms)
+        has_failed = error is not None or any(calls.has_failed for _, calls in self._groups)
         failure = self._failure()
-        self._watch.end_thread()
+        self._watch.stop()
         self._watch.store.set(f"state/{self._watch.rank}", json.dumps(self._watch.state(ended=True)))
         self._watch.store.set(f"done/{self._watch.rank}", "failed" if has_failed or failure is not None else "")
         if error is not None:
@@ -62,7 +62,7 @@ class _LastComparison:
         try:
             if has_failed or failure is not None:
                 return None if has_failed else failure
-            if not self._comms:
+            if not self._groups:
                 if self._watch.rank == _JUDGE:
                     self._watch.store.set("verdict", "")
                 return None
@@ -74,11 +74,10 @@ class _LastComparison:
 
     def _failure(self) -> Failure | None:
         """Return why a group can't be used further, if this rank has heard of it."""
-        for comm in self._comms:
-            if comm.calls is not None and comm.calls.failure is None:
-                self._watch.hear_of_failure(comm, comm.calls)
-        failures = [comm.calls.failure for comm in self._comms if comm.calls is not None]
-        return next((failure for failure in failures if failure is not None), None)
+        for comm, calls in self._groups:
+            if calls.failure is None:
+                self._watch.hear_of_failure(comm, calls)
+        return next((calls.failure for _, calls in self._groups if calls.failure is not None), None)
 
     def _linger(self) -> None:
         """Let the others read what they need: the store may end with this process."""
@@ -137,7 +136,7 @@ class _LastComparison:
         states = {rank: self._watch.last_word(rank) for rank in ended} | {
             self._watch.rank: self._watch.state(ended=True)
         }
-        for comm in self._comms:
+        for comm, _ in self._groups:
             if (difference := described_if_different(comm, records_of(comm, states))) is not None:
                 return difference
         return None
@@ -145,11 +144,10 @@ class _LastComparison:
     def _awaited(self, ranks: Sequence[int]) -> Failure | None:
         """Return what some ranks wait for that this one, which ends, never calls."""
         states = self._watch.ask(ranks)
-        for comm in self._comms:
-            assert comm.calls is not None
+        for comm, calls in self._groups:
             for rank, record in records_of(comm, states).items():
-                if record.waiting > comm.calls.number and comm.ranks[rank] != self._watch.rank:
-                    records = {rank: record, comm.rank: Record(comm.calls.export())}
+                if record.waiting > calls.number and comm.ranks[rank] != self._watch.rank:
+                    records = {rank: record, comm.rank: Record(calls.export())}
                     failure = described(comm, dict(sorted(records.items())), {comm.rank: ""})
                     self._watch.declare(comm, failure)
                     return failure

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
-from lockstep.dist.groups import Comm, known_groups
+from lockstep.dist.groups import Comm, recorded_groups
 from lockstep.dist.watch.calls import Calls, Failure, Record, short_path
 from lockstep.dist.watch.words import Absent, described, lines_of, name_of, records_of
 from lockstep.errors import PEER_IS_GONE, DistError, ranks_in_words
@@ -118,9 +118,9 @@ class Watch:
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._answered = 0
         self._lock = threading.RLock()
-        self._looked: dict[str, tuple[float, float]] = {}  # for each group: begin of a wait, seconds to the next look
         self._beat = _heartbeat_seconds()
-        self._next_beat: dict[str, tuple[float, float]] = {}
+        # For each group: when a wait began, and after how many seconds of it to look and to warn.
+        self._waits: dict[str, tuple[float, float, float]] = {}
         self._compared = time.monotonic()
         self._doubts: set[tuple[str, int]] = set()
         self._who: dict[int, dict[str, Any]] = {}
@@ -138,12 +138,8 @@ class Watch:
         return self._default == id(default)
 
     def stop(self) -> None:
-        """End the thread."""
-        atexit.unregister(self.stop)
-        self.end_thread()
-
-    def end_thread(self) -> None:
         """End the thread, after what it does at present."""
+        atexit.unregister(self.stop)
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(2.0)
@@ -153,9 +149,8 @@ class Watch:
         with suppress(Exception):  # the store is gone, and so is the job
             while not self._stop.wait(tick):
                 self._answer()
-                for comm in known_groups():
-                    if comm.calls is not None and comm.size > 1:
-                        self._look(comm, comm.calls)
+                for comm, calls in recorded_groups():
+                    self._look(comm, calls)
                 if time.monotonic() - self._compared > _SECONDS_TO_COMPARE:
                     self._compared = time.monotonic()
                     self._compare()
@@ -164,13 +159,9 @@ class Watch:
 
     def state(self, *, ended: bool = False) -> dict[str, Any]:
         """Return what this rank does."""
-        groups = {}
-        for comm in known_groups():
-            if comm.calls is not None and comm.pg is not None:
-                groups[name_of(comm)] = comm.calls.export()
         return {
             "asks": self._answered,
-            "groups": groups,
+            "groups": {name_of(comm): calls.export() for comm, calls in recorded_groups()},
             "stack": [] if ended else _stack(),
             "ended": ended,
             "error": self.error,
@@ -184,9 +175,9 @@ class Watch:
                 self._answered += 1
             if self._answered == before:
                 return
-            for comm in known_groups():
-                if comm.calls is not None and comm.calls.failure is None:
-                    self.hear_of_failure(comm, comm.calls)
+            for comm, calls in recorded_groups():
+                if calls.failure is None:
+                    self.hear_of_failure(comm, calls)
             self.store.set(f"state/{self.rank}", json.dumps(self.state()))
 
     def hear_of_failure(self, comm: Comm, calls: Calls) -> None:
@@ -197,7 +188,7 @@ class Watch:
             if calls.waiting and threading.current_thread() is self._thread:
                 interrupt(comm)
 
-    def ask(self, ranks: Iterable[int], seconds: float = _SECONDS_TO_ANSWER) -> dict[int, dict[str, Any] | None]:
+    def ask(self, ranks: Iterable[int]) -> dict[int, dict[str, Any] | None]:
         """Return what some ranks do, by rank in the default group; None for one that does not answer."""
         waiting = {}
         answers: dict[int, dict[str, Any] | None] = {}
@@ -207,7 +198,7 @@ class Watch:
                 number = self.store.add(f"asks/{rank}", 1)
                 self.store.set(f"asked/{rank}/{number - 1}", "")
                 waiting[rank] = number
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _SECONDS_TO_ANSWER
         while waiting and time.monotonic() < deadline:
             self._answer()  # somebody may be asking this rank
             for rank, number in list(waiting.items()):
@@ -281,9 +272,8 @@ class Watch:
 
     def _compare(self) -> None:
         """Compare the calls so far with those of the first rank of each group."""
-        for comm in known_groups():
-            calls = comm.calls
-            if calls is None or comm.size < 2 or calls.failure is not None or comm.pg is None:
+        for comm, calls in recorded_groups():
+            if calls.failure is not None:
                 continue
             key = f"same/{name_of(comm)}"
             if comm.rank == 0:
@@ -309,26 +299,21 @@ class Watch:
         if not number:
             return
         seconds = time.monotonic() - since
-        begun, due = self._looked.get(name, (0.0, 0.0))
+        begun, due, beat = self._waits.get(name, (0.0, 0.0, 0.0))
         if begun != since:
-            due = _SECONDS_TO_LOOK
-            self._next_beat[name] = (since, self._beat)
-        if seconds >= due:
-            due *= 2
-            if self._is_first(f"look/{name}/{calls.resets}/{number}/{due}"):
-                self._find_mismatch(comm, calls, number)
-        self._looked[name] = (since, due)
-        beat = self._next_beat[name][1]
-        if seconds >= beat:
-            self._next_beat[name] = (since, 2 * beat)
-            if calls.waiting == number and self._is_first(f"beat/{name}/{calls.resets}/{number}/{beat}"):
-                absent = self.find_absent(comm, calls, number)
-                if calls.waiting == number and absent:
-                    who = ranks_in_words([one.rank for one in absent])
-                    _logger.warning(
-                        "waiting %.0f s for %s of %s in %s\n%s",
-                        seconds, who, comm.name, calls.call(number), lines_of(absent),
-                    )  # fmt: skip
+            due, beat = _SECONDS_TO_LOOK, self._beat
+        looks, warns = seconds >= due, seconds >= beat
+        self._waits[name] = (since, 2 * due if looks else due, 2 * beat if warns else beat)
+        if looks and self._is_first(f"look/{name}/{calls.resets}/{number}/{2 * due}"):
+            self._find_mismatch(comm, calls, number)
+        if warns and calls.waiting == number and self._is_first(f"beat/{name}/{calls.resets}/{number}/{beat}"):
+            absent = self.find_absent(comm, calls, number)
+            if calls.waiting == number and absent:
+                who = ranks_in_words([one.rank for one in absent])
+                _logger.warning(
+                    "waiting %.0f s for %s of %s in %s\n%s",
+                    seconds, who, comm.name, calls.call(number), lines_of(absent),
+                )  # fmt: skip
 
     def _is_first(self, key: str) -> bool:
         return bool(self.store.add(key, 1) == 1)
