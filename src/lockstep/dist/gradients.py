@@ -32,7 +32,7 @@ from lockstep.dist.header import (
     require_no_failure,
 )
 from lockstep.dist.reduce_ops import reduction
-from lockstep.dist.watch.calls import unlike_most
+from lockstep.dist.watch.calls import grouped, unlike_most
 from lockstep.errors import CollectiveMismatchError, DistError
 
 Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -202,9 +202,7 @@ def _wish(inputs: Sequence[Tensor]) -> int:
 
 def _mismatch(calls: Sequence[str], wishes: Sequence[int], comm: Comm) -> CollectiveMismatchError:
     words = {_NO_GRADIENT: "", _GRADIENT: ", which requires grad", _GRAD_MODE_OFF: ", under no_grad"}
-    table = "\n".join(
-        f"  rank {rank}: {call}{words[wish]}" for rank, (call, wish) in enumerate(zip(calls, wishes, strict=True))
-    )
+    table = grouped({rank: call + words[wish] for rank, (call, wish) in enumerate(zip(calls, wishes, strict=True))})
     kinds = [(call, wish == _GRAD_MODE_OFF) for call, wish in zip(calls, wishes, strict=True)]
     return CollectiveMismatchError(
         f"with sync_grads all ranks must make the same call, all of them under no_grad or none, but call\n{table}",

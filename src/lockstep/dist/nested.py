@@ -9,9 +9,9 @@ from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from math import prod
-from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.consistency import check_call, report_refusals
 from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
-from lockstep.dist.groups import Comm, GroupLike, resolve
+from lockstep.dist.groups import Comm, GroupLike, is_int, resolve
 from lockstep.dist.header import (
     TENSOR_HEADER_BYTES,
     TENSOR_ROOM_BYTES,
@@ -245,7 +245,7 @@ def sync_random_seed(
     check_call("sync_random_seed", comm)
     # 31 bits: accepted by the generators of numpy and Python, and by data loaders
     agreed = broadcast_packed(secrets.randbelow(2**31) if seed is None else seed, 0, comm)
-    if isinstance(agreed, bool) or not isinstance(agreed, Integral) or not 0 <= int(agreed) < 2**63:
+    if not is_int(agreed) or not 0 <= agreed < 2**63:
         raise ValueError(f"`seed` must be an int from 0 to 2**63 - 1, but is {agreed!r} on rank 0 ({comm.this_rank})")
     return int(agreed)
 
@@ -294,9 +294,9 @@ def _reduce_together(tensors: Sequence[Tensor], name: OpName, comm: Comm) -> Val
 def _as_leaf(reduced: Tensor, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return reduced.clone()
-    if _is_of_numpy(leaf):
+    if isinstance(leaf, np.ndarray | np.generic):
         array = reduced.cpu().numpy().copy()
-        return array if isinstance(leaf, sys.modules["numpy"].ndarray) else array[()]
+        return array if isinstance(leaf, np.ndarray) else array[()]
     return reduced.item()
 
 
@@ -483,18 +483,15 @@ def _mismatch(lines: list[str], comm: Comm) -> CollectiveMismatchError:
 
 
 def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None) -> Tensor:
-    if not isinstance(leaf, Tensor):
-        leaf = _tensor_of(path or "data", leaf)
-    require_tensor(path or "data", leaf)
-    tensor: Tensor = leaf if dtype is None else leaf.detach().to(dtype)
-    return tensor
+    tensor = leaf if isinstance(leaf, Tensor) else _tensor_of(path or "data", leaf)
+    require_tensor(path or "data", tensor)
+    return tensor if dtype is None else tensor.detach().to(dtype)
 
 
 def _tensor_of(path: str, leaf: Any) -> Tensor:
-    if _is_of_numpy(leaf):
-        numpy = sys.modules["numpy"]
+    if isinstance(leaf, np.ndarray | np.generic):
         try:
-            return torch.from_numpy(numpy.array(leaf, dtype=leaf.dtype.newbyteorder("=")))
+            return torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("=")))
         except TypeError as error:
             raise TypeError(
                 f"`{path}` must be an array of numbers that torch knows, but is one of {leaf.dtype}. "
@@ -509,10 +506,3 @@ def _tensor_of(path: str, leaf: Any) -> Tensor:
         f"`{path}` must be a tensor, an array or a number, but is {type(leaf).__name__}. "
         "Other objects go through all_gather_object"
     )
-
-
-def _is_of_numpy(leaf: object) -> bool:
-    """Return whether a leaf is a numpy array or scalar."""
-    # Without importing numpy: if it has not been imported, no leaf can be one.
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, numpy.ndarray | numpy.generic)

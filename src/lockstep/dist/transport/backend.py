@@ -111,7 +111,7 @@ class Transport:
             return self.small.compare(self.pg)
         digest = 0 if self.comm.calls is None else self.comm.calls.digest
         digests = torch.tensor([digest, ~digest], device=self.comm.comm_device)
-        wait_for(self.pg.allreduce([digests], _options(AllreduceOptions, reduceOp=ReduceOp.MAX)), self.comm)
+        wait_for([self.pg.allreduce([digests], _options(AllreduceOptions, reduceOp=ReduceOp.MAX))], self.comm)
         highest, lowest = digests.tolist()
         return bool(highest == ~lowest)
 
@@ -214,7 +214,7 @@ class Transport:
     def _move(self, buffers: HeaderBuffers, collective: Callable[..., Work], *arguments: object) -> None:
         """Move headers by one of the backend's collectives; `arguments` refer to the memory on the group's device."""
         buffers.stage()
-        wait_for(collective(*arguments), self.comm)
+        wait_for([collective(*arguments)], self.comm)
         buffers.fetch()
 
     def _send_and_receive(

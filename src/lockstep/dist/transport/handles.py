@@ -37,7 +37,7 @@ class Handle:
             if isinstance(one, Handle):
                 one.wait(timeout)
             else:
-                wait_for(one, self._comm, timeout)
+                wait_for((one,), self._comm, timeout)
         self._pending = ()
         if self._finish is not None:
             self._finish()
@@ -130,13 +130,8 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
     return None
 
 
-def wait_for(work: Work, comm: Comm, timeout: timedelta | None = None) -> None:
-    """Wait for one piece of work; see `Handle.wait` for what it raises."""
-    wait_for_all((work,), comm, timeout)
-
-
-def wait_for_all(works: Sequence[Work], comm: Comm, timeout: timedelta | None = None) -> None:
-    """Wait for several pieces of work; see `Handle.wait` for what it raises."""
+def wait_for(works: Sequence[Work], comm: Comm, timeout: timedelta | None = None) -> None:
+    """Wait for pieces of work; see `Handle.wait` for what it raises."""
     calls = comm.calls
     if calls is not None:
         calls.since, calls.waiting = monotonic(), calls.number

@@ -13,9 +13,9 @@ from lockstep.device import copy_into
 from lockstep.dist.groups import SOLO, Comm
 from lockstep.dist.reduce_ops import OpName
 from lockstep.dist.transport.backend import SEGMENT_TAG, Check, Transport
-from lockstep.dist.transport.handles import Handle, wait_for_all
+from lockstep.dist.transport.handles import Handle, wait_for
 from lockstep.dist.transport.memory import HeaderBuffers, as_native, copy_all, is_plain_memory
-from lockstep.dist.transport.small import ROOMS, TAG_BITS, room_for
+from lockstep.dist.transport.small import ROOMS, TAG_BITS, SmallReduction, room_for
 from lockstep.dist.transport.two import MOST_BYTES, TwoRanks
 from lockstep.dist.watch.failures import translate_error
 
@@ -50,7 +50,7 @@ class PairwiseCpu(Transport):
         """See `Transport`."""
         room = room_for(data.nbytes, self.comm.size)
         if room is not None and async_op:
-            return self.small.start_reduce(self.pg, data, op, room)
+            return SmallReduction(self.small, self.pg, data, op, room)
         if room is not None:
             self.small.reduce(self.pg, data, op, room)  # also into one rank's: the others learn whether all agree
             return Handle((), self.comm)
@@ -151,7 +151,7 @@ class PairwiseCpu(Transport):
                     refusal = error
         if refusal is not None:
             raise translate_error(refusal, self.comm) from refusal
-        wait_for_all(works, self.comm)
+        wait_for(works, self.comm)
         buffers.in_flight = []
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup, Work
 
 from lockstep.dist.groups import Comm
 from lockstep.dist.reduce_ops import OpName, combine
-from lockstep.dist.transport.handles import Handle, InFlight, PairwiseHandle, wait_for_all
+from lockstep.dist.transport.handles import Handle, InFlight, PairwiseHandle, wait_for
 from lockstep.dist.transport.memory import memmove
 from lockstep.dist.watch.failures import mismatch, translate_error
 from lockstep.dist.watch.watch import interrupt
@@ -110,7 +110,8 @@ class Exchange:
             tag = self._tag if comm.size == 2 else _answer_tag(self.number)
             self._works = [pg.recv(self._received[0].tensors, peer, tag), pg.send(own.tensors, peer, self._tag)]
         except RuntimeError as error:  # gloo refuses to send to a rank that it knows to be gone
-            self._fail_together()
+            if self.collects:
+                interrupt(comm)  # the others wait for this rank
             raise translate_error(error, comm) from error
 
     def finish(self, data: Tensor | None = None, op: OpName = "sum") -> bool:
@@ -119,9 +120,9 @@ class Exchange:
             try:
                 return self._collect(data, op)
             except DistError:
-                self._fail_together()
+                interrupt(self.comm)  # the others wait for this rank
                 raise
-        wait_for_all(self._works, self.comm)
+        wait_for(self._works, self.comm)
         first = self._received[0]
         low, high = _HEAD.unpack_from(first.memory)
         if self.comm.size > 2:
@@ -137,7 +138,7 @@ class Exchange:
         return agrees
 
     def _collect(self, data: Tensor | None, op: OpName) -> bool:
-        wait_for_all(self._works, self.comm)
+        wait_for(self._works, self.comm)
         first = self._received[0]
         heads = [_HEAD.unpack_from(message.memory) for message in self._received]
         digests = [self._digest, *(digest for digest, _ in heads)]
@@ -157,12 +158,8 @@ class Exchange:
             ]
         except RuntimeError as error:
             raise translate_error(error, self.comm) from error
-        wait_for_all(answers, self.comm)
+        wait_for(answers, self.comm)
         return bool(low == high)
-
-    def _fail_together(self) -> None:
-        if self.collects:
-            interrupt(self.comm)  # the others wait for this rank
 
 
 class SmallMessages:
@@ -192,10 +189,6 @@ class SmallMessages:
         """
         if not self._exchange(pg, room, data, op):
             raise mismatch(self._comm, all_know=True)
-
-    def start_reduce(self, pg: ProcessGroup, data: Tensor, op: OpName, room: int) -> Handle:
-        """Start what `reduce` does."""
-        return _SmallReduction(self, pg, data, op, room)
 
     def start_broadcast(self, pg: ProcessGroup, data: Tensor, src: int, room: int) -> Handle:
         """Copy rank `src`'s contiguous tensor of the CPU into every other rank's.
@@ -245,8 +238,8 @@ class SmallMessages:
         self._exchanges[room].append(exchange)
 
 
-class _SmallReduction(PairwiseHandle):
-    """An `Exchange` in flight. It does not keep the group alive."""
+class SmallReduction(PairwiseHandle):
+    """What `SmallMessages.reduce` does, in flight. It does not keep the group alive."""
 
     __slots__ = ("_data", "_error", "_exchange", "_op", "_room", "_small")
 
