@@ -299,12 +299,9 @@ def run_on_main(func: Callable[[], T], group: GroupLike = None) -> T:
 
 def _is_short(data: object, obj: object, group: GroupLike) -> bool:
     """Return whether a call has the form ``all_gather_object(obj, group)``."""
-    return obj is NOT_GIVEN or _is_group(obj) or (obj is None and group is None and not _is_waiting(data))
-
-
-def _is_group(obj: object) -> bool:
-    # torch.distributed.new_group returns this very object to processes that are not in the group.
-    return isinstance(obj, ProcessGroup | DeviceMesh) or obj is GroupMember.NON_GROUP_MEMBER
+    # torch.distributed.new_group returns NON_GROUP_MEMBER to processes that are not in the group.
+    is_group = isinstance(obj, ProcessGroup | DeviceMesh) or obj is GroupMember.NON_GROUP_MEMBER
+    return obj is NOT_GIVEN or is_group or (obj is None and group is None and not _is_waiting(data))
 
 
 def _is_waiting(data: object) -> bool:

@@ -157,9 +157,8 @@ class RankRecord:
     @property
     def is_lost(self) -> bool:
         """Whether something from outside ended or stopped the rank: no error of its own, and no signal of ours."""
-        if self.is_stopped:
-            return True
-        return self.report is None and self.own_status is not None and -self.own_status in _DEADLY
+        was_ended = self.report is None and self.own_status is not None and -self.own_status in _DEADLY
+        return self.is_stopped or was_ended
 
     @property
     def failed_itself(self) -> bool:

@@ -67,9 +67,7 @@ class Membership:
         alive = {node for node in range(1, self._most) if self._is_alive(node, now)}
         here = {0, *(node for node in alive if attempt.check([f"node_{node}"]))}
         late = alive - here
-        if is_first and now < begun + _SECONDS_FOR_MORE:
-            late = set(range(self._most)) - here
-        if len(here) < self._least:
+        if len(here) < self._least or (is_first and now < begun + _SECONDS_FOR_MORE):
             late = set(range(self._most)) - here
         if late:
             return f"node {', '.join(map(str, sorted(late)))}"

@@ -102,9 +102,8 @@ class RankProcesses:
         """
         deadline = time.monotonic() + seconds
         while running := [record for record in self.records if record.status is None]:
-            if not for_reported and all(record.report is not None for record in running):
-                return False
-            if time.monotonic() > deadline:
+            only_reported = all(record.report is not None for record in running)
+            if time.monotonic() > deadline or (only_reported and not for_reported):
                 return False
             time.sleep(_POLL_SECONDS)
             for record in running:

@@ -143,11 +143,9 @@ def backend_errors_translated() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
-        if isinstance(error, DistError) or not any(words in text for words in (*PEER_IS_GONE, *_SILENT)):
-            raise
-        comm = resolve()
-        if comm.size == 1:
+        text, comm = str(error), resolve()
+        is_of_peer = any(words in text for words in (*PEER_IS_GONE, *_SILENT))
+        if isinstance(error, DistError) or not is_of_peer or comm.size == 1:
             raise
         translated = translate_error(error, comm, is_of_torch=True)
         # What torch has queued would wait for the timeout: here at the end of the process, and on ranks that are no

@@ -81,7 +81,7 @@ def start_watch() -> None:
     default = GroupMember.WORLD
     if default is None or default.size() < 2 or torch_dist.get_backend(default) == "fake":
         return
-    if _watch is not None and _watch.is_of(default):
+    if _watch is not None and _watch.default == id(default):
         return
     if _watch is not None:
         _watch.stop()
@@ -105,13 +105,14 @@ class Watch:
     """What this rank knows about the others, and tells them.
 
     Attributes:
+        default: `id` of the default group.
         error: with which this rank ends.
         is_cut_off: whether the store has not answered.
         looks_for_others: whether a collective has failed here, because of another rank: this one is not late.
     """
 
     def __init__(self, default: ProcessGroup) -> None:
-        self._default = id(default)
+        self.default = id(default)
         self.rank, self.size = default.rank(), default.size()
         self.store = side_store()
         self.store.set_timeout(timedelta(seconds=_SECONDS_OF_STORE))
@@ -132,10 +133,6 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
-
-    def is_of(self, default: ProcessGroup) -> bool:
-        """Return whether this is the watch of a default group."""
-        return self._default == id(default)
 
     def stop(self) -> None:
         """End the thread, after what it does at present."""
