@@ -206,14 +206,14 @@ def require_known(name: str, given: Iterable[str], known: Collection[str]) -> No
             raise ConfigError(f"`{name}` has the unknown key {key!r}{did_you_mean(str(key), known)}")
 
 
-def require_count(name: str, value: object) -> None:
+def require_count(name: str, value: object, least: int = 1) -> None:
     """Check an argument that is a number of things.
 
     Raises:
-        ConfigError: it is not an int of at least 1.
+        ConfigError: it is not an int of at least `least`.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"`{name}` must be an int of at least {least}, but is {value!r}")
 
 
 def require_one_of(name: str, value: object, choices: Sequence[object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ class FindBatchSize(Job):
         with loading_torch(f"loading torch to search a batch size for {self.config}"):
             cfg = self.read()
             from lockstep.lint import check_config  # imports torch
-            from lockstep.runner.batch_size_finder import as_json, batch_size_in, search_batch_size
+            from lockstep.runner.batch_size_finder import TrialRanks, batch_size_in, search_sizes
             from lockstep.runner.start import make_folder
             from lockstep.weights.writing import read_size
 
@@ -61,18 +62,11 @@ class FindBatchSize(Job):
         start = batch_size_in(cfg)
         make_folder(Path(cfg.work_dir))
         print("batch size per rank")
-        found = search_batch_size(
-            _OfJob(asdict(self)),
-            nproc=self.nproc or 1,
-            start=start,
-            max_batch_size=self.max_batch_size,
-            bisect=self.bisect,
-            updates=self.updates,
-            memory=memory,
-            on_trial=_print_trial,
-        )
+        nproc = self.nproc or 1
+        ranks = TrialRanks(_OfJob(asdict(self)), nproc, self.updates, memory, _print_trial)
+        found = search_sizes(ranks.trial, start, self.max_batch_size, bisect=self.bisect, nproc=nproc)
         file = Path(cfg.work_dir) / "batch_size_search.json"
-        file.write_text(as_json(found) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
         _print_result(found, start, file, scales_lr=bool((cfg.get("auto_scale_lr") or {}).get("enable")))
 
     def _check_ranks(self) -> None:

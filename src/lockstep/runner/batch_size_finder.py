@@ -14,13 +14,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from lockstep.config import Config
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, LaunchError, TopologyError, counted
+from lockstep.errors import ConfigError, LaunchError, TopologyError, counted, require_count
 from lockstep.launch import JobSpec, launch
 from lockstep.runner.runner import Runner
 from lockstep.topology import infer_launcher
@@ -118,32 +118,8 @@ def find_batch_size(
     if isinstance(make_runner, Mapping):
         start = batch_size_in(make_runner) if start is None else start
         make_runner = _OfConfig(make_runner)
-    return search_batch_size(
-        make_runner,
-        nproc=nproc,
-        start=1 if start is None else start,
-        max_batch_size=max_batch_size,
-        bisect=bisect,
-        updates=updates,
-        memory=memory,
-        on_trial=on_trial or (lambda trial: None),
-    )
-
-
-def search_batch_size(
-    make_runner: MakeRunner,
-    *,
-    nproc: int,
-    start: int,
-    max_batch_size: int | None,
-    bisect: bool,
-    updates: int,
-    memory: int | None,
-    on_trial: Callable[[Trial], None],
-) -> BatchSizeSearch:
-    """Search as `find_batch_size` does, also in a process that looks like a rank."""
-    ranks = _Ranks(make_runner, nproc, updates, memory, on_trial)
-    return search_sizes(ranks.trial, start, max_batch_size, bisect=bisect, nproc=nproc)
+    ranks = TrialRanks(make_runner, nproc, updates, memory, on_trial or (lambda trial: None))
+    return search_sizes(ranks.trial, 1 if start is None else start, max_batch_size, bisect=bisect, nproc=nproc)
 
 
 def batch_size_in(cfg: Mapping[str, Any]) -> int:
@@ -186,9 +162,9 @@ def search_sizes(
     Raises:
         ConfigError: a number is out of range, or not even a size of 1 fits.
     """
-    for name, value in (("start", start), ("max_batch_size", most)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
+    require_count("start", start)
+    if most is not None:
+        require_count("max_batch_size", most)
     trials: list[Trial] = []
 
     def outcome_of(size: int) -> Outcome:
@@ -207,8 +183,8 @@ def search_sizes(
             case "too few samples":
                 most, ended_by = max(low, trials[-1].batch_size), "samples"
                 size = most
-    while low == 0 and high is not None and high > 1:  # the first size did not fit
-        size = high // 2
+    while high is not None and (low == 0 or bisect) and high - low > max(1, low // 16):
+        size = (low + high) // 2
         if outcome_of(size) == "fits":
             low = size
         else:
@@ -218,12 +194,6 @@ def search_sizes(
             f"`train_dataloader.batch_size` must be at least 1, but not even 1 fits: {trials[-1].told}\nUse "
             "accumulative_counts, activation checkpointing, bfloat16, strategy fsdp or a smaller model"
         )
-    while bisect and high is not None and high - low > max(1, low // 16):
-        size = (low + high) // 2
-        if outcome_of(size) == "fits":
-            low = size
-        else:
-            high = size
     return BatchSizeSearch(low, "memory" if high is not None else ended_by, trials, nproc)
 
 
@@ -240,7 +210,7 @@ class _OfConfig:
         return Runner.from_cfg(cfg)
 
 
-class _Ranks:
+class TrialRanks:
     """Starts the ranks that try a size.
 
     Args:
@@ -257,11 +227,12 @@ class _Ranks:
     def __init__(
         self, make_runner: MakeRunner, nproc: int, updates: int, memory: int | None, on_trial: Callable[[Trial], None]
     ) -> None:
-        for name, value, least in (("nproc", nproc, 1), ("updates", updates, 2), ("memory", memory, 1)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"`{name}` must be an int of at least {least}, but is {value!r}")
-        if memory is not None and get_device() != "cpu":
-            raise ConfigError(f"`memory` limits ranks on CPUs only, but these are on {get_device()}. Leave it out")
+        require_count("nproc", nproc)
+        require_count("updates", updates, least=2)
+        if memory is not None:
+            require_count("memory", memory)
+            if get_device() != "cpu":
+                raise ConfigError(f"`memory` limits ranks on CPUs only, but these are on {get_device()}. Leave it out")
         try:
             pickle.dumps(make_runner)
         except Exception as error:  # an object may pickle itself by its own code
@@ -309,12 +280,8 @@ def _summary(size: int, told: list[Trial], nproc: int, failure: LaunchError | No
         return Trial(size, "out of memory", told="a rank was ended by SIGKILL, as the system does to free memory")
     if failure is not None or len(told) < nproc:
         raise failure or LaunchError(f"{counted(nproc - len(told), 'rank')} ended without a result")
-    return Trial(
-        size,
-        "fits",
-        max(one.memory_mib or 0.0 for one in told),
-        min(one.samples_per_second or 0.0 for one in told),
-    )
+    memory, speed = [one.memory_mib or 0.0 for one in told], [one.samples_per_second or 0.0 for one in told]
+    return Trial(size, "fits", max(memory), min(speed))
 
 
 def _main_module() -> dict[str, Any]:
@@ -337,8 +304,3 @@ def _free_memory() -> int | None:
         limit, used = (int((_CGROUP / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
         free.append(max(limit - used, 0))
     return min(free, default=None)
-
-
-def as_json(found: BatchSizeSearch) -> str:
-    """Return a search as JSON."""
-    return json.dumps(asdict(found), indent=1)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 from torch import Tensor
 
 from lockstep.dataset import set_epoch
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_count
 from lockstep.launch.progress import iteration_teller
 from lockstep.model import train_step_of, unwrap_model
 from lockstep.optim import OptimWrapperDict
@@ -241,7 +241,8 @@ class EpochBasedTrainLoop(TrainLoop):
             )
         if self.passes.length == 0:
             raise no_batches(dataloader)
-        self.max_epochs: int = _positive("max_epochs", max_epochs)
+        require_count("max_epochs", max_epochs)
+        self.max_epochs: int = max_epochs
         self.max_iters = self.max_epochs * self.epoch_length
 
     def restore(self, iteration: int, position: Mapping[str, Any]) -> Place | None:
@@ -308,7 +309,8 @@ class IterBasedTrainLoop(TrainLoop):
         batch_size_of: CountSamples | None = None,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals, batch_size_of)
-        self.max_iters = _positive("max_iters", max_iters)
+        require_count("max_iters", max_iters)
+        self.max_iters = max_iters
 
     def run(self) -> None:
         """Train until `max_iters`, validating in between."""
@@ -366,21 +368,17 @@ class _Intervals:
     """
 
     def __init__(self, first: int, later: Sequence[tuple[int, int]] | None) -> None:
-        self._steps = [(0, _positive("val_interval", first))]
+        require_count("val_interval", first)
+        self._steps = [(0, first)]
         for item in later or ():
             if not isinstance(item, list | tuple) or len(item) != 2:
                 raise ConfigError(f"`dynamic_intervals` must hold pairs (from when on, interval), but holds {item!r}")
-            begin, interval = _positive("dynamic_intervals", item[0]), _positive("dynamic_intervals", item[1])
-            if begin <= self._steps[-1][0]:
+            for number in item:
+                require_count("dynamic_intervals", number)
+            if item[0] <= self._steps[-1][0]:
                 raise ConfigError(f"`dynamic_intervals` must be in order of time, but are {list(later or ())}")
-            self._steps.append((begin, interval))
+            self._steps.append((item[0], item[1]))
 
     def at(self, done: int) -> int:
         """Return the interval that holds after `done` epochs or iterations."""
         return next(interval for begin, interval in reversed(self._steps) if done >= begin)
-
-
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"`{name}` must be an int of at least 1, but is {value!r}")
-    return value

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, require_count
 from lockstep.optim import OptimWrapperDict
 from lockstep.runner.rehearsal import rehearse, run_kept
 from lockstep.runner.run import TrainRun
@@ -65,8 +65,7 @@ def check_range(start: float, end: float, steps: int, divergence: float = DIVERG
         raise ConfigError(f"`start` must be a rate above 0, but is {start!r}")
     if not (_is_number(end) and end > start):
         raise ConfigError(f"`end` must be a rate above `start`, which is {start!r}, but is {end!r}")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < _FEWEST_STEPS:
-        raise ConfigError(f"`steps` must be an int of at least {_FEWEST_STEPS}, but is {steps!r}")
+    require_count("steps", steps, least=_FEWEST_STEPS)
     if not (_is_number(divergence) and divergence > 1):
         raise ConfigError(f"`divergence` must be a factor above 1, but is {divergence!r}")
 
@@ -104,7 +103,10 @@ def search_lr(run: TrainRun, start: float, end: float, steps: int, divergence: f
         updates = rehearse(run)
         for lr in rates:
             for group, factor in zip(groups, factors, strict=True):
-                _set_lr(group, lr * factor)
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr * factor)
+                else:
+                    group["lr"] = lr * factor
             loss = next(updates).loss
             if loss is None:
                 raise ConfigError(
@@ -205,13 +207,6 @@ def _factors(run: TrainRun) -> list[float]:
     default = getattr(wrapper.optimizer, "defaults", {}).get("lr")
     reference = float(default) if isinstance(default, Tensor | int | float) and default > 0 else known[0]
     return [rate / reference for rate in known]
-
-
-def _set_lr(group: dict[str, Any], lr: float) -> None:
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr
 
 
 def _record(run: TrainRun, found: LRSearch) -> None:
