@@ -46,11 +46,16 @@ class Request(NamedTuple):
 
 
 class Agreement:
-    """Lets a training stop, or save, on all ranks at the same point."""
+    """Lets a training stop, or save, on all ranks at the same point.
+
+    Attributes:
+        point: the point that this rank has announced last.
+        has_acted: whether the ranks have done what was asked for last.
+    """
 
     def __init__(self) -> None:
         self._save: Callable[[str], None] | None = None
-        self._point = 0
+        self.point = 0
         self._request: Request | None = None
         self._last = _NEVER  # the last point before the ranks act
         self._is_agreed = threading.Event()
@@ -74,7 +79,7 @@ class Agreement:
         rest = iter(items)
         while True:
             if may_act():
-                self._announce(self._point + 1, may_save=trains)
+                self._announce(self.point + 1, may_save=trains)
             try:
                 item = next(rest)
             except StopIteration:
@@ -84,7 +89,7 @@ class Agreement:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Let the points inside differ in number between the ranks; what follows begins on all ranks or on none."""
-        before = self._point
+        before = self.point
         yield
         self._announce(before + _EVALUATION, may_save=False)
 
@@ -134,18 +139,13 @@ class Agreement:
         request = self._request
         return request is not None and request.action == "stop"
 
-    @property
-    def point(self) -> int:
-        """The point that this rank has announced last."""
-        return self._point
-
     def begin(self, request: Request) -> int:
         """Let this rank wait before its next point, and return the one that it has announced last."""
         self._last = _NEVER
         self._is_agreed.clear()
         self.has_acted.clear()
         self._request = request
-        return self._point
+        return self.point
 
     def settle(self, last: int | None) -> None:
         """Let this rank go on, up to the point `last`, and act there; or not at all."""
@@ -157,7 +157,7 @@ class Agreement:
         self._is_agreed.set()
 
     def _announce(self, point: int, *, may_save: bool) -> None:
-        self._point = point
+        self.point = point
         if self._request is not None:
             self._is_agreed.wait()
             request = self._request

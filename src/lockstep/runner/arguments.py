@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_ar
 
 from torch import nn
 
-from lockstep.errors import ConfigError, did_you_mean, nearest
+from lockstep.errors import ConfigError, did_you_mean, nearest, require_known
 from lockstep.strategy import Strategy
 
 # What an argument may hold in a config. `lockstep.lint` has a check for each.
@@ -253,7 +253,5 @@ def checked_keys(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
         ConfigError: a key is unknown.
     """
     options = dict(given or {})
-    known = ARGUMENTS[name].keys
-    if unknown := sorted(options.keys() - set(known)):
-        raise ConfigError(f"`{name}` must have keys out of {', '.join(known)}, but has {', '.join(unknown)}")
+    require_known(name, options, ARGUMENTS[name].keys)
     return options

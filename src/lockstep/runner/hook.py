@@ -288,11 +288,8 @@ def _build_hook(item: Any) -> Hook:
 
 
 def _acts_at(hook: Hook, point: str) -> bool:
-    return _overrides(hook, point) or (point in _FOR_ALL_MODES and _overrides(hook, _FOR_ALL_MODES[point]))
-
-
-def _overrides(hook: Hook, name: str) -> bool:
-    return getattr(type(hook), name) is not getattr(Hook, name)
+    names = (point, _FOR_ALL_MODES.get(point, point))
+    return any(getattr(type(hook), name) is not getattr(Hook, name) for name in names)
 
 
 def _warn_of_misspelt_points(hook: Hook) -> None:

@@ -69,7 +69,7 @@ class TrainLoop(ABC):
             )  # fmt: skip
         self.val_begin = val_begin
         self.val_interval = val_interval
-        self._intervals = _Intervals(val_interval, dynamic_intervals)
+        self._intervals = _intervals(val_interval, dynamic_intervals)
         self.epoch = 0
         self.iter = 0
         self.epoch_begin = 0
@@ -202,7 +202,8 @@ class TrainLoop(ABC):
     def _is_validation_due(self, done: int, last: int) -> bool:
         if done < self.val_begin:
             return False
-        return done % self._intervals.at(done) == 0 or done == last or self.stop_training
+        interval = next(interval for begin, interval in reversed(self._intervals) if done >= begin)
+        return done % interval == 0 or done == last or self.stop_training
 
 
 @LOOPS.register_module()
@@ -359,26 +360,16 @@ def _values_to_log(outputs: Any) -> dict[str, Any]:
     return values
 
 
-class _Intervals:
-    """The interval from one validation to the next, which may change during training.
-
-    Args:
-        first: the interval at the beginning.
-        later: pairs of the epoch or iteration from which on another interval holds, and that interval.
-    """
-
-    def __init__(self, first: int, later: Sequence[tuple[int, int]] | None) -> None:
-        require_count("val_interval", first)
-        self._steps = [(0, first)]
-        for item in later or ():
-            if not isinstance(item, list | tuple) or len(item) != 2:
-                raise ConfigError(f"`dynamic_intervals` must hold pairs (from when on, interval), but holds {item!r}")
-            for number in item:
-                require_count("dynamic_intervals", number)
-            if item[0] <= self._steps[-1][0]:
-                raise ConfigError(f"`dynamic_intervals` must be in order of time, but are {list(later or ())}")
-            self._steps.append((item[0], item[1]))
-
-    def at(self, done: int) -> int:
-        """Return the interval that holds after `done` epochs or iterations."""
-        return next(interval for begin, interval in reversed(self._steps) if done >= begin)
+def _intervals(first: int, later: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
+    """Return pairs of the epoch or iteration from which on an interval between validations holds, and the interval."""
+    require_count("val_interval", first)
+    steps = [(0, first)]
+    for item in later or ():
+        if not isinstance(item, list | tuple) or len(item) != 2:
+            raise ConfigError(f"`dynamic_intervals` must hold pairs (from when on, interval), but holds {item!r}")
+        for number in item:
+            require_count("dynamic_intervals", number)
+        if item[0] <= steps[-1][0]:
+            raise ConfigError(f"`dynamic_intervals` must be in order of time, but are {list(later or ())}")
+        steps.append((item[0], item[1]))
+    return steps

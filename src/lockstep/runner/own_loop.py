@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any
@@ -36,10 +36,8 @@ class _Evaluation:
     metrics: dict[str, Any]
     at_iter: int | None = None
     dataloader: Any = None
-    evaluator: Any = None
-
-    def __post_init__(self) -> None:
-        self.evaluator = SimpleNamespace(units={})  # hooks ask it for the units of the metrics
+    # hooks ask it for the units of the metrics
+    evaluator: Any = field(default_factory=lambda: SimpleNamespace(units={}))
 
     def run(self) -> dict[str, Any]:
         """Return the last metrics."""

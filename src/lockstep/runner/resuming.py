@@ -190,9 +190,11 @@ def restore_run(
         wanted["ranks"] = {str(rank): () for rank in needed}
     template = strategy.optim_template() if "optimizer" in wanted else {}
     state = load(wanted, template)
-    _check_schedulers(run, meta, origin)
-    for scheduler, saved in zip(run.param_schedulers, meta["param_schedulers"], strict=True):
-        scheduler.load_state_dict(saved)
+    saved, present = len(meta["param_schedulers"]), len(run.param_schedulers)
+    if saved != present:
+        raise ConfigError(f"`param_scheduler` must have {saved} schedulers to resume from {origin}, but has {present}")
+    for scheduler, own_state in zip(run.param_schedulers, meta["param_schedulers"], strict=True):
+        scheduler.load_state_dict(own_state)
     strategy.load_state(state["model"], state.get("optimizer"))
     if "optimizer" in state:
         _tell_of_new_parameters(run, wanted["optimizer"]["param_groups"], state["optimizer"], origin)
@@ -226,7 +228,7 @@ def _restore_position(
     """Let the loop continue at the saved position, and say what is otherwise than if the run had never stopped."""
     loop = run.train_loop
     place, passes, deal = loop.restore(iteration, position), loop.passes, loop.passes.deal
-    then = _nothing if own is None else partial(set_random_state, own["random"])
+    then = (lambda: None) if own is None else partial(set_random_state, own["random"])
     begin = BEGINNING if place is None else place
     passes.restore(begin, None if own is None else own["data"], [one["data"] for one in states], position["head"], then)
     if place is None:
@@ -327,14 +329,6 @@ def _tell_of_new_parameters(
         )
 
 
-def _check_schedulers(run: TrainRun, meta: dict[str, Any], directory: Location) -> None:
-    saved, present = len(meta["param_schedulers"]), len(run.param_schedulers)
-    if saved != present:
-        raise ConfigError(
-            f"`param_scheduler` must have {saved} schedulers to resume from {directory}, but has {present}"
-        )
-
-
 def _restart_random_state(run: TrainRun, saved_by: int) -> None:
     """Seed the generators anew, because the checkpoint was saved by a different set of ranks."""
     options = run.args.randomness or {}
@@ -343,7 +337,3 @@ def _restart_random_state(run: TrainRun, saved_by: int) -> None:
         "the checkpoint was saved by %s, so that on %d random numbers, such as those of dropout, begin anew",
         counted(saved_by, "rank"), run.world_size,
     )  # fmt: skip
-
-
-def _nothing() -> None:
-    """Do nothing."""

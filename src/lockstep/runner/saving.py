@@ -38,7 +38,7 @@ class Saving:
         self._run = run
         self._background = BackgroundSaver()
         self._is_told = False
-        self._when_ended: Callable[[bool], None] = _do_nothing
+        self._when_ended: Callable[[bool], None] = lambda is_complete: None
         self._may_fail = False
         self.saved_iter = 0
 
@@ -231,7 +231,3 @@ def _root_of(run: Any, directory: Location) -> Location:
         work_dir: Location = run.work_dir
         return work_dir
     return directory.parent.parent if directory.parent.name == run.run_dir.name else directory.parent
-
-
-def _do_nothing(is_complete: bool) -> None:
-    pass

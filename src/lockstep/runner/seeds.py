@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.dataset.random_state import random_state, set_random_state
@@ -51,10 +52,7 @@ def seed_all(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
-    with suppress(ModuleNotFoundError):  # without numpy, there is no generator of numpy's to seed
-        import numpy as np
-
-        np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
 
 
 @contextmanager

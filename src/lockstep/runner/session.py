@@ -101,11 +101,16 @@ class Session:
             )
         if (unknown := unknown_argument(options, "Session")) is not None:
             raise unknown
-        self._strategy = strategy
         self._optim: dict[str, Any] = {"accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
         if amp is not None:
             self._optim |= {"type": "AmpOptimWrapper", "dtype": amp}
-        self._options = {"work_dir": work_dir, "resume": resume, "load_from": load_from, **options}
+        self._options = {
+            "work_dir": work_dir,
+            "strategy": strategy,
+            "resume": resume,
+            "load_from": load_from,
+            **options,
+        }
         # Checked now, so that a wrong option is reported before the model is built.
         Runner(nn.Identity(), **self._options)
         join_ranks(options.get("launcher"), options.get("env_cfg"))
@@ -171,9 +176,8 @@ class Session:
         """
         if self._loop is not None:
             raise RuntimeError("prepare() has been called already: a session trains one model")
-        by_name = isinstance(optimizer, Mapping) and "type" not in optimizer
         optim: Any = {"optimizer": optimizer, **self._optim}
-        if isinstance(optimizer, Mapping) and by_name:
+        if isinstance(optimizer, Mapping) and "type" not in optimizer:  # by name
             optim = {name: {"optimizer": one, **self._optim} for name, one in optimizer.items()}
         parts = model.values() if isinstance(model, Mapping) else [model]
         if not all(isinstance(part, nn.Module) for part in parts):
@@ -181,16 +185,9 @@ class Session:
         if isinstance(model, Mapping | nn.ModuleDict):
             model = Parts(dict(model.items()))
         vars(model)["train_step"] = _OwnStep(calls_parts=isinstance(model, Parts))
-        runner = Runner(
-            model,
-            train_dataloader=dataloader,
-            optim_wrapper=optim,
-            strategy=self._strategy,
-            **{
-                **self._options,
-                "default_hooks": {"param_scheduler": None, **(self._options.get("default_hooks") or {})},
-            },
-        )
+        hooks = {"param_scheduler": None, **(self._options.get("default_hooks") or {})}
+        options = {**self._options, "default_hooks": hooks}
+        runner = Runner(model, train_dataloader=dataloader, optim_wrapper=optim, **options)
         run = self._open.enter_context(runner.training(OwnLoop, list(schedulers)))
         assert isinstance(run.train_loop, OwnLoop)
         self._loop = run.train_loop

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.config import Config
 from lockstep.dist import get_dist_info, infer_launcher, init_dist, is_distributed, is_main_process, run_on_main
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.errors import ConfigError, require_known
 from lockstep.location import Location
 from lockstep.logging import JsonLinesSink, MessageHub, open_console
 from lockstep.masking import mask_text
@@ -76,7 +76,9 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
             effect; `resource_limit`, the number of files that may be open at once.
     """
     options = checked_keys("env_cfg", env_cfg)
-    arguments = _checked_dist_cfg(options.get("dist_cfg"))  # also where no group is made
+    arguments = dict(options.get("dist_cfg") or {})
+    known = {**Arguments.of(init_dist).named, **Arguments.of(torch.distributed.init_process_group).named}
+    require_known("env_cfg.dist_cfg", arguments, known)  # also where no group is made
     torch.backends.cudnn.benchmark = bool(options.get("cudnn_benchmark", False))
     start_method = (options.get("mp_cfg") or {}).get("mp_start_method")
     if start_method is not None:
@@ -94,15 +96,6 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     init_dist(cast(LauncherName, launcher), **arguments)  # which it checks
     if lacks_gpu and is_main_process():
         _logger.warning("`env_cfg.dist_cfg.backend` is nccl, which needs a GPU, and there is none: the ranks use gloo")
-
-
-def _checked_dist_cfg(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of `init_dist` that a config gives, after checking that all of them are known."""
-    named = {**Arguments.of(init_dist).named, **Arguments.of(torch.distributed.init_process_group).named}
-    for name in given or ():
-        if name not in named:
-            raise ConfigError(f"`env_cfg.dist_cfg.{name}` is not an argument of init_dist{did_you_mean(name, named)}")
-    return dict(given or {})
 
 
 def _allow_files(count: int) -> None:
