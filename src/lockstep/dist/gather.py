@@ -46,14 +46,7 @@ from lockstep.dist.reduce import scatter_sums
 from lockstep.dist.transport.handles import Handle, wait_unless_async
 from lockstep.dist.transport.memory import HeaderMemory, as_bytes, copy_all, is_plain_memory
 from lockstep.dist.transport.pairs import transport_of
-from lockstep.dist.validate import (
-    NOT_GIVEN,
-    either,
-    require_alike,
-    require_list,
-    require_rank,
-    require_tensor,
-)
+from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
 
 _CPU = torch.device("cpu")
 

@@ -29,14 +29,7 @@ from lockstep.dist.transport.backend import Check
 from lockstep.dist.transport.handles import Handle, wait_unless_async
 from lockstep.dist.transport.memory import as_bytes
 from lockstep.dist.transport.pairs import transport_of
-from lockstep.dist.validate import (
-    NOT_GIVEN,
-    either,
-    require_alike,
-    require_list,
-    require_rank,
-    require_tensor,
-)
+from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
 
 
 @overload

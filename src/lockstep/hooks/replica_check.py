@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.dist import all_gather, all_gather_object
-from lockstep.errors import (
-    ConfigError,
-    DivergenceError,
-    counted,
-    listed,
-    ranks_in_words,
-    require_count,
-    require_one_of,
-)
+from lockstep.errors import ConfigError, DivergenceError, counted, listed, ranks_in_words, require_count, require_one_of
 from lockstep.hooks.digests import digest_of, words_of
 from lockstep.model.shards import is_dtensor, own_shard
 from lockstep.registry import HOOKS
