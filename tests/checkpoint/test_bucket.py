@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -260,6 +261,7 @@ def test_a_run_that_a_signal_stops_is_saved_there(tmp_path: Path):
         def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
             if runner.iter == 2 and runner.resume_from is None:
                 os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)  # until the ranks have agreed, also on a busy machine
 
     with pytest.raises(Preempted):
         train(tmp_path / "one" / "net", 2, Signal(), **saving(tmp_path / "runs"))

@@ -229,7 +229,7 @@ def optimizer(**arguments):
         ({"strategy": "dpp"}, "is no strategy in the registry of scope `lockstep`: did you mean `ddp`?"),
         ({"strategy": {"type": "fsdp", "auto_warp_policy": None}}, "did you mean `auto_wrap_policy`?"),
         ({"strategy": {"type": "FSDPStrategy", "model_wrapper": {"cpu_ofload": True}}}, "did you mean `cpu_offload`?"),
-        ({"strategy": {"type": "fsdp", "tensor_parallel": {"degre": 2}}}, "but has 'degre': did you mean `degree`?"),
+        ({"strategy": {"type": "fsdp", "tensor_parallel": {"degre": 2}}}, "key 'degre': did you mean `degree`?"),
         ({"env_cfg": {"cudnn_bench": True}}, "is no key of `env_cfg`: did you mean `cudnn_benchmark`?"),
         ({"randomness": 7}, "`randomness` must be a dict or None, but is 7 of int"),
         ({"randomness": {"sed": 7}}, "`randomness.sed` = 7 is no key of `randomness`: did you mean `seed`?"),

@@ -176,7 +176,7 @@ class Unlabelled(Dicts):
         ),
         (Logits, {"loss": Learned()}, ConfigError, "`loss` must have no parameters, but Learned has centers"),
         (Logits, {"loss": nn.CrossEntropyLoss}, TypeError, r"is the class CrossEntropyLoss\. Call it: loss=Cross"),
-        (Logits, {"loss": 3}, TypeError, "`loss` must be a function or a module, but is 3 of int"),
+        (Logits, {"loss": 3}, TypeError, "`loss` must be a function or a module, but is 3 of type int"),
         (
             Named,
             {"loss": nn.CrossEntropyLoss(), "train_dataloader": {"dataset": Unlabelled(), "batch_size": 4}},

@@ -9,6 +9,7 @@ import torch
 
 import lockstep.registry
 from mmengine.registry import MODELS, DefaultScope, Registry, build_from_cfg, init_default_scope
+from mmengine.registry.default_scope import OWN
 from mmengine.utils import ManagerMixin
 
 
@@ -16,6 +17,8 @@ from mmengine.utils import ManagerMixin
 def _scopes():
     before = lockstep.registry.default_scope()
     known = dict(DefaultScope._instance_dict)
+    DefaultScope._instance_dict.clear()
+    lockstep.registry.init_default_scope(OWN)
     yield
     DefaultScope._instance_dict.clear()
     DefaultScope._instance_dict.update(known)

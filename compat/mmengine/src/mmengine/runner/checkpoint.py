@@ -341,9 +341,10 @@ def save_checkpoint(
 def find_latest_checkpoint(path: str | Path) -> str | None:
     """Return the last checkpoint in a folder: the one that `last_checkpoint` names, or lockstep's; None without one."""
     named = Path(path, "last_checkpoint")
-    found: Any = find_last_checkpoint(Path(path)) if Path(path).is_dir() else None
-    if found is None and named.is_file():  # MMEngine's, which holds the path alone
-        found = named.read_text(encoding="utf-8").strip()
+    text = named.read_text(encoding="utf-8") if named.is_file() else ""
+    if text and "\n" not in text:  # MMEngine's, which holds the path alone
+        return text
+    found = find_last_checkpoint(Path(path)) if Path(path).is_dir() else None
     if found is None:
         print_log(f"there is no last checkpoint in {path}", "current")
     return None if found is None else str(found)
