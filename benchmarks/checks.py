@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.measure import Contender, Row, slowest
 from lockstep import dist
-from lockstep.dist.groups import resolve
+from lockstep.groups import resolve
 
 _MODES: tuple[Literal["off", "sample", "always"], ...] = ("off", "sample", "always")
 _BARE = "without checks"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.dist import all_reduce, get_dist_info
-from lockstep.dist.groups import GroupLike
+from lockstep.groups import GroupLike
 
 OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
 NOT_WHOLE = "the mean is no whole number"

@@ -19,7 +19,7 @@ from lockstep.dist import (
     run_on_main,
 )
 from lockstep.dist.consistency import fail_together
-from lockstep.dist.groups import resolve
+from lockstep.groups import resolve
 from lockstep.testing import ranks
 
 from .reference import assert_group_works

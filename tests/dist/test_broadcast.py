@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.dist import all_to_all, barrier, broadcast, get_dist_info, get_rank
-from lockstep.dist.transport.handles import Handle
 from lockstep.testing import ranks
+from lockstep.transport.handles import Handle
 
 from .reference import assert_group_works
 from .strategies import (

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.dist import all_gather, gather, get_default_group, get_dist_info, get_rank, get_world_size, scatter
-from lockstep.dist.transport.handles import Handle
 from lockstep.errors import PeerError
 from lockstep.testing import ranks
+from lockstep.transport.handles import Handle
 
 from .reference import assert_group_works
 from .strategies import (

@@ -24,8 +24,8 @@ from lockstep.dist import (
     get_world_size,
     reduce_scatter,
 )
-from lockstep.dist.groups import GroupLike
 from lockstep.errors import CollectiveMismatchError, PeerError
+from lockstep.groups import GroupLike
 from lockstep.testing import ranks
 
 from .reference import assert_group_works

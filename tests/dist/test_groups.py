@@ -40,8 +40,8 @@ from lockstep.dist import (
     scatter,
     sync_random_seed,
 )
-from lockstep.dist.groups import GroupLike
 from lockstep.errors import PeerError
+from lockstep.groups import GroupLike
 from lockstep.testing import ranks, run_ranks
 
 from .reference import assert_group_works

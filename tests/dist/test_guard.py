@@ -40,8 +40,8 @@ from lockstep.dist import (
     scatter_object_list,
     sync_random_seed,
 )
-from lockstep.dist.groups import resolve
 from lockstep.errors import CollectiveMismatchError
+from lockstep.groups import resolve
 from lockstep.testing import ranks
 
 from .reference import assert_group_works

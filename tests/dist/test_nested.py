@@ -31,11 +31,11 @@ from lockstep.dist import (
     get_world_size,
     sync_random_seed,
 )
-from lockstep.dist.groups import resolve
-from lockstep.dist.transport import pairs
-from lockstep.dist.transport.handles import Handle
-from lockstep.dist.transport.pairs import PairwiseCpu
+from lockstep.groups import resolve
 from lockstep.testing import ranks, run_ranks
+from lockstep.transport import pairs
+from lockstep.transport.handles import Handle
+from lockstep.transport.pairs import PairwiseCpu
 
 from .drawn_objects import assert_same
 from .reference import assert_group_works

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from lockstep.dist.groups import SOLO
 from lockstep.dist.pickling import Pickled, dump, load
+from lockstep.groups import SOLO
 
 from .drawn_objects import LARGE, SHAPES, assert_same, every_array, every_tensor, made, plans
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lockstep.dist import all_reduce, get_dist_info, get_rank, get_world_size, reduce, reduce_scatter
-from lockstep.dist.transport.handles import Handle
 from lockstep.testing import ranks
+from lockstep.transport.handles import Handle
 
 from .reference import NOT_WHOLE, OPS, assert_group_works, assert_is, reduced
 from .strategies import (

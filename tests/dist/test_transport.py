@@ -26,11 +26,11 @@ from lockstep.dist import (
     scatter,
     scatter_object_list,
 )
-from lockstep.dist.groups import resolve
-from lockstep.dist.transport import pairs
-from lockstep.dist.transport.backend import Transport
-from lockstep.dist.transport.pairs import PairwiseCpu, transport_of
+from lockstep.groups import resolve
 from lockstep.testing import ranks
+from lockstep.transport import pairs
+from lockstep.transport.backend import Transport
+from lockstep.transport.pairs import PairwiseCpu, transport_of
 
 KINDS = pytest.mark.parametrize("kind", [PairwiseCpu, Transport])
 SIZES = pytest.mark.parametrize("numel", [0, 1, 50_000])

@@ -23,7 +23,7 @@ from lockstep.dist import (
     reduce,
     reduce_scatter,
 )
-from lockstep.dist.transport.handles import Handle
+from lockstep.transport.handles import Handle
 
 
 def ones(number: int = 40, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -13,8 +13,8 @@ from lockstep.dist import (
     get_data_device,
     get_rank,
 )
-from lockstep.dist.groups import resolve
 from lockstep.dist.pickling import dump
+from lockstep.groups import resolve
 from lockstep.model.preprocessor import move_to_device
 from lockstep.structures import BaseDataElement, InstanceData, PixelData
 from lockstep.testing import ranks

@@ -20,9 +20,9 @@ from torch import Tensor
 from lockstep.checkpoint.saving import Save, Share, Written, data_of, size_of
 from lockstep.checkpoint.together import Failure, on_all_then_main
 from lockstep.dist import get_dist_info
-from lockstep.dist.watch.watch import side_store
 from lockstep.errors import CollectiveTimeoutError
 from lockstep.location import Location
+from lockstep.watch.watch import side_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.device import get_device
 from lockstep.dist import broadcast_object
-from lockstep.dist.groups import GroupLike
+from lockstep.groups import GroupLike
 
 
 def random_state() -> dict[str, Any]:

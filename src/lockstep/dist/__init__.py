@@ -6,21 +6,6 @@ from lockstep.device import cast_data_device, get_data_device, get_device
 from lockstep.dist.broadcast import all_to_all, barrier, broadcast
 from lockstep.dist.consistency import check_collectives, local_main_process_first, main_process_first
 from lockstep.dist.gather import all_gather, gather, scatter
-from lockstep.dist.groups import (
-    get_backend,
-    get_comm_device,
-    get_default_group,
-    get_dist_info,
-    get_local_group,
-    get_local_rank,
-    get_local_size,
-    get_node_rank,
-    get_num_nodes,
-    get_rank,
-    get_world_size,
-    is_main_process,
-    master_only,
-)
 from lockstep.dist.nested import (
     all_gather_tree,
     all_reduce_dict,
@@ -39,9 +24,24 @@ from lockstep.dist.objects import (
 )
 from lockstep.dist.reduce import all_reduce, reduce, reduce_scatter
 from lockstep.dist.results import collect_results, collect_results_cpu, collect_results_gpu
-from lockstep.dist.transport.handles import Handle
 from lockstep.dist.world import destroy_dist, infer_launcher, init_dist, init_local_group, is_distributed
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerError
+from lockstep.groups import (
+    get_backend,
+    get_comm_device,
+    get_default_group,
+    get_dist_info,
+    get_local_group,
+    get_local_rank,
+    get_local_size,
+    get_node_rank,
+    get_num_nodes,
+    get_rank,
+    get_world_size,
+    is_main_process,
+    master_only,
+)
+from lockstep.transport.handles import Handle
 
 __all__ = [
     "CollectiveMismatchError",

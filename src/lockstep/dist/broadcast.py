@@ -21,11 +21,11 @@ from lockstep.dist.gradients import (
     synced,
     warn_of_lost_gradients,
 )
-from lockstep.dist.groups import Comm, GroupLike, resolve
 from lockstep.dist.header import report_failure
-from lockstep.dist.transport.handles import Handle, wait_unless_async
-from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_rank, require_tensor
+from lockstep.groups import Comm, GroupLike, resolve
+from lockstep.transport.handles import Handle, wait_unless_async
+from lockstep.transport.pairs import transport_of
 
 
 @overload

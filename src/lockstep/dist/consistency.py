@@ -8,7 +8,6 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Literal, TypeAlias
 
-from lockstep.dist.groups import Comm, GroupLike, get_local_group, resolve
 from lockstep.dist.header import (
     TENSOR_HEADER_BYTES,
     all_gather_header,
@@ -17,11 +16,12 @@ from lockstep.dist.header import (
     report_failure,
     require_no_failure,
 )
-from lockstep.dist.transport.backend import Check
-from lockstep.dist.transport.pairs import transport_of
-from lockstep.dist.watch.failures import mismatch
-from lockstep.dist.watch.watch import start_watch
 from lockstep.errors import CollectiveMismatchError
+from lockstep.groups import Comm, GroupLike, get_local_group, resolve
+from lockstep.transport.backend import Check
+from lockstep.transport.pairs import transport_of
+from lockstep.watch.failures import mismatch
+from lockstep.watch.watch import start_watch
 
 CheckMode: TypeAlias = Literal["off", "sample", "always"]
 

@@ -27,7 +27,6 @@ from lockstep.dist.gradients import (
     synced,
     warn_of_lost_gradients,
 )
-from lockstep.dist.groups import Comm, GroupLike, resolve
 from lockstep.dist.header import (
     TENSOR_HEADER_BYTES,
     Header,
@@ -43,10 +42,11 @@ from lockstep.dist.header import (
     scatter_failure,
 )
 from lockstep.dist.reduce import scatter_sums
-from lockstep.dist.transport.handles import Handle, wait_unless_async
-from lockstep.dist.transport.memory import HeaderMemory, as_bytes, copy_all, is_plain_memory
-from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
+from lockstep.groups import Comm, GroupLike, resolve
+from lockstep.transport.handles import Handle, wait_unless_async
+from lockstep.transport.memory import HeaderMemory, as_bytes, copy_all, is_plain_memory
+from lockstep.transport.pairs import transport_of
 
 _CPU = torch.device("cpu")
 

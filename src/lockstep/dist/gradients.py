@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lockstep.dist.groups import Comm
+from lockstep.calls import grouped, unlike_most
 from lockstep.dist.header import (
     TENSOR_HEADER_BYTES,
     TENSOR_ROOM_BYTES,
@@ -31,9 +31,9 @@ from lockstep.dist.header import (
     report_failure,
     require_no_failure,
 )
-from lockstep.dist.reduce_ops import reduction
-from lockstep.dist.watch.calls import grouped, unlike_most
 from lockstep.errors import CollectiveMismatchError, DistError
+from lockstep.groups import Comm
+from lockstep.transport.reduce_ops import reduction
 
 Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

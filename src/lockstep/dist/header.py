@@ -15,10 +15,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lockstep.dist.groups import Comm
-from lockstep.dist.transport.memory import DIGEST_BYTES, HeaderMemory, memmove
-from lockstep.dist.transport.pairs import transport_of
 from lockstep.errors import PeerError
+from lockstep.groups import Comm
+from lockstep.transport.memory import DIGEST_BYTES, HeaderMemory, memmove
+from lockstep.transport.pairs import transport_of
 
 # What a header holds: a tensor's shape and dtype, or a dict's digest; an object's sizes. A digest of the calls follows.
 TENSOR_ROOM_BYTES = 512

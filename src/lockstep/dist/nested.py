@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.calls import grouped, unlike_most
 from lockstep.dist.consistency import check_call, report_refusals
 from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
-from lockstep.dist.groups import Comm, GroupLike, is_int, resolve
 from lockstep.dist.header import (
     TENSOR_HEADER_BYTES,
     TENSOR_ROOM_BYTES,
@@ -30,12 +30,12 @@ from lockstep.dist.header import (
 )
 from lockstep.dist.objects import all_gather_packed, broadcast_packed
 from lockstep.dist.reduce import check_of, start_reduction
-from lockstep.dist.reduce_ops import OpLike, OpName, combine, op_name, reduction
-from lockstep.dist.transport.memory import bytes_of
-from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
-from lockstep.dist.watch.calls import grouped, unlike_most
 from lockstep.errors import CollectiveMismatchError
+from lockstep.groups import Comm, GroupLike, is_int, resolve
+from lockstep.transport.memory import bytes_of
+from lockstep.transport.pairs import transport_of
+from lockstep.transport.reduce_ops import OpLike, OpName, combine, op_name, reduction
 from lockstep.tree import tree_items, tree_unflatten
 
 T = TypeVar("T")

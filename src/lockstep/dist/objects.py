@@ -18,7 +18,6 @@ from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist.consistency import check_call
-from lockstep.dist.groups import Comm, GroupLike, resolve
 from lockstep.dist.header import (
     OBJECT_HEADER_BYTES,
     OBJECT_ROOM_BYTES,
@@ -31,11 +30,12 @@ from lockstep.dist.header import (
     scatter_header,
 )
 from lockstep.dist.pickling import Pickled, dump, load
-from lockstep.dist.transport.handles import Handle
-from lockstep.dist.transport.memory import bytes_of, copy_all
-from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank
 from lockstep.errors import DistError
+from lockstep.groups import Comm, GroupLike, resolve
+from lockstep.transport.handles import Handle
+from lockstep.transport.memory import bytes_of, copy_all
+from lockstep.transport.pairs import transport_of
 
 T = TypeVar("T")
 

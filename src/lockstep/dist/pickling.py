@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.dist.groups import Comm
-from lockstep.dist.transport.memory import as_bytes, bytes_of
+from lockstep.groups import Comm
+from lockstep.transport.memory import as_bytes, bytes_of
 
 # Below this size, a separate message costs more than a copy.
 _SEGMENT_MIN_BYTES = 64 * 1024

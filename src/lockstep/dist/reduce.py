@@ -22,14 +22,14 @@ from lockstep.dist.gradients import (
     synced,
     warn_of_lost_gradients,
 )
-from lockstep.dist.groups import Comm, GroupLike, resolve
 from lockstep.dist.header import report_failure
-from lockstep.dist.reduce_ops import BIT_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
-from lockstep.dist.transport.backend import Check
-from lockstep.dist.transport.handles import Handle, wait_unless_async
-from lockstep.dist.transport.memory import as_bytes
-from lockstep.dist.transport.pairs import transport_of
 from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
+from lockstep.groups import Comm, GroupLike, resolve
+from lockstep.transport.backend import Check
+from lockstep.transport.handles import Handle, wait_unless_async
+from lockstep.transport.memory import as_bytes
+from lockstep.transport.pairs import transport_of
+from lockstep.transport.reduce_ops import BIT_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
 
 @overload

@@ -12,11 +12,11 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 
 from lockstep.dist.consistency import check_call, fail_together
-from lockstep.dist.groups import Comm, is_int, resolve
 from lockstep.dist.header import require_no_failure
 from lockstep.dist.objects import broadcast_packed, gather_packed
 from lockstep.dist.pickling import dump_to, load_each
 from lockstep.dist.validate import NOT_GIVEN, either
+from lockstep.groups import Comm, is_int, resolve
 
 _Part: TypeAlias = tuple[list[Any], list[int] | None]
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lockstep.dist.groups import Comm, is_int, resolve
 from lockstep.dist.header import Header
+from lockstep.groups import Comm, is_int, resolve
 
 
 class _NotGiven:

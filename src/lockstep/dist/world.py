@@ -25,15 +25,15 @@ import torch.distributed as torch_dist
 from torch.distributed import DistError as TorchDistError
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from lockstep import groups
 from lockstep.device import get_device
-from lockstep.dist import groups
 from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.validate import NOT_GIVEN, either
-from lockstep.dist.watch.ending import end_watch
-from lockstep.dist.watch.watch import start_watch
 from lockstep.engines import adopt_group, load_engine
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError, TopologyError, counted
 from lockstep.topology import LauncherName, Topology, environ, read_topology
+from lockstep.watch.ending import end_watch
+from lockstep.watch.watch import start_watch
 
 _SECONDS_FOR_THREADS = 0.1
 LOOPBACK = "127.0.0.1"

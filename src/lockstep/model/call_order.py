@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.calls import unlike_most
 from lockstep.dist import all_gather, get_world_size
 from lockstep.dist.consistency import check_mode
-from lockstep.dist.watch.calls import unlike_most
 from lockstep.errors import PeerError, caused_by, ranks_in_words
 
 # After the first passes of each kind, every fiftieth is compared.

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.dist.watch.failures import backend_errors_translated
 from lockstep.model import steps
 from lockstep.model.outside_loss import losses_of, predictions_of
 from lockstep.model.steps import ParseLosses, UpdatesParams
 from lockstep.registry import MODEL_WRAPPERS
+from lockstep.watch.failures import backend_errors_translated
 
 
 class ModelWrapper(nn.Module):

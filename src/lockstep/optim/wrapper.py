@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
-from lockstep.dist.watch.failures import backend_errors_translated
 from lockstep.errors import require_count, wrong_type
 from lockstep.model import ModelWrapper
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
 from lockstep.registry import OPTIM_WRAPPERS
+from lockstep.watch.failures import backend_errors_translated
 
 _logger = logging.getLogger(__name__)
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()

@@ -21,8 +21,8 @@ from datetime import timedelta
 from typing import Literal, NamedTuple, TypeVar
 
 from lockstep.dist import get_dist_info
-from lockstep.dist.watch.watch import side_store
 from lockstep.errors import Preempted
+from lockstep.watch.watch import side_store
 
 _FOR_EVER = timedelta(days=365)
 _SECONDS_TO_AGREE = 60.0

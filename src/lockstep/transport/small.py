@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from lockstep.dist.groups import Comm
-from lockstep.dist.reduce_ops import OpName, combine
-from lockstep.dist.transport.handles import Handle, InFlight, PairwiseHandle, wait_for
-from lockstep.dist.transport.memory import memmove
-from lockstep.dist.watch.failures import mismatch, translate_error
-from lockstep.dist.watch.watch import interrupt
 from lockstep.errors import CollectiveMismatchError, DistError
+from lockstep.groups import Comm
+from lockstep.transport.handles import Handle, InFlight, PairwiseHandle, wait_for
+from lockstep.transport.memory import memmove
+from lockstep.transport.reduce_ops import OpName, combine
+from lockstep.watch.failures import mismatch, translate_error
+from lockstep.watch.watch import interrupt
 
 # From a rank: the digest of its calls, and the number of its message. From the first rank: the lowest and the highest
 # digest.

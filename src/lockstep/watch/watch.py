@@ -31,10 +31,10 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
-from lockstep.dist.groups import Comm, recorded_groups
-from lockstep.dist.watch.calls import Calls, Failure, Record, short_path
-from lockstep.dist.watch.words import Absent, described, lines_of, name_of, records_of
+from lockstep.calls import Calls, Failure, Record, short_path
 from lockstep.errors import PEER_IS_GONE, DistError, ranks_in_words
+from lockstep.groups import Comm, recorded_groups
+from lockstep.watch.words import Absent, described, lines_of, name_of, records_of
 
 _TICK_SECONDS = 0.25
 _RANKS_PER_TICK = 200  # more ranks ask less often, so that the store has as much to do
@@ -44,15 +44,16 @@ _SECONDS_TO_COMPARE = 1.0
 _SECONDS_OF_STORE = 10.0  # for one answer; torch would look for five minutes for the file of a FileStore that is gone
 POLL_SECONDS = 0.005
 _FRAMES = 6
-_DIST = os.path.dirname(os.path.dirname(__file__))
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(_DIST) + os.sep)
+_LOCKSTEP = os.path.dirname(os.path.dirname(__file__))
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _LOCKSTEP + os.sep)
+_ROOMS = tuple(os.path.join(_LOCKSTEP, room, "") for room in ("dist", "transport", "watch"))
 # Where torch's collectives and backward passes, and lockstep's collectives, wait for other ranks.
 _WAITING = (
     os.path.join("torch", "distributed") + os.sep,
     os.path.join("torch", "autograd") + os.sep,
     os.path.join("torch", "nn", "parallel") + os.sep,
-    _DIST + os.sep,
-    short_path(_DIST) + os.sep,
+    *_ROOMS,
+    *map(short_path, _ROOMS),
 )
 _HEARTBEAT = "LOCKSTEP_HEARTBEAT"
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from lockstep.dist.groups import known_groups, recorded_groups
-from lockstep.dist.watch.calls import Failure, Record
-from lockstep.dist.watch.watch import POLL_SECONDS, Watch, interrupt, take_watch
-from lockstep.dist.watch.words import described, described_if_different, records_of
+from lockstep.calls import Failure, Record
+from lockstep.groups import known_groups, recorded_groups
+from lockstep.watch.watch import POLL_SECONDS, Watch, interrupt, take_watch
+from lockstep.watch.words import described, described_if_different, records_of
 
 _SECONDS_TO_END = 2.0
 _SECONDS_TO_LINGER = 2.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.dist.groups import Comm
-from lockstep.dist.watch.calls import Failure, Record, first_difference, grouped, unlike_most
+from lockstep.calls import Failure, Record, first_difference, grouped, unlike_most
+from lockstep.groups import Comm
 
 
 class Absent(NamedTuple):

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.device import copy_into
-from lockstep.dist.groups import SOLO, Comm
-from lockstep.dist.reduce_ops import OpName
-from lockstep.dist.transport.backend import SEGMENT_TAG, Check, Transport
-from lockstep.dist.transport.handles import Handle, wait_for
-from lockstep.dist.transport.memory import HeaderBuffers, as_native, copy_all, is_plain_memory
-from lockstep.dist.transport.small import ROOMS, TAG_BITS, SmallReduction, room_for
-from lockstep.dist.transport.two import MOST_BYTES, TwoRanks
-from lockstep.dist.watch.failures import translate_error
+from lockstep.groups import SOLO, Comm
+from lockstep.transport.backend import SEGMENT_TAG, Check, Transport
+from lockstep.transport.handles import Handle, wait_for
+from lockstep.transport.memory import HeaderBuffers, as_native, copy_all, is_plain_memory
+from lockstep.transport.reduce_ops import OpName
+from lockstep.transport.small import ROOMS, TAG_BITS, SmallReduction, room_for
+from lockstep.transport.two import MOST_BYTES, TwoRanks
+from lockstep.watch.failures import translate_error
 
 # gloo matches sends and receives between two ranks by tag, in order. Messages of different sizes have different tags,
 # because gloo aborts the process where a message is longer than expected; `small` and `two` have the next ones.

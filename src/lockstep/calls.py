@@ -27,7 +27,7 @@ _MARGIN = 256  # calls that this rank may make while its record is being read
 _MOST_FINGERPRINTS = 2**12
 # Frames that are not the caller's: lockstep's own, torch's, and those of `with`.
 _NOT_OF_CALLERS = (
-    os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
     os.path.dirname(torch.__file__) + os.sep,
     contextlib.__file__,
 )

@@ -6,10 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from lockstep.dist.groups import Comm, known_groups, resolve
-from lockstep.dist.watch.calls import Failure
-from lockstep.dist.watch.watch import current_watch, interrupt
-from lockstep.dist.watch.words import Absent, lines_of
+from lockstep.calls import Failure
 from lockstep.errors import (
     PEER_IS_GONE,
     CollectiveMismatchError,
@@ -19,6 +16,9 @@ from lockstep.errors import (
     caused_by,
     ranks_in_words,
 )
+from lockstep.groups import Comm, known_groups, resolve
+from lockstep.watch.watch import current_watch, interrupt
+from lockstep.watch.words import Absent, lines_of
 
 _SECONDS_TO_FIND = 1.9  # those that are asked have a little less
 # The backends' messages (torch 2.13) for a connection that timed out.

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.calls import Calls
 from lockstep.device import get_device
-from lockstep.dist.watch.calls import Calls
 from lockstep.errors import DistError, TopologyError
 from lockstep.topology import Topology, infer_launcher, read_topology
 

@@ -22,12 +22,12 @@ from torch.distributed import (
 )
 
 from lockstep.device import copy_into
-from lockstep.dist.groups import Comm
-from lockstep.dist.reduce_ops import TORCH_OPS, OpName
-from lockstep.dist.transport.handles import Handle, PairwiseHandle, wait_for
-from lockstep.dist.transport.memory import HeaderBuffers, HeaderMemory, as_native, copy_all
-from lockstep.dist.transport.small import SmallMessages
-from lockstep.dist.watch.failures import mismatch, translate_error
+from lockstep.groups import Comm
+from lockstep.transport.handles import Handle, PairwiseHandle, wait_for
+from lockstep.transport.memory import HeaderBuffers, HeaderMemory, as_native, copy_all
+from lockstep.transport.reduce_ops import TORCH_OPS, OpName
+from lockstep.transport.small import SmallMessages
+from lockstep.watch.failures import mismatch, translate_error
 
 SEGMENT_TAG = 0x10C5  # `small` has more
 

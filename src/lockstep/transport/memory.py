@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from lockstep.device import copy_into
-from lockstep.dist.groups import Comm
+from lockstep.groups import Comm
 
 # ctypes.memmove would release the GIL, and get it back late when the backend's thread is waiting for it.
 memmove = ctypes.PyDLL(None).memmove

@@ -10,9 +10,9 @@ from time import monotonic
 
 from torch.distributed import Work
 
-from lockstep.dist.groups import Comm
-from lockstep.dist.watch.failures import timeout_error, translate_error
 from lockstep.errors import CollectiveMismatchError
+from lockstep.groups import Comm
+from lockstep.watch.failures import timeout_error, translate_error
 
 _MOST_IN_FLIGHT = 128
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from lockstep.dist.groups import Comm
-from lockstep.dist.reduce_ops import OpName, combine
-from lockstep.dist.transport.handles import Handle, InFlight
-from lockstep.dist.transport.memory import as_native
-from lockstep.dist.transport.small import TAG_BITS
-from lockstep.dist.watch.failures import translate_error
+from lockstep.groups import Comm
+from lockstep.transport.handles import Handle, InFlight
+from lockstep.transport.memory import as_native
+from lockstep.transport.reduce_ops import OpName, combine
+from lockstep.transport.small import TAG_BITS
+from lockstep.watch.failures import translate_error
 
 # With more, gloo's own collectives, which send and add in pieces, are as fast or faster; a check costs them little.
 MOST_BYTES = 2**22
