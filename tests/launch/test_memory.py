@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.memory import MemoryKills
+from lockstep.launch.processes import MemoryKills
 
 GROUPS = Path("/sys/fs/cgroup")
 MEBIBYTES = 700  # enough for the launcher, which loads torch

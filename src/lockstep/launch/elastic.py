@@ -27,9 +27,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from lockstep.errors import LaunchError, Preempted, counted
 from lockstep.launch.job_spec import JobSpec
 from lockstep.launch.ledger import Ledger, RankRecord, awaits_cause
-from lockstep.launch.memory import MemoryKills
 from lockstep.launch.notices import say
-from lockstep.launch.processes import RankProcesses, iteration_file
+from lockstep.launch.processes import MemoryKills, RankProcesses, iteration_file
 from lockstep.launch.progress import ITERATION_FILE
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
 from lockstep.launch.sessions import Guard
