@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -23,6 +22,7 @@ from benchmarks.training import (
     TUNED,
     Classifier,
     Samples,
+    Stopwatch,
     Training,
     compare_trainings,
     loader_of,
@@ -33,13 +33,13 @@ from lockstep import dist
 
 
 def rows() -> Iterator[Row]:
-    """Compare on several ranks accelerate and Lightning, in one process MMEngine: as a module it needs no launcher."""
+    """Compare with accelerate, Fabric and Lightning; in one process with MMEngine too: it needs no launcher there."""
     warnings.simplefilter("ignore")
     if dist.get_world_size() > 1:
         yield _dict_of_scalars()
-    several: dict[str, Training] = {**TUNED, "accelerate": _accelerate, "Fabric": _fabric, "Lightning": _lightning}
-    peers = several if dist.get_world_size() > 1 else {"MMEngine": _mmengine}
-    yield from compare_trainings({"Runner": with_runner, "Session": with_session, **peers})
+    peers: dict[str, Training] = {"accelerate": _accelerate, "Fabric": _fabric, "Lightning": _lightning}
+    own: dict[str, Training] = TUNED if dist.get_world_size() > 1 else {"MMEngine": _mmengine}
+    yield from compare_trainings({"Runner": with_runner, "Session": with_session, **peers, **own})
 
 
 def _dict_of_scalars() -> Row:
@@ -57,6 +57,10 @@ def _dict_of_scalars() -> Row:
     )
 
 
+def _strategy() -> str:
+    return "ddp" if dist.get_world_size() > 1 else "auto"
+
+
 def _accelerate(data: Samples, width: int, batch: int) -> float:
     from accelerate import Accelerator
 
@@ -66,34 +70,34 @@ def _accelerate(data: Samples, width: int, batch: int) -> float:
     loader = DataLoader(data, batch_size=batch, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
-    torch_dist.barrier()
-    start = time.perf_counter()
+    watch = Stopwatch()
     for inputs, targets in loader:
         loss = model(inputs, targets)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return time.perf_counter() - start
+        watch.lap()
+    return watch.seconds()
 
 
 def _fabric(data: Samples, width: int, batch: int) -> float:
     from lightning.fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=_strategy())
     fabric.launch()
     model = Classifier(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=batch, shuffle=True))
     model.train()
-    torch_dist.barrier()
-    start = time.perf_counter()
+    watch = Stopwatch()
     for inputs, targets in loader:
         loss = model(inputs, targets)
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return time.perf_counter() - start
+        watch.lap()
+    return watch.seconds()
 
 
 def _lightning(data: Samples, width: int, batch: int) -> float:
@@ -114,28 +118,24 @@ def _lightning(data: Samples, width: int, batch: int) -> float:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    class Stopwatch(lightning.Callback):
-        def on_train_start(self, *_: Any) -> None:
-            torch_dist.barrier()
-            self.start = time.perf_counter()
-
+    class Laps(lightning.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            self.end = time.perf_counter()
+            watch.lap()
 
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
-            strategy="ddp",
+            strategy=_strategy(),
             max_epochs=1,
             default_root_dir=folder,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[watch],
+            callbacks=[Laps()],
         )
         trainer.fit(Module(), DataLoader(data, batch_size=batch, shuffle=True))
-    return watch.end - watch.start
+    return watch.seconds()
 
 
 def _mmengine(data: Samples, width: int, batch: int) -> float:
@@ -151,14 +151,11 @@ def _mmengine(data: Samples, width: int, batch: int) -> float:
         def forward(self, inputs: Tensor, targets: Tensor, mode: str) -> dict[str, Tensor]:
             return {"loss": self.model(inputs, targets)}
 
-    class Stopwatch(Hook):
+    class Laps(Hook):
         priority = "LOWEST"
 
-        def before_train(self, runner: Runner) -> None:
-            self.start = time.perf_counter()
-
         def after_train_iter(self, *_: Any, **__: Any) -> None:
-            self.end = time.perf_counter()
+            watch.lap()
 
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
@@ -168,8 +165,8 @@ def _mmengine(data: Samples, width: int, batch: int) -> float:
             train_dataloader=loader_of(data, batch),
             optim_wrapper=dict(optimizer=dict(type="AdamW", lr=1e-3)),
             train_cfg=dict(by_epoch=False, max_iters=STEPS),
-            custom_hooks=[watch],
+            custom_hooks=[Laps()],
             log_level="ERROR",
             experiment_name=f"bench_{time.monotonic_ns()}",  # it keeps the visualizer of each name for good
         ).train()
-    return watch.end - watch.start
+    return watch.seconds()

@@ -13,7 +13,6 @@ from random import Random
 from statistics import median
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -54,20 +53,37 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(self.layers(inputs), targets)
 
 
-class Stopwatch(Hook):
-    """Times the loop alone, without what comes before and after."""
+class Stopwatch:
+    """Times a loop from the end of its first iteration to the end of its last: start-up is not counted."""
+
+    def __init__(self) -> None:
+        self.laps = 0
+
+    def lap(self) -> None:
+        """Note the end of an iteration."""
+        self.end = time.perf_counter()
+        if self.laps == 0:
+            self.start = self.end
+        self.laps += 1
+
+    def seconds(self) -> float:
+        """Return the seconds of an iteration."""
+        return (self.end - self.start) / (self.laps - 1)
+
+
+class StopwatchHook(Hook):
+    """Times the loop of a Runner."""
 
     # After the hooks that work at each step, before the one that saves at the end of training.
     priority = 80
 
-    def before_train(self, runner: TrainRun) -> None:
-        torch_dist.barrier()
-        self.start = time.perf_counter()
+    def __init__(self, watch: Stopwatch) -> None:
+        self.watch = watch
 
     def after_train_iter(
         self, runner: TrainRun, batch_idx: int, data_batch: object = None, outputs: object = None
     ) -> None:
-        self.end = time.perf_counter()
+        self.watch.lap()
 
 
 Training = Callable[[Samples, int, int], float]
@@ -93,7 +109,7 @@ def compare_trainings(contenders: Mapping[str, Training]) -> Iterator[Row]:
                 gc.collect()
                 spent = trainings[which](data, width, batch)
                 if number:  # the first round warms up
-                    seconds[names[which]].append(spent / STEPS)
+                    seconds[names[which]].append(spent)
         times = {name: slowest(one) for name, one in seconds.items()}
         for name in contenders:
             yield Row(
@@ -123,24 +139,23 @@ def with_runner(data: Samples, width: int, batch: int) -> float:
             train_dataloader=loader_of(data, batch),
             optim_wrapper=dict(optimizer=dict(type="AdamW", lr=1e-3)),
             train_cfg=dict(by_epoch=False, max_iters=STEPS),
-            custom_hooks=[watch],
+            custom_hooks=[StopwatchHook(watch)],
         ).train()
-    return watch.end - watch.start
+    return watch.seconds()
 
 
 def with_session(data: Samples, width: int, batch: int) -> float:
+    watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         session = Session(folder)
         model: nn.Module = Classifier(width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, _, loader = session.prepare(model, optimizer, loader_of(data, batch))
         for _ in session.epochs(1):
-            torch_dist.barrier()
-            start = time.perf_counter()
             for inputs, targets in loader:
                 session.step(model(inputs, targets))
-                end = time.perf_counter()
-    return end - start
+                watch.lap()
+    return watch.seconds()
 
 
 def by_hand(data: Samples, width: int, batch: int, **options: bool) -> float:
@@ -150,14 +165,14 @@ def by_hand(data: Samples, width: int, batch: int, **options: bool) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = loader_of(data, batch)
     model.train()
-    torch_dist.barrier()
-    start = time.perf_counter()
+    watch = Stopwatch()
     for inputs, targets in loader:
         loss = model(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return time.perf_counter() - start
+        watch.lap()
+    return watch.seconds()
 
 
 # The one option of torch's DDP that the Runner sets by itself, see docs/decisions/0010.
