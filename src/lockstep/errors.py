@@ -24,7 +24,7 @@ names the rank on which it occurred.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 from typing import TypeVar
@@ -156,6 +156,13 @@ def caused_by(error: _E, ranks: Sequence[int]) -> _E:
     return error
 
 
+def with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of this one, and so on; an error that was being handled counts as one."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name closest to `word`, or None if nothing is close.
 
@@ -265,11 +272,13 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}"
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return ``": did you mean `name`?"``, or the sorted names if none is close."""
+def did_you_mean(word: str, names: Iterable[str], otherwise: str | None = None) -> str:
+    """Return ``": did you mean `name`?"``, or the sorted names, or what is to be said instead, if none is close."""
     known = sorted(set(names))
     if (name := nearest(word, known)) is not None:
         return f": did you mean `{name}`?"
+    if otherwise is not None:
+        return otherwise
     if not known:
         return ": there are none at all."
     return f". Known: {', '.join(f'`{name}`' for name in known)}."

@@ -190,6 +190,11 @@ def get_dist_info(group: GroupLike = None) -> tuple[int, int]:
     return comm.rank, comm.size
 
 
+def this_rank() -> str:
+    """Return this process in words, for error messages: ``rank 0 of 2``."""
+    return resolve().this_rank
+
+
 def is_main_process(group: GroupLike = None) -> bool:
     """Return whether this process is rank 0 of the group."""
     return resolve(group).rank == 0

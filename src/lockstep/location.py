@@ -157,14 +157,12 @@ class RemotePath(NamedTuple):
     def read_bytes(self) -> bytes:
         """Return the content of the file."""
         with self._reached():
-            content: bytes = self.fs.cat_file(self.path)
-            return content
+            return bytes(self.fs.cat_file(self.path))
 
     def read_range(self, start: int, end: int) -> bytes:
         """Return the bytes of a range of the file, fewer if it ends before."""
         with self._reached():
-            content: bytes = self.fs.cat_file(self.path, start=start, end=end)
-            return content
+            return bytes(self.fs.cat_file(self.path, start=start, end=end))
 
     def write_bytes(self, content: bytes) -> None:
         """Write the file as a whole: others see what was there before, or all of the content."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,20 +29,18 @@ class Found:
     @cached_property
     def manifest(self) -> Manifest | None:
         """What its manifest says; None if there is none that can be read."""
-        try:
+        with suppress(ConfigError):
             return read_manifest(self.directory)
-        except ConfigError:
-            return None
+        return None
 
     @property
     def time(self) -> float:
         """When it was written, in seconds since 1970."""
         if self.manifest is not None:
             return float(self.manifest.written["time"])
-        try:
+        with suppress(OSError):  # a run is removing it just now
             return max((modified(path) for path in self.directory.iterdir()), default=0.0)
-        except OSError:  # a run is removing it just now
-            return 0.0
+        return 0.0
 
 
 def written_at(directory: Location) -> float:
@@ -122,7 +121,6 @@ def _folders_in(folder: Location) -> list[Location]:
 
 
 def _paths_in(folder: Path) -> list[Path]:
-    try:
+    with suppress(OSError):  # not a folder, or a run is removing it just now
         return list(folder.iterdir())
-    except OSError:  # not a folder, or a run is removing it just now
-        return []
+    return []

@@ -5,7 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lockstep.checkpoint.files import DAMAGED, PlainFile, is_there, open_plainly, require_plain_files
 from lockstep.checkpoint.manifest import MANIFEST_FILE, Block, Manifest, checksum_of, read_manifest
@@ -56,6 +56,15 @@ def check(directory: Location) -> Manifest | None:
     manifest = read_manifest(directory)
     require_plain_files(directory, {name: file.size for name, file in manifest.files.items()})
     return manifest
+
+
+def fault_found_by(examine: Callable[..., object], directory: Location, *share: int) -> str | None:
+    """Return what `check` or `verify` finds wrong with a checkpoint; None if it is nothing."""
+    try:
+        examine(directory, *share)
+    except (ConfigError, OSError) as error:
+        return str(error)
+    return None
 
 
 def verify(directory: Location, share: int = 0, shares: int = 1) -> int:

@@ -96,12 +96,9 @@ class _OfJob:
     options: dict[str, Any]
 
     def __call__(self, batch_size: int) -> Runner:
-        from lockstep.runner import Runner
+        from lockstep.runner.batch_size_finder import OfConfig
 
-        cfg = FindBatchSize(**self.options).read()
-        cfg.merge_from_dict({"train_dataloader.batch_size": batch_size})
-        cfg.launcher = "pytorch"
-        return Runner.from_cfg(cfg)
+        return OfConfig(FindBatchSize(**self.options).read())(batch_size)
 
 
 def _print_trial(trial: Trial) -> None:

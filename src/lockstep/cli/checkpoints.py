@@ -7,7 +7,7 @@ import reprlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +22,7 @@ from lockstep.checkpoint.manifest import read_manifest
 from lockstep.checkpoint.pointer import read_pointer
 from lockstep.checkpoint.search import Found
 from lockstep.checkpoint.values import decode, leaves, tagged
-from lockstep.checkpoint.verify import check, is_old
+from lockstep.checkpoint.verify import check, fault_found_by, is_old
 from lockstep.cli.options import whole_number
 from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate
@@ -92,7 +92,7 @@ def list_checkpoints(
     for name in ("epoch", "iter", "ranks", "model", "optimizer", "all"):
         table.add_column(name, justify="right")
     for one in found:
-        fault = _fault_in(one.directory, verify_all)
+        fault = fault_found_by(verify if verify_all else check, one.directory)
         if fault is not None:
             faults.append(fault)
         name = _relative(one.directory, root) + (" (last)" if one.directory == last else "")
@@ -184,7 +184,7 @@ def prune(
     found = _found_in(root)
     last, _ = _last_of(root)
     regular = [one.directory for one in found if not one.directory.name.startswith("best_")]
-    whole = [path for path in regular if _fault_in(path, everything=False) is None]
+    whole = [path for path in regular if fault_found_by(check, path) is None]
     if not whole:
         raise ConfigError(f"{directory} must hold a whole checkpoint to be pruned, but holds none")
     kept = {*whole[:keep], last}
@@ -219,17 +219,6 @@ def _last_of(directory: Location) -> tuple[Location | None, list[str]]:
         return read_pointer(directory), []
     except ConfigError as error:
         return None, [str(error)]
-
-
-def _fault_in(directory: Location, everything: bool) -> str | None:
-    try:
-        if everything:
-            verify(directory)
-        else:
-            check(directory)
-    except (ConfigError, OSError) as error:
-        return str(error)
-    return None
 
 
 def _facts(found: Found) -> list[str]:
@@ -290,10 +279,9 @@ def _difference(one: Stored, other: Stored, first: str, second: str) -> str | No
 
 
 def _shown(meta: Any) -> dict[str, Any]:
-    try:
+    with suppress(ConfigError, TypeError, ValueError):
         return dict(decode({key: value for key, value in meta.items() if tagged(value)[0] != "$dtype"}))
-    except (ConfigError, TypeError, ValueError):
-        return {}
+    return {}
 
 
 def _relative(path: Location, directory: Location) -> str:

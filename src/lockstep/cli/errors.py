@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from lockstep.errors import TopologyError
 from lockstep.masking import mask_text
-from lockstep.topology import infer_launcher, read_topology
+from lockstep.topology import topology_if_known
 
 _SECONDS_FOR_RANK_0 = 3.0
 
@@ -17,17 +16,10 @@ def print_error(error: Exception) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    if _local_rank() > 0:
+    if topology_if_known(os.environ).local_rank > 0:
         # Local rank 0 prints the error and exits, and then most launchers stop the others. A rank that is still running
         # after that has a different error.
         time.sleep(_SECONDS_FOR_RANK_0)
     notes = getattr(error, "__notes__", ())
     text = Text.assemble(("error: ", "bold red"), mask_text("\n".join([str(error), *notes])))
     Console(stderr=True, soft_wrap=True).print(text)
-
-
-def _local_rank() -> int:
-    try:
-        return read_topology(os.environ, infer_launcher(os.environ)).local_rank
-    except TopologyError:
-        return 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, Self, TypeAlias
 
-from lockstep.errors import ConfigError, nearest
+from lockstep.errors import ConfigError, did_you_mean
 
 DELETE = "_delete_"
 # Makes an error from a dotted key and what is wrong with it.
@@ -101,8 +101,7 @@ class ConfigDict(dict[Any, Any]):
         return {key: _plain(value) for key, value in self.items()}
 
     def _no_key(self, key: Any) -> str:
-        near = nearest(str(key), map(str, self))
-        return f"no key `{key}`" + (f": did you mean `{near}`?" if near else "")
+        return f"no key `{key}`{did_you_mean(str(key), map(str, self), '')}"
 
 
 def merged(base: Mapping[Any, Any], changes: Mapping[Any, Any], error: MakeError, prefix: str = "") -> ConfigDict:

@@ -127,10 +127,6 @@ def restore_position(loader: Any, position: Any) -> bool:
     return True
 
 
-saved_position_of = position_of
-"""Another name of `position_of`: a checkpoint holds what a `state_dict` may return, tuples and arrays too."""
-
-
 class _Rest:
     """What a sampler or a batch sampler yields after its first `count` items."""
 

@@ -33,9 +33,13 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore a state that `random_state` returned, without that of an accelerator if this process has none."""
-    own = {"python": _python_state(state["python"]), "torch": state["torch"]}
-    if "numpy" in state:
-        own["numpy"] = _numpy_state(state["numpy"])
+    own = {name: state[name] for name in ("python", "torch", "numpy") if name in state}
+    # A checkpoint of lockstep 0.x's first format has the states as Python and numpy give them.
+    if isinstance(python := own["python"], Mapping):
+        own["python"] = python["version"], tuple(python["words"].tolist()), python["gauss"]
+    if isinstance(numpy := own.get("numpy"), Mapping):
+        words = np.array(numpy["words"].tolist(), dtype="uint32")
+        own["numpy"] = numpy["name"], words, numpy["position"], numpy["has_gauss"], numpy["gauss"]
     set_generator_states(own)
     if "device" in state and get_device() != "cpu":
         torch.get_device_module(get_device()).set_rng_state(state["device"])
@@ -64,16 +68,3 @@ def sync_random_state(group: GroupLike) -> None:
     **Collective**: every rank of the group. **Cost**: about 10 kB.
     """
     set_random_state(broadcast_object(random_state(), src=0, group=group))
-
-
-def _python_state(state: Any) -> Any:
-    if not isinstance(state, Mapping):  # of a checkpoint of lockstep 0.x's first format
-        return state
-    return state["version"], tuple(state["words"].tolist()), state["gauss"]
-
-
-def _numpy_state(state: Any) -> Any:
-    if not isinstance(state, Mapping):
-        return state
-    array = np.array(state["words"].tolist(), dtype="uint32")
-    return state["name"], array, state["position"], state["has_gauss"], state["gauss"]

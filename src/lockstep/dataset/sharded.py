@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -57,10 +57,9 @@ def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
 
 def length_of(items: Any) -> int | None:
     """Return the length of a sampler or a loader, or None if it is not known in advance."""
-    try:
+    with suppress(TypeError):  # a DataLoader has a length only if its dataset has one
         return len(items)
-    except TypeError:  # a DataLoader has a length only if its dataset has one
-        return None
+    return None
 
 
 class ShardedSampler(DealingSampler):

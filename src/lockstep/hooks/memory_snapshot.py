@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, require_count
+from lockstep.errors import ConfigError, require_count, with_causes
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import TrainRun
@@ -91,7 +91,7 @@ class MemorySnapshotHook(Hook):
         if runner is None:
             return
         try:
-            if _has_run_out(sys.exception()):
+            if any(isinstance(error, torch.OutOfMemoryError) for error in with_causes(sys.exception())):
                 self._write(runner, f"iter{runner.iter}_out_of_memory")
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -111,12 +111,3 @@ class MemorySnapshotHook(Hook):
             _logger.warning("no memory snapshot can be written to %s: %s", path, error)
         else:
             _logger.info("a memory snapshot is at %s: open it at https://pytorch.org/memory_viz", path)
-
-
-def _has_run_out(error: BaseException | None) -> bool:
-    """Return whether memory has run out, or an error that this caused is being handled."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -283,8 +283,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     def _all_done(self) -> bool:
         assert self._store is not None
-        done: bool = self._store.check([f"done_{node}" for node in self._members])
-        return done
+        return bool(self._store.check([f"done_{node}" for node in self._members]))
 
     def _poll(self, over: Callable[[], object], seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -113,11 +113,9 @@ def remove_shared_memory(pids: Collection[int]) -> None:
 
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on (state, parent, group, session); "" and 0 if it is gone."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return ["", "0", "0", "0"]
-    return text.rpartition(")")[2].split()
+    with suppress(OSError):
+        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return ["", "0", "0", "0"]
 
 
 def _guard() -> None:

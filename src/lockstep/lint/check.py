@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.config import Config
 from lockstep.config.dictionary import items_below
-from lockstep.errors import ConfigError, counted, nearest
+from lockstep.errors import ConfigError, counted, did_you_mean
 from lockstep.lint.parts import Fault
 from lockstep.lint.sections import faults_of
 from lockstep.masking import is_masked
@@ -15,6 +15,7 @@ from lockstep.registry import in_default_scope
 from lockstep.runner.arguments import ARGUMENTS, CONFIG_KEYS, misfits, mispaired
 
 _KNOWN = {**ARGUMENTS, **CONFIG_KEYS}
+_REMEDY = ". Remove it, or begin its name with an underscore if it is for somebody else"
 
 
 def check_config(cfg: Config, needed: Collection[str] = ("model",), others: Sequence[str] = ()) -> None:
@@ -60,7 +61,8 @@ def _faults(cfg: Config, needed: Collection[str]) -> Iterator[Fault]:
         elif key in _KNOWN:
             yield from faults_of(key, value, _KNOWN[key])
         elif key not in cfg.helpers and not str(key).startswith("_"):
-            yield Fault(key, f"is not an argument of Runner, and nothing reads it{_remedy(key)}")
+            hint = did_you_mean(key, ARGUMENTS, _REMEDY)
+            yield Fault(key, f"is not an argument of Runner, and nothing reads it{hint}")
     for key, says in mispaired(cfg):
         yield Fault(key, says)
     for key in _masked_keys("", cfg):
@@ -78,13 +80,6 @@ def _masked_keys(prefix: str, value: object) -> Iterator[str]:
             yield f"{prefix}{name}"
         else:
             yield from _masked_keys(f"{prefix}{name}.", item)
-
-
-def _remedy(key: str) -> str:
-    near = nearest(key, ARGUMENTS)
-    if near is not None:
-        return f": did you mean `{near}`?"
-    return ". Remove it, or begin its name with an underscore if it is for somebody else"
 
 
 def _where(cfg: Config, key: str) -> str:

@@ -88,8 +88,7 @@ class HistoryBuffer:
         """Call `current`, `mean`, `min` or `max` by name, with its arguments, and return the result."""
         if method_name not in ("current", "mean", "min", "max"):
             raise KeyError(f"`method_name` must be current, mean, min or max, but is {method_name!r}")
-        value: float = getattr(self, method_name)(*args, **kwargs)
-        return value
+        return float(getattr(self, method_name)(*args, **kwargs))
 
     def mean(self, window_size: int | None = None) -> float:
         """Return the mean of the last `window_size` values, or of all stored values."""

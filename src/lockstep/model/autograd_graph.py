@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
+from lockstep.groups import this_rank
 from lockstep.tree import tree_leaves
 
 
@@ -59,10 +59,9 @@ def refuse_second_backward(module: nn.Module, why: str) -> None:
 
     def refuse(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
-            rank, size = get_dist_info()
             raise ConfigError(
                 f"a backward pass through {type(module).__name__} must not be differentiated again (create_graph=True, "
-                f"as for a penalty on gradients), because {why} (rank {rank} of {size}). Use strategy 'ddp'"
+                f"as for a penalty on gradients), because {why} ({this_rank()}). Use strategy 'ddp'"
             )
 
     on_backward(module, refuse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.model.ddp import MMDistributedDataParallel
 from lockstep.model.parts import callable_children
-from lockstep.model.wrapper import ModelWrapper
+from lockstep.model.wrapper import ModelWrapper, all_entered
 from lockstep.registry import MODEL_WRAPPERS
 
 
@@ -64,13 +64,9 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
                 self._parallel.append(wrapped)
         self.module = module
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Let no child exchange gradients in the forward and backward passes inside."""
-        with ExitStack() as stack:
-            for wrapped in self._parallel:
-                stack.enter_context(wrapped.no_sync())
-            yield
+        return all_entered(wrapped.no_sync() for wrapped in self._parallel)
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:

@@ -15,11 +15,8 @@ def is_dtensor(tensor: Any) -> bool:
 
 def own_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory, or the tensor itself if it is not sharded."""
-    to_local = getattr(tensor, "to_local", None)
-    if to_local is None:
-        return tensor
-    shard: Tensor = to_local()
-    return shard
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own
 
 
 def reshard(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from lockstep.dist import get_dist_info
+from lockstep.groups import this_rank
 from lockstep.model.preprocessor import move_to_device
 
 Mode: TypeAlias = Literal["tensor", "loss", "predict"]
@@ -76,9 +76,8 @@ def call_forward(model: nn.Module, core: nn.Module, batch: Any, mode: Mode) -> A
         TypeError: the batch is None, or does not fit the parameters of `forward`.
     """
     if batch is None:
-        rank, size = get_dist_info()
         raise TypeError(
-            f"the batch must not be None, which the loader's collate_fn has returned (rank {rank} of {size}). Leave "
+            f"the batch must not be None, which the loader's collate_fn has returned ({this_rank()}). Leave "
             "out bad samples before batches are made of them, for instance by a Subset of the dataset"
         )
     kwargs = {"mode": mode} if _takes_mode(type(core).forward) else {}

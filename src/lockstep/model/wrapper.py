@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -88,6 +88,15 @@ class ModelWrapper(nn.Module):
     def num_parameters(self) -> int:
         """Number of elements of all parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+@contextmanager
+def all_entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter several contexts; they are left in reverse order, also if one of them raises."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def train_step(model: nn.Module, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from lockstep.errors import ConfigError, nearest, require_known
+from lockstep.errors import ConfigError, did_you_mean, require_known
 from lockstep.model import is_model_wrapper
 
 Options = dict[str, Any]
@@ -101,12 +101,11 @@ class Paramwise:
         """
         for key in self._keys:
             if not any(key in name for name in names):
-                near = nearest(key, {part for name in names for part in _parts(name)})
                 children = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+                parts = {part for name in names for part in _parts(name)}
                 raise ConfigError(
                     "`paramwise_cfg['custom_keys']` must have keys that are part of some parameter's name, but "
-                    f"{key!r} is part of none"
-                    + (f": did you mean `{near}`?" if near else f". The names begin with: {children}")
+                    f"{key!r} is part of none{did_you_mean(key, parts, f'. The names begin with: {children}')}"
                 )
 
     def options(self, site: ParamSite) -> Options:

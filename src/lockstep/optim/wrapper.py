@@ -158,11 +158,8 @@ class OptimWrapper:
             )
         no_sync, self._no_sync = self._no_sync, None
         scaled = self.scale_loss(loss)
-        if no_sync is None:
+        with _NO_CONTEXT if no_sync is None else no_sync():
             self.backward(scaled)
-        else:
-            with no_sync():
-                self.backward(scaled)
         if self.should_update():
             self._even_out()
             self.step(**(step_kwargs or {}))
@@ -208,11 +205,9 @@ class OptimWrapper:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of a scaled loss, and count the batch."""
         try:
-            if self._driver is None:
+            driver = self._driver
+            with _NO_CONTEXT if driver is None else driver.backward_context(loss, syncs=self.should_sync()):
                 loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-            else:
-                with self._driver.backward_context(loss, syncs=self.should_sync()):
-                    loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError:
             with backend_errors_translated():  # entered here alone, because every step would pay for it
                 raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import did_you_mean, wrong_type
 from lockstep.model import ModelWrapper
+from lockstep.model.wrapper import all_entered
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
 
@@ -93,18 +94,12 @@ class OptimWrapperDict(OptimWrapper):
     @contextmanager
     def driven_by(self, model: ModelWrapper) -> Iterator[None]:
         """Run the backward passes of all wrappers in the model wrapper's `backward_context`."""
-        with ExitStack() as stack:
-            for wrapper in self.values():
-                stack.enter_context(wrapper.driven_by(model))
+        with all_entered(wrapper.driven_by(model) for wrapper in self.values()):
             yield
 
-    @contextmanager
-    def optim_context(self, model: nn.Module) -> Iterator[None]:
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[None]:
         """Enter the contexts of all wrappers, for a forward pass that several of them use."""
-        with ExitStack() as stack:
-            for wrapper in self.values():
-                stack.enter_context(wrapper.optim_context(model))
-            yield
+        return all_entered(wrapper.optim_context(model) for wrapper in self.values())
 
     update_params = _refused("update_params")
     scale_loss = _refused("scale_loss")

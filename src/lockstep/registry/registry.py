@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar, overload
 from weakref import WeakSet
 
-from lockstep.errors import RegistryError, did_you_mean, nearest
+from lockstep.errors import RegistryError, did_you_mean
 from lockstep.registry.signatures import construct
 
 Entry = Callable[..., Any]
@@ -224,8 +224,7 @@ class Registry:
         here = f"in the registry of scope `{self.scope}`"
         name = key.removeprefix(f"{self.scope}.")
         if module and all(other.scope != key.partition(".")[0] for other in self.root._family()):
-            near = nearest(name, self._known_names())
-            return f"{here}, nor is there a module `{module}`" + (f": did you mean `{near}`?" if near else "")
+            return f"{here}, nor is there a module `{module}`{did_you_mean(name, self._known_names(), '')}"
         return here + did_you_mean(name, self._known_names())
 
     def build(self, cfg: Mapping[str, Any], **default_args: Any) -> Any:

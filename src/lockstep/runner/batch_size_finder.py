@@ -117,7 +117,7 @@ def find_batch_size(
         )
     if isinstance(make_runner, Mapping):
         start = batch_size_in(make_runner) if start is None else start
-        make_runner = _OfConfig(make_runner)
+        make_runner = OfConfig(make_runner)
     ranks = TrialRanks(make_runner, nproc, updates, memory, on_trial or (lambda trial: None))
     return search_sizes(ranks.trial, 1 if start is None else start, max_batch_size, bisect=bisect, nproc=nproc)
 
@@ -142,9 +142,8 @@ def batch_size_in(cfg: Mapping[str, Any]) -> int:
                 "find_batch_size() a function that returns a Runner for a batch size"
             )
     size = loader.get("batch_size", 1)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(f"`train_dataloader.batch_size` must be an int of at least 1 to be searched, but is {size!r}")
-    return size
+    require_count("train_dataloader.batch_size", size)
+    return int(size)
 
 
 def search_sizes(
@@ -198,12 +197,13 @@ def search_sizes(
 
 
 @dataclass(frozen=True, slots=True)
-class _OfConfig:
+class OfConfig:
     """Makes the Runner for a batch size from a config."""
 
     cfg: Mapping[str, Any]
 
     def __call__(self, batch_size: int) -> Runner:
+        """Return the Runner for a batch size, in a rank."""
         cfg = self.cfg if isinstance(self.cfg, Config) else Config(dict(self.cfg))
         cfg.merge_from_dict({"train_dataloader.batch_size": batch_size})
         cfg.launcher = "pytorch"

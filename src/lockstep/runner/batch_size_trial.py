@@ -21,7 +21,7 @@ import torch
 from lockstep.dataset import amount_of
 from lockstep.device import peak_memory
 from lockstep.dist import all_gather_object
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, with_causes
 from lockstep.runner.batch_size_finder import TRYING, MakeRunner, Trial
 from lockstep.runner.loops import NO_BATCHES
 from lockstep.runner.rehearsal import rehearse
@@ -97,13 +97,12 @@ def try_size(folder: Path, make_runner: MakeRunner, size: int, updates: int, mem
 
 def told_out_of_memory(error: BaseException | None) -> str | None:
     """Return the message of an error, or of its cause, that says that memory has run out; None if none does."""
-    while error is not None:
-        text = f"{type(error).__name__}: {error}"
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(m in text.lower() for m in _OUT_OF_MEMORY):
+    for one in with_causes(error):
+        text = f"{type(one).__name__}: {one}"
+        if isinstance(one, MemoryError | torch.OutOfMemoryError) or any(m in text.lower() for m in _OUT_OF_MEMORY):
             return text.splitlines()[0]
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        if isinstance(one, OSError) and one.errno == errno.ENOMEM:
             return text
-        error = error.__cause__ or error.__context__
     return None
 
 

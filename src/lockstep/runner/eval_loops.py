@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -67,7 +67,9 @@ class EvalLoop:
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
-        with self._randomness(), self._precision(), runner.agreement.evaluation():
+        autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
+        # Training draws the same random numbers with or without validations in between.
+        with random_state_kept(), autocast, runner.agreement.evaluation():
             self._predict()
         self.metrics = self.evaluator.evaluate(self._size)
         self.at_iter = runner.iter
@@ -89,15 +91,6 @@ class EvalLoop:
             if runner.data_shard.is_first:
                 self.evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
-
-    def _randomness(self) -> AbstractContextManager[Any]:
-        """Let training draw the same random numbers with or without validations in between."""
-        return random_state_kept()
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(get_device(), dtype=self._dtype)
 
     def _turns(self) -> Iterator[Turn]:
         """Yield batches, and stand-ins if the model's forward pass needs all ranks; see `Passes`."""

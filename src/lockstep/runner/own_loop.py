@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.dataset import set_epoch
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, Preempted
+from lockstep.errors import ConfigError
 from lockstep.evaluator.evaluator import plain_value
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.preprocessor import move_to_device
@@ -109,7 +109,8 @@ class OwnLoop(TrainLoop):
         run.call_hook("before_train_epoch")
         self._begin_training()
         if self.iter < count:
-            yield from self._batches(self._saved(self._endless_turns()), self.iter)
+            with run.saving.at_stop():
+                yield from self._batches(self._endless_turns(), self.iter)
         self._save_what_was_asked_for()
         run.call_hook("after_train_epoch")
         run.call_hook("after_train")
@@ -122,7 +123,8 @@ class OwnLoop(TrainLoop):
         self._is_open = True
         self.runner.call_hook("before_train_epoch")
         self._begin_training()
-        yield from self._batches(self._saved(self._turns()), self._begin.turns)
+        with self.runner.saving.at_stop():
+            yield from self._batches(self._turns(), self._begin.turns)
         self._end_epoch()
 
     def _batches(self, turns: Iterator[Turn], start: int) -> Iterator[Any]:
@@ -149,14 +151,6 @@ class OwnLoop(TrainLoop):
             if is_endless and (self.iter >= self.max_iters or self.stop_training):
                 return
 
-    def _saved(self, turns: Iterator[Turn]) -> Iterator[Turn]:
-        """Save where a signal ends the training."""
-        try:
-            yield from turns
-        except Preempted as stop:
-            self.runner.saving.stop(stop)
-            raise
-
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Yield equally many batches on every rank; training then draws the same random numbers as without."""
         model, device = self.runner.model, torch.device(get_device())
@@ -165,14 +159,10 @@ class OwnLoop(TrainLoop):
         turns = Passes(loader).turns()
         if not self._is_stepping:  # in the midst of an iteration nothing can be saved
             turns = self.runner.agreement.points(turns, trains=False)
-        try:
-            with random_state_kept(), context:
-                for turn in turns:
-                    self.counts = turn.is_own
-                    yield move_to_device(turn.batch, device)
-        except Preempted as stop:
-            self.runner.saving.stop(stop)
-            raise
+        with self.runner.saving.at_stop(), random_state_kept(), context:
+            for turn in turns:
+                self.counts = turn.is_own
+                yield move_to_device(turn.batch, device)
         self.counts = True
 
     def log(self, values: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.checkpoint import candidates, load_state, read_meta, remove_dead_drafts, verify, written_at
 from lockstep.checkpoint.files import DAMAGED
 from lockstep.checkpoint.together import on_all
+from lockstep.checkpoint.verify import fault_found_by
 from lockstep.dataset.random_state import set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
 from lockstep.errors import ConfigError, counted, listed
@@ -136,13 +137,8 @@ def _newest(folders: Sequence[Location], since: float = 0.0) -> tuple[Location |
 
 def _fault_in(directory: Location) -> str | None:
     """Return what is wrong with a checkpoint, the same on every rank, or None. **Collective**."""
-    rank, world_size = get_dist_info()
-    fault = None
-    try:
-        verify(directory, rank, world_size)
-    except (ConfigError, OSError) as error:
-        fault = str(error)
-    return next((one for one in all_gather_object(fault) if one is not None), None)
+    own = fault_found_by(verify, directory, *get_dist_info())
+    return next((one for one in all_gather_object(own) if one is not None), None)
 
 
 def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Location | None) -> Mapping[str, Any] | None:

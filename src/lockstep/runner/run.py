@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 from weakref import ref
 
 import torch
@@ -38,7 +38,7 @@ from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers
 from lockstep.weights import Weights, load_weights, save_pretrained
 from lockstep.weights.loading import REVISE_KEYS
-from lockstep.weights.writing import MAX_SHARD_SIZE
+from lockstep.weights.saving import PretrainedOptions
 
 _logger = logging.getLogger("lockstep.runner")
 
@@ -207,16 +207,9 @@ class Run(Workspace):
         weights = Weights(locate(filename), strict, revise_keys)
         load_weights(self.strategy, unwrap_model(self.model), weights, training=isinstance(self, TrainRun))
 
-    def save_pretrained(
-        self,
-        save_directory: str | Path,
-        *,
-        max_shard_size: int | str = MAX_SHARD_SIZE,
-        dtype: str | torch.dtype | None = None,
-        prefix: str | None = None,
-        ema: bool | None = None,
-    ) -> None:
+    def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
         """Write the model for `from_pretrained`; see `Runner.save_pretrained`. **Collective**: every rank."""
+        ema = options.get("ema")
         state: dict[str, Any] = self.strategy.model_state()
         if isinstance(self, TrainRun):
             checkpoint: dict[str, Any] = {"model": state, "meta": {}}
@@ -226,8 +219,7 @@ class Run(Workspace):
                 raise ConfigError("`ema` must be True only beside EMAHook, but there is no average of weights")
             if ema is False and trained is not None:
                 state = {**state, **trained}
-        core = unwrap_model(self.model)
-        save_pretrained(core, state, save_directory, max_shard_size=max_shard_size, dtype=dtype, prefix=prefix)
+        save_pretrained(unwrap_model(self.model), state, save_directory, options)
 
     def tell_hub(self) -> None:
         """Register the run's progress and name with the message hub, which reads their current values when asked."""

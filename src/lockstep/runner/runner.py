@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.dataset import DataShard, agree_on_shard
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, Preempted
+from lockstep.errors import ConfigError
 from lockstep.location import locate, require_disk
 from lockstep.logging import MessageHub, run_logging, warnings_once
 from lockstep.masking import secrets_in
@@ -354,12 +354,10 @@ class Runner(PartsOfRun):
     def _train(self, run: TrainRun) -> bool:
         """Train until the end, or until another strategy is asked for; return whether it is the end."""
         try:
-            run.train_loop.run()
+            with run.saving.at_stop():
+                run.train_loop.run()
         except StrategySwitch:
             return False
-        except Preempted as stop:
-            run.saving.stop(stop)
-            raise
         self._is_over = True
         if run.next_strategy is not None:
             self.logger.warning("the training has ended before it could go on under another strategy")

@@ -104,8 +104,9 @@ class Saving:
             raise
         self.finish()
 
-    def stop(self, stop: Preempted) -> None:
-        """Save where a signal has stopped the training, unless that has been saved already.
+    @contextmanager
+    def at_stop(self) -> Iterator[None]:
+        """Save where a signal stops the training, which runs inside, unless that has been saved already.
 
         **Collective**: every rank.
 
@@ -113,16 +114,17 @@ class Saving:
             OSError: the training was stopped because a checkpoint could not be written.
         """
         run = self._run
-        self.finish()
-        if run.iter == 0:
-            _logger.warning("%s: stopped before the first iteration (exit code %d)", stop.reason, stop.EXIT_CODE)
-            return
-        if run.iter > self.saved_iter:
-            run.save_checkpoint(run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
-        _logger.warning(
-            "%s: stopped after iteration %d, which is saved. Start again with resume=True to go on (exit code %d)",
-            stop.reason, run.iter, stop.EXIT_CODE,
-        )  # fmt: skip
+        try:
+            yield
+        except Preempted as stop:
+            self.finish()
+            if run.iter > self.saved_iter:
+                run.save_checkpoint(run.checkpoint_dir, f"iter_{run.iter}", epoch=run.epoch, iteration=run.iter)
+            done = "before the first iteration"
+            if run.iter > 0:
+                done = f"after iteration {run.iter}, which is saved. Start again with resume=True to go on"
+            _logger.warning("%s: stopped %s (exit code %d)", stop.reason, done, stop.EXIT_CODE)
+            raise
 
     def save_now(self, reason: str) -> None:
         """Save between two iterations, because somebody asks for it. **Collective**: every rank."""

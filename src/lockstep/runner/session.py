@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from lockstep.runner.run import TrainRun
 from lockstep.runner.runner import Runner
 from lockstep.runner.seeds import set_randomness
 from lockstep.runner.start import join_ranks
+from lockstep.weights.saving import PretrainedOptions
 
 
 class Session:
@@ -318,7 +319,7 @@ class Session:
         """
         self._prepared().save(name, async_save)
 
-    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
         """Write the model's weights, and what `from_pretrained` needs beside them; see `Runner.save_pretrained`.
 
         Args:

@@ -20,8 +20,8 @@ from lockstep.dataset import (
     deal_of,
     head_of,
     length_of,
+    position_of,
     restore_position,
-    saved_position_of,
     without_batches,
 )
 from lockstep.dataset.rank_aware import parts_of
@@ -194,7 +194,7 @@ class Passes:
     def state(self) -> dict[str, Any]:
         """Return this rank's own state in the present pass, in JSON values and tensors."""
         by_place = self.deal is not None and not self._is_stream
-        return {"position": None if by_place else saved_position_of(self._loader)}
+        return {"position": None if by_place else position_of(self._loader)}
 
     def restore(
         self,

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.dist import all_reduce, get_dist_info
+from lockstep.dist import all_reduce
 from lockstep.errors import ConfigError
+from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import hides_leaves, nodes_of
 
 
@@ -91,12 +92,11 @@ class GradientFlow:
         all_reduce(bounds, op="max")
         if bounds[0] == -bounds[1]:
             return
-        rank, size = get_dist_info()
         missing = [name for index, name in enumerate(self.names) if index not in set(order)]
         raise ConfigError(
             "the loss must reach the same parameters on every rank, in the same order, because gradients are "
             "concatenated in the order in which they arrive, but here it does not reach "
-            f"{missing[:5] or 'them in the order of another rank'} (rank {rank} of {size}). {advice}"
+            f"{missing[:5] or 'them in the order of another rank'} ({this_rank()}). {advice}"
         )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError
+from lockstep.groups import this_rank
 from lockstep.model import steps
 from lockstep.tree import tree_map
 
@@ -71,20 +71,17 @@ class OwnStep:
             for name in methods:
                 del vars(optim_wrapper)[name]
         if optim_wrapper.inner_count == before and not self.may_go_round:
-            rank, size = get_dist_info()
             raise RuntimeError(
                 f"`train_step` of {type(self.core).__name__} must run its backward pass by "
                 "`optim_wrapper.update_params(loss)` or `optim_wrapper.backward(loss)`, but has done "
-                f"neither (rank {rank} of {size}): with this strategy `loss.backward()` and `optimizer.step()` train "
+                f"neither ({this_rank()}): with this strategy `loss.backward()` and `optimizer.step()` train "
                 "nothing. For a batch that is to change nothing, pass a loss times 0"
             )
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[None]:
         """Return a context in which the model is called through the engine."""
         self._is_shown |= torch.is_grad_enabled()
-        with self.inside():
-            yield
+        return self.inside()
 
     def inside(self) -> AbstractContextManager[None]:
         """Return a context for the engine's own operations."""
@@ -165,10 +162,9 @@ class WholeParams(TorchFunctionMode):
         for value in tree_leaves(arguments):
             if isinstance(value, nn.Parameter) and (problem := self._problem(value, name)) is not None:
                 path = next((path for path, own in self._core.named_parameters() if own is value), "a parameter")
-                rank, size = get_dist_info()
                 raise ConfigError(
                     f"`train_step` of {type(self._core).__name__} must leave {path!r} to the model's `forward`, "
-                    f"but used it in `{name}` (rank {rank} of {size}): {problem}"
+                    f"but used it in `{name}` ({this_rank()}): {problem}"
                 )
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError, listed
+from lockstep.groups import this_rank
 
 _CHANGES = {"unfrozen": False, "frozen": True}  # and whether a parameter was trained before
 
@@ -41,10 +41,9 @@ class TrainableParams:
             return
         kinds = {what: [name for name, before in changed if before == was] for what, was in _CHANGES.items()}
         told = " and ".join(f"{len(names)} were {what}: {listed(names)}" for what, names in kinds.items() if names)
-        rank, size = get_dist_info()
         raise ConfigError(
             f"`requires_grad` of parameters must stay as it was when training began under {self._engine}, which has "
-            f"laid out what it trains, but {told} (rank {rank} of {size}). Begin with all parameters that are ever "
+            f"laid out what it trains, but {told} ({this_rank()}). Begin with all parameters that are ever "
             "trained, at lr=0 by paramwise_cfg, or use strategy 'fsdp'"
         )
 

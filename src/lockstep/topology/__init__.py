@@ -5,6 +5,6 @@ Importing this package imports neither torch nor any other part of lockstep exce
 
 from __future__ import annotations
 
-from lockstep.topology.environ import LauncherName, Topology, infer_launcher, read_topology
+from lockstep.topology.environ import LauncherName, Topology, infer_launcher, read_topology, topology_if_known
 
-__all__ = ["LauncherName", "Topology", "infer_launcher", "read_topology"]
+__all__ = ["LauncherName", "Topology", "infer_launcher", "read_topology", "topology_if_known"]

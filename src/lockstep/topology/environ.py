@@ -7,6 +7,7 @@ one answer. Missing or contradictory variables raise `TopologyError` before anyt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
@@ -180,6 +181,13 @@ def read_topology(env: Environment, launcher: str) -> Topology:
         agent_store=by == "pytorch" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         job_key=_job_key(env, names),
     )
+
+
+def topology_if_known(env: Environment) -> Topology:
+    """Return the place of this process in its job: one alone if no launcher started it, or contradicts itself."""
+    with suppress(TopologyError):
+        return read_topology(env, infer_launcher(env))
+    return Topology("none")
 
 
 def _is_mpi_rank(env: Environment) -> bool:

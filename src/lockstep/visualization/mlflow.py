@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.config import Config
+from lockstep.config.dictionary import items_below
 from lockstep.config.source_form import plain_data
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.library import LibraryVisualizer
@@ -106,10 +107,8 @@ def flat_options(config: Config) -> dict[str, Any]:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, list) and value:
-        value = dict(enumerate(value))
-    if not isinstance(value, dict) or not value:
-        yield path, value
-        return
-    for key, item in value.items():
+    items = items_below(value)
+    for key, item in items.items():
         yield from _leaves(f"{path}.{key}" if path else key, item)
+    if not items:
+        yield path, value

@@ -48,13 +48,14 @@ class TensorBoardVisualizer(LibraryVisualizer):
 
         # One event for all values takes a fifth of the time of one SummaryWriter.add_scalar for each.
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalar_dict.items()]
-        self._write(Summary(value=values), step)
+        self.opened.add_summary(Summary(value=values), step)
 
     def add_image(self, name: str, image: Any, step: int = 0) -> None:
         """Write an image."""
         from torch.utils.tensorboard import summary
 
-        self._write(summary.image(name, as_picture(image), dataformats="HWC"), step)  # type: ignore[no-untyped-call]
+        picture = summary.image(name, as_picture(image), dataformats="HWC")  # type: ignore[no-untyped-call]
+        self.opened.add_summary(picture, step)
 
     def add_config(self, config: Config) -> None:
         """Write the config as text."""
@@ -62,10 +63,7 @@ class TensorBoardVisualizer(LibraryVisualizer):
 
         # Markdown treats lines indented by four spaces as code.
         code = "".join(f"    {line}" for line in config.pretty_text.splitlines(keepends=True))
-        self._write(summary.text("config", code), 0)  # type: ignore[no-untyped-call]
+        self.opened.add_summary(summary.text("config", code), 0)  # type: ignore[no-untyped-call]
 
     def _end(self, writer: Any, *, failed: bool) -> None:
         writer.close()
-
-    def _write(self, summary: Any, step: int) -> None:
-        self.opened.add_summary(summary, step)

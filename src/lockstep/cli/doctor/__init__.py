@@ -21,7 +21,7 @@ from lockstep.cli.jobs import check_ranks_found
 from lockstep.cli.options import RankOptions, whole_number
 from lockstep.errors import ConfigError, LockstepError, counted
 from lockstep.launch import launch
-from lockstep.topology import Topology
+from lockstep.topology import Topology, topology_if_known
 
 _TITLE = "lockstep doctor"
 
@@ -42,7 +42,7 @@ class Doctor(RankOptions):
     def run(self) -> None:
         """Look, and print what was found."""
         spec = self.job_spec()
-        at = machine.topology_of(os.environ)
+        at = topology_if_known(os.environ)
         if at.world_size > 1:
             check_ranks_found(at.launcher, self)
             self._look_over_ranks(at)
@@ -137,7 +137,7 @@ def look_as_rank() -> None:
     """Look as a rank that `lockstep doctor` has started; rank 0 writes what was found to the file that it was told."""
     asked = json.loads(Path(os.environ.pop("LOCKSTEP_PAYLOAD")).read_text(encoding="utf-8"))
     found = findings_over_ranks(_own_findings(os.environ), asked["timeout"])
-    at = machine.topology_of(os.environ)
+    at = topology_if_known(os.environ)
     if at.rank == 0:
         Path(asked["file"]).write_text(as_json(found, at.world_size), encoding="utf-8")
 
@@ -162,7 +162,7 @@ def _torch_findings(env: Mapping[str, str]) -> list[Finding]:
     try:
         from lockstep.cli.doctor import by_torch
 
-        alone = [] if machine.topology_of(env).world_size > 1 else [by_torch.loopback(env)]
+        alone = [] if topology_if_known(env).world_size > 1 else [by_torch.loopback(env)]
         return [by_torch.accelerators(env), by_torch.backends(env), *alone]
     except ImportError as error:
         return [Finding("torch", f"cannot be imported: {error}", "fault", "Install it from pytorch.org.")]

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.cli.doctor.finding import Finding, Status, joined
 from lockstep.errors import TopologyError
-from lockstep.topology import Topology, infer_launcher, read_topology
+from lockstep.topology import infer_launcher, read_topology, topology_if_known
 from lockstep.version import __version__
 
 _OPTIONAL = (
@@ -28,13 +28,6 @@ _SHM_PER_RANK = 256 * 2**20  # what the workers of a data loader soon need, and 
 _MIB = 2**20
 _FEW_FILES, _TOO_FEW_FILES = 1024, 128
 _FEW_PROCESSES, _TOO_FEW_PROCESSES = 1024, 64
-
-
-def topology_of(env: Mapping[str, str]) -> Topology:
-    """Return the place of this process in its job: one alone if no launcher started it, or contradicts itself."""
-    with suppress(TopologyError):
-        return read_topology(env, infer_launcher(env))
-    return Topology("none")
 
 
 def versions() -> list[Finding]:
@@ -94,7 +87,7 @@ def shared_memory(env: Mapping[str, str]) -> Finding:
     """Check that there is room in /dev/shm for the workers of data loaders."""
     if sys.platform != "linux":
         return Finding("shared memory", "not looked at on this system")
-    ranks = topology_of(env).local_size
+    ranks = topology_if_known(env).local_size
     enough = "Give the container more: `docker run --shm-size=8g`, or a volume at /dev/shm (docs: Clusters)"
     try:
         with tempfile.TemporaryFile(dir=_SHM) as file:
@@ -114,7 +107,7 @@ def shared_memory(env: Mapping[str, str]) -> Finding:
 
 def limits(env: Mapping[str, str]) -> Finding:
     """Check the limits of open files, processes and locked memory."""
-    ranks = topology_of(env).world_size
+    ranks = topology_if_known(env).world_size
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     memory, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -140,7 +133,7 @@ def limits(env: Mapping[str, str]) -> Finding:
 
 def cores(env: Mapping[str, str]) -> Finding:
     """Check that the threads of this node's ranks have a core each."""
-    ranks = topology_of(env).local_size
+    ranks = topology_if_known(env).local_size
     usable = usable_cores()
     given = _threads_in(env.get("OMP_NUM_THREADS", ""))
     threads = given or max(1, int(usable))

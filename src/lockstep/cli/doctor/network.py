@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.cli.doctor.finding import Finding, Status, joined
-from lockstep.cli.doctor.machine import topology_of
 from lockstep.launch.network import LOOPBACK, address_of, answers, interface_towards
 from lockstep.masking import mask_words
+from lockstep.topology import topology_if_known
 
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # in /sys/class/net/NAME/flags
 _PATIENCE_SECONDS = 2.0
@@ -38,7 +38,7 @@ def host(env: Mapping[str, str]) -> Finding:
     if not own:
         remedy = "Add it to /etc/hosts or to the name server; without it, gloo takes the loopback interface."
         others.append(("warning", "this name does not resolve", remedy))
-    at = topology_of(env)
+    at = topology_if_known(env)
     facts = {"name": name, "addresses": own}
     if at.master_addr is not None:
         facts["master_addresses"] = found = addresses_of(at.master_addr)
@@ -71,7 +71,7 @@ def addresses_of(name: str) -> list[str]:
 def interfaces(env: Mapping[str, str]) -> Finding:
     """Check the interfaces, and that the one that gloo takes leads to the other ranks."""
     known = list(_interfaces())
-    at = topology_of(env)
+    at = topology_if_known(env)
     several = at.num_nodes > 1
     given = env.get("GLOO_SOCKET_IFNAME", "")
     taken = given or interface_towards(at.master_addr if at.master_addr is not None and several else LOOPBACK)
@@ -93,7 +93,7 @@ def interfaces(env: Mapping[str, str]) -> Finding:
 
 def port(env: Mapping[str, str]) -> Finding:
     """Check MASTER_PORT: free where rank 0 will listen, and answering where the launcher's store does already."""
-    text, at = env.get("MASTER_PORT", ""), topology_of(env)
+    text, at = env.get("MASTER_PORT", ""), topology_if_known(env)
     number = int(text) if text.isascii() and text.isdecimal() and 0 < int(text) < 2**16 else None
     if number is None:  # what is wrong with its text is a matter of the variables
         return Finding("port", "none is given: lockstep finds a free one")
