@@ -27,10 +27,10 @@ from lockstep.model.norm import is_synced, sync_on_this_device
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import EVALUATOR, LOOPS, MODELS
 from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments, default_hook_fault
+from lockstep.runner.data_workers import end_workers_at_exit, spare_workers
 from lockstep.runner.eval_loops import EvalLoop
 from lockstep.runner.hook import Hook
 from lockstep.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TrainLoop
-from lockstep.runner.preemption import spare_workers
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy
 from lockstep.visualization import Visualizers, build_visualizers
@@ -191,6 +191,7 @@ def build_loader(mode: Literal["train", "val", "test"], loader: Any, space: Work
     except Exception as error:
         error.add_note(f"while building `{mode}_dataloader`")
         raise
+    end_workers_at_exit()
     if space.args.stop_signals:
         spare_workers(built)
     return built

@@ -10,16 +10,10 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
-from multiprocessing import active_children
-from multiprocessing.util import Finalize
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-from torch.utils.data import DataLoader
+from typing import TYPE_CHECKING
 
 from lockstep.dist import get_dist_info
 from lockstep.errors import ConfigError, DistError, did_you_mean
@@ -30,7 +24,6 @@ if TYPE_CHECKING:
     from lockstep.runner.run import TrainRun
 
 _NO_FD = -1
-_SECONDS_TO_END = (0.1, 0.5, 1.0)  # of workers, after a SIGTERM each
 _END = 0  # no signal has this number
 _logger = logging.getLogger("lockstep.runner")
 
@@ -77,45 +70,6 @@ def stopping_at(signals: Sequence[str], agreement: Agreement) -> Iterator[None]:
     own = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     with _calling(lambda name: _stop_or_end(agreement, name, rank), own):
         yield
-
-
-def spare_workers(loader: Any) -> None:
-    """Let the workers of a `DataLoader` outlive a signal that is sent to all processes of a job, as Slurm does."""
-    if isinstance(loader, DataLoader) and getattr(loader.worker_init_fn, "func", None) is not _outlive:
-        loader.worker_init_fn = partial(_outlive, loader.worker_init_fn)
-        _end_at_exit()
-
-
-@cache
-def _end_at_exit() -> None:
-    """End workers that are left at the end of this process, as after an error.
-
-    Python sends them one SIGTERM then, which they outlive, and waits for them, for ever.
-    """
-    Finalize(None, _end_workers, exitpriority=0)
-
-
-def _end_workers() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a worker that a signal ends
-    for patience in _SECONDS_TO_END:
-        workers = [process for process in active_children() if process.daemon]
-        for process in workers:
-            process.terminate()
-        deadline = time.monotonic() + patience
-        for process in workers:
-            process.join(max(0.0, deadline - time.monotonic()))
-
-
-def _outlive(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _outlive_one)
-    if worker_init_fn is not None:
-        worker_init_fn(worker)
-
-
-def _outlive_one(number: int, frame: FrameType | None) -> None:
-    """Let the next signal end the process: torch and Python end a worker that is slow to stop by SIGTERM."""
-    signal.signal(number, signal.SIG_DFL)
 
 
 def _stop_or_end(agreement: Agreement, name: str, rank: int) -> None:

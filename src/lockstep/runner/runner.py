@@ -25,6 +25,7 @@ from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS, in_default_scope
 from lockstep.runner import build, recording, resuming, start
 from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments
+from lockstep.runner.data_workers import note_on_workers
 from lockstep.runner.hook import Hook, HookList
 from lockstep.runner.interfaces import AnyEvalLoop, AnyTrainLoop
 from lockstep.runner.lr_finder import DIVERGENCE, LRSearch, check_range, search_lr
@@ -344,6 +345,9 @@ class Runner(PartsOfRun):
                 yield space
             except Exception as error:
                 error.add_note(recording.describe_position(self._run or space))
+                loaders = (self.args.train_dataloader, self.args.val_dataloader, self.args.test_dataloader)
+                if (note := note_on_workers(error, *loaders)) is not None:
+                    error.add_note(note)
                 raise
             finally:
                 if self._run is not None:

@@ -20,6 +20,7 @@ from lockstep.masking import mask_text
 from lockstep.registry.signatures import Arguments
 from lockstep.runner import resuming
 from lockstep.runner.arguments import RunnerArguments, checked_keys
+from lockstep.runner.data_workers import refuse_script_imported_by_worker
 from lockstep.runner.run import Workspace
 from lockstep.runner.seeds import set_randomness
 from lockstep.topology import LauncherName
@@ -75,6 +76,7 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
             the default one if there is no GPU; `cudnn_benchmark`; `mp_cfg`, in which only `mp_start_method` has an
             effect; `resource_limit`, the number of files that may be open at once.
     """
+    refuse_script_imported_by_worker()
     options = checked_keys("env_cfg", env_cfg)
     arguments = dict(options.get("dist_cfg") or {})
     known = {**Arguments.of(init_dist).named, **Arguments.of(torch.distributed.init_process_group).named}

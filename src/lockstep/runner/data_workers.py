@@ -1,0 +1,94 @@
+"""The workers of data loaders: signals that they outlive, how they end, and scripts that they import anew."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from multiprocessing import active_children
+from multiprocessing.util import Finalize
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+_SECONDS_TO_END = (0.1, 0.5, 1.0)  # of workers, after a SIGTERM each
+
+
+def spare_workers(loader: Any) -> None:
+    """Let the workers of a `DataLoader` outlive a signal that is sent to all processes of a job, as Slurm does."""
+    if isinstance(loader, DataLoader) and getattr(loader.worker_init_fn, "func", None) is not _outlive:
+        loader.worker_init_fn = partial(_outlive, loader.worker_init_fn)
+
+
+@cache
+def end_workers_at_exit() -> None:
+    """End workers that are left at the end of this process, as after an error.
+
+    Python sends them one SIGTERM then, which they may outlive, and waits for them, for ever. Before that, the end of
+    the process group collects garbage: torch's iterator in it closes the queues of its workers before it asks them to
+    end, and then waits 5 s for each of them (torch 2.13). So they end before the group does, which was made earlier.
+    """
+    atexit.register(Finalize(None, _end_workers, exitpriority=0))  # which does nothing in a forked process
+
+
+def refuse_script_imported_by_worker() -> None:
+    """Refuse to train in a process of `multiprocessing` that is only importing the script of the process before it.
+
+    Raises:
+        RuntimeError: this is such a process.
+    """
+    # The mark by which `multiprocessing` itself refuses to start processes here (Python 3.11 to 3.14).
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "training must begin under `if __name__ == '__main__':`, but begins while a new process imports the "
+            "script, as each data worker does that is started by spawn or forkserver. Put the lines that train under "
+            "`if __name__ == '__main__':`, or start the workers by fork"
+        )
+
+
+def note_on_workers(error: BaseException, *loaders: Any) -> str | None:
+    """Return what to add to an error that says only that a worker has ended, where workers import the script.
+
+    Args:
+        error: any error.
+        *loaders: the data loaders in use.
+    """
+    is_gone = "DataLoader worker" in str(error) and "exited unexpectedly" in str(error)
+    if not is_gone or all(map(_forks, loaders)):
+        return None
+    return (
+        "The worker's own error is written above. Workers that are started by spawn or forkserver import the script: "
+        "the lines that train must be under `if __name__ == '__main__':`"
+    )
+
+
+def _forks(loader: Any) -> bool:
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    return getattr(loader, "num_workers", 0) == 0 or context.get_start_method() == "fork"
+
+
+def _end_workers() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a worker that a signal ends
+    for patience in _SECONDS_TO_END:
+        workers = [process for process in active_children() if process.daemon]
+        for process in workers:
+            process.terminate()
+        deadline = time.monotonic() + patience
+        for process in workers:
+            process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _outlive(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _outlive_one)
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
+
+
+def _outlive_one(number: int, frame: FrameType | None) -> None:
+    """Let the next signal end the process: torch and Python end a worker that is slow to stop by SIGTERM."""
+    signal.signal(number, signal.SIG_DFL)

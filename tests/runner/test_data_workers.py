@@ -1,0 +1,90 @@
+"""Workers of data loaders that fail, and scripts that workers import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent, indent
+
+import pytest
+
+BEGIN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from lockstep import Runner
+
+
+class Broken(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        if index == 9:
+            raise ValueError("picture 9 is broken")
+        return torch.ones(4), torch.tensor(0)
+
+
+good = TensorDataset(torch.ones(16, 4), torch.zeros(16, dtype=torch.int64))
+options = dict(loss=nn.CrossEntropyLoss(), train_cfg=dict(max_epochs=1))
+options["optim_wrapper"] = dict(optimizer=dict(type="SGD", lr=0.1))
+"""
+
+
+def launched(folder: Path, lines: str, *, guarded: bool) -> subprocess.CompletedProcess[str]:
+    body = dedent(lines)
+    if guarded:
+        body = "if __name__ == '__main__':\n" + indent(body, "    ")
+    (folder / "script.py").write_text(BEGIN + body)
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", "launch", "--nproc", "2", "script.py"],
+        cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_a_rank_whose_worker_fails_in_a_validation_ends_by_itself(tmp_path: Path):
+    done = launched(
+        tmp_path,
+        """
+        loaders = dict(
+            train_dataloader=DataLoader(good, batch_size=4),
+            val_dataloader=DataLoader(Broken(), batch_size=4, num_workers=2),
+        )
+        Runner(nn.Linear(4, 2), "work", **loaders, **options).train()
+        """,
+        guarded=True,
+    )
+    assert done.returncode == 1
+    assert "picture 9 is broken" in done.stderr
+    assert "It did not end by itself" not in done.stderr
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_that_workers_import_must_train_under_a_guard(tmp_path: Path, method: str):
+    done = launched(
+        tmp_path,
+        f"""
+        loader = DataLoader(good, batch_size=4, num_workers=1, multiprocessing_context="{method}")
+        Runner(nn.Linear(4, 2), "work", train_dataloader=loader, **options).train()
+        """,
+        guarded=False,
+    )
+    assert done.returncode == 1
+    message = done.stderr.partition("\nerror: ")[2]
+    assert "the lines that train must be under `if __name__ == '__main__':`" in message
+    assert "training must begin under `if __name__ == '__main__':`, but begins while" in done.stderr
+    assert len(list((tmp_path / "work").iterdir())) == 1  # a worker has begun no run of its own
+
+
+def test_a_guarded_script_trains_with_spawned_workers(tmp_path: Path):
+    done = launched(
+        tmp_path,
+        """
+        loader = DataLoader(good, batch_size=4, num_workers=1, multiprocessing_context="spawn")
+        Runner(nn.Linear(4, 2), "work", train_dataloader=loader, **options).train()
+        """,
+        guarded=True,
+    )
+    assert done.returncode == 0, done.stderr
