@@ -1,0 +1,88 @@
+"""A session in half precision, against a plain loop around `fully_shard` under the same rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Session
+from lockstep.dist import get_world_size
+from lockstep.testing import ranks
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+Y = (X.sum(1) > 0).long()
+WINDOW, MAX_NORM = 2, 0.1  # which all gradients exceed
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(16, 2))
+
+
+def plain(batches: list[tuple[Tensor, Tensor]], policy: MixedPrecisionPolicy, *, syncs: str) -> list[Tensor]:
+    model, mesh = network(), init_device_mesh("cpu", (get_world_size(),))
+    for block in list(model.children())[:3]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for number, (x, y) in enumerate(batches, start=1):
+        model.set_requires_gradient_sync(syncs == "every batch" or number % WINDOW == 0)
+        (F.cross_entropy(model(x).float(), y) / WINDOW).backward()
+        if number % WINDOW == 0:
+            assert nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor() > MAX_NORM
+            optimizer.step()
+            optimizer.zero_grad()
+    model.reshard()
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def by_session(folder, policy) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    session = Session(
+        folder,
+        strategy={"type": "fsdp", "mixed_precision": policy},
+        accumulative_counts=WINDOW,
+        clip_grad={"max_norm": MAX_NORM},
+        default_hooks={"checkpoint": None},
+        randomness={"seed": 0},
+        log_level="ERROR",
+    )
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(TensorDataset(X, Y), batch_size=4))
+    batches = []
+    for _ in session.epochs(3):
+        for x, y in loader:
+            batches.append((x, y))
+            session.step(F.cross_entropy(model(x).float(), y))
+    return batches, [value.full_tensor().detach() for value in session.run.strategy.model_state().values()]
+
+
+def greatest_difference(one: list[Tensor], other: list[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
+@ranks(2)
+def test_accumulated_and_clipped_gradients_are_those_of_a_plain_loop(tmp_path, reduce_dtype):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    batches, weights = by_session(tmp_path, policy)
+    assert greatest_difference(weights, plain(batches, policy, syncs="each window")) < 1e-6
+
+
+@ranks(2)
+def test_bf16_reduces_gradients_in_float32_and_torchs_default_policy_does_not(tmp_path):
+    batches, weights = by_session(tmp_path, "bf16")
+    same = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert greatest_difference(weights, plain(batches, same, syncs="each window")) < 1e-6
+    assert greatest_difference(weights, plain(batches, same, syncs="every batch")) < 1e-6
+    coarser = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert greatest_difference(weights, plain(batches, coarser, syncs="each window")) > 1e-5
+    # With reductions in bfloat16 it also matters when they happen.
+    each, every = (plain(batches, coarser, syncs=syncs) for syncs in ("each window", "every batch"))
+    assert greatest_difference(each, every) > 1e-5
