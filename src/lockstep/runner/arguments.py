@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -210,9 +211,27 @@ def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, argument in ARGUMENTS.items():
         if name in given and argument.types and not isinstance(given[name], argument.types):
             yield name, f"must be {argument.must_be}, but is {given[name]!r} of {type(given[name]).__name__}"
+    if isinstance(given.get("model"), type) and (says := unmade_model(given["model"])) is not None:
+        yield "model", says
     levels, level = logging.getLevelNamesMapping(), given.get("log_level")
     if isinstance(level, str) and level not in levels:
         yield "log_level", f"must be a level of logging, but is {level!r}{did_you_mean(level, levels)}"
+
+
+def unmade_model(kind: type) -> str | None:
+    """Return what is wrong with a class as a model, if it can't be called without arguments.
+
+    Example:
+        >>> unmade_model(nn.Linear)
+        'must be a module, but is the class Linear. Make one of it: Linear(...) with its arguments'
+        >>> unmade_model(nn.Identity)
+    """
+    try:
+        inspect.signature(kind).bind()
+    except (TypeError, ValueError):
+        name = kind.__name__
+        return f"must be a module, but is the class {name}. Make one of it: {name}(...) with its arguments"
+    return None
 
 
 def mispaired(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

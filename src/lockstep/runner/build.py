@@ -24,6 +24,7 @@ from lockstep.model import (
     unwrap_model,
 )
 from lockstep.model.norm import is_synced, sync_on_this_device
+from lockstep.model.steps import defines_step
 from lockstep.optim import OptimWrapperDict, ParamScheduler, build_param_schedulers
 from lockstep.registry import EVALUATOR, LOOPS, MODELS
 from lockstep.runner.arguments import DEFAULT_HOOKS, RunnerArguments, default_hook_fault
@@ -75,9 +76,23 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
         OutsideLoss(MODELS.build(args.loss) if isinstance(args.loss, Mapping) else args.loss).attach(
             unwrap_model(built)
         )
+    elif args.train_dataloader is not None:
+        _tell_of_lightning_steps(unwrap_model(built))
     if args.compile is not False:
         compile_in_place(built, strategy.compiled_parts(built), {} if args.compile is True else args.compile)
     return built
+
+
+def _tell_of_lightning_steps(core: nn.Module) -> None:
+    """Warn that the training steps of a Lightning module are not called."""
+    names = ("training_step", "configure_optimizers")
+    if all(callable(getattr(core, name, None)) for name in names) and not defines_step(core, "train_step"):
+        _logger.warning(
+            "training_step and configure_optimizers of %s, as of a Lightning module, are not called: give the Runner "
+            "loss=... and optim_wrapper=... and let forward compute the outputs, or train it by the loop of a Session, "
+            "with session.step(model.training_step(batch, batch_idx))",
+            type(core).__name__,
+        )
 
 
 def init_weights(model: nn.Module) -> None:

@@ -117,6 +117,11 @@ class TrainLoop(ABC):
         runner.optim_wrapper.initialize_count_status(runner.model, self.iter, self.max_iters)
         self._step = train_step_of(runner.model)
 
+    def _tell_if_complete(self, left: int, done: str) -> None:
+        """Say that a resumed training has no epochs or iterations `left`; `done` says how many it has."""
+        if left <= 0 and self.iter > 0:
+            self.runner.logger.info("nothing is left to train: the resumed training has completed %s", done)
+
     def _begin_training(self) -> None:
         """Switch the model to training mode, and warn of parameters that require a gradient but will not be updated."""
         runner = self.runner
@@ -255,6 +260,7 @@ class EpochBasedTrainLoop(TrainLoop):
     def run(self) -> None:
         """Train until `max_epochs`, validating in between."""
         self._prepare()
+        self._tell_if_complete(self.max_epochs - self.epoch, f"{self.epoch} of {self.max_epochs} epochs")
         self.runner.call_hook("before_train")
         if self.iter == self.epoch_begin:
             self._make_up_validation(self.epoch, self.max_epochs)
@@ -316,6 +322,7 @@ class IterBasedTrainLoop(TrainLoop):
     def run(self) -> None:
         """Train until `max_iters`, validating in between."""
         self._prepare()
+        self._tell_if_complete(self.max_iters - self.iter, f"{self.iter} of {self.max_iters} iterations")
         turns = self._endless_turns()
         self.runner.call_hook("before_train")
         self._make_up_validation(self.iter, self.max_iters)

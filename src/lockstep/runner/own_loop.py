@@ -66,6 +66,9 @@ class OwnLoop(TrainLoop):
         self._values: dict[str, Any] = {}
         self._is_open = False  # within an epoch
         self._is_stepping = False
+        self._iterated = False  # since the last look at the count of backward passes
+        self._counted = 0
+        self._has_warned = False
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
     def run(self) -> None:
@@ -82,6 +85,8 @@ class OwnLoop(TrainLoop):
             )
         self.max_epochs, self.max_iters = count, max(self.iter, self._iters_until(count))
         run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
+        self._counted = self.iter
+        self._tell_if_complete(count - self.epoch, f"{self.epoch} of {count} epochs")
         run.call_hook("before_train")
         while self.epoch < count and not self.stop_training:
             before = self.epoch
@@ -105,6 +110,8 @@ class OwnLoop(TrainLoop):
             )
         self.max_iters = count
         run.optim_wrapper.initialize_count_status(run.model, self.iter, count)
+        self._counted = self.iter
+        self._tell_if_complete(count - self.iter, f"{self.iter} of {count} iterations")
         run.call_hook("before_train")
         run.call_hook("before_train_epoch")
         self._begin_training()
@@ -112,6 +119,7 @@ class OwnLoop(TrainLoop):
             with run.saving.at_stop():
                 yield from self._batches(self._endless_turns(), self.iter)
         self._save_what_was_asked_for()
+        self._warn_of_missing_steps("the training")
         run.call_hook("after_train_epoch")
         run.call_hook("after_train")
         run.call_hook("after_run")
@@ -145,6 +153,7 @@ class OwnLoop(TrainLoop):
                 self._is_stepping = False
             hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
             self._save_what_was_asked_for()
+            self._iterated = True
             self.iter += 1
             self._tell_iteration(self.iter)
             run.saving.collect()
@@ -200,8 +209,21 @@ class OwnLoop(TrainLoop):
             name, async_save = self._to_save.pop(0)
             self._save(name, self.iter + 1, async_save)
 
+    def _warn_of_missing_steps(self, where: str) -> None:
+        """Warn, once, if iterations have made no backward pass through the optim wrapper."""
+        count = self.runner.optim_wrapper.inner_count
+        if self._iterated and count == self._counted and not self._has_warned:
+            self._has_warned = True
+            self.runner.logger.warning(
+                "%s has ended without a call of session.step(loss), so that the strategy has trained nothing. Call it "
+                "in each iteration, instead of loss.backward(), optimizer.step() and optimizer.zero_grad()",
+                where,
+            )
+        self._iterated, self._counted = False, count
+
     def _end_epoch(self) -> None:
         self._save_what_was_asked_for()  # in an iteration that was left by `break`
+        self._warn_of_missing_steps(f"epoch {self.epoch}")
         self._is_open = False
         self.iter = self.epoch_end or 0  # also where the epoch was left early
         self.runner.call_hook("after_train_epoch")

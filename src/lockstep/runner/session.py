@@ -183,7 +183,8 @@ class Session:
             optim = {name: {"optimizer": one, **self._optim} for name, one in optimizer.items()}
         parts = model.values() if isinstance(model, Mapping) else [model]
         if not all(isinstance(part, nn.Module) for part in parts):
-            raise TypeError(f"`model` must be a torch.nn.Module or a dict of modules, but is {model!r}")
+            remedy = f". Make a module of the class: {model.__name__}(...)" if isinstance(model, type) else ""
+            raise TypeError(f"`model` must be a torch.nn.Module or a dict of modules, but is {model!r}{remedy}")
         if isinstance(model, Mapping | nn.ModuleDict):
             model = Parts(dict(model.items()))
         vars(model)["train_step"] = _OwnStep(calls_parts=isinstance(model, Parts))

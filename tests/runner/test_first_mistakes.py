@@ -1,0 +1,113 @@
+"""What a user is told who hands in a class, a Lightning module, a finished training, or a loop without steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Runner, Session
+from lockstep.testing import ranks
+
+DATA = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
+STEPLESS = "has ended without a call of session.step(loss)"
+LIGHTNING = "training_step and configure_optimizers of Lit, as of a Lightning module, are not called"
+COMPLETE = "nothing is left to train: the resumed training has completed"
+
+
+class Lit(nn.Module):
+    """What the model of a Lightning user has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_size=2)
+
+
+def train(folder: Path, model: Any = None, **options: Any) -> None:
+    options = {"loss": nn.MSELoss(), "train_cfg": {"max_epochs": 1}, **options}
+    wrapper = {"optimizer": {"type": "SGD", "lr": 0.1}}
+    Runner(model or nn.Linear(2, 1), folder, train_dataloader=loader(), optim_wrapper=wrapper, **options).train()
+
+
+def log_of(folder: Path) -> str:
+    return "".join(file.read_text() for file in sorted(folder.glob("*/log.txt")))
+
+
+def test_a_class_that_needs_arguments_is_no_model(tmp_path):
+    with pytest.raises(TypeError, match=r"`model` must be a module, but is the class Linear. Make one of it: Linear"):
+        Runner(nn.Linear, tmp_path)
+    session = Session(tmp_path, log_level="ERROR")
+    model = nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=r"Make a module of the class: Linear\(...\)"):
+        session.prepare(nn.Linear, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+
+
+def test_a_class_that_needs_none_is_a_function_that_returns_a_model(tmp_path):
+    train(tmp_path, Lit)
+    assert LIGHTNING not in log_of(tmp_path)  # a loss is given
+
+
+@ranks(2)
+def test_a_lightning_module_is_told_how_it_can_be_trained(tmp_path):
+    with pytest.raises(TypeError, match="A model trains in one of three forms"):
+        train(tmp_path / "runner", Lit(), loss=None)
+    assert LIGHTNING in log_of(tmp_path / "runner")
+    session = Session(tmp_path / "session", log_level="ERROR")
+    model = Lit()
+    model, _, batches = session.prepare(model, model.configure_optimizers(), loader())
+    before = model.linear.weight.detach().clone()
+    for _ in session.epochs(1):
+        for batch_idx, batch in enumerate(batches):
+            session.step(model.training_step(batch, batch_idx))
+    assert not torch.equal(before, model.linear.weight)
+    assert LIGHTNING not in log_of(tmp_path / "session")
+    assert STEPLESS not in log_of(tmp_path / "session")
+
+
+@pytest.mark.parametrize("length", [{"max_epochs": 1}, {"by_epoch": False, "max_iters": 3}])
+def test_a_resumed_training_that_is_complete_says_so(tmp_path, length):
+    train(tmp_path, train_cfg=length)
+    assert COMPLETE not in log_of(tmp_path)
+    train(tmp_path, train_cfg=length, resume=True)
+    assert log_of(tmp_path).count(COMPLETE) == 1
+
+
+@ranks(1, 2)
+def test_a_session_without_steps_warns_once(tmp_path):
+    session = Session(tmp_path)
+    model = nn.Linear(2, 1)
+    model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    for _ in session.epochs(3):
+        for x, y in batches:
+            nn.functional.mse_loss(model(x), y)
+    assert log_of(tmp_path).count(STEPLESS) == 1
+
+
+def test_a_complete_session_says_so_and_warns_of_no_missing_steps(tmp_path):
+    for resume in (False, True):
+        session = Session(tmp_path, resume=resume)
+        model = nn.Linear(2, 1)
+        model, _, batches = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+        for _ in session.epochs(2):
+            for x, y in batches:
+                session.step(nn.functional.mse_loss(model(x), y))
+    assert log_of(tmp_path).count(COMPLETE) == 1
+    assert STEPLESS not in log_of(tmp_path)
