@@ -75,8 +75,8 @@ def test_a_missing_key_suggests_the_nearest():
 
 @pytest.mark.parametrize(
     "duplicate",
-    [copy.deepcopy, lambda cfg: pickle.loads(pickle.dumps(cfg))],
-    ids=["copy", "pickle"],
+    [copy.deepcopy, ConfigDict.deepcopy, lambda cfg: pickle.loads(pickle.dumps(cfg))],
+    ids=["copy", "method", "pickle"],
 )
 def test_deep_copies_share_nothing(duplicate):
     cfg = ConfigDict(a={"b": [{"c": 1}]})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any, Self, TypeAlias
 
 from lockstep.errors import ConfigError, did_you_mean
@@ -66,6 +66,10 @@ class ConfigDict(dict[Any, Any]):
     def copy(self) -> Self:
         """Return a shallow copy."""
         return copy(self)
+
+    def deepcopy(self) -> Self:
+        """Return a copy that shares no value with this dict."""
+        return deepcopy(self)
 
     def merge(self, changes: Mapping[Any, Any]) -> None:
         """Merge `changes` into this dict; nested dicts are merged key by key.
