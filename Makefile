@@ -184,6 +184,12 @@ test-mmengine: $(MMENGINE)  ## packages that were written for MMEngine on lockst
 	TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 \
 		.venv-mmengine-reference/bin/python -m pytest -c compat/mmengine/pyproject.toml -W ignore compat/mmengine/tests/documented $(PYTEST_ARGS)
 
+# SHARE=K/N tries every N-th family, from the K-th on, with the configs of the page; MORE=1 those that are not on it yet.
+.PHONY: mmengine-models
+mmengine-models: $(MMENGINE)  ## one model of each family of mmpretrain, mmdet and mmseg, beside MMEngine: docs/mmengine-models.md
+	.venv-mmengine/bin/python compat/mmengine/families.py --ours $(CURDIR)/.venv-mmengine/bin/python \
+		--theirs $(CURDIR)/.venv-mmengine-reference/bin/python $(if $(SHARE),--share $(SHARE)) $(if $(MORE),--missing)
+
 .venv-mmengine/.ready: pyproject.toml compat/mmengine/pyproject.toml constraints.txt requirements/mmengine.txt requirements/mmengine-packages.txt
 	$(PYTHON) -m venv .venv-mmengine
 	.venv-mmengine/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[testing]' --editable compat/mmengine \
