@@ -53,7 +53,7 @@ def try_family(package: str, family: str, named: str | None) -> dict[str, Any]:
         found = _in_a_process(package, config)
         if "weights" in found:
             return {"config": config, **found, "failed": failed}
-        failed[config] = found["error"]
+        failed[config] = found.get("error", "its process ended")
     return {"config": None, "failed": failed}
 
 
@@ -91,13 +91,11 @@ def _observe(package: str, config: str) -> Iterator[dict[str, Any]]:
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     try:
         cfg, model = _build(package, config)
+        weights = {name: _digest(one) for name, one in model.state_dict().items()}
     except Exception as error:
         yield {"error": _sentence(error)}
         return
-    yield {
-        "parameters": sum(one.numel() for one in model.parameters()),
-        "weights": {name: _digest(one) for name, one in model.state_dict().items()},
-    }
+    yield {"parameters": sum(one.numel() for one in model.parameters()), "weights": weights}
     signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)
     yield {"step": _step(package, cfg, model)}
 
@@ -119,7 +117,9 @@ def _build(package: str, config: str) -> tuple[Any, Any]:
     set_random_seed(0)
     model = import_module(f"{package}.registry").MODELS.build(cfg.model)
     model.init_weights()
-    return cfg, revert_sync_batchnorm(model).train()
+    model = revert_sync_batchnorm(model)
+    model.train()  # that of some models returns nothing
+    return cfg, model
 
 
 def _without_weights_behind_addresses(cfg: Any) -> None:
