@@ -18,7 +18,7 @@ from lockstep.dist import get_rank
 from lockstep.errors import ConfigError, did_you_mean, wrong_type
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
-from lockstep.model.autograd_graph import refuse_second_backward
+from lockstep.model.autograd_graph import on_backward
 from lockstep.model.fsdp_arguments import Offload, Precision
 from lockstep.model.fsdp_consistency import Consistency
 from lockstep.model.fsdp_materialize import InitFunction, Materializer, broadcast_from_first
@@ -143,8 +143,9 @@ class MMFullyShardedDataParallel(ModelWrapper):
         if self._trains_itself:
             units += [part for part in directly_callable_parts(module, ignored) if part not in units]
         units += cut_by_dtype(module, units, ignored)
+        self._is_differentiated = False
         for part in [module, *units]:
-            refuse_second_backward(part, "FSDP releases the parameters after the first pass")
+            on_backward(part, self._keep_if_differentiated)
         request = read_request(tensor_parallel)
         self.mesh, self.tensor_mesh, whole = make_meshes(device.type, sharding, request, process_group, device_mesh)
         parallel = None
@@ -219,6 +220,8 @@ class MMFullyShardedDataParallel(ModelWrapper):
         synced = nullcontext() if syncs else self.no_sync()
         with synced, self._consistency.backward_pass(loss, reduces=self._syncs_gradients):
             yield
+            if self._is_differentiated:
+                self._complete_differentiated()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -288,6 +291,27 @@ class MMFullyShardedDataParallel(ModelWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict with the module's own names and tensors that are sharded in the same way."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _keep_if_differentiated(self, _: Tensor) -> None:
+        """Keep the gathered parameters after a backward pass that will be differentiated itself.
+
+        Autograd enables gradients within such a pass, which has `create_graph=True`, and in no other (2.13).
+        """
+        if torch.is_grad_enabled() and not self._is_differentiated:
+            assert isinstance(self.module, FSDPModule)
+            self._is_differentiated = True
+            self.module.set_reshard_after_backward(False)
+
+    def _complete_differentiated(self) -> None:
+        """Reduce what a pass through a backward pass has left, and release the parameters.
+
+        FSDP takes the first pass for the end of an iteration. In the second one it reduces the units whose outputs the
+        loss depends on, and would leave the gradients of those that only the first pass has used (2.13).
+        """
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_reshard_after_backward(True)
+        self.module._get_fsdp_state()._root_post_backward_final_callback()
+        self._is_differentiated = False
 
     def _set_gradient_sync(self, syncs: bool) -> None:
         assert isinstance(self.module, FSDPModule)
