@@ -31,9 +31,9 @@ _HEAD = """# Models of packages that were written for MMEngine
 
 `make mmengine-models` builds one model of each family of mmpretrain 1.2.0, mmdet 3.3.0 and mmseg 1.2.2 on lockstep, and
 with MMEngine 0.10.7, from the same seed, and compares them bit by bit. A family is a folder of configs; the table names
-the config that was taken: of the first two, the first that could be built here in 15 seconds. Those whose names say
-that the model is small come first. Weights behind addresses are left out. What could be built takes one step: the
-losses of a batch of noise, or else the mean squares of the outputs, or of the features, and their gradients.
+the config that was taken: of the first two, the first that could be built here in 15 seconds and 6 GB. Those whose
+names say that the model is small come first. Weights behind addresses are left out. What could be built takes one
+step: the losses of a batch of noise, or else the mean squares of the outputs, or of the features, and their gradients.
 
 {tried} of {all} families have been tried so far.
 

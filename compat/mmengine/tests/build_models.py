@@ -66,13 +66,14 @@ def _in_a_process(package: str, config: str) -> dict[str, Any]:
         with os.fdopen(writing, "w") as out, open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
+            code = 1
             try:
                 for found in _observe(package, config):
                     out.write(json.dumps(found) + "\n")
                     out.flush()
+                code = 0
             finally:
-                out.flush()
-                os._exit(0)
+                os._exit(code)
     os.close(writing)
     found: dict[str, Any] = {}
     with os.fdopen(reading) as said:
