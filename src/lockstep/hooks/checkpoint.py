@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, require_one_of
 from lockstep.hooks.arguments import RULES, check_local, require_epochs, rule_of
 from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
-from lockstep.runner.hook import Hook
+from lockstep.runner.hook import Hook, is_due
 from lockstep.runner.run import Run, TrainRun
 
 _KEY = "checkpoint_hook"
@@ -97,11 +97,12 @@ class CheckpointHook(Hook):
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save every few iterations, and after the last one."""
-        if not self.by_epoch and (
-            self.every_n_train_iters(runner, self.interval, self.save_begin)
-            or (self.save_last and self.is_last_train_iter(runner))
-        ):
-            self._save(runner, "iter_{}", runner.iter + 1, epoch=runner.epoch, iteration=runner.iter + 1)
+        if self.by_epoch:
+            return
+        loop = runner.train_loop
+        done = loop.iter + 1
+        if is_due(done, self.interval, self.save_begin) or (self.save_last and done == loop.max_iters):
+            self._save(runner, "iter_{}", done, epoch=loop.epoch, iteration=done)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Save every few epochs, and after the last one."""

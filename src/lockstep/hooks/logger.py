@@ -167,7 +167,7 @@ class LoggerHook(Hook):
         """Store the values; make a record when it is due."""
         if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
             self._write_all()
-        hub = runner.message_hub
+        hub, loop = runner.message_hub, runner.train_loop
         if outputs:
             for name, value in outputs.items():
                 hub.update_scalar(_PREFIX + name, value)
@@ -175,11 +175,12 @@ class LoggerHook(Hook):
         norm = runner.optim_wrapper.grad_norm
         if norm is not None:
             hub.update_scalar("train/grad_norm", norm)
-        self._samples.append(runner.train_loop.samples)
+        self._samples.append(loop.samples)
         if self._work is not None:
             self._work.note(hub)
-        if (runner.iter + 1) % self.interval == 0:
-            self._make_record(runner, runner.iter + 1)
+        done = loop.iter + 1
+        if done % self.interval == 0:
+            self._make_record(runner, done)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Record what is left, and the means of the whole epoch."""
@@ -224,12 +225,12 @@ class LoggerHook(Hook):
         scalars = runner.message_hub.log_scalars.items()
         last = {key: buffer.tail(len(samples)) for key, buffer in scalars if key.startswith((_PREFIX, _AMOUNTS))}
         waited = None if self._exchange is None else self._exchange.mean_seconds(len(samples))
-        now = {"peak_flops": runner.message_hub.get_info("peak_flops", 0.0), "memory_mib": peak_memory() / 2**20}
+        now = {"peak_flops": runner.message_hub.get_info("peak_flops", 0.0)}
         if waited is not None:
             now["comm_time"] = waited
 
         def own() -> dict[str, float]:
-            return {**self._own_numbers(last, samples), **now}
+            return {**self._own_numbers(last, samples), **now, "memory_mib": peak_memory() / 2**20}
 
         gathered: list[dict[str, Any]] | None = []
         if runner.distributed:

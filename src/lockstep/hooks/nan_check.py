@@ -58,8 +58,9 @@ class NaNCheckHook(Hook):
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Store the losses; check them when it is time."""
-        self._judge(runner)
-        iteration = runner.iter + 1
+        if self._looked is not None:
+            self._judge(runner)
+        iteration = runner.train_loop.iter + 1
         if outputs:
             self._seen.append((iteration, outputs))
         if iteration % self.interval == 0:

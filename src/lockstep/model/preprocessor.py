@@ -63,14 +63,10 @@ def move_to_device(data: Any, device: torch.device, non_blocking: bool = False) 
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device, non_blocking=non_blocking)
     if type(data) is tuple or type(data) is list:  # most batches are; the tests below take longer
-        return type(data)(
-            [
-                value
-                if isinstance(value, Tensor) and value.device == device
-                else move_to_device(value, device, non_blocking)
-                for value in data
-            ]
-        )
+        for value in data:
+            if not (isinstance(value, Tensor) and value.device == device):
+                return type(data)([move_to_device(value, device, non_blocking) for value in data])
+        return type(data)(data)
     if isinstance(data, str | bytes | int | float | None):
         return data
     owns_to = hasattr(data, "to")

@@ -161,7 +161,8 @@ class OptimWrapper:
         with _NO_CONTEXT if no_sync is None else no_sync():
             self.backward(scaled)
         if self.should_update():
-            self._even_out()
+            if self.accumulative_counts > 1:
+                self._even_out()
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
 
@@ -303,8 +304,6 @@ class OptimWrapper:
 
     def _even_out(self) -> None:
         """Rescale the gradients to those of the mean over all samples of the window; one batch already has them."""
-        if self.accumulative_counts == 1:
-            return
         factor = self._sample_weights.correction()
         if factor != 1:
             for group in self.param_groups:

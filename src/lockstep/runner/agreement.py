@@ -79,7 +79,9 @@ class Agreement:
         rest = iter(items)
         while True:
             if may_act():
-                self._announce(self.point + 1, may_save=trains)
+                self.point += 1
+                if self._request is not None:
+                    self._act(may_save=trains)
             try:
                 item = next(rest)
             except StopIteration:
@@ -91,7 +93,9 @@ class Agreement:
         """Let the points inside differ in number between the ranks; what follows begins on all ranks or on none."""
         before = self.point
         yield
-        self._announce(before + _EVALUATION, may_save=False)
+        self.point = before + _EVALUATION
+        if self._request is not None:
+            self._act(may_save=False)
 
     @property
     def is_open(self) -> bool:
@@ -156,21 +160,20 @@ class Agreement:
             self._last = last
         self._is_agreed.set()
 
-    def _announce(self, point: int, *, may_save: bool) -> None:
-        self.point = point
-        if self._request is not None:
-            self._is_agreed.wait()
-            request = self._request
-            if request is None or point <= self._last:
-                return
-            if request.action == "stop":
-                raise Preempted(request.reason)
-            if may_save and self._save is not None:
-                try:
-                    self._save(request.reason)
-                finally:
-                    self._request = None
-                    self.has_acted.set()
+    def _act(self, *, may_save: bool) -> None:
+        """Learn which point is the last one before the ranks act; if it has passed, do what is asked."""
+        self._is_agreed.wait()
+        request = self._request
+        if request is None or self.point <= self._last:
+            return
+        if request.action == "stop":
+            raise Preempted(request.reason)
+        if may_save and self._save is not None:
+            try:
+                self._save(request.reason)
+            finally:
+                self._request = None
+                self.has_acted.set()
 
 
 class _Ranks:

@@ -175,14 +175,12 @@ class Hook:
     @staticmethod
     def every_n_epochs(runner: Run, n: int, start: int = 0) -> bool:
         """Return whether the epoch that is ending is number `start`, or a multiple of `n` epochs later."""
-        done = runner.epoch + 1 - start
-        return n > 0 and done >= 0 and done % n == 0
+        return is_due(runner.epoch + 1, n, start)
 
     @staticmethod
     def every_n_train_iters(runner: Run, n: int, start: int = 0) -> bool:
         """Return whether the iteration that is ending is number `start`, or a multiple of `n` iterations later."""
-        done = runner.iter + 1 - start
-        return n > 0 and done >= 0 and done % n == 0
+        return is_due(runner.iter + 1, n, start)
 
     @staticmethod
     def every_n_inner_iters(batch_idx: int, n: int) -> bool:
@@ -203,6 +201,11 @@ class Hook:
     def is_last_train_iter(runner: Run) -> bool:
         """Return whether the present iteration is the last one."""
         return runner.iter + 1 == runner.max_iters
+
+
+def is_due(number: int, n: int, start: int = 0) -> bool:
+    """Return whether `number` is `start`, or a multiple of `n` more."""
+    return n > 0 and number >= start and (number - start) % n == 0
 
 
 POINTS = tuple(name for name in vars(Hook) if name.startswith(("before_", "after_")))

@@ -153,7 +153,8 @@ class TrainLoop(ABC):
         self._leave_if_asked(may_switch)
         for turn in turns:
             yield turn
-            self._leave_if_asked(may_switch)
+            if self.runner.next_strategy is not None:
+                self._leave_if_asked(may_switch)
 
     def _leave_if_asked(self, may_switch: Callable[[], bool]) -> None:
         if self.runner.next_strategy is not None and not self.stop_training and may_switch():
@@ -330,7 +331,8 @@ class IterBasedTrainLoop(TrainLoop):
         self._begin_training()
         while self.iter < self.max_iters and not self.stop_training:
             self._run_iter(self.iter, next(turns))
-            self._validate_if_due(self.iter, self.max_iters)
+            if self.runner.val_loop is not None:
+                self._validate_if_due(self.iter, self.max_iters)
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
 
