@@ -94,6 +94,7 @@ class RankRecord:
         signals: the signals that the launcher has sent to it.
         signalled: when the launcher sent the first of them.
         state: the letter of its state in /proc when the cause was determined; "T" is stopped.
+        first_look: when that state was first looked at, by `time.monotonic`, and the processor time used until then.
         stack: where it was then, as a traceback.
         error_file: the file in which it reports its error.
     """
@@ -106,6 +107,7 @@ class RankRecord:
     signals: list[signal.Signals] = field(default_factory=list)
     signalled: float = float("inf")
     state: str = ""
+    first_look: tuple[float, float] | None = None
     stack: str = ""
     error_file: str = ""
 

@@ -16,13 +16,15 @@ from pathlib import Path
 
 from lockstep.launch.ledger import RankRecord, Report
 from lockstep.launch.progress import read_iteration
-from lockstep.launch.sessions import end_sessions, state_of
+from lockstep.launch.sessions import cpu_seconds, end_sessions, state_of
 from lockstep.launch.worker import STACK_SIGNAL, stack_file
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _POLL_SECONDS = 0.02
 _SECONDS_FOR_STACK = 0.5
+# A rank computes if it uses a twentieth of a core or more over at least so many seconds.
+_SECONDS_TO_TELL, _SHARE_OF_COMPUTING = 0.5, 0.05
 _FRAMES_OF_START = ("<frozen runpy>", f"{os.sep}launch{os.sep}worker.py")
 
 
@@ -49,7 +51,7 @@ class RankProcesses:
         if any(record.has_failed for record in self.records):
             for record in self.records:
                 if record.is_silent and record.status is None and record.signalled == float("inf"):
-                    record.state = state_of(record.pid)
+                    _note_state(record)
 
     def iteration_of(self, rank: int) -> int | None:
         """Return how many iterations a rank has completed, or None if it has not told."""
@@ -145,6 +147,20 @@ def _note_end(record: RankRecord) -> None:
     if ended is not None:
         record.ended = record.ended or time.time()
         record.status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _note_state(record: RankRecord) -> None:
+    """Note whether a rank that runs is stopped, computes, or waits.
+
+    A single look may find a rank that computes while it waits for another of its threads, or for a core.
+    """
+    now, used = time.monotonic(), cpu_seconds(record.pid)
+    record.state = state_of(record.pid)
+    if record.first_look is None:
+        record.first_look = now, used
+    seconds, before = now - record.first_look[0], record.first_look[1]
+    if record.state in ("R", "S") and seconds > _SECONDS_TO_TELL:
+        record.state = "R" if used - before > _SHARE_OF_COMPUTING * seconds else "S"
 
 
 def _own_frames(stack: str) -> str:

@@ -64,6 +64,12 @@ def state_of(pid: int) -> str:
     return _stat(pid)[0]
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time that a process has used so far; 0 if it is gone."""
+    fields = _stat(pid)
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
+
+
 def members(sessions: Collection[int]) -> list[int]:
     """Return the processes of these sessions that have not ended (Linux)."""
     if sys.platform != "linux":
