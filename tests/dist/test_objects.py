@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.dist import (
     PeerError,
+    all_gather,
     all_gather_object,
     all_gather_tree,
     broadcast_object,
@@ -30,6 +31,7 @@ from lockstep.dist import (
     get_world_size,
     scatter_object_list,
 )
+from lockstep.dist.objects import start_gather_object
 from lockstep.errors import DistError
 from lockstep.testing import ranks, run_ranks
 
@@ -446,3 +448,56 @@ def test_the_default_device_is_for_tensors_of_the_user_alone() -> None:
         outcomes = [way(parts, 1, None) for way in WAYS]
     for received, expected in outcomes:
         assert_same(received, expected)
+
+
+# --- gatherings that are completed later
+
+
+def record(rank: int, number: int, nbytes: int) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "number": number,
+        "text": "x" * nbytes,
+        "data": torch.full((nbytes,), rank, dtype=torch.uint8),
+    }
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("nbytes", [0, 5_000, 300_000])  # in the header, beside it, and with segments
+def test_gatherings_pass_beside_other_collectives(nbytes: int):
+    rank, size = get_rank(), get_world_size()
+    pending = []
+    for number in range(3):
+        pending.append(start_gather_object(record(rank, number, nbytes), size - 1))
+        assert gather_object((number, rank), size - 1) == (
+            [(number, other) for other in range(size)] if rank == size - 1 else None
+        )
+        assert [x.tolist() for x in all_gather(torch.full((20_000,), rank))] == [
+            [other] * 20_000 for other in range(size)
+        ]
+    for number, one in enumerate(pending):
+        gathered = one.wait()
+        assert gathered is one.wait()
+        if rank == size - 1:
+            assert_same(gathered, [record(other, number, nbytes) for other in range(size)])
+        else:
+            assert gathered is None
+    assert_group_works()
+
+
+@ranks(2, 3)
+def test_a_gathering_of_what_cannot_be_pickled_fails_where_it_is_read():
+    rank, size = get_rank(), get_world_size()
+    if rank == 1:
+        with pytest.raises(TypeError, match="pickle"):
+            start_gather_object(threading.Lock())
+    else:
+        pending = start_gather_object("x" * 10_000)
+        if rank == 0:
+            with pytest.raises(PeerError, match=f"rank 1 of {size} could not take part: TypeError"):
+                pending.wait()
+        else:
+            pending.wait()
+    again = start_gather_object(rank).wait()
+    assert again == (list(range(size)) if rank == 0 else None)
+    assert_group_works()

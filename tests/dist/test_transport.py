@@ -26,6 +26,7 @@ from lockstep.dist import (
     scatter,
     scatter_object_list,
 )
+from lockstep.dist.objects import start_gather_object
 from lockstep.groups import resolve
 from lockstep.testing import ranks
 from lockstep.transport import pairs
@@ -97,7 +98,8 @@ def test_objects_arrive(kind: type[Transport], numel: int) -> None:
     group, rank, size = group_with(kind), get_rank(), get_world_size()
     texts = [str(number) * numel for number in range(size)]
     own = {"text": texts[rank], "tensor": torch.full((numel,), rank)}
-    for got in (all_gather_object(own, group), gather_object(own, 0, group) or []):
+    later = start_gather_object(own, 0, group)
+    for got in (all_gather_object(own, group), gather_object(own, 0, group) or [], later.wait() or []):
         assert [one["text"] for one in got] in ([], texts)
         assert all(torch.equal(one["tensor"], torch.full((numel,), number)) for number, one in enumerate(got))
     assert broadcast_object(own, size - 1, group)["text"] == texts[-1]

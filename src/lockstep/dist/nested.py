@@ -28,7 +28,7 @@ from lockstep.dist.header import (
     report_failure,
     require_no_failure,
 )
-from lockstep.dist.objects import all_gather_packed, broadcast_packed
+from lockstep.dist.packed import all_gather_packed, broadcast_packed
 from lockstep.dist.reduce import check_of, start_reduction
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
 from lockstep.errors import CollectiveMismatchError

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.dist.consistency import check_call, fail_together
 from lockstep.dist.header import require_no_failure
-from lockstep.dist.objects import broadcast_packed, gather_packed
+from lockstep.dist.packed import broadcast_packed, gather_packed
 from lockstep.dist.pickling import dump_to, load_each
 from lockstep.dist.validate import NOT_GIVEN, either
 from lockstep.groups import Comm, is_int, resolve

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from itertools import chain, islice
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from lockstep.device import peak_memory
-from lockstep.dist import gather_object
+from lockstep.dist.objects import start_gather_object
+from lockstep.dist.packed import PendingGather
 from lockstep.errors import ConfigError, require_count
 from lockstep.hooks.arguments import check_local
 from lockstep.hooks.exchange import ExchangeTimer
@@ -27,6 +31,9 @@ _PREFIX = "train/"
 _AMOUNTS = "amounts/"
 # Records that come faster are written in batches: code that runs in a row takes a fraction of the time of single calls.
 _BATCH_SECONDS = 0.5
+# Iterations after which rank 0 reads what the others have sent for a record. Ranks that exchange gradients have sent it
+# by then, so that rank 0 need not wait; see docs/decisions/0009.
+_READ_AFTER = 2
 _RETURNED = "returned:"  # marks the model's values among the numbers that ranks send
 _WORK = "work"  # the samples of this rank's own work, beside them
 
@@ -94,9 +101,9 @@ class LoggerHook(Hook):
     all ranks and over the iterations since the last record (for the values that the model returns, means over samples);
     the total samples per second of all ranks, and whatever other hooks count under `amounts/NAME` of the message hub,
     as `NAME_per_second`; and the peak memory of any rank. The times of each rank go to `ranks.jsonl`. Between records,
-    values are only stored: nothing is sent, and no accelerator is synchronised. A record is written after the first
-    iteration that ends at least half a second later, and always before a validation, a checkpoint and the end of an
-    epoch, and when the run fails.
+    values are only stored: nothing is sent, and no accelerator is synchronised. Rank 0 reads what the others send for a
+    record two iterations later. It writes the record after the first iteration that ends at least half a second later,
+    and always before a validation, a checkpoint and the end of an epoch, and when the run fails.
 
     With each record, the own work of all ranks is compared: a step without the wait for slower ranks. A warning names a
     rank that keeps the others waiting, and at what: data, computing, or communication. `metrics.jsonl` gets a line for
@@ -113,7 +120,7 @@ class LoggerHook(Hook):
             plotted over iterations, like the losses.
         slow_factor: warn of a rank whose own work takes so many times as long as the median of the others; None never.
 
-    **Cost**: per record one `gather_object` of some 300 bytes.
+    **Cost**: per record a message of 4 KiB from each rank to rank 0.
 
     Raises:
         ConfigError: an argument asks to keep records elsewhere, or is out of range.
@@ -142,6 +149,8 @@ class LoggerHook(Hook):
         self._samples: list[int] = []
         self._logged: set[str] = set()
         self._unwritten: deque[_Unwritten] = deque()
+        # The numbers of the last record on their way to rank 0, that record without them, and when they are read.
+        self._gathering: tuple[PendingGather, Callable[..., _Unwritten], int] | None = None
         self._epoch = _EpochSums()
         self._exchange: ExchangeTimer | None = None
         self._rank_times: RankTimes | None = None
@@ -165,9 +174,12 @@ class LoggerHook(Hook):
         self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Store the values; make a record when it is due."""
-        if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
-            self._write_all()
         hub, loop = runner.message_hub, runner.train_loop
+        done = loop.iter + 1
+        if self._gathering is not None and done >= self._gathering[2]:
+            self._read_record()
+        if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
+            self._write_read()
         if outputs:
             for name, value in outputs.items():
                 hub.update_scalar(_PREFIX + name, value)
@@ -178,7 +190,6 @@ class LoggerHook(Hook):
         self._samples.append(loop.samples)
         if self._work is not None:
             self._work.note(hub)
-        done = loop.iter + 1
         if done % self.interval == 0:
             self._make_record(runner, done)
 
@@ -213,7 +224,9 @@ class LoggerHook(Hook):
     def close(self) -> None:
         """Write what is left."""
         try:
-            self._write_all()
+            with suppress(RuntimeError):  # where the run has failed, the others may be gone
+                self._read_record(timedelta(seconds=1))
+            self._write_read()
         finally:
             if self._rank_times is not None:
                 self._rank_times.close()
@@ -232,15 +245,26 @@ class LoggerHook(Hook):
         def own() -> dict[str, float]:
             return {**self._own_numbers(last, samples), **now, "memory_mib": peak_memory() / 2**20}
 
-        gathered: list[dict[str, Any]] | None = []
-        if runner.distributed:
-            work = {} if self._work is None else {_WORK: (self._work.host, self._work.take(iteration, waited))}
-            gathered = gather_object({**own(), **work})
+        rates = _first_rates(runner)
+        record = partial(_Unwritten, runner, runner.epoch + 1, iteration, len(samples), rates, moment)
+        if not runner.distributed:
+            self._unwritten.append(record(lambda: [own()]))
+            return
+        self._read_record()
+        work = {} if self._work is None else {_WORK: (self._work.host, self._work.take(iteration, waited))}
+        self._gathering = start_gather_object({**own(), **work}), record, iteration + _READ_AFTER
+
+    def _read_record(self, timeout: timedelta | None = None) -> None:
+        """Complete the gathering of the last record; on rank 0, that can be written then."""
+        if self._gathering is None:
+            return
+        (pending, record, _), self._gathering = self._gathering, None
+        gathered = pending.wait(timeout)
         if gathered is not None:
+            unwritten = record(lambda: gathered)
             if self._work is not None:
-                self._tell_of_stragglers(runner, [numbers.pop(_WORK) for numbers in gathered])
-            rates, ranks = _first_rates(runner), lambda: gathered or [own()]
-            self._unwritten.append(_Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, ranks))
+                self._tell_of_stragglers(unwritten.runner, [numbers.pop(_WORK) for numbers in gathered])
+            self._unwritten.append(unwritten)
 
     def _tell_of_stragglers(self, runner: TrainRun, by_rank: Sequence[tuple[str, list[Sample]]]) -> None:
         """Compare the ranks' samples of the same iterations; tell of each rank that begins or ceases to be slow."""
@@ -255,6 +279,11 @@ class LoggerHook(Hook):
                 runner.visualizer.add_scalars({"train/slow_ranks": len(self._watch.slow_ranks)}, step=slow.end)
 
     def _write_all(self) -> None:
+        """Write all records. **Collective**: all ranks wait until rank 0 has read the last one."""
+        self._read_record()
+        self._write_read()
+
+    def _write_read(self) -> None:
         while self._unwritten:
             record = self._unwritten.popleft()
             self._write_training(record, flush=not self._unwritten)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ _KEPT_BYTES = 2**16
 # the mode says so; always, before it begins.
 Check: TypeAlias = Literal["carried", "if due", "before"]
 
+Messages: TypeAlias = Sequence[tuple[Tensor, int]]
+"""Contiguous tensors, each with the rank from which it comes, or to which it goes."""
+Kind: TypeAlias = Literal["header", "segment"]
+
 
 class Transport:
     """Carries headers and segments within one group, by the collectives of its backend, on any device.
@@ -47,6 +51,9 @@ class Transport:
     Methods for headers take `HeaderBuffers`, and send from and receive into `own` and `every`. Segments are contiguous
     tensors on the group's device. All methods but `send` and `receive` are collective.
     """
+
+    has_beside: ClassVar[bool] = False
+    """Whether messages may be sent beside others, without regard to their order; see `PairwiseCpu.beside`."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -208,6 +215,13 @@ class Transport:
         """Fill segments with what rank `src` sends with `send`."""
         return self._send_and_receive([(segment, src) for segment in segments], [])
 
+    def beside(self, kind: Kind, *, receiving: Messages = (), sending: Messages = ()) -> Handle:
+        """Start to receive and to send; messages of one kind keep their order, whatever else is sent meanwhile.
+
+        Only where `has_beside`.
+        """
+        raise NotImplementedError
+
     def _broadcast(self, data: Tensor, src: int, *, async_op: bool) -> Work:
         return self.pg.broadcast([as_native(data)], _options(BroadcastOptions, rootRank=src, asyncOp=async_op))
 
@@ -217,16 +231,16 @@ class Transport:
         wait_for([collective(*arguments)], self.comm)
         buffers.fetch()
 
-    def _send_and_receive(
-        self, receiving: Sequence[tuple[Tensor, int]], sending: Sequence[tuple[Tensor, int]], tag: int = SEGMENT_TAG
-    ) -> Handle:
+    def _send_and_receive(self, receiving: Messages, sending: Messages) -> Handle:
+        return PairwiseHandle(self._start(receiving, sending, SEGMENT_TAG), self.comm)
+
+    def _start(self, receiving: Messages, sending: Messages, tag: int) -> list[Work]:
         pg = self.pg
         try:
             works = [pg.recv([segment], rank, tag) for segment, rank in receiving]
-            works += [pg.send([segment], rank, tag) for segment, rank in sending]
+            return works + [pg.send([segment], rank, tag) for segment, rank in sending]
         except RuntimeError as error:  # gloo refuses to send to a rank that it knows to be gone
             raise translate_error(error, self.comm) from error
-        return PairwiseHandle(works, self.comm)
 
 
 @cache

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from lockstep.device import copy_into
 from lockstep.groups import SOLO, Comm
-from lockstep.transport.backend import SEGMENT_TAG, Check, Transport
-from lockstep.transport.handles import Handle, wait_for
+from lockstep.transport.backend import SEGMENT_TAG, Check, Kind, Messages, Transport
+from lockstep.transport.handles import Handle, PairwiseHandle, wait_for
 from lockstep.transport.memory import HeaderBuffers, as_native, copy_all, is_plain_memory
 from lockstep.transport.reduce_ops import OpName
 from lockstep.transport.small import ROOMS, TAG_BITS, SmallReduction, room_for
@@ -22,6 +22,7 @@ from lockstep.watch.failures import translate_error
 # gloo matches sends and receives between two ranks by tag, in order. Messages of different sizes have different tags,
 # because gloo aborts the process where a message is longer than expected; `small` and `two` have the next ones.
 _HEADER_TAG = 0x10C4
+_BESIDE_TAGS = {"header": 0x10CF, "segment": 0x10D0}
 
 
 class PairwiseCpu(Transport):
@@ -31,6 +32,8 @@ class PairwiseCpu(Transport):
     own, and one of 16 MiB a third (2 and 4 ranks, torch 2.13; docs/decisions/0008-pairs-on-the-cpu.md). On
     accelerators, which run messages in order, pairs of sends and receives could block each other.
     """
+
+    has_beside = True
 
     def __init__(self, comm: Comm) -> None:
         super().__init__(comm)
@@ -119,14 +122,19 @@ class PairwiseCpu(Transport):
             for x in outputs
         ]
         others = self._others()
-        exchange = self._send_and_receive(
+        works = self._start(
             [(as_native(received[rank].detach()), rank) for rank in others if received[rank].numel()],
             [(as_native(comm.to_comm_device(inputs[rank])), rank) for rank in others if inputs[rank].numel()],
             # No header goes before them: ranks that make other calls wait, until the watch finds out why.
             SEGMENT_TAG if comm.calls is None else SEGMENT_TAG | (comm.calls.digest & 0x7FFF) << TAG_BITS,
         )
+        exchange = PairwiseHandle(works, comm)
         copy_into(received[comm.rank], inputs[comm.rank].detach())
         return Handle([exchange], comm, lambda: copy_all(outputs, received))
+
+    def beside(self, kind: Kind, *, receiving: Messages = (), sending: Messages = ()) -> Handle:
+        """See `Transport`. gloo tells messages apart by their tags."""
+        return self.small.in_flight.started(self._start(receiving, sending, _BESIDE_TAGS[kind]), self.comm)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
