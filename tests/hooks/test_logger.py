@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.dist import get_rank
 from lockstep.hooks import Hook, LoggerHook, logger
-from lockstep.testing import ranks
+from lockstep.testing import RankFailure, ranks, run_ranks
 
 from .runs import make_runner
 
@@ -111,6 +111,29 @@ def test_an_interruption_while_a_record_is_shown_costs_no_other(tmp_path: Path):
         runner.train()
     if get_rank() == 0:
         assert written(runner.run_dir) == [2, 4, 6, 8]
+
+
+class OutOfLuck(Hook):
+    """Fails on one rank in the iteration of the second record, before or after that rank has sent its numbers."""
+
+    def __init__(self, rank: int, priority: str) -> None:
+        self.rank, self.priority = rank, priority
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if runner.rank == self.rank and runner.iter == 3:
+            raise ValueError("out of luck")
+
+
+def train_out_of_luck(folder: Path, failing: int, priority: str) -> None:
+    hooks, without = [LoggerHook(interval=2), OutOfLuck(failing, priority)], {"logger": None, "checkpoint": None}
+    make_runner(folder, hooks, default_hooks=without, train_cfg={"max_iters": 8}).train()
+
+
+@pytest.mark.parametrize("priority", ["NORMAL", "LOWEST"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_beside_a_record_keeps_no_other_waiting(tmp_path: Path, failing: int, priority: str):
+    with pytest.raises(RankFailure, match=f"rank {failing}(.|\n)*ValueError: out of luck"):
+        run_ranks(2, train_out_of_luck, tmp_path, failing, priority)
 
 
 def written(run_dir: Path) -> list[int]:

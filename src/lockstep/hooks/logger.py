@@ -34,6 +34,7 @@ _BATCH_SECONDS = 0.5
 # Iterations after which rank 0 reads what the others have sent for a record. Ranks that exchange gradients have sent it
 # by then, so that rank 0 need not wait; see docs/decisions/0009.
 _READ_AFTER = 2
+_LAST_WAIT = timedelta(seconds=0.2)  # for the last record of a run that fails
 _RETURNED = "returned:"  # marks the model's values among the numbers that ranks send
 _WORK = "work"  # the samples of this rank's own work, beside them
 
@@ -225,7 +226,7 @@ class LoggerHook(Hook):
         """Write what is left."""
         try:
             with suppress(RuntimeError):  # where the run has failed, the others may be gone
-                self._read_record(timedelta(seconds=1))
+                self._read_record(_LAST_WAIT)
             self._write_read()
         finally:
             if self._rank_times is not None:
