@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ from lockstep.dist import (
     all_gather,
     all_gather_object,
     all_gather_tree,
+    barrier,
     broadcast_object,
     broadcast_object_list,
     broadcast_tree,
@@ -32,7 +34,9 @@ from lockstep.dist import (
     scatter_object_list,
 )
 from lockstep.dist.objects import start_gather_object
-from lockstep.errors import DistError
+from lockstep.dist.packed import PendingGather
+from lockstep.errors import CollectiveTimeoutError, DistError
+from lockstep.groups import resolve
 from lockstep.testing import ranks, run_ranks
 
 from .drawn_objects import assert_same, made, plans
@@ -482,6 +486,20 @@ def test_gatherings_pass_beside_other_collectives(nbytes: int):
             assert_same(gathered, [record(other, number, nbytes) for other in range(size)])
         else:
             assert gathered is None
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_gathering_may_be_waited_for_for_a_while():
+    rank, comm = get_rank(), resolve()
+    if rank == 0:
+        pending = PendingGather("a", 0, comm)
+        with pytest.raises(CollectiveTimeoutError):
+            pending.wait(timedelta(seconds=0.2))
+    barrier()
+    if rank == 1:
+        pending = PendingGather("b", 0, comm)
+    assert pending.wait() == (["a", "b"] if rank == 0 else None)
     assert_group_works()
 
 

@@ -131,7 +131,7 @@ def train_out_of_luck(folder: Path, failing: int, priority: str) -> None:
 
 @pytest.mark.parametrize("priority", ["NORMAL", "LOWEST"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_beside_a_record_keeps_no_other_waiting(tmp_path: Path, failing: int, priority: str):
+def test_a_rank_that_fails_beside_a_record_is_named(tmp_path: Path, failing: int, priority: str):
     with pytest.raises(RankFailure, match=f"rank {failing}(.|\n)*ValueError: out of luck"):
         run_ranks(2, train_out_of_luck, tmp_path, failing, priority)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import chain, islice
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -56,6 +55,19 @@ class _Unwritten(NamedTuple):
     rates: dict[str, float]
     moment: float
     ranks: Callable[[], Sequence[Mapping[str, float]]]
+
+
+class _Gathering(NamedTuple):
+    """The numbers of a record on their way to rank 0.
+
+    Attributes:
+        record: the record, which on rank 0 lacks the numbers of the others.
+        read_at: number of complete iterations when they are read.
+    """
+
+    pending: PendingGather
+    record: _Unwritten
+    read_at: int
 
 
 class _EpochSums:
@@ -150,8 +162,7 @@ class LoggerHook(Hook):
         self._samples: list[int] = []
         self._logged: set[str] = set()
         self._unwritten: deque[_Unwritten] = deque()
-        # The numbers of the last record on their way to rank 0, that record without them, and when they are read.
-        self._gathering: tuple[PendingGather, Callable[..., _Unwritten], int] | None = None
+        self._gathering: _Gathering | None = None  # of the last record
         self._epoch = _EpochSums()
         self._exchange: ExchangeTimer | None = None
         self._rank_times: RankTimes | None = None
@@ -177,7 +188,7 @@ class LoggerHook(Hook):
         """Store the values; make a record when it is due."""
         hub, loop = runner.message_hub, runner.train_loop
         done = loop.iter + 1
-        if self._gathering is not None and done >= self._gathering[2]:
+        if self._gathering is not None and done >= self._gathering.read_at:
             self._read_record()
         if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
             self._write_read()
@@ -233,7 +244,7 @@ class LoggerHook(Hook):
                 self._rank_times.close()
 
     def _make_record(self, runner: TrainRun, iteration: int) -> None:
-        """Gather each rank's numbers for the iterations since the last record; one process computes them later."""
+        """Begin to gather each rank's numbers since the last record; one process computes them later."""
         samples, self._samples = self._samples, []
         moment = perf_counter()
         scalars = runner.message_hub.log_scalars.items()
@@ -247,13 +258,13 @@ class LoggerHook(Hook):
             return {**self._own_numbers(last, samples), **now, "memory_mib": peak_memory() / 2**20}
 
         rates = _first_rates(runner)
-        record = partial(_Unwritten, runner, runner.epoch + 1, iteration, len(samples), rates, moment)
+        record = _Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, lambda: [own()])
         if not runner.distributed:
-            self._unwritten.append(record(lambda: [own()]))
+            self._unwritten.append(record)
             return
         self._read_record()
         work = {} if self._work is None else {_WORK: (self._work.host, self._work.take(iteration, waited))}
-        self._gathering = start_gather_object({**own(), **work}), record, iteration + _READ_AFTER
+        self._gathering = _Gathering(start_gather_object({**own(), **work}), record, iteration + _READ_AFTER)
 
     def _read_record(self, timeout: timedelta | None = None) -> None:
         """Complete the gathering of the last record; on rank 0, that can be written then."""
@@ -262,10 +273,9 @@ class LoggerHook(Hook):
         (pending, record, _), self._gathering = self._gathering, None
         gathered = pending.wait(timeout)
         if gathered is not None:
-            unwritten = record(lambda: gathered)
             if self._work is not None:
-                self._tell_of_stragglers(unwritten.runner, [numbers.pop(_WORK) for numbers in gathered])
-            self._unwritten.append(unwritten)
+                self._tell_of_stragglers(record.runner, [numbers.pop(_WORK) for numbers in gathered])
+            self._unwritten.append(record._replace(ranks=lambda: gathered))
 
     def _tell_of_stragglers(self, runner: TrainRun, by_rank: Sequence[tuple[str, list[Sample]]]) -> None:
         """Compare the ranks' samples of the same iterations; tell of each rank that begins or ceases to be slow."""

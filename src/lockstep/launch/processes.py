@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lockstep.launch.ledger import RankRecord, Report
 from lockstep.launch.progress import read_iteration
-from lockstep.launch.sessions import cpu_seconds, end_sessions, state_of
+from lockstep.launch.sessions import end_sessions, state_of
 from lockstep.launch.worker import STACK_SIGNAL, stack_file
 
 _PROC = Path("/proc")
@@ -154,8 +154,8 @@ def _note_state(record: RankRecord) -> None:
 
     A single look may find a rank that computes while it waits for another of its threads, or for a core.
     """
-    now, used = time.monotonic(), cpu_seconds(record.pid)
-    record.state = state_of(record.pid)
+    now = time.monotonic()
+    record.state, used = state_of(record.pid)
     if record.first_look is None:
         record.first_look = now, used
     seconds, before = now - record.first_look[0], record.first_look[1]

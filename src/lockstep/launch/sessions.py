@@ -59,15 +59,13 @@ class Guard:
             self._process.stdin.flush()
 
 
-def state_of(pid: int) -> str:
-    """Return the letter of a process's state in /proc, such as "T" if it is stopped; "" if it is not known."""
-    return _stat(pid)[0]
+def state_of(pid: int) -> tuple[str, float]:
+    """Return the letter of a process's state in /proc, such as "T" if it is stopped, and its processor time in seconds.
 
-
-def cpu_seconds(pid: int) -> float:
-    """Return the processor time that a process has used so far; 0 if it is gone."""
+    They are "" and 0 if they are not known.
+    """
     fields = _stat(pid)
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
+    return fields[0], sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
 
 
 def members(sessions: Collection[int]) -> list[int]:

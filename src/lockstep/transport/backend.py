@@ -49,7 +49,7 @@ class Transport:
     """Carries headers and segments within one group, by the collectives of its backend, on any device.
 
     Methods for headers take `HeaderBuffers`, and send from and receive into `own` and `every`. Segments are contiguous
-    tensors on the group's device. All methods but `send` and `receive` are collective.
+    tensors on the group's device. All methods but `send`, `receive` and `beside` are collective.
     """
 
     has_beside: ClassVar[bool] = False
