@@ -83,9 +83,7 @@ def broadcast(
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("broadcast", STAYS_LOCAL)
     transport = transport_of(comm)
-    check = transport.check_of(data.nbytes)
-    # The messages of a broadcast go one way: a rank that compares would not meet them.
-    check_call("broadcast", comm, data, src, check="if due" if check == "carried" else check)
+    check_call("broadcast", comm, data, src, check=transport.check_of_broadcast(data.nbytes))
     if comm.pg is None or data.numel() == 0:
         return wait_unless_async(Handle((), comm), async_op)
     wire = comm.to_wire(data)

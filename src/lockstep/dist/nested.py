@@ -271,7 +271,7 @@ def _reduce_together(tensors: Sequence[Tensor], name: OpName, comm: Comm) -> Val
     **Returns**: the first error for integers without a whole mean; the other tensors are reduced nevertheless.
     """
     plans = [reduction(name, x.dtype) for x in tensors]
-    checks = {check_of([x], plan, comm) for x, plan in zip(tensors, plans, strict=True)}
+    checks = {check_of([x], None, plan, comm) for x, plan in zip(tensors, plans, strict=True)}
     is_carried = len(tensors) == 1 and checks == {"carried"}
     check_call(
         "all_reduce_params", comm, name, *tensors,

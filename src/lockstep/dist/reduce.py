@@ -208,7 +208,7 @@ def _reduce_to(
     data: Tensor, dst: int | None, name: OpName, plan: Reduction, comm: Comm, async_op: bool
 ) -> Handle | None:
     """Reduce into rank `dst`'s data, or into every rank's if `dst` is None."""
-    check = check_of([data], plan, comm)
+    check = check_of([data], dst, plan, comm)
     if dst is None:
         check_call("all_reduce", comm, data, name, check=check)
     else:
@@ -216,10 +216,12 @@ def _reduce_to(
     return wait_unless_async(start_reduction(data, dst, plan, comm, async_op), async_op)
 
 
-def check_of(data: Sequence[Tensor], plan: Reduction, comm: Comm) -> Check:
+def check_of(data: Sequence[Tensor], dst: int | None, plan: Reduction, comm: Comm) -> Check:
     """Return when the call that reduces these tensors at once is compared."""
-    # Encoded, an element has at most 16 bytes.
-    return transport_of(comm).check_of(sum(x.nbytes if plan.encode is None else 16 * x.numel() for x in data))
+    nbytes = 0
+    for one in data:
+        nbytes += one.nbytes if plan.encode is None else 16 * one.numel()  # encoded, an element has at most 16 bytes
+    return transport_of(comm).check_of_reduction(nbytes, dst)
 
 
 def start_reduction(data: Tensor, dst: int | None, plan: Reduction, comm: Comm, async_op: bool) -> Handle:
@@ -341,13 +343,15 @@ def _reduce_scatter(
     comm: Comm,
     async_op: bool = False,
 ) -> Handle:
-    check_call("reduce_scatter", comm, *input_list, name, check=check_of(input_list, plan, comm))
+    shape = input_list[0].shape
+    is_split = plan.wire_op in comm.missing_ops or any(entry.shape != shape for entry in input_list)
+    check = check_of(input_list, 0 if is_split else None, plan, comm)
+    check_call("reduce_scatter", comm, *input_list, name, check=check)
     if comm.pg is None:
         copy_into(output, input_list[0])
         _alone(output, plan)
         return Handle((), comm)
-    shape = input_list[0].shape
-    if plan.wire_op in comm.missing_ops or any(entry.shape != shape for entry in input_list):
+    if is_split:
         return _reduce_to_each(output, input_list, plan, comm)
     is_plain = all(_is_plain(x, plan, comm) for x in (output, *input_list))
     wires = list(input_list) if is_plain else [comm.to_wire(entry) for entry in input_list]
@@ -486,7 +490,7 @@ def _is_plain(data: Tensor, plan: Reduction, comm: Comm) -> bool:
         and not data.is_neg()
         and not data.requires_grad  # gloo divides and copies with autograd recording
         and plan.wire_op not in comm.missing_ops
-        and data.device.type in comm.devices
+        and ((data.is_cpu and "cpu" in comm.devices) or data.device.type in comm.devices)  # the first test is cheaper
     )
 
 

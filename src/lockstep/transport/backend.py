@@ -182,14 +182,18 @@ class Transport:
         """Give every rank `src`'s segments, in place."""
         return Handle([self._broadcast(segment, src, async_op=True) for segment in segments], self.comm)
 
-    def check_of(self, nbytes: int) -> Check:
-        """Return when the calls of `reduce`, `reduce_scatter` and `broadcast_whole` with so many bytes are compared."""
+    def check_of_reduction(self, nbytes: int, dst: int | None) -> Check:
+        """Return when the calls of `reduce` and `reduce_scatter` (`dst` is None) with so many bytes are compared."""
+        return "if due"
+
+    def check_of_broadcast(self, nbytes: int) -> Check:
+        """Return when the calls of `broadcast_whole` with so many bytes are compared."""
         return "if due"
 
     def reduce(self, data: Tensor, dst: int | None, op: OpName, *, async_op: bool) -> Handle:
         """Reduce a contiguous tensor in place, into rank `dst`'s, or into every rank's if that is None.
 
-        This, `reduce_scatter` and `broadcast_whole` expect that `check_call` has done what `check_of` says. Without
+        This, `reduce_scatter` and `broadcast_whole` expect that `check_call` has done what these say. Without
         `async_op`, they may block.
         """
         if dst is None:

@@ -39,27 +39,34 @@ class PairwiseCpu(Transport):
         super().__init__(comm)
         self._two = TwoRanks(comm, self.small.in_flight)
 
-    def check_of(self, nbytes: int) -> Check:
+    def check_of_reduction(self, nbytes: int, dst: int | None) -> Check:
         """See `Transport`. gloo ends the process where a message is longer than expected.
 
         What is not sent in messages of lockstep's own is therefore compared before, whatever the mode.
         """
         room = room_for(nbytes, self.comm.size)
-        if room == ROOMS[0]:
+        if room == ROOMS[0] and dst is None:
             return "carried"
+        # Messages to one rank go one way: a rank that compares would not meet them.
         return "if due" if room is not None or self.comm.size == 1 or self._suits_two(nbytes) else "before"
+
+    def check_of_broadcast(self, nbytes: int) -> Check:
+        """See `check_of_reduction`."""
+        return "if due" if self.comm.size <= 2 or room_for(nbytes, self.comm.size) is not None else "before"
 
     def reduce(self, data: Tensor, dst: int | None, op: OpName, *, async_op: bool) -> Handle:
         """See `Transport`."""
         room = room_for(data.nbytes, self.comm.size)
-        if room is not None and async_op:
+        if room is None:
+            if self._suits_two(data.nbytes):
+                return self._two.reduce(self.pg, data, dst, op)
+            return super().reduce(data, dst, op, async_op=async_op)
+        if dst is not None:
+            return self.small.start_reduce(self.pg, data, dst, op, room)
+        if async_op:
             return SmallReduction(self.small, self.pg, data, op, room)
-        if room is not None:
-            self.small.reduce(self.pg, data, op, room)  # also into one rank's: the others learn whether all agree
-            return Handle((), self.comm)
-        if self._suits_two(data.nbytes):
-            return self._two.reduce(self.pg, data, dst, op)
-        return super().reduce(data, dst, op, async_op=async_op)
+        self.small.reduce(self.pg, data, op, room)
+        return Handle((), self.comm)
 
     def reduce_scatter(self, output: Tensor, inputs: list[Tensor], op: OpName, *, async_op: bool) -> Handle:
         """See `Transport`."""
@@ -77,7 +84,7 @@ class PairwiseCpu(Transport):
         room = room_for(data.nbytes, self.comm.size)
         if room is not None:
             return self.small.start_broadcast(self.pg, data, src, room)
-        if self._suits_two(data.nbytes):
+        if self.comm.size == 2:
             return self._two.broadcast(self.pg, data, src)
         return super().broadcast_whole(data, src, async_op=async_op)
 

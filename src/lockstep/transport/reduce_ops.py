@@ -32,7 +32,7 @@ _OPS: dict[OpName, tuple[Any, Callable[..., Tensor]]] = {
 }
 TORCH_OPS = {name: torch_op for name, (torch_op, _) in _OPS.items()}
 BIT_OPS = frozenset({"band", "bor", "bxor"})
-_ALIASES = {"avg": "mean", "prod": "product"}
+_NAMES: dict[str, OpName] = {**{name: name for name in _OPS}, "avg": "mean", "prod": "product"}
 _ORDERED_OPS = frozenset({"product", "min", "max"})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NATIVE_INTS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
@@ -63,9 +63,9 @@ def op_name(op: object) -> OpName:
     **Raises**: ValueError for an unknown operation, naming the known ones.
     """
     if isinstance(op, str):
-        for name in _OPS:
-            if name == _ALIASES.get(op.lower(), op.lower()):
-                return name
+        known = _NAMES.get(op.lower())
+        if known is not None:
+            return known
     elif isinstance(op, ReduceOp | ReduceOp.RedOpType):  # 0 and False would also equal SUM
         for name, torch_op in TORCH_OPS.items():
             if op == torch_op:

