@@ -176,6 +176,7 @@ KNOWN_CALLS = {
     "async-shape": (r"all_reduce\(float32\[50000\], sum\)", r"all_reduce\(float32\[40000\], sum\)"),
     "async-largest-shape": (r"all_reduce\(float32\[1200000\], sum\)", r"all_reduce\(float32\[1100000\], sum\)"),
     "async-broadcast-shape": (r"broadcast\(float32\[50000\], 1\)", r"broadcast\(float32\[40000\], 1\)"),
+    "largest-broadcast-shape": (r"broadcast\(float32\[1200000\], 0\)", r"broadcast\(float32\[1100000\], 0\)"),
     "large-reduce-shape": (r"reduce\(float32\[50000\], sum, 1\)", r"reduce\(float32\[40000\], sum, 1\)"),
     "large-reduce-scatter-shape": (
         r"reduce_scatter\(float32\[30000\], .*\)",

@@ -97,6 +97,7 @@ CASES = {
         lambda: finished(broadcast(ones(50_000), 1, async_op=True)),
         lambda: finished(broadcast(ones(40_000), 1, async_op=True)),
     ),
+    "largest-broadcast-shape": (lambda: broadcast(ones(1_200_000)), lambda: broadcast(ones(1_100_000))),
     "large-reduce-shape": (lambda: reduce(ones(50_000), 1), lambda: reduce(ones(40_000), 1)),
     "large-reduce-scatter-shape": (lambda: sum_parts(30_000), lambda: sum_parts(25_000)),
     "reduce-or-broadcast": (lambda: reduce(ones(40_000), 1), lambda: broadcast(ones(40_000), 1)),

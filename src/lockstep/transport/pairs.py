@@ -47,7 +47,7 @@ class PairwiseCpu(Transport):
         room = room_for(nbytes, self.comm.size)
         if room == ROOMS[0] and dst is None:
             return "carried"
-        # Messages to one rank go one way: a rank that compares would not meet them.
+        # What goes to one rank goes one way: a rank that compares would not meet it.
         return "if due" if room is not None or self.comm.size == 1 or self._suits_two(nbytes) else "before"
 
     def check_of_broadcast(self, nbytes: int) -> Check:

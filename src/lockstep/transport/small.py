@@ -71,8 +71,8 @@ class Exchange:
     """All ranks of a group compare the digests of their calls, and reduce a small tensor, if they agree.
 
     The first rank receives from all, combines in the order of the ranks, and answers. That is two messages for each
-    rank, and the bits are the same on all. Between two ranks this is faster than if each sends to the other at the same
-    time (1.3 times, by medians; gloo, torch 2.13): a rank that computes then keeps gloo's thread waiting.
+    rank, and the bits are the same on all. Between two ranks, too, this is faster than if both send at the same time
+    (1.2 times, by medians; docs/decisions/0026-calls-that-do-not-match.md).
 
     Args:
         comm: the group.

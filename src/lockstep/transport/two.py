@@ -1,4 +1,4 @@
-"""Reductions and broadcasts of up to 4 MiB between two ranks, in one message whose tag holds the digest of the calls.
+"""Reductions of up to 4 MiB and broadcasts between two ranks, in one message whose tag holds the digest of the calls.
 
 A rank that makes another call waits for a message with another tag, until the watch finds out why. So these need no
 check, no thread and no answer. The sum of two numbers does not depend on their order, so the bits are those of gloo.
@@ -19,7 +19,7 @@ from lockstep.transport.reduce_ops import OpName, combine
 from lockstep.transport.small import TAG_BITS
 from lockstep.watch.failures import translate_error
 
-# With more, gloo's own collectives, which send and add in pieces, are as fast or faster; a check costs them little.
+# Of a reduction. With more, gloo's own, which sends and adds in pieces, is as fast or faster; a check costs it little.
 MOST_BYTES = 2**22
 _TAG = 0x10CE
 _MOST_KEPT = 2  # pieces of memory of each size
