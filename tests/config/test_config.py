@@ -64,7 +64,7 @@ plain = st.recursive(
     max_leaves=20,
 )
 keys = st.text(min_size=1).filter(
-    lambda key: not key.startswith("_") and key not in ("filename", "text", "pretty_text")
+    lambda key: not key.startswith("_") and key not in ("filename", "text", "pretty_text", "custom_imports")
 )
 
 
