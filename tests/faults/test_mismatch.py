@@ -41,7 +41,8 @@ def test_known_calls_that_are_swapped_late_are_found_in_every_mode(case: str, mo
 # The backend of four ranks runs these; in its trees, a rank of one half sends to one of the other.
 IN_TREES = (
     "large-shape", "large-broadcast-shape", "large-root", "params", "async-shape", "async-largest-shape",
-    "async-broadcast-shape", "largest-broadcast-shape", "large-reduce-shape", "large-reduce-scatter-shape", "reduce-or-broadcast",
+    "async-broadcast-shape", "largest-broadcast-shape", "large-reduce-shape",
+    "large-reduce-scatter-shape", "reduce-or-broadcast",
 )  # fmt: skip
 
 

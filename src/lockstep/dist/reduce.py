@@ -184,7 +184,9 @@ def reduce(
     Args: as for `all_reduce`, without `sync_grads`; `dst` is a rank within the group.
 
     **Collective**: every rank of the group. **Raises**: as `all_reduce`; if the mean of integers is not a whole number,
-    on `dst` only, because only `dst` sees the result. **Cost**: about ``nbytes`` sent per rank.
+    on `dst` only, because only `dst` sees the result. If the calls of the ranks differ, `dst` raises
+    CollectiveMismatchError; the others may return, and raise it in their next call. **Cost**: about ``nbytes`` sent
+    per rank.
 
     **Example (2 ranks)**::
 

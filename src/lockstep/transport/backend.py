@@ -193,8 +193,8 @@ class Transport:
     def reduce(self, data: Tensor, dst: int | None, op: OpName, *, async_op: bool) -> Handle:
         """Reduce a contiguous tensor in place, into rank `dst`'s, or into every rank's if that is None.
 
-        This, `reduce_scatter` and `broadcast_whole` expect that `check_call` has done what these say. Without
-        `async_op`, they may block.
+        This, `reduce_scatter` and `broadcast_whole` expect that `check_call` has compared the call, when
+        `check_of_reduction` or `check_of_broadcast` says so. Without `async_op`, they may block.
         """
         if dst is None:
             work = self.pg.allreduce([data], _of_op(AllreduceOptions, op, asyncOp=async_op))
