@@ -73,7 +73,8 @@ class _Object:
             os.unlink(self._file.name)
             raise
         while not self.closed:
-            with suppress(FileNotFoundError):  # another process has just removed the folder, which was empty
+            # Another process has just removed the folder, which was empty; mkdir says then that it exists.
+            with suppress(FileNotFoundError, FileExistsError):
                 Path(self.path).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(self._file.name, self.path)
                 self.closed = True
