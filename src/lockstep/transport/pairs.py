@@ -62,7 +62,7 @@ class PairwiseCpu(Transport):
                 return self._two.reduce(self.pg, data, dst, op)
             return super().reduce(data, dst, op, async_op=async_op)
         if dst is not None:
-            return self.small.start_reduce(self.pg, data, dst, op, room)
+            return self.small.reduce_to(self.pg, data, dst, op, room, async_op=async_op)
         if async_op:
             return SmallReduction(self.small, self.pg, data, op, room)
         self.small.reduce(self.pg, data, op, room)
@@ -83,7 +83,7 @@ class PairwiseCpu(Transport):
         """See `Transport`."""
         room = room_for(data.nbytes, self.comm.size)
         if room is not None:
-            return self.small.start_broadcast(self.pg, data, src, room)
+            return self.small.broadcast(self.pg, data, src, room, async_op=async_op)
         if self.comm.size == 2:
             return self._two.broadcast(self.pg, data, src)
         return super().broadcast_whole(data, src, async_op=async_op)

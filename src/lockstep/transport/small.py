@@ -174,6 +174,7 @@ class SmallMessages:
         self._messages: dict[int, list[Message]] = {room: [] for room in ROOMS}
         self._exchanged = 0
         self.in_flight = InFlight()
+        self._completed = Handle((), comm)
 
     def compare(self, pg: ProcessGroup) -> bool:
         """Return whether all ranks have made the same calls; all get the same answer. **Collective**."""
@@ -187,26 +188,27 @@ class SmallMessages:
         if not self._exchange(pg, room, data, op):
             raise mismatch(self._comm, all_know=True)
 
-    def start_broadcast(self, pg: ProcessGroup, data: Tensor, src: int, room: int) -> Handle:
+    def broadcast(self, pg: ProcessGroup, data: Tensor, src: int, room: int, *, async_op: bool) -> Handle:
         """Copy rank `src`'s contiguous tensor of the CPU into every other rank's.
 
-        `wait` raises CollectiveMismatchError on a rank whose calls differ from those of `src`.
+        A rank whose calls differ from those of `src` raises CollectiveMismatchError; with `async_op`, in `wait`.
         """
         if self._comm.rank == src:
-            return self._start_sending(pg, data, self._others, room)
+            return self._send(pg, data, self._others, room, async_op)
 
         def copy(messages: list[Message]) -> None:
             memmove(data.data_ptr(), messages[0].address, data.nbytes)
 
-        return self._start_receiving(pg, [src], room, copy)
+        return self._receive(pg, (src,), room, copy, async_op)
 
-    def start_reduce(self, pg: ProcessGroup, data: Tensor, dst: int, op: OpName, room: int) -> Handle:
+    def reduce_to(self, pg: ProcessGroup, data: Tensor, dst: int, op: OpName, room: int, *, async_op: bool) -> Handle:
         """Reduce a contiguous tensor of the CPU into rank `dst`'s; those of the others stay as they are.
 
-        `wait` raises CollectiveMismatchError on rank `dst`, if the calls of another rank differ from its own.
+        Rank `dst` raises CollectiveMismatchError, if the calls of another rank differ from its own; with `async_op`, in
+        `wait`.
         """
         if self._comm.rank != dst:
-            return self._start_sending(pg, data, [dst], room)
+            return self._send(pg, data, (dst,), room, async_op)
 
         def reduce(messages: list[Message]) -> None:
             parts = [message.view_like(data) for message in messages]
@@ -215,9 +217,9 @@ class SmallMessages:
             combine(parts, op, total)
             memmove(data.data_ptr(), messages[0].address, data.nbytes)
 
-        return self._start_receiving(pg, self._others, room, reduce)
+        return self._receive(pg, self._others, room, reduce, async_op)
 
-    def _start_sending(self, pg: ProcessGroup, data: Tensor, peers: Sequence[int], room: int) -> Handle:
+    def _send(self, pg: ProcessGroup, data: Tensor, peers: Sequence[int], room: int, async_op: bool) -> Handle:
         comm, message = self._comm, self._message(room)
         _HEAD.pack_into(message.memory, 0, 0 if comm.calls is None else comm.calls.digest, 0)
         memmove(message.address, data.data_ptr(), data.nbytes)
@@ -225,10 +227,15 @@ class SmallMessages:
             works = [pg.send(message.tensors, peer, _ONE_WAY_TAGS[room]) for peer in peers]
         except RuntimeError as error:
             raise translate_error(error, comm) from error
-        return self.in_flight.started(works, comm, lambda: self._messages[room].append(message))
+        return self._complete(works, lambda: self._messages[room].append(message), async_op)
 
-    def _start_receiving(
-        self, pg: ProcessGroup, peers: Sequence[int], room: int, use: Callable[[list[Message]], None]
+    def _receive(
+        self,
+        pg: ProcessGroup,
+        peers: Sequence[int],
+        room: int,
+        use: Callable[[list[Message]], None],
+        async_op: bool,
     ) -> Handle:
         comm, messages = self._comm, [self._message(room) for _ in peers]
         digest = 0 if comm.calls is None else comm.calls.digest
@@ -247,7 +254,18 @@ class SmallMessages:
             use(messages)
             self._messages[room].extend(messages)
 
-        return self.in_flight.started(works, comm, finish)
+        return self._complete(works, finish, async_op)
+
+    def _complete(self, works: Sequence[Work], finish: Callable[[], None], async_op: bool) -> Handle:
+        if async_op:
+            return self.in_flight.started(works, self._comm, finish)
+        try:
+            wait_for(works, self._comm)
+        except BaseException:
+            self.in_flight.started(works, self._comm, finish)  # gloo may still use the memory
+            raise
+        finish()
+        return self._completed
 
     def _message(self, room: int) -> Message:
         free = self._messages[room]
