@@ -184,6 +184,11 @@ test-mmengine: $(MMENGINE)  ## packages that were written for MMEngine on lockst
 	TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 \
 		.venv-mmengine-reference/bin/python -m pytest -c compat/mmengine/pyproject.toml -W ignore compat/mmengine/tests/documented $(PYTEST_ARGS)
 
+.PHONY: mmengine-trainings
+mmengine-trainings: $(MMENGINE)  ## mmpretrain, mmseg and mmdet train, validate, resume, test and train with AMP: one rank, two under DDP and FSDP
+	MMENGINE_REFERENCE=$(CURDIR)/.venv-mmengine-reference/bin/python .venv-mmengine/bin/python -m pytest \
+		-c compat/mmengine/pyproject.toml compat/mmengine/tests/test_trainings.py -m matrix --durations=0 $(PYTEST_ARGS)
+
 # SHARE=K/N tries every N-th family, from the K-th on, with the configs of the page; MORE=1 those that are not on it yet.
 .PHONY: mmengine-models
 mmengine-models: $(MMENGINE)  ## one model of each family of mmpretrain, mmdet and mmseg, beside MMEngine: docs/mmengine-models.md

@@ -161,3 +161,28 @@ def test_checkpoints_are_written_as_files_too(cfg, tmp_path):
     assert (resumed.iter, from_file.iter) == (12, 12)
     for one, other in zip(resumed.model.parameters(), from_file.model.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+class DrawInValidation(Hook):
+    """Draws a random number in each validation, and notes one after the training."""
+
+    def __init__(self):
+        self.after = None
+
+    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        torch.rand(1)
+
+    def after_train(self, runner):
+        self.after = torch.rand(1).item()
+
+
+def test_a_validation_draws_from_the_random_numbers_of_the_training(cfg):
+    drawn = []
+    for interval in (1, 5):
+        cfg["train_cfg"]["val_interval"] = interval
+        runner = Runner.from_cfg({**cfg, "custom_hooks": [DrawInValidation()]})
+        runner.train()
+        drawn += [hook.after for hook in runner.hooks if isinstance(hook, DrawInValidation)]
+        destroy_dist()
+    first, second = drawn
+    assert first != second

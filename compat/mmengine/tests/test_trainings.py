@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from environments import REFERENCE, run
 from synthetic import cifar10, coco, drive
-from trainings import CLASSIFIER, DETECTOR, SEGMENTOR, Task, losses, train
+from trainings import CLASSIFIER, DETECTOR, SEGMENTOR, YOLOX, losses, metrics, start
 
 import lockstep.weights
 from mmengine.runner import CheckpointLoader, export_checkpoint
@@ -31,8 +31,8 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_classifier_has_the_losses_of_mmengine_and_each_resumes_from_the_other(folder):
     def trained(work_dir, epochs, *arguments, python=sys.executable):
-        train(CLASSIFIER, folder, "--work-dir", work_dir, *arguments, options=[f"train_cfg.max_epochs={epochs}"],
-              python=python)  # fmt: skip
+        options = [f"train_cfg.max_epochs={epochs}"]
+        start("train", CLASSIFIER, folder, "--work-dir", work_dir, *arguments, options=options, python=python)
         return losses(folder / work_dir)
 
     theirs = trained("theirs", 2, python=REFERENCE)
@@ -58,28 +58,62 @@ answers["names"] = sorted(_load_checkpoint({str(folder / "weights.pth")!r}, map_
     assert trained("theirs_from_ours", 3, "--resume", str(folder / "ours.pth"), python=REFERENCE) == on
 
 
-@pytest.mark.parametrize(
-    ("task", "ranks", "arguments", "options", "longer"),
-    [
-        (SEGMENTOR, 1, [], [], ["train_cfg.max_iters=6"]),
-        (DETECTOR, 1, [], [], []),
-        (CLASSIFIER, 2, [], ["train_cfg.max_epochs=1", FSDP], ["train_cfg.max_epochs=2", FSDP]),
-        (SEGMENTOR, 2, ["--amp"], [], []),
-        (DETECTOR, 2, [], [FSDP], []),
-    ],
-    ids=lambda value: value.package if isinstance(value, Task) else None,
-)
-def test_it_trains_validates_saves_and_resumes(folder, task, ranks, arguments, options, longer):
-    start = ["2"] if ranks == 2 else []
-    train(task, folder, *start, "--work-dir", "work", *arguments, options=options)
-    found = losses(folder / "work")
-    assert len(found) >= 2
-    assert all(map(math.isfinite, found))
-    assert list((folder / "work").glob("*/*/manifest.json"))
+# How far each task trains first, and then, resumed.
+LENGTHS = {
+    "classifier": (CLASSIFIER, "train_cfg.max_epochs=1", "train_cfg.max_epochs=2"),
+    "segmentor": (SEGMENTOR, "train_cfg.max_iters=4", "train_cfg.max_iters=6"),
+    "RetinaNet": (DETECTOR, "train_cfg.max_epochs=1", "train_cfg.max_epochs=2"),
+    "YOLOX": (YOLOX, "train_cfg.max_epochs=2", "train_cfg.max_epochs=3"),
+}
+LAYOUTS = {"one rank": (1, []), "two ranks, DDP": (2, []), "two ranks, FSDP": (2, [FSDP])}
+
+
+def trains(folder: Path, name: str, layout: str, *then: str) -> None:
+    """Train, validate and save; then ``"resume"``, ``"test"`` the checkpoint, or train with ``"amp"``."""
+    task, short, long = LENGTHS[name]
+    ranks, wrapper = LAYOUTS[layout]
+
+    def trained(work_dir: str, length: str, *arguments: str) -> str:
+        said = start("train", task, folder, "--work-dir", work_dir, *arguments, ranks=ranks, options=[length, *wrapper])
+        found = losses(folder / work_dir)
+        assert len(found) >= 2
+        assert all(map(math.isfinite, found))
+        return said
+
+    trained("work", short)
+    saved = [manifest.parent for manifest in (folder / "work").glob("*/*/manifest.json")]
+    assert saved
     if ranks == 1 and REFERENCE:  # a validation between, dropout, augmentations in the main process
-        train(task, folder, "--work-dir", "theirs", options=options, python=REFERENCE)
-        assert found == losses(folder / "theirs")
-    if longer:
-        said = train(task, folder, *start, "--work-dir", "work", "--resume", *arguments, options=longer)
-        assert "resumed from" in said
-        assert all(map(math.isfinite, losses(folder / "work")))
+        start("train", task, folder, "--work-dir", "theirs", options=[short], python=REFERENCE)
+        assert losses(folder / "work") == losses(folder / "theirs")
+        assert metrics(folder / "work", "val") == metrics(folder / "theirs", "val") != {}
+    if "test" in then:
+        options = [one.replace("val_dataloader", "test_dataloader") for one in task.options if "val_dataloader" in one]
+        checkpoint = str(max(saved, key=lambda one: one.stat().st_mtime))
+        start("test", task, folder, checkpoint, "--work-dir", "test", ranks=ranks, options=[*options, *wrapper])
+        assert metrics(folder / "test", "test") == metrics(folder / "work", "val")
+    if "resume" in then:
+        assert "resumed from" in trained("work", long, "--resume")
+    if "amp" in then:
+        trained("amp", short, "--amp")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "then"),
+    [
+        ("segmentor", "one rank", "resume"),
+        ("RetinaNet", "one rank", "test"),
+        ("classifier", "two ranks, FSDP", "resume"),
+        ("segmentor", "two ranks, DDP", "amp"),
+        ("RetinaNet", "two ranks, FSDP", ""),
+    ],
+)
+def test_it_trains_validates_and_saves(folder, name, layout, then):
+    trains(folder, name, layout, then)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_it_trains_validates_saves_resumes_is_tested_and_trains_with_amp(folder, name, layout):
+    trains(folder, name, layout, "test", "resume", "amp")

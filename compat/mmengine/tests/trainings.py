@@ -1,4 +1,4 @@
-"""Starting the `tools/train.py` of mmpretrain, mmseg and mmdet, and reading the losses of what they have trained."""
+"""Starting `tools/train.py` and `tools/test.py` of mmpretrain, mmseg and mmdet, and reading what they have found."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
+_NO_METRICS = {"mode", "epoch", "iter", "step", "time", "data_time", "memory", "memory_mib"}
 
 
 class Task(NamedTuple):
@@ -57,20 +58,49 @@ DETECTOR = Task(
     "mmdet",
     "retinanet/retinanet_r18_fpn_1x_coco.py",
     ["model.backbone.init_cfg=None", "model.neck.out_channels=16", "model.bbox_head.in_channels=16",
-     "model.bbox_head.feat_channels=16", "model.bbox_head.stacked_convs=1",
+     "model.bbox_head.feat_channels=16", "model.bbox_head.stacked_convs=1", "model.bbox_head.num_classes=2",
+     "model.test_cfg.score_thr=0.0",
      "train_dataloader.dataset.pipeline.2.scale=(96,96)", "val_dataloader.dataset.pipeline.1.scale=(96,96)",
      "train_cfg.max_epochs=1", "default_hooks.logger.interval=1", "log_processor.window_size=1", "randomness.seed=3",
      *_NO_WORKERS],
 )  # fmt: skip
 
 
-def train(task: Task, folder: Path, *arguments: str, options: Sequence[str] = (), python: str = sys.executable) -> str:
-    """Run the `tools/train.py` of a package in a folder, and return what it says.
+# Mosaic, an exponential average, another pipeline in the last epoch, images of another size in each batch.
+YOLOX = Task(
+    "mmdet",
+    "yolox/yolox_tiny_8xb8-300e_coco.py",
+    ["model.backbone.widen_factor=0.125", "model.neck.in_channels=[32,64,128]", "model.neck.out_channels=32",
+     "model.bbox_head.in_channels=32", "model.bbox_head.feat_channels=32", "model.bbox_head.num_classes=2",
+     "model.test_cfg.score_thr=0.0",
+     "model.data_preprocessor.batch_augments.0.random_size_range=(64,128)",
+     "model.data_preprocessor.batch_augments.0.interval=1",
+     "train_dataloader.dataset.pipeline.0.img_scale=(96,96)", "train_dataloader.dataset.pipeline.1.border=(-48,-48)",
+     "train_dataloader.dataset.pipeline.4.scale=(96,96)", "val_dataloader.dataset.pipeline.1.scale=(96,96)",
+     "test_dataloader.dataset.pipeline.1.scale=(96,96)",
+     "train_dataloader.batch_size=2", "train_cfg.max_epochs=2", "train_cfg.val_interval=1",
+     "custom_hooks.0.num_last_epochs=1", "default_hooks.checkpoint.interval=1", "default_hooks.logger.interval=1",
+     "log_processor.window_size=1", "randomness.seed=3", *_NO_WORKERS],
+)  # fmt: skip
+
+
+def start(
+    tool: str,
+    task: Task,
+    folder: Path,
+    *arguments: str,
+    ranks: int = 1,
+    options: Sequence[str] = (),
+    python: str = sys.executable,
+) -> str:
+    """Run a tool of a package in a folder, and return what it says.
 
     Args:
+        tool: ``"train"`` or ``"test"``.
         task: what is trained; its data lie under `data` in the folder.
         folder: where it runs.
-        *arguments: further arguments of the tool; ``"2"`` in front starts two ranks by the package's `dist_train.sh`.
+        *arguments: further arguments of the tool; the checkpoint comes first, where it takes one.
+        ranks: where there are several, the package's `dist_train.sh` or `dist_test.sh` starts them.
         options: further `--cfg-options`.
         python: this Python, or that of another environment.
     """
@@ -79,9 +109,11 @@ def train(task: Task, folder: Path, *arguments: str, options: Sequence[str] = ()
     if task.more:
         (folder / config.name).write_text(f"_base_ = [{str(config)!r}]\n{task.more}")
         config = folder / config.name
-    command = [python, str(root / "tools" / "train.py"), str(config)]
-    if arguments[:1] == ("2",):
-        command = ["bash", str(root / "tools" / "dist_train.sh"), str(config)]
+    checkpoint, arguments = (arguments[:1], arguments[1:]) if tool == "test" else ((), arguments)
+    if ranks == 1:
+        command = [python, str(root / "tools" / f"{tool}.py"), str(config), *checkpoint]
+    else:
+        command = ["bash", str(root / "tools" / f"dist_{tool}.sh"), str(config), *checkpoint, str(ranks)]
     command += [*arguments, "--cfg-options", *task.options, *options]
     paths = [str(HERE / "site"), str(HERE), str(folder / "data" / "cifar10")]
     if python == sys.executable:
@@ -101,6 +133,15 @@ def train(task: Task, folder: Path, *arguments: str, options: Sequence[str] = ()
 
 def losses(work_dir: Path) -> list[float]:
     """Return the loss of each iteration of the last run in a folder, of lockstep or of MMEngine."""
+    return [one["loss"] for one in _records(work_dir) if "loss" in one and one.get("mode", "train") == "train"]
+
+
+def metrics(work_dir: Path, mode: str) -> dict[str, float]:
+    """Return the last metrics of the last run in a folder, of its validations (``"val"``) or of its test."""
+    last = [one for one in _records(work_dir) if one.get("mode", mode) == mode and "loss" not in one][-1]
+    return {name: value for name, value in last.items() if name not in _NO_METRICS}
+
+
+def _records(work_dir: Path) -> list[dict[str, Any]]:
     ours, theirs = sorted(work_dir.glob("*/metrics.jsonl")), sorted(work_dir.glob("*/vis_data/scalars.json"))
-    records = [json.loads(line) for line in (ours or theirs)[-1].read_text().splitlines()]
-    return [one["loss"] for one in records if "loss" in one and one.get("mode", "train") == "train"]
+    return [json.loads(line) for line in (ours or theirs)[-1].read_text().splitlines()]

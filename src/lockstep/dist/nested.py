@@ -288,6 +288,10 @@ def _reduce_together(tensors: Sequence[Tensor], name: OpName, comm: Comm) -> Val
             handle.wait()
         except ValueError as error:
             refusal = refusal or error
+        except BaseException:
+            for one in handles:
+                one.leave_alone()
+            raise
     return refusal
 
 

@@ -30,7 +30,14 @@ from lockstep.device import get_device
 from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
 from lockstep.dist.validate import NOT_GIVEN, either
 from lockstep.engines import adopt_group, load_engine
-from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError, TopologyError, counted
+from lockstep.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistError,
+    Preempted,
+    TopologyError,
+    counted,
+)
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch
 from lockstep.watch.watch import start_watch
@@ -153,14 +160,7 @@ def destroy_dist() -> None:
     **Raises**: CollectiveMismatchError if the ranks have made different calls; the group is gone all the same. At exit,
     it goes to `sys.excepthook`, and the exit code is 1.
     """
-    atexit.unregister(_leave)
-    difference = end_watch()
-    groups.forget_groups()
-    with _undo:
-        if torch_dist.is_initialized():
-            _end_group()
-    if difference is not None:
-        raise difference.error()
+    _destroy()
 
 
 @overload
@@ -304,10 +304,24 @@ def _not_met(error: Exception, topology: Topology) -> Exception:
     )
 
 
+def _destroy(*, ends_at_once: bool = False) -> None:
+    """Do what `destroy_dist` does; `ends_at_once`: the process then ends without the interpreter's shutdown."""
+    atexit.unregister(_leave)
+    difference = end_watch()
+    groups.forget_groups()
+    with _undo:
+        if torch_dist.is_initialized():
+            _end_group(ends_at_once)
+    if difference is not None:
+        raise difference.error()
+
+
 def _leave() -> None:
     """End the group at exit; Python ignores what a function raises there."""
+    error = sys.exception()
+    is_preempted = isinstance(error, SystemExit) and error.code == Preempted.EXIT_CODE  # see launch.worker.end_soon
     try:
-        destroy_dist()
+        _destroy(ends_at_once=is_preempted)
     except CollectiveMismatchError as error:
         sys.excepthook(type(error), error, None)
         logging.shutdown()
@@ -316,10 +330,12 @@ def _leave() -> None:
         os._exit(1)
 
 
-def _end_group() -> None:
+def _end_group(ends_at_once: bool) -> None:
     held = ref(groups.resolve().pg)
     groups.forget_groups()
     torch_dist.destroy_process_group()
+    if ends_at_once:
+        return
     if held() is not None:
         gc.collect()  # wrapped modules refer to their group in reference cycles
     if held() is not None:

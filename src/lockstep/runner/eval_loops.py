@@ -39,6 +39,8 @@ class EvalLoop:
     """
 
     mode: ClassVar[str]
+    # Training draws the same random numbers with or without validations in between.
+    keeps_random_state: ClassVar[bool] = True
 
     runner: Run
     dataloader: Any
@@ -68,8 +70,8 @@ class EvalLoop:
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
         autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
-        # Training draws the same random numbers with or without validations in between.
-        with random_state_kept(), autocast, runner.agreement.evaluation():
+        kept = random_state_kept() if self.keeps_random_state else nullcontext()
+        with kept, autocast, runner.agreement.evaluation():
             self._predict()
         self.metrics = self.evaluator.evaluate(self._size)
         self.at_iter = runner.iter

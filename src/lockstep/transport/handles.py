@@ -48,6 +48,12 @@ class Handle:
         """Return whether `wait` would not block."""
         return all(one.is_completed() for one in self._pending)
 
+    def leave_alone(self) -> None:
+        """Prepare for a caller who does other things before `wait`, while other ranks may need this one."""
+        for one in self._pending:
+            if isinstance(one, Handle):
+                one.leave_alone()
+
 
 class PairwiseHandle(Handle):
     """Sends and receives in flight. gloo can't tell whether they are completed (torch 2.13).
@@ -125,6 +131,7 @@ class InFlight:
 def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
     """Return the handle if `async_op`, else wait for it and return None."""
     if async_op:
+        handle.leave_alone()
         return handle
     handle.wait()
     return None

@@ -303,8 +303,11 @@ class SmallReduction(PairwiseHandle):
         self._error: CollectiveMismatchError | None = None
         small.in_flight.keep(self)
         self._exchange.start(pg, data)
-        if self._exchange.collects:
-            self.is_completed()  # a thread answers the others, who may wait before this rank does
+
+    def leave_alone(self) -> None:
+        """On the first rank, start a thread that answers the others: they may wait before this rank does."""
+        if self._exchange is not None and self._exchange.collects:
+            self.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the tensor is reduced; see `Handle.wait`."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import lockstep.runner
 from lockstep.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.registry import LOOPS
@@ -16,13 +13,11 @@ __all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop", "TestLoop", "ValLoop"]
 class ValLoop(lockstep.runner.ValLoop):
     """One pass through the validation data; see `lockstep.runner.ValLoop`."""
 
-    def _randomness(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    keeps_random_state = False
 
 
 @LOOPS.register_module()
 class TestLoop(lockstep.runner.TestLoop):
     """One pass through the test data; see `lockstep.runner.TestLoop`."""
 
-    def _randomness(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    keeps_random_state = False
