@@ -318,8 +318,9 @@ def _destroy(*, ends_at_once: bool = False) -> None:
 
 def _leave() -> None:
     """End the group at exit; Python ignores what a function raises there."""
-    error = sys.exception()
-    is_preempted = isinstance(error, SystemExit) and error.code == Preempted.EXIT_CODE  # see launch.worker.end_soon
+    # Only `launch.worker.end_soon` runs this while the exception is handled; it ends with `os._exit`.
+    cause = sys.exception()
+    is_preempted = isinstance(cause, SystemExit) and cause.code == Preempted.EXIT_CODE
     try:
         _destroy(ends_at_once=is_preempted)
     except CollectiveMismatchError as error:

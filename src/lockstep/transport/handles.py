@@ -49,7 +49,7 @@ class Handle:
         return all(one.is_completed() for one in self._pending)
 
     def leave_alone(self) -> None:
-        """Prepare for a caller who does other things before `wait`, while other ranks may need this one."""
+        """Let it complete without `wait`, if other ranks need this one to complete theirs; the caller may wait late."""
         for one in self._pending:
             if isinstance(one, Handle):
                 one.leave_alone()
