@@ -389,6 +389,21 @@ def test_a_mean_that_is_no_whole_number_is_an_error_on_every_rank_when_all_other
     assert_group_works()
 
 
+@ranks(2)
+def test_after_a_mismatch_nothing_is_in_flight_that_another_rank_waits_for() -> None:
+    narrow, wide = [torch.ones(1) for _ in range(3)], [torch.ones(2) for _ in range(3)]
+
+    def reduce(params: list[Tensor]) -> None:
+        all_reduce_params(params, coalesce=False)
+
+    reduce(narrow), reduce(wide)  # known calls, which are not compared before
+    with pytest.raises(CollectiveMismatchError):
+        reduce([narrow, wide][get_rank()])
+    for _ in range(80):  # as many messages as have room beside each other, and more
+        reduce(narrow)
+    assert_group_works()
+
+
 def test_what_is_no_tensor_among_parameters_is_named() -> None:
     with pytest.raises(TypeError, match=r"`params\[1\]` must be a tensor, but is int"):
         all_reduce_params([torch.ones(1), 1])  # type: ignore[list-item]

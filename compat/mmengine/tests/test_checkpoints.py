@@ -80,6 +80,75 @@ def test_mmengine_reads_a_file_that_is_written_here(tmp_path):
     assert run(REFERENCE, READ.replace("PATH", repr(file)), tmp_path)["bias"] == written["bias"]
 
 
+GAN = """
+import torch
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.runner import Runner
+
+class Gan(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.critic = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        self.generator = torch.nn.Linear(4, 2)
+
+    def train_step(self, data, optim_wrapper):
+        real, noise = data
+        fake = self.generator(noise)
+        critic = self.critic(fake.detach()).mean() - self.critic(real).mean()
+        optim_wrapper["critic"].zero_grad()  # it has gradients of the generator's last loss
+        optim_wrapper["critic"].update_params(critic)
+        generator = -self.critic(self.generator(noise)).mean()
+        optim_wrapper["generator"].update_params(generator)
+        return {"loss": critic.detach(), "loss_generator": generator.detach()}
+
+    def forward(self, *inputs, mode="tensor"):
+        raise NotImplementedError
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class EachOfTwo:
+    def __init__(self, optim_wrapper_cfg, paramwise_cfg=None):
+        pass
+
+    def __call__(self, model):
+        return OptimWrapperDict(
+            generator=OptimWrapper(torch.optim.Adam(model.generator.parameters(), lr=0.01)),
+            critic=OptimWrapper(torch.optim.SGD(model.critic.parameters(), lr=0.1, momentum=0.9)),
+        )
+
+class Losses(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        answers.setdefault("losses", []).append([float(one).hex() for one in outputs.values()])
+
+torch.manual_seed(0)
+data = list(zip(torch.randn(12, 2), torch.randn(12, 4)))
+epochs, resume = ARGUMENTS
+model = Gan()
+Runner(
+    model=model, work_dir="work", train_dataloader=torch.utils.data.DataLoader(data, batch_size=4),
+    optim_wrapper=dict(constructor="EachOfTwo"), train_cfg=dict(by_epoch=True, max_epochs=epochs),
+    param_scheduler=dict(
+        generator=dict(type="ExponentialLR", gamma=0.5), critic=dict(type="MultiStepLR", milestones=[2])
+    ),
+    custom_hooks=[Losses()], load_from=resume, resume=bool(resume), visualizer=None,
+).train()
+"""
+
+
+@pytest.mark.skipif(
+    not REFERENCE, reason="MMENGINE_REFERENCE must be the Python of an environment with MMEngine 0.10.7"
+)
+def test_a_training_with_several_optimizers_resumes_from_mmengine(tmp_path):
+    whole = run(REFERENCE, GAN.replace("ARGUMENTS", "4, None"), tmp_path / "theirs")["losses"]
+    assert len(whole) == 12
+    assert run(sys.executable, GAN.replace("ARGUMENTS", "4, None"), tmp_path / "ours")["losses"] == whole
+    file = str(tmp_path / "theirs" / "work" / "epoch_2.pth")
+    resumed = run(sys.executable, GAN.replace("ARGUMENTS", f"4, {file!r}"), tmp_path / "resumed")["losses"]
+    assert resumed == whole[6:]
+
+
 def test_weights_that_do_not_fit_are_named_or_raised():
     state = net().state_dict()
     state["0.weight"] = torch.ones(5, 5)

@@ -45,7 +45,7 @@ from lockstep.dist.reduce import scatter_sums
 from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.handles import Handle, wait_unless_async
-from lockstep.transport.memory import HeaderMemory, as_bytes, copy_all, is_plain_memory
+from lockstep.transport.memory import HeaderMemory, as_native, copy_all, is_plain_memory
 from lockstep.transport.pairs import transport_of
 
 _CPU = torch.device("cpu")
@@ -239,11 +239,10 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     with report_refusals("gather", comm):
         dst = require_rank("dst", dst, comm)
     check_call("gather", comm, dst)
-    wire, header, memory = _exchange_headers("data", data, comm, dst=dst)
+    wire, header, memory, sent = _gather_headers(data, dst, comm)
     if data.requires_grad:
         warn_of_lost_gradients("gather", ENDS_HERE)
     if comm.rank != dst:
-        sent = Handle((), comm) if header.is_inline else transport_of(comm).send([as_bytes(wire)], dst)
         return wait_unless_async(sent, async_op) or []
     if gather_list is not None:
         filling = _gather_into(cast(Sequence[Tensor], gather_list), wire, header, memory, comm)
@@ -327,7 +326,7 @@ def scatter(
 
 def _all_gather(data: Tensor, comm: Comm) -> list[Tensor]:
     check_call("all_gather", comm)
-    wire, own, memory = _exchange_headers("data", data, comm)
+    wire, own, memory = _all_gather_headers("data", data, comm)
     outputs = new_inline(memory, own)
     if outputs is None:
         headers = _agreed(memory, own, comm)
@@ -338,7 +337,7 @@ def _all_gather(data: Tensor, comm: Comm) -> list[Tensor]:
 
 def _all_gather_into(tensor_list: Sequence[Tensor], data: Any, comm: Comm) -> Handle:
     check_call("all_gather", comm)
-    wire, own, memory = _exchange_headers("tensor", data, comm, tensor_list)
+    wire, own, memory = _all_gather_headers("tensor", data, comm, tensor_list)
     if fill_inline(memory, own, tensor_list):
         return Handle((), comm)
     headers = _agreed(memory, own, comm, tensor_list)
@@ -390,34 +389,53 @@ def _on_device_of(data: Tensor, outputs: list[Tensor]) -> list[Tensor]:
     return outputs if data.is_cpu and outputs[0].is_cpu else [output.to(data.device) for output in outputs]
 
 
-def _exchange_headers(
-    name: str, data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN, dst: int | None = None
+def _all_gather_headers(
+    name: str, data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN
 ) -> tuple[Tensor, Header, HeaderMemory]:
-    """Give every rank, or `dst` alone, every rank's header.
+    """Give every rank every rank's header. Returns the tensor to send, this rank's header, and the memory of all."""
+    transport = transport_of(comm)
+    buffers = transport.buffers(TENSOR_HEADER_BYTES)
+    own = _write_header(name, data, comm, buffers.own, outputs)
+    transport.all_gather_headers(buffers)
+    if isinstance(own, Exception):
+        raise own
+    return *own, buffers.every
 
-    Returns the tensor to send, this rank's header, and the memory of all headers (valid where they are received).
+
+def _gather_headers(data: Any, dst: int, comm: Comm) -> tuple[Tensor, Header, HeaderMemory, Handle]:
+    """Give rank `dst` every rank's header, and start to send what does not fit into it.
+
+    Returns the tensor to send, this rank's header, the memory of all headers (valid on `dst`), and the handle.
     """
     transport = transport_of(comm)
     buffers = transport.buffers(TENSOR_HEADER_BYTES)
-    refusal = None
+    own = _write_header("data", data, comm, buffers.own)
+    if isinstance(own, Exception):
+        transport.gather_headers(buffers, dst)
+        if comm.rank == dst:
+            _receive_and_discard(read_headers(buffers.every), buffers.every, comm)
+        raise own
+    wire, header = own
+    following = () if header.is_inline or comm.rank == dst else ((as_native(wire), dst),)
+    return wire, header, buffers.every, transport.gather_headers(buffers, dst, following)
+
+
+def _write_header(
+    name: str, data: Any, comm: Comm, memory: HeaderMemory, outputs: Sequence[Tensor] = NOT_GIVEN
+) -> tuple[Tensor, Header] | TypeError | ValueError:
+    """Write this rank's header, or why it can't take part: only this rank sees that, and the others wait for a header.
+
+    Returns the tensor to send and its header, or the error to raise once the header has been sent.
+    """
     try:
         _require_form(name, data, outputs, comm)
         wire = comm.to_comm_device(data)
         header = header_of(wire, None if outputs is NOT_GIVEN else outputs)
-        header.write(buffers.own, 0, wire)
+        header.write(memory, 0, wire)
     except (TypeError, ValueError) as error:
-        # Only this rank sees the error, so it must tell the others, which are waiting.
-        refusal = error
-        buffers.own.data[:] = encode_failure(error)
-    if dst is None:
-        transport.all_gather_headers(buffers)
-    else:
-        transport.gather_headers(buffers, dst)
-    if refusal is not None:
-        if comm.rank == dst:
-            _receive_and_discard(read_headers(buffers.every), buffers.every, comm)
-        raise refusal
-    return wire, header, buffers.every
+        memory.data[:] = encode_failure(error)
+        return error
+    return wire, header
 
 
 def _agreed(memory: HeaderMemory, own: Header, comm: Comm, outputs: Sequence[Tensor] = ()) -> list[Header]:
@@ -435,9 +453,9 @@ def _exchange(wire: Tensor, headers: Sequence[Header], destinations: Sequence[Te
     """Exchange the tensors that did not fit into the headers."""
     if all(header.is_inline for header in headers):
         return Handle((), comm)
-    own = [] if headers[comm.rank].is_inline else [as_bytes(wire)]
+    own = [] if headers[comm.rank].is_inline else [as_native(wire)]
     targets = [
-        [] if header.is_inline else [as_bytes(target)] for header, target in zip(headers, destinations, strict=True)
+        [] if header.is_inline else [as_native(target)] for header, target in zip(headers, destinations, strict=True)
     ]
     return transport_of(comm).all_gather_segments(own, targets)
 
@@ -485,11 +503,12 @@ def _gather_into(outputs: Sequence[Tensor], wire: Tensor, own: Header, memory: H
 
 def _receive(headers: Sequence[Header], destinations: Sequence[Tensor], wire: Tensor, comm: Comm) -> Handle:
     """Receive what did not fit into the headers; this rank's own tensor is `wire`."""
-    following = [rank for rank, header in enumerate(headers) if not header.is_inline]
-    if comm.rank in following:
-        following.remove(comm.rank)
-        copy_into(destinations[comm.rank], wire)
-    return Handle([transport_of(comm).receive([as_bytes(destinations[rank])], rank) for rank in following], comm)
+    transport, own = transport_of(comm), comm.rank
+    following = [rank for rank, header in enumerate(headers) if not header.is_inline and rank != own]
+    receiving = [transport.receive([as_native(destinations[rank])], rank) for rank in following]
+    if not headers[own].is_inline:
+        copy_into(destinations[own], wire)  # while the others are on their way
+    return Handle(receiving, comm)
 
 
 def _group_argument(second: object, group: GroupLike) -> GroupLike:
@@ -510,9 +529,8 @@ def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Com
         headers = [header_of(wire) for wire in wires]
     for rank, header in enumerate(headers):
         header.write(buffers.every, rank, wires[rank])
-    transport.scatter_headers(buffers, comm.rank)
     following = [rank for rank, header in enumerate(headers) if not header.is_inline and rank != comm.rank]
-    sent = Handle([transport.send([as_bytes(wires[rank])], rank) for rank in following], comm)
+    sent = transport.scatter_headers(buffers, comm.rank, [(as_native(wires[rank]), rank) for rank in following])
     own = wires[comm.rank]
     # Copy while the sends are in flight, unless `tensor` may share memory with what is sent.
     in_use = {wires[rank].untyped_storage().data_ptr() for rank in following}
@@ -545,7 +563,7 @@ def _receive_part(tensor: Tensor, src: int, comm: Comm) -> None:
     fitting = refusal is None and _are_like([tensor], [header])
     (received,) = _destinations([header], buffers.own, comm, [tensor] if fitting else None)
     if not header.is_inline:
-        transport.receive([as_bytes(received)], src).wait()
+        transport.receive([as_native(received)], src).wait()
     if refusal is not None:
         raise refusal
     require_alike("tensor", tensor, "what arrived", received, comm)

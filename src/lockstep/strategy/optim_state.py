@@ -24,9 +24,9 @@ from lockstep.tree import tree_map
 
 # Keys of every state of the optimizers for which `first_state` does not work.
 _ALWAYS: Mapping[type, set[str]] = {LBFGS: {"func_evals", "n_iter"}, SparseAdam: {"step", "exp_avg", "exp_avg_sq"}}
-# Options that say how an update is computed, not which update.
 # Options that tell one kind of optimizer from another.
 _TELLING = frozenset(("alpha", "betas", "etas", "lambd", "lr_decay", "max_iter", "momentum", "rho"))
+# Options that say how an update is computed, not which update.
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 

@@ -93,18 +93,26 @@ class Transport:
         self._all_gather_headers(buffers)
         self._require_same_calls(buffers.every, digest)
 
-    def gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
-        """Give rank `dst` every rank's header: from `own` to its `every`."""
+    def gather_headers(self, buffers: HeaderBuffers, dst: int, following: Messages = ()) -> Handle:
+        """Give rank `dst` every rank's header: from `own` to its `every`.
+
+        Returns a handle of what this rank sends after it, which `dst` receives with `receive`.
+        """
         digest = self._stamp(buffers.own)
-        self._gather_headers(buffers, dst)
+        sent = self._gather_headers(buffers, dst, following)
         if self.comm.rank == dst:
             self._require_same_calls(buffers.every, digest)
+        return sent
 
-    def scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
-        """Give rank i the i-th header of rank `src`: from its `every` to `own`."""
+    def scatter_headers(self, buffers: HeaderBuffers, src: int, following: Messages = ()) -> Handle:
+        """Give rank i the i-th header of rank `src`: from its `every` to `own`.
+
+        Returns a handle of what `src` sends after them, which the others receive with `receive`.
+        """
         digest = self._stamp(buffers.every if self.comm.rank == src else buffers.own)
-        self._scatter_headers(buffers, src)
+        sent = self._scatter_headers(buffers, src, following)
         self._require_same_calls(buffers.own, digest)
+        return sent
 
     def broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
         """Give every rank `src`'s header: from its `own` to every `own`."""
@@ -136,13 +144,15 @@ class Transport:
     def _all_gather_headers(self, buffers: HeaderBuffers) -> None:
         self._move(buffers, getattr(self.pg, _ALL_GATHER_SINGLE), buffers.every_staged, buffers.own_staged)
 
-    def _gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
+    def _gather_headers(self, buffers: HeaderBuffers, dst: int, following: Messages) -> Handle:
         outputs = [buffers.parts] if self.comm.rank == dst else []
         self._move(buffers, self.pg.gather, outputs, [buffers.own_staged], _options(GatherOptions, rootRank=dst))
+        return self._send_and_receive([], following)
 
-    def _scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
+    def _scatter_headers(self, buffers: HeaderBuffers, src: int, following: Messages) -> Handle:
         inputs = [buffers.parts] if self.comm.rank == src else []
         self._move(buffers, self.pg.scatter, [buffers.own_staged], inputs, _options(ScatterOptions, rootRank=src))
+        return self._send_and_receive([], following)
 
     def _broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
         chosen = _options(BroadcastOptions, rootRank=src, asyncOp=False)
@@ -152,7 +162,7 @@ class Transport:
         """Give every rank every rank's segments, each once to each rank, without padding.
 
         Args:
-            own: this rank's segments, flat uint8.
+            own: this rank's segments.
             received: for each rank, the segments to fill, of exactly its sizes; those of this rank get a copy.
         """
         copy_all(received[self.comm.rank], own)

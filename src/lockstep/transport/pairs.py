@@ -38,6 +38,7 @@ class PairwiseCpu(Transport):
     def __init__(self, comm: Comm) -> None:
         super().__init__(comm)
         self._two = TwoRanks(comm, self.small.in_flight)
+        self._completed = Handle((), comm)
 
     def check_of_reduction(self, nbytes: int, dst: int | None) -> Check:
         """See `Transport`. gloo ends the process where a message is longer than expected.
@@ -95,19 +96,17 @@ class PairwiseCpu(Transport):
         buffers.copy_own()
         self._exchange_headers(buffers, buffers.of_others, buffers.own_to_others)
 
-    def _gather_headers(self, buffers: HeaderBuffers, dst: int) -> None:
+    def _gather_headers(self, buffers: HeaderBuffers, dst: int, following: Messages) -> Handle:
         if self.comm.rank == dst:
             buffers.copy_own()
-            self._exchange_headers(buffers, buffers.of_others, {})
-        else:
-            self._exchange_headers(buffers, {}, {dst: buffers.own_staged})
+            return self._exchange_headers(buffers, buffers.of_others, {}, following)
+        return self._exchange_headers(buffers, {}, {dst: buffers.own_staged}, following)
 
-    def _scatter_headers(self, buffers: HeaderBuffers, src: int) -> None:
+    def _scatter_headers(self, buffers: HeaderBuffers, src: int, following: Messages) -> Handle:
         if self.comm.rank == src:
             buffers.own.data[:] = buffers.every.views[src]
-            self._exchange_headers(buffers, {}, buffers.of_others)
-        else:
-            self._exchange_headers(buffers, {src: buffers.own_staged}, {})
+            return self._exchange_headers(buffers, {}, buffers.of_others, following)
+        return self._exchange_headers(buffers, {src: buffers.own_staged}, {}, following)
 
     def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
         """See `Transport`."""
@@ -147,9 +146,15 @@ class PairwiseCpu(Transport):
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
 
     def _exchange_headers(
-        self, buffers: HeaderBuffers, receiving: Mapping[int, Tensor], sending: Mapping[int, Tensor]
-    ) -> None:
-        """Receive from some ranks and send to some, all at once.
+        self,
+        buffers: HeaderBuffers,
+        receiving: Mapping[int, Tensor],
+        sending: Mapping[int, Tensor],
+        following: Messages = (),
+    ) -> Handle:
+        """Receive from some ranks and send to some, all at once, also what follows the headers.
+
+        Returns a handle of what follows, which the others have to meet only after they have read the headers.
 
         If this fails for a rank that is gone, the messages of the other ranks are still started, and left in flight.
         They may themselves be waiting for that rank, and find out on their own.
@@ -166,8 +171,10 @@ class PairwiseCpu(Transport):
                     refusal = error
         if refusal is not None:
             raise translate_error(refusal, self.comm) from refusal
+        handle = self._send_and_receive([], following) if following else self._completed
         wait_for(works, self.comm)
         buffers.in_flight = []
+        return handle
 
 
 class _Alone(PairwiseCpu):
@@ -192,8 +199,8 @@ class _Alone(PairwiseCpu):
     def _send_and_receive(self, *nothing: object) -> Handle:
         return Handle((), self.comm)
 
-    def _exchange_headers(self, *nothing: object) -> None:
-        pass
+    def _exchange_headers(self, *nothing: object) -> Handle:
+        return self._completed
 
 
 _ALONE = _Alone(SOLO)

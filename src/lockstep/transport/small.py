@@ -175,6 +175,7 @@ class SmallMessages:
         self._exchanged = 0
         self.in_flight = InFlight()
         self._completed = Handle((), comm)
+        self._lost: list[object] = []  # works that failed, and their memory, which gloo may still use
 
     def compare(self, pg: ProcessGroup) -> bool:
         """Return whether all ranks have made the same calls; all get the same answer. **Collective**."""
@@ -262,7 +263,7 @@ class SmallMessages:
         try:
             wait_for(works, self._comm)
         except BaseException:
-            self.in_flight.started(works, self._comm, finish)  # gloo may still use the memory
+            self._lost.append((works, finish))
             raise
         finish()
         return self._completed

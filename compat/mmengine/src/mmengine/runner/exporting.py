@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import load_state, read_infos, read_meta, read_tensors
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
 from lockstep.weights import find_checkpoint
 from mmengine.runner.checkpoint import save_checkpoint
@@ -18,12 +19,15 @@ from mmengine.version import __version__
 
 __all__ = ["export_checkpoint"]
 
+_logger = logging.getLogger(__name__)
+
 
 def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
     """Write a checkpoint of lockstep as a file from which MMEngine, or another `Runner` of this package, resumes.
 
     It has the weights, averaged ones as `EMAHook` keeps them, the optimizer's state, the schedules, the epoch and the
-    iteration. Random numbers, and where in an epoch the run was, have no place in it: the epoch begins anew.
+    iteration. Random numbers, and where in an epoch the run was, have no place in it: the epoch begins anew. Nor have
+    the states of several optimizers, with a warning.
 
     Args:
         checkpoint: a checkpoint, the folder of a run, or a work_dir, of which the last checkpoint is taken.
@@ -54,7 +58,14 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
         content["ema_state_dict"] = OrderedDict(
             {"steps": torch.tensor(meta["ema"]["steps"]), **{f"module.{name}": trained[name] for name in state}}
         )
-    if meta.get("has_optimizer", True):
+    if several := [name for name in meta.get("optim_wrapper", {}) if name != "loss_scaler"]:
+        _logger.warning(
+            "%s gets no state of the optimizers %s: MMEngine's file has each apart, a checkpoint of lockstep does not. "
+            "A training that resumes from the file begins with new ones",
+            filename,
+            listed(several),
+        )
+    elif meta.get("has_optimizer", True):
         saved = load_state(folder, {"optimizer": {}}, {})["optimizer"]
         content["optimizer"] = _by_number(saved, [*state])
     save_checkpoint(content, filename)

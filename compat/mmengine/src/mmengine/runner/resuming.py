@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError, listed
 from lockstep.hooks import CheckpointHook
 from lockstep.location import locate
+from lockstep.optim import OptimWrapperDict
 from lockstep.optim.paramwise import param_sites
 from lockstep.runner.resuming import restore_run
 from lockstep.runner.run import TrainRun
@@ -126,11 +127,30 @@ class MMEngineFile:
         if "ema" in wanted:
             found["ema"] = {name: _filled(value, trained[name]) for name, value in wanted["ema"].items()}
         if "optimizer" in wanted:
-            names = list(dict.fromkeys(_names(run)))
-            found["optimizer"] = _optimizer_by_name(
-                self._content["optimizer"], names, wanted["optimizer"]["param_groups"], self.path
-            )
+            found["optimizer"] = self._optimizers(run, wanted["optimizer"]["param_groups"])
         return found
+
+    def _optimizers(self, run: TrainRun, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of all optimizers in one; `groups` are those of the run, in the order of its optimizers."""
+        names, saved = list(dict.fromkeys(_names(run))), self._content["optimizer"]
+        wrapper = run.optim_wrapper
+        if not isinstance(wrapper, OptimWrapperDict):
+            return _optimizer_by_name(saved, names, groups, self.path)
+        if saved.keys() != wrapper.optim_wrappers.keys():
+            raise ConfigError(
+                f"{self.path} must have a state of each optimizer of the training, which are {listed(wrapper)}, but "
+                f"has {listed(saved)}. Load the weights alone, without resume"
+            )
+        joined: dict[str, Any] = {"state": {}, "param_groups": []}
+        remaining = iter(groups)
+        for optimizer, one in wrapper.items():
+            own = list(islice(remaining, len(one.param_groups)))
+            updated = set(chain.from_iterable(group["params"] for group in own))
+            ordered = [name for name in names if name in updated]
+            state = _optimizer_by_name(saved[optimizer], ordered, own, f"{self.path}, {optimizer!r}")
+            joined["state"] |= state["state"]
+            joined["param_groups"] += state["param_groups"]
+        return joined
 
     def _restore_hub(self, run: TrainRun) -> None:
         """Give the run's hub the infos that were saved, except those that the run itself provides."""
@@ -187,14 +207,14 @@ def _optimizer_by_name(
     """
     if "state" not in saved or "param_groups" not in saved:
         raise ConfigError(
-            f"the optimizer's state in {path} must be that of one optimizer, but has the keys {listed(saved)}. Load "
-            "the weights alone, without resume"
+            f"the optimizer's state in {path} must be that of one optimizer, but has the keys {listed(saved)}. Give "
+            "the training as many optimizers, by the same names, or load the weights alone, without resume"
         )
     order = list(chain.from_iterable(group["params"] for group in saved["param_groups"]))
     if len(order) != len(names):
         raise ConfigError(
-            f"the optimizer's state in {path} must be that of this model, which has {len(names)} parameters, but has "
-            f"{len(order)}"
+            f"the optimizer's state in {path} must be that of the {len(names)} parameters that it updates here, but "
+            f"is of {len(order)}"
         )
     by_name = dict(zip(names, order, strict=True))
     options = {index: group for group in saved["param_groups"] for index in group["params"]}
