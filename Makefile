@@ -59,7 +59,7 @@ test-gpu: $(READY)  ## the tests that need a GPU, where there is one
 
 .PHONY: test-deepspeed
 test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environment of its own
-	.venv-deepspeed/bin/python -m pytest tests/engines/deepspeed $(if $(SHARE),--share $(SHARE) --min-rank-tests 5,--min-rank-tests 45) \
+	.venv-deepspeed/bin/python -m pytest tests/engines/deepspeed $(if $(SHARE),--share $(SHARE) --min-rank-tests 1,--min-rank-tests 45) \
 		$(PYTEST_ARGS)
 
 .venv-deepspeed/.ready: pyproject.toml constraints.txt requirements/models.txt
@@ -70,7 +70,7 @@ test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environ
 
 .PHONY: test-colossalai
 test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an environment of its own
-	.venv-colossalai/bin/python -m pytest tests/engines/colossalai $(if $(SHARE),--share $(SHARE) --min-rank-tests 5,--min-rank-tests 48) \
+	.venv-colossalai/bin/python -m pytest tests/engines/colossalai $(if $(SHARE),--share $(SHARE) --min-rank-tests 1,--min-rank-tests 48) \
 		$(PYTEST_ARGS)
 
 .venv-colossalai/.ready: pyproject.toml constraints.txt requirements/colossalai.txt requirements/colossalai-imports.txt

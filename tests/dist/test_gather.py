@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -205,6 +206,27 @@ def test_a_list_may_hold_the_tensor_that_is_gathered() -> None:
         row = [torch.full((numel,), float(get_rank())) for _ in range(2)]
         all_gather(row, row[get_rank()])
         assert [x.unique().tolist() for x in row] == [[0.0], [1.0]]
+
+
+@ranks(2)
+def test_the_tensor_that_is_gathered_may_be_one_to_fill_for_another_rank() -> None:
+    for numel in (1, LARGE, 2**20):
+        data, other = torch.full((numel,), float(get_rank())), torch.zeros(numel)
+        gather(data, [other, data] if get_rank() == 0 else None, 0)
+        if get_rank() == 0:
+            assert [x.unique().tolist() for x in (other, data)] == [[0.0], [1.0]]
+
+
+@ranks(2)
+def test_a_warning_that_is_an_error_leaves_no_message_behind() -> None:
+    data = torch.ones(LARGE, requires_grad=True) * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="gather"):
+            gather(data)
+    parts = gather(torch.full((LARGE,), 7.0))
+    assert all(part.eq(7).all() for part in parts)
+    assert_group_works()
 
 
 @ranks(2)

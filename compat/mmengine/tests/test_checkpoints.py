@@ -113,10 +113,12 @@ class EachOfTwo:
         pass
 
     def __call__(self, model):
-        return OptimWrapperDict(
+        critic = list(model.critic.parameters())
+        wrappers = dict(
             generator=OptimWrapper(torch.optim.Adam(model.generator.parameters(), lr=0.01)),
-            critic=OptimWrapper(torch.optim.SGD(model.critic.parameters(), lr=0.1, momentum=0.9)),
+            critic=OptimWrapper(torch.optim.SGD(critic[::-1], lr=0.1, momentum=0.9)),
         )
+        return OptimWrapperDict(**{name: wrappers[name] for name in order})
 
 class Losses(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
@@ -124,7 +126,7 @@ class Losses(Hook):
 
 torch.manual_seed(0)
 data = list(zip(torch.randn(12, 2), torch.randn(12, 4)))
-epochs, resume = ARGUMENTS
+epochs, resume, order = ARGUMENTS
 model = Gan()
 Runner(
     model=model, work_dir="work", train_dataloader=torch.utils.data.DataLoader(data, batch_size=4),
@@ -141,12 +143,59 @@ Runner(
     not REFERENCE, reason="MMENGINE_REFERENCE must be the Python of an environment with MMEngine 0.10.7"
 )
 def test_a_training_with_several_optimizers_resumes_from_mmengine(tmp_path):
-    whole = run(REFERENCE, GAN.replace("ARGUMENTS", "4, None"), tmp_path / "theirs")["losses"]
+    def losses(python, folder, file=None, order=("generator", "critic")):
+        return run(python, GAN.replace("ARGUMENTS", repr((4, file, order))), tmp_path / folder)["losses"]
+
+    whole = losses(REFERENCE, "theirs")
     assert len(whole) == 12
-    assert run(sys.executable, GAN.replace("ARGUMENTS", "4, None"), tmp_path / "ours")["losses"] == whole
+    assert losses(sys.executable, "ours") == whole
     file = str(tmp_path / "theirs" / "work" / "epoch_2.pth")
-    resumed = run(sys.executable, GAN.replace("ARGUMENTS", f"4, {file!r}"), tmp_path / "resumed")["losses"]
+    assert losses(sys.executable, "resumed", file) == whole[6:]
+    assert losses(sys.executable, "other_order", file, order=("critic", "generator")) == whole[6:]
+
+
+FROZEN = """
+import torch
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+
+class Net(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.head = (torch.nn.Linear(2, 2) for _ in range(3))
+        self.stem.requires_grad_(False)
+
+    def forward(self, inputs, mode="loss"):
+        return {"loss": self.head(self.body(self.stem(inputs)).tanh()).square().mean()}
+
+class Losses(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        answers.setdefault("losses", []).append(float(outputs["loss"]).hex())
+
+torch.manual_seed(0)
+data = [dict(inputs=one) for one in torch.randn(12, 2)]
+resume = FILE
+Runner(
+    model=Net(), work_dir="work", train_dataloader=torch.utils.data.DataLoader(data, batch_size=4),
+    optim_wrapper=dict(
+        optimizer=dict(type="SGD", lr=0.1, momentum=0.9), paramwise_cfg=dict(custom_keys=dict(body=dict(lr_mult=0.1)))
+    ),
+    train_cfg=dict(by_epoch=True, max_epochs=4), custom_hooks=[Losses()], load_from=resume, resume=bool(resume),
+    visualizer=None,
+).train()
+"""
+
+
+@pytest.mark.skipif(
+    not REFERENCE, reason="MMENGINE_REFERENCE must be the Python of an environment with MMEngine 0.10.7"
+)
+def test_a_training_with_frozen_weights_and_options_for_some_resumes_from_mmengine(tmp_path):
+    whole = run(REFERENCE, FROZEN.replace("FILE", "None"), tmp_path / "theirs")["losses"]
+    file = str(tmp_path / "theirs" / "work" / "epoch_2.pth")
+    resumed = run(sys.executable, FROZEN.replace("FILE", repr(file)), tmp_path / "ours")["losses"]
     assert resumed == whole[6:]
+    assert len(resumed) == 6
 
 
 def test_weights_that_do_not_fit_are_named_or_raised():

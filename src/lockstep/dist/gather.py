@@ -238,10 +238,10 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     data = either("data", data, "tensor", tensor)
     with report_refusals("gather", comm):
         dst = require_rank("dst", dst, comm)
+    if isinstance(data, Tensor) and data.requires_grad:
+        warn_of_lost_gradients("gather", ENDS_HERE)
     check_call("gather", comm, dst)
     wire, header, memory, sent = _gather_headers(data, dst, comm)
-    if data.requires_grad:
-        warn_of_lost_gradients("gather", ENDS_HERE)
     if comm.rank != dst:
         return wait_unless_async(sent, async_op) or []
     if gather_list is not None:
@@ -453,9 +453,10 @@ def _exchange(wire: Tensor, headers: Sequence[Header], destinations: Sequence[Te
     """Exchange the tensors that did not fit into the headers."""
     if all(header.is_inline for header in headers):
         return Handle((), comm)
-    own = [] if headers[comm.rank].is_inline else [as_native(wire)]
+    own = [] if headers[comm.rank].is_inline else [as_native(wire.detach())]
     targets = [
-        [] if header.is_inline else [as_native(target)] for header, target in zip(headers, destinations, strict=True)
+        [] if header.is_inline else [as_native(target.detach())]
+        for header, target in zip(headers, destinations, strict=True)
     ]
     return transport_of(comm).all_gather_segments(own, targets)
 
@@ -505,9 +506,14 @@ def _receive(headers: Sequence[Header], destinations: Sequence[Tensor], wire: Te
     """Receive what did not fit into the headers; this rank's own tensor is `wire`."""
     transport, own = transport_of(comm), comm.rank
     following = [rank for rank, header in enumerate(headers) if not header.is_inline and rank != own]
+    # Copy while the others are on their way, unless they arrive in memory that `wire` may share.
+    filled = {destinations[rank].untyped_storage().data_ptr() for rank in following}
+    copies_own, is_shared = not headers[own].is_inline, wire.untyped_storage().data_ptr() in filled
+    if copies_own and is_shared:
+        copy_into(destinations[own], wire)
     receiving = [transport.receive([as_native(destinations[rank])], rank) for rank in following]
-    if not headers[own].is_inline:
-        copy_into(destinations[own], wire)  # while the others are on their way
+    if copies_own and not is_shared:
+        copy_into(destinations[own], wire)
     return Handle(receiving, comm)
 
 

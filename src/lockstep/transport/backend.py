@@ -246,7 +246,10 @@ class Transport:
         buffers.fetch()
 
     def _send_and_receive(self, receiving: Messages, sending: Messages) -> Handle:
-        return PairwiseHandle(self._start(receiving, sending, SEGMENT_TAG), self.comm)
+        return PairwiseHandle(self._start(receiving, sending, self._segment_tag()), self.comm)
+
+    def _segment_tag(self) -> int:
+        return SEGMENT_TAG
 
     def _start(self, receiving: Messages, sending: Messages, tag: int) -> list[Work]:
         pg = self.pg

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from lockstep.device import copy_into
 from lockstep.groups import Comm
@@ -71,7 +70,7 @@ class HeaderBuffers:
         self.parts = list(torch.split(self.every_staged, header_bytes))
         self.of_others = {rank: part for rank, part in enumerate(self.parts) if rank != comm.rank}
         self.own_to_others = dict.fromkeys(self.of_others, self.own_staged)
-        self.in_flight: list[Work] = []
+        self.in_flight: list[object] = []
         self._own_slice = slice(comm.rank * header_bytes, (comm.rank + 1) * header_bytes)
 
     def copy_own(self) -> None:

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from lockstep.device import copy_into
 from lockstep.groups import SOLO, Comm
@@ -131,8 +131,7 @@ class PairwiseCpu(Transport):
         works = self._start(
             [(as_native(received[rank].detach()), rank) for rank in others if received[rank].numel()],
             [(as_native(comm.to_comm_device(inputs[rank])), rank) for rank in others if inputs[rank].numel()],
-            # No header goes before them: ranks that make other calls wait, until the watch finds out why.
-            SEGMENT_TAG if comm.calls is None else SEGMENT_TAG | (comm.calls.digest & 0x7FFF) << TAG_BITS,
+            self._segment_tag(),
         )
         exchange = PairwiseHandle(works, comm)
         copy_into(received[comm.rank], inputs[comm.rank].detach())
@@ -141,6 +140,12 @@ class PairwiseCpu(Transport):
     def beside(self, kind: Kind, *, receiving: Messages = (), sending: Messages = ()) -> Handle:
         """See `Transport`. gloo tells messages apart by their tags."""
         return self.small.in_flight.started(self._start(receiving, sending, _BESIDE_TAGS[kind]), self.comm)
+
+    def _segment_tag(self) -> int:
+        # A message is met only by a rank that has made the same calls, even if no header has gone before it; others
+        # wait, until the watch finds out why.
+        calls = self.comm.calls
+        return SEGMENT_TAG if calls is None else SEGMENT_TAG | (calls.digest & 0x7FFF) << TAG_BITS
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
@@ -160,7 +165,8 @@ class PairwiseCpu(Transport):
         They may themselves be waiting for that rank, and find out on their own.
         """
         pg = self.pg
-        works = buffers.in_flight = []
+        works: list[Work] = []
+        buffers.in_flight = [works]
         refusal = None
         tag = _HEADER_TAG + (buffers.own.header_bytes << TAG_BITS)
         for start, parts in ((pg.recv, receiving), (pg.send, sending)):
@@ -172,6 +178,7 @@ class PairwiseCpu(Transport):
         if refusal is not None:
             raise translate_error(refusal, self.comm) from refusal
         handle = self._send_and_receive([], following) if following else self._completed
+        buffers.in_flight = [works, handle]
         wait_for(works, self.comm)
         buffers.in_flight = []
         return handle

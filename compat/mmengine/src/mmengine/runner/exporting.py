@@ -26,8 +26,8 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
     """Write a checkpoint of lockstep as a file from which MMEngine, or another `Runner` of this package, resumes.
 
     It has the weights, averaged ones as `EMAHook` keeps them, the optimizer's state, the schedules, the epoch and the
-    iteration. Random numbers, and where in an epoch the run was, have no place in it: the epoch begins anew. Nor have
-    the states of several optimizers, with a warning.
+    iteration. Random numbers, and where in an epoch the run was, have no place in it: the epoch begins anew. The states
+    of several optimizers and of their schedules are left out, with a warning.
 
     Args:
         checkpoint: a checkpoint, the folder of a run, or a work_dir, of which the last checkpoint is taken.
@@ -58,10 +58,11 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
         content["ema_state_dict"] = OrderedDict(
             {"steps": torch.tensor(meta["ema"]["steps"]), **{f"module.{name}": trained[name] for name in state}}
         )
-    if several := [name for name in meta.get("optim_wrapper", {}) if name != "loss_scaler"]:
+    if several := _optimizers(meta.get("optim_wrapper", {})):
+        del content["param_schedulers"]
         _logger.warning(
-            "%s gets no state of the optimizers %s: MMEngine's file has each apart, a checkpoint of lockstep does not. "
-            "A training that resumes from the file begins with new ones",
+            "%s gets no state of the optimizers %s and of their schedules: MMEngine's file has each apart, a "
+            "checkpoint of lockstep does not. A training that resumes from the file begins with new ones",
             filename,
             listed(several),
         )
@@ -69,6 +70,12 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
         saved = load_state(folder, {"optimizer": {}}, {})["optimizer"]
         content["optimizer"] = _by_number(saved, [*state])
     save_checkpoint(content, filename)
+
+
+def _optimizers(extra_states: Mapping[str, Any]) -> list[str]:
+    """Return the names of several optimizers: each has an extra state of its own."""
+    are_several = "loss_scaler" not in extra_states and all(isinstance(one, Mapping) for one in extra_states.values())
+    return list(extra_states) if are_several else []
 
 
 def _tensors(folder: Location, part: str) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from lockstep.dist import run_on_main
 from lockstep.errors import ConfigError, listed
 from lockstep.hooks import CheckpointHook
 from lockstep.location import locate
-from lockstep.optim import OptimWrapperDict
+from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.optim.paramwise import param_sites
 from lockstep.runner.resuming import restore_run
 from lockstep.runner.run import TrainRun
@@ -94,7 +94,7 @@ class MMEngineFile:
             "position": self._position(run),
             "has_optimizer": "optimizer" in self._content,
             "optim_wrapper": {},
-            "param_schedulers": list(_schedulers(self._content.get("param_schedulers"))),
+            "param_schedulers": list(_schedulers(self._content.get("param_schedulers"), run.optim_wrapper)),
             **self._best(run),
         }
         if "ema_state_dict" in self._content:
@@ -132,10 +132,10 @@ class MMEngineFile:
 
     def _optimizers(self, run: TrainRun, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the state of all optimizers in one; `groups` are those of the run, in the order of its optimizers."""
-        names, saved = list(dict.fromkeys(_names(run))), self._content["optimizer"]
-        wrapper = run.optim_wrapper
+        saved, wrapper = self._content["optimizer"], run.optim_wrapper
+        names, trained = list(dict.fromkeys(_names(run))), set(_names(run, trained_only=True))
         if not isinstance(wrapper, OptimWrapperDict):
-            return _optimizer_by_name(saved, names, groups, self.path)
+            return _optimizer_by_name(saved, names, trained, groups, self.path)
         if saved.keys() != wrapper.optim_wrappers.keys():
             raise ConfigError(
                 f"{self.path} must have a state of each optimizer of the training, which are {listed(wrapper)}, but "
@@ -145,9 +145,11 @@ class MMEngineFile:
         remaining = iter(groups)
         for optimizer, one in wrapper.items():
             own = list(islice(remaining, len(one.param_groups)))
-            updated = set(chain.from_iterable(group["params"] for group in own))
-            ordered = [name for name in names if name in updated]
-            state = _optimizer_by_name(saved[optimizer], ordered, own, f"{self.path}, {optimizer!r}")
+            updated = list(chain.from_iterable(group["params"] for group in own))
+            sizes = [len(group["params"]) for group in saved[optimizer].get("param_groups", ())]
+            if sizes != [len(group["params"]) for group in own]:  # lockstep has joined groups
+                updated = [name for name in names if name in set(updated)]
+            state = _optimizer_by_name(saved[optimizer], updated, trained, own, f"{self.path}, {optimizer!r}")
             joined["state"] |= state["state"]
             joined["param_groups"] += state["param_groups"]
         return joined
@@ -191,19 +193,21 @@ def _filled(own: Any, saved: Any) -> Any:
     return own.copy_(saved)
 
 
-def _names(run: TrainRun) -> Iterator[str]:
+def _names(run: TrainRun, trained_only: bool = False) -> Iterator[str]:
     """Yield the names of the parameters in the order of `model.parameters()`, which MMEngine's optimizers have."""
     first: dict[Any, str] = {}
     for site in param_sites(run.model):
-        yield first.setdefault(site.parameter, site.name)
+        if site.parameter.requires_grad or not trained_only:
+            yield first.setdefault(site.parameter, site.name)
 
 
 def _optimizer_by_name(
-    saved: Mapping[str, Any], names: Sequence[str], groups: Sequence[Mapping[str, Any]], path: str
+    saved: Mapping[str, Any], names: Sequence[str], trained: Set[str], groups: Sequence[Mapping[str, Any]], path: str
 ) -> dict[str, Any]:
     """Return the state of MMEngine's optimizer, which counts parameters, in lockstep's form, which names them.
 
-    MMEngine has one group for all parameters, or one for each; lockstep joins those with the same options.
+    MMEngine has one group for all parameters, or one for each that is trained; lockstep joins those with the same
+    options, and those that are frozen are among them.
     """
     if "state" not in saved or "param_groups" not in saved:
         raise ConfigError(
@@ -211,6 +215,8 @@ def _optimizer_by_name(
             "the training as many optimizers, by the same names, or load the weights alone, without resume"
         )
     order = list(chain.from_iterable(group["params"] for group in saved["param_groups"]))
+    if len(order) != len(names):
+        names = [name for name in names if name in trained]
     if len(order) != len(names):
         raise ConfigError(
             f"the optimizer's state in {path} must be that of the {len(names)} parameters that it updates here, but "
@@ -220,7 +226,7 @@ def _optimizer_by_name(
     options = {index: group for group in saved["param_groups"] for index in group["params"]}
     joined = []
     for group in groups:
-        given = [{**options[by_name[name]], "params": None} for name in group["params"]]
+        given = [{**options[by_name[name]], "params": None} for name in group["params"] if name in by_name]
         if any(one != given[0] for one in given):
             raise ConfigError(
                 f"the parameters {listed(group['params'], most=4)} must have the same options in {path} as they have "
@@ -231,7 +237,9 @@ def _optimizer_by_name(
     return {"state": state, "param_groups": joined}
 
 
-def _schedulers(saved: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the states of the schedules; those of several optimizers one after the other."""
+def _schedulers(saved: Any, wrapper: OptimWrapper) -> Iterator[Mapping[str, Any]]:
+    """Yield the states of the schedules; those of several optimizers one after the other, in the order of the run."""
+    if isinstance(saved, Mapping) and isinstance(wrapper, OptimWrapperDict):
+        saved = list(chain.from_iterable(saved.get(name, ()) for name in wrapper))
     for one in saved.values() if isinstance(saved, Mapping) else [saved or ()]:
         yield from one
