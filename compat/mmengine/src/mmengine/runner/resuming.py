@@ -148,7 +148,7 @@ class MMEngineFile:
             updated = list(chain.from_iterable(group["params"] for group in own))
             sizes = [len(group["params"]) for group in saved[optimizer].get("param_groups", ())]
             if sizes != [len(group["params"]) for group in own]:  # lockstep has joined groups
-                updated = [name for name in names if name in set(updated)]
+                updated = sorted(updated, key=names.index)
             state = _optimizer_by_name(saved[optimizer], updated, trained, own, f"{self.path}, {optimizer!r}")
             joined["state"] |= state["state"]
             joined["param_groups"] += state["param_groups"]
