@@ -24,7 +24,7 @@ def do(*words: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """Yield three network namespaces on one switch; the last one sends 20 MB/s at most."""
+    """Yield three network namespaces on one switch; the last one sends 10 MB/s at most."""
     switch = f"lockstep-{os.getpid()}-switch"
     names = [f"lockstep-{os.getpid()}-h{number}" for number in range(3)]
     try:
@@ -52,7 +52,7 @@ def hosts() -> Iterator[list[str]]:
             do("ip", "-n", name, "addr", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
             do("ip", "-n", name, "link", "set", "eth0", "up")
             do("ip", "-n", name, "link", "set", "lo", "up")
-        shape = ("root", "tbf", "rate", "160mbit", "burst", "64kb", "latency", "400ms")
+        shape = ("root", "tbf", "rate", "80mbit", "burst", "64kb", "latency", "400ms")
         do("tc", "-n", names[SLOW], "qdisc", "add", "dev", "eth0", *shape)
         yield names
     finally:

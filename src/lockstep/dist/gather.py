@@ -1,4 +1,4 @@
-"""all_gather, gather and scatter: tensors whose shapes may differ from rank to rank.
+"""all_gather and gather: tensors whose shapes may differ from rank to rank.
 
 Every call first sends one header with shape and dtype. A tensor that fits into the header arrives with it; a larger one
 follows in a second message of exactly its size.
@@ -6,8 +6,7 @@ follows in a second message of exactly its size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, Literal, cast, overload
 
@@ -30,22 +29,22 @@ from lockstep.dist.gradients import (
 from lockstep.dist.header import (
     TENSOR_HEADER_BYTES,
     Header,
+    allocate_outputs,
+    are_like,
     encode_failure,
     fill_inline,
+    fill_new,
     header_of,
-    new_inline,
-    read_header,
     read_headers,
     report_failure,
     require_agreement,
     require_no_failure,
-    scatter_failure,
 )
 from lockstep.dist.reduce import scatter_sums
 from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.handles import Handle, wait_unless_async
-from lockstep.transport.memory import HeaderMemory, as_native, copy_all, is_plain_memory
+from lockstep.transport.memory import HeaderMemory, as_native, copy_all
 from lockstep.transport.pairs import transport_of
 
 _CPU = torch.device("cpu")
@@ -241,96 +240,26 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     if isinstance(data, Tensor) and data.requires_grad:
         warn_of_lost_gradients("gather", ENDS_HERE)
     check_call("gather", comm, dst)
-    wire, header, memory, sent = _gather_headers(data, dst, comm)
+    parts: list[Tensor] = []
+    wire, header, memory, sent = _gather_headers(data, dst, comm, parts if gather_list is None else None)
     if comm.rank != dst:
         return wait_unless_async(sent, async_op) or []
     if gather_list is not None:
         filling = _gather_into(cast(Sequence[Tensor], gather_list), wire, header, memory, comm)
         return wait_unless_async(filling, async_op)
-    parts = _gather(wire, header, memory, comm)
+    parts = _gather(wire, header, memory, parts, comm)
     if async_op:
         raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
     return _on_device_of(data, parts)
 
 
-@overload
-def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None = ...,
-    src: int = ...,
-    group: GroupLike = ...,
-    async_op: Literal[False] = ...,
-) -> None: ...
-@overload
-def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None = ...,
-    src: int = ...,
-    group: GroupLike = ...,
-    *,
-    async_op: Literal[True],
-) -> Handle: ...
-@overload
-def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None = ...,
-    src: int = ...,
-    group: GroupLike = ...,
-    async_op: bool = ...,
-) -> Handle | None: ...
-def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None = None,
-    src: int = 0,
-    group: GroupLike = None,
-    async_op: bool = False,
-) -> Handle | None:
-    """Fill rank i's `tensor` with the i-th tensor of rank `src`'s list.
-
-    Args:
-        tensor: filled in place.
-        scatter_list: on `src`, one tensor for each rank; elsewhere None.
-        src: rank within the group.
-        group: the process group; None is the default group.
-        async_op: return a handle, for compatibility; the work is already done.
-
-    **Collective**: every rank of the group. **Shapes**: ``scatter_list[i]`` has the shape and dtype of rank i's
-    `tensor`; the entries may differ.
-
-    **Raises**: ValueError or TypeError on `src` if its list does not hold one tensor for each rank, PeerError on the
-    others; ValueError on a rank whose `tensor` does not match what was sent to it.
-
-    **Cost**: a header of 512 bytes from `src` to each rank, and the bytes of those tensors that don't fit in it.
-
-    **Example (2 ranks)**::
-
-        >>> from lockstep.dist import get_rank, scatter
-        >>> data = torch.empty(get_rank() + 1)
-        >>> scatter(data, [torch.tensor([5.0]), torch.tensor([6.0, 7.0])] if get_rank() == 0 else None)
-        >>> data.tolist() == ([5.0] if get_rank() == 0 else [6.0, 7.0])
-        True
-    """
-    comm = resolve(group)
-    with report_refusals("scatter", comm):
-        src = require_rank("src", src, comm)
-    check_call("scatter", comm, src)
-    if comm.rank == src:
-        _send_parts(tensor, scatter_list, comm)
-    else:
-        _receive_part(tensor, src, comm)
-    sent = scatter_list if comm.rank == src and scatter_list is not None else ()
-    if (tensor.requires_grad and not tensor.is_leaf) or any(x.requires_grad for x in sent):
-        warn_of_lost_gradients("scatter", ENDS_HERE)
-    return Handle((), comm) if async_op else None
-
-
 def _all_gather(data: Tensor, comm: Comm) -> list[Tensor]:
     check_call("all_gather", comm)
-    wire, own, memory = _all_gather_headers("data", data, comm)
-    outputs = new_inline(memory, own)
-    if outputs is None:
+    outputs: list[Tensor] = []
+    wire, own, memory = _all_gather_headers("data", data, comm, new=outputs)
+    if not fill_new(memory, own, outputs):
         headers = _agreed(memory, own, comm)
-        outputs = _destinations(headers, memory, comm)
+        outputs = allocate_outputs(headers, memory, comm)
         _exchange(wire, headers, outputs, comm).wait()
     return _on_device_of(data, outputs)
 
@@ -341,7 +270,7 @@ def _all_gather_into(tensor_list: Sequence[Tensor], data: Any, comm: Comm) -> Ha
     if fill_inline(memory, own, tensor_list):
         return Handle((), comm)
     headers = _agreed(memory, own, comm, tensor_list)
-    destinations = _destinations(headers, memory, comm, tensor_list)
+    destinations = allocate_outputs(headers, memory, comm, tensor_list)
     exchange = _exchange(wire, headers, destinations, comm)
     return Handle([exchange], comm, lambda: copy_all(tensor_list, destinations))
 
@@ -390,20 +319,25 @@ def _on_device_of(data: Tensor, outputs: list[Tensor]) -> list[Tensor]:
 
 
 def _all_gather_headers(
-    name: str, data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN
+    name: str, data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN, *, new: list[Tensor] | None = None
 ) -> tuple[Tensor, Header, HeaderMemory]:
-    """Give every rank every rank's header. Returns the tensor to send, this rank's header, and the memory of all."""
+    """Give every rank every rank's header. Returns the tensor to send, this rank's header, and the memory of all.
+
+    Meanwhile, `new` gets a tensor like this rank's for each rank, if that is inline.
+    """
     transport = transport_of(comm)
     buffers = transport.buffers(TENSOR_HEADER_BYTES)
     own = _write_header(name, data, comm, buffers.own, outputs)
-    transport.all_gather_headers(buffers)
+    transport.all_gather_headers(buffers, _allocation(own, comm, new))
     if isinstance(own, Exception):
         raise own
     return *own, buffers.every
 
 
-def _gather_headers(data: Any, dst: int, comm: Comm) -> tuple[Tensor, Header, HeaderMemory, Handle]:
-    """Give rank `dst` every rank's header, and start to send what does not fit into it.
+def _gather_headers(
+    data: Any, dst: int, comm: Comm, new: list[Tensor] | None
+) -> tuple[Tensor, Header, HeaderMemory, Handle]:
+    """Give rank `dst` every rank's header, and start to send what does not fit into it; see `_all_gather_headers`.
 
     Returns the tensor to send, this rank's header, the memory of all headers (valid on `dst`), and the handle.
     """
@@ -416,8 +350,20 @@ def _gather_headers(data: Any, dst: int, comm: Comm) -> tuple[Tensor, Header, He
             _receive_and_discard(read_headers(buffers.every), buffers.every, comm)
         raise own
     wire, header = own
-    following = () if header.is_inline or comm.rank == dst else ((as_native(wire), dst),)
-    return wire, header, buffers.every, transport.gather_headers(buffers, dst, following)
+    is_dst = comm.rank == dst
+    following = () if header.is_inline or is_dst else ((as_native(wire), dst),)
+    meanwhile = _allocation(own, comm, new) if is_dst else None
+    return wire, header, buffers.every, transport.gather_headers(buffers, dst, following, meanwhile)
+
+
+def _allocation(
+    own: tuple[Tensor, Header] | Exception, comm: Comm, new: list[Tensor] | None
+) -> Callable[[], None] | None:
+    """Return a function that puts a tensor for each rank into `new`; None if that is not wanted, or not known."""
+    if new is None or isinstance(own, Exception) or not own[1].is_inline:
+        return None
+    header = own[1]
+    return lambda: new.extend(header.allocate(comm.size))
 
 
 def _write_header(
@@ -471,16 +417,15 @@ def _all_there(memory: HeaderMemory, own: Header, comm: Comm) -> list[Header]:
 
 
 def _receive_and_discard(headers: Sequence[Header], memory: HeaderMemory, comm: Comm) -> None:
-    destinations = _destinations(headers, memory, comm)
+    destinations = allocate_outputs(headers, memory, comm)
     _receive(headers, destinations, destinations[comm.rank], comm).wait()
 
 
-def _gather(wire: Tensor, own: Header, memory: HeaderMemory, comm: Comm) -> list[Tensor]:
-    """Return every rank's tensor, on `dst`."""
-    parts = new_inline(memory, own)
-    if parts is None:
+def _gather(wire: Tensor, own: Header, memory: HeaderMemory, parts: list[Tensor], comm: Comm) -> list[Tensor]:
+    """Return every rank's tensor, on `dst`; in `parts`, if all are like this rank's and inline."""
+    if not fill_new(memory, own, parts):
         headers = _all_there(memory, own, comm)
-        parts = _destinations(headers, memory, comm)
+        parts = allocate_outputs(headers, memory, comm)
         _receive(headers, parts, wire, comm).wait()
     return parts
 
@@ -490,8 +435,8 @@ def _gather_into(outputs: Sequence[Tensor], wire: Tensor, own: Header, memory: H
     if fill_inline(memory, own, outputs):
         return Handle((), comm)
     headers = _all_there(memory, own, comm)
-    fitting = _are_like(outputs, headers)
-    destinations = _destinations(headers, memory, comm, outputs if fitting else None)
+    fitting = are_like(outputs, headers)
+    destinations = allocate_outputs(headers, memory, comm, outputs if fitting else None)
 
     def finish() -> None:
         require_list("gather_list", outputs, comm, is_filled=True)
@@ -520,85 +465,3 @@ def _receive(headers: Sequence[Header], destinations: Sequence[Tensor], wire: Te
 def _group_argument(second: object, group: GroupLike) -> GroupLike:
     """Return the group of the short form, which may be given in the place after the data."""
     return group if second is None else cast(GroupLike, second)  # resolve() checks it
-
-
-def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Comm) -> None:
-    """Send each rank its tensor; fill this rank's own."""
-    transport = transport_of(comm)
-    buffers = transport.buffers(TENSOR_HEADER_BYTES)
-    with report_failure(comm, partial(scatter_failure, src=comm.rank)):
-        if scatter_list is None:
-            raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({comm.this_rank})")
-        require_list("scatter_list", scatter_list, comm)
-        require_tensor("tensor", tensor, is_filled=True)
-        wires = [comm.to_comm_device(entry) for entry in scatter_list]
-        headers = [header_of(wire) for wire in wires]
-    for rank, header in enumerate(headers):
-        header.write(buffers.every, rank, wires[rank])
-    following = [rank for rank, header in enumerate(headers) if not header.is_inline and rank != comm.rank]
-    sent = transport.scatter_headers(buffers, comm.rank, [(as_native(wires[rank]), rank) for rank in following])
-    own = wires[comm.rank]
-    # Copy while the sends are in flight, unless `tensor` may share memory with what is sent.
-    in_use = {wires[rank].untyped_storage().data_ptr() for rank in following}
-    at_once = _are_like([tensor], [own]) and tensor.untyped_storage().data_ptr() not in in_use
-    if at_once:
-        copy_into(tensor, own)
-    sent.wait()
-    require_alike("tensor", tensor, "what arrived", own, comm)
-    if not at_once:
-        copy_into(tensor, own)
-
-
-def _receive_part(tensor: Tensor, src: int, comm: Comm) -> None:
-    """Receive this rank's tensor, directly into `tensor` if it matches."""
-    refusal: TypeError | ValueError | None = None
-    expected: Header | None = None
-    try:
-        require_tensor("tensor", tensor, is_filled=True)
-        expected = header_of(tensor)
-    except (TypeError, ValueError) as error:
-        refusal = error  # raised after everything has been received
-    transport = transport_of(comm)
-    buffers = transport.buffers(TENSOR_HEADER_BYTES)
-    transport.scatter_headers(buffers, src)
-    if expected is not None and fill_inline(buffers.own, expected, [tensor]):
-        return
-    header = read_header(buffers.own, 0)
-    if refusal is None:
-        require_no_failure([header.failure], comm, ranks=[src])
-    fitting = refusal is None and _are_like([tensor], [header])
-    (received,) = _destinations([header], buffers.own, comm, [tensor] if fitting else None)
-    if not header.is_inline:
-        transport.receive([as_native(received)], src).wait()
-    if refusal is not None:
-        raise refusal
-    require_alike("tensor", tensor, "what arrived", received, comm)
-    copy_all([tensor], [received])
-
-
-def _destinations(
-    headers: Sequence[Header], memory: HeaderMemory, comm: Comm, outputs: Sequence[Tensor] | None = None
-) -> list[Tensor]:
-    """Return where each rank's tensor arrives: in its tensor of `outputs` if possible, else in a new one.
-
-    Inline tensors have arrived already; the others are still to be received.
-    """
-    destinations = []
-    for rank, header in enumerate(headers):
-        arrives_on = _CPU if header.is_inline else comm.comm_device
-        output = None if outputs is None else outputs[rank]
-        if output is None or output.device != arrives_on or not is_plain_memory(output):
-            output = header.tensor(memory, rank, comm.comm_device)
-        elif header.is_inline:
-            header.fill(output, memory, rank)
-        destinations.append(output)
-    return destinations
-
-
-def _are_like(outputs: Sequence[Tensor], models: Sequence[Header | Tensor]) -> bool:
-    """Return whether `outputs` is a list of tensors of exactly the announced shapes and dtypes."""
-    is_list = isinstance(outputs, Sequence) and len(outputs) == len(models)
-    return is_list and all(
-        isinstance(output, Tensor) and output.shape == model.shape and output.dtype is model.dtype
-        for output, model in zip(outputs, models, strict=True)
-    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.errors import PeerError
 from lockstep.groups import Comm
-from lockstep.transport.memory import DIGEST_BYTES, HeaderMemory, memmove
+from lockstep.transport.memory import DIGEST_BYTES, HeaderMemory, is_plain_memory, memmove
 from lockstep.transport.pairs import transport_of
 
 # What a header holds: a tensor's shape and dtype, or a dict's digest; an object's sizes. A digest of the calls follows.
@@ -53,13 +53,14 @@ class Header:
         is_inline: whether the tensor's bytes follow these in the same message; otherwise they have their own message.
     """
 
-    __slots__ = ("dtype", "encoded", "expected", "failure", "is_inline", "nbytes", "shape")
+    __slots__ = ("_model", "dtype", "encoded", "expected", "failure", "is_inline", "nbytes", "shape")
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], expected: int, failure: str | None = None) -> None:
         self.dtype, self.shape, self.expected, self.failure = dtype, shape, expected, failure
         self.nbytes = prod(shape) * dtype.itemsize
         self.encoded = struct.pack(f"<{4 + len(shape)}q", _OK, expected, _CODES[dtype], len(shape), *shape)
         self.is_inline = len(self.encoded) + self.nbytes <= TENSOR_ROOM_BYTES
+        self._model: Tensor | None = None
 
     def write(self, memory: HeaderMemory, index: int, data: Tensor) -> None:
         """Write this header, and the tensor if it is inline, to position `index`."""
@@ -79,9 +80,16 @@ class Header:
         """Return a new tensor: filled and on the CPU if inline, else empty, of the announced shape, on `device`."""
         if not self.is_inline:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
-        data = torch.empty(self.shape, dtype=self.dtype)
+        (data,) = self.allocate(1)
         self.fill(data, memory, index)
         return data
+
+    def allocate(self, number: int) -> list[Tensor]:
+        """Return new tensors of the CPU, not filled, for inline data."""
+        if self._model is None:
+            self._model = torch.empty(self.shape, dtype=self.dtype, device=_CPU)
+        # `empty_like` takes half as long as `empty` (0.65 and 1.4 us, torch 2.13).
+        return [torch.empty_like(self._model) for _ in range(number)]
 
 
 @lru_cache(maxsize=1024)
@@ -152,18 +160,23 @@ def fill_inline(memory: HeaderMemory, own: Header, outputs: Sequence[Tensor]) ->
     return True
 
 
-def new_inline(memory: HeaderMemory, own: Header) -> list[Tensor] | None:
-    """Return new tensors if every rank's header equals this rank's and is inline; else None."""
+def fill_new(memory: HeaderMemory, own: Header, outputs: Sequence[Tensor]) -> bool:
+    """Do what `fill_inline` does, for new tensors of `Header.allocate`."""
     if not _all_inline(memory, own):
-        return None
-    return [own.tensor(memory, index, _CPU) for index in range(len(memory.views))]
+        return False
+    for index, output in enumerate(outputs):
+        own.fill(output, memory, index)
+    return True
 
 
 def _all_inline(memory: HeaderMemory, own: Header) -> bool:
     if not own.is_inline:
         return False
-    starts = range(0, len(memory.data), memory.header_bytes)
-    return all(memory.data.startswith(own.encoded, start) for start in starts)
+    data, encoded = memory.data, own.encoded
+    for start in range(0, len(data), memory.header_bytes):  # noqa: SIM110 - half the time of all() with a generator
+        if not data.startswith(encoded, start):
+            return False
+    return True
 
 
 @contextmanager
@@ -235,6 +248,34 @@ def require_no_failure(failures: Sequence[str | None], comm: Comm, ranks: Sequen
                 rank=rank,
                 cause=failure,
             )
+
+
+def allocate_outputs(
+    headers: Sequence[Header], memory: HeaderMemory, comm: Comm, outputs: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Return where each rank's tensor arrives: in its tensor of `outputs` if possible, else in a new one.
+
+    Inline tensors have arrived already; the others are still to be received.
+    """
+    destinations = []
+    for rank, header in enumerate(headers):
+        arrives_on = _CPU if header.is_inline else comm.comm_device
+        output = None if outputs is None else outputs[rank]
+        if output is None or output.device != arrives_on or not is_plain_memory(output):
+            output = header.tensor(memory, rank, comm.comm_device)
+        elif header.is_inline:
+            header.fill(output, memory, rank)
+        destinations.append(output)
+    return destinations
+
+
+def are_like(outputs: Sequence[Tensor], models: Sequence[Header | Tensor]) -> bool:
+    """Return whether `outputs` is a list of tensors of exactly the announced shapes and dtypes."""
+    is_list = isinstance(outputs, Sequence) and len(outputs) == len(models)
+    return is_list and all(
+        isinstance(output, Tensor) and output.shape == model.shape and output.dtype is model.dtype
+        for output, model in zip(outputs, models, strict=True)
+    )
 
 
 def require_agreement(headers: Sequence[Header], comm: Comm) -> None:

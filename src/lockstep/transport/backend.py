@@ -43,6 +43,8 @@ Check: TypeAlias = Literal["carried", "if due", "before"]
 Messages: TypeAlias = Sequence[tuple[Tensor, int]]
 """Contiguous tensors, each with the rank from which it comes, or to which it goes."""
 Kind: TypeAlias = Literal["header", "segment"]
+Meanwhile: TypeAlias = Callable[[], None] | None
+"""What to do while messages are on their way."""
 
 
 class Transport:
@@ -84,22 +86,24 @@ class Transport:
         if sent.nbytes <= _KEPT_BYTES:
             self._kept.append(sent)
 
-    def all_gather_headers(self, buffers: HeaderBuffers) -> None:
+    def all_gather_headers(self, buffers: HeaderBuffers, meanwhile: Meanwhile = None) -> None:
         """Give every rank every rank's header: from `own` to `every`.
 
         This and the other methods for headers raise CollectiveMismatchError where the ranks have made different calls.
         """
         digest = self._stamp(buffers.own)
-        self._all_gather_headers(buffers)
+        self._all_gather_headers(buffers, meanwhile)
         self._require_same_calls(buffers.every, digest)
 
-    def gather_headers(self, buffers: HeaderBuffers, dst: int, following: Messages = ()) -> Handle:
+    def gather_headers(
+        self, buffers: HeaderBuffers, dst: int, following: Messages = (), meanwhile: Meanwhile = None
+    ) -> Handle:
         """Give rank `dst` every rank's header: from `own` to its `every`.
 
         Returns a handle of what this rank sends after it, which `dst` receives with `receive`.
         """
         digest = self._stamp(buffers.own)
-        sent = self._gather_headers(buffers, dst, following)
+        sent = self._gather_headers(buffers, dst, following, meanwhile)
         if self.comm.rank == dst:
             self._require_same_calls(buffers.every, digest)
         return sent
@@ -141,12 +145,14 @@ class Transport:
         if self.comm.calls is not None and not memory.agrees(digest):
             raise mismatch(self.comm)
 
-    def _all_gather_headers(self, buffers: HeaderBuffers) -> None:
-        self._move(buffers, getattr(self.pg, _ALL_GATHER_SINGLE), buffers.every_staged, buffers.own_staged)
+    def _all_gather_headers(self, buffers: HeaderBuffers, meanwhile: Meanwhile) -> None:
+        collective = getattr(self.pg, _ALL_GATHER_SINGLE)
+        self._move(buffers, collective, buffers.every_staged, buffers.own_staged, meanwhile=meanwhile)
 
-    def _gather_headers(self, buffers: HeaderBuffers, dst: int, following: Messages) -> Handle:
+    def _gather_headers(self, buffers: HeaderBuffers, dst: int, following: Messages, meanwhile: Meanwhile) -> Handle:
         outputs = [buffers.parts] if self.comm.rank == dst else []
-        self._move(buffers, self.pg.gather, outputs, [buffers.own_staged], _options(GatherOptions, rootRank=dst))
+        chosen = _options(GatherOptions, rootRank=dst)
+        self._move(buffers, self.pg.gather, outputs, [buffers.own_staged], chosen, meanwhile=meanwhile)
         return self._send_and_receive([], following)
 
     def _scatter_headers(self, buffers: HeaderBuffers, src: int, following: Messages) -> Handle:
@@ -239,10 +245,15 @@ class Transport:
     def _broadcast(self, data: Tensor, src: int, *, async_op: bool) -> Work:
         return self.pg.broadcast([as_native(data)], _options(BroadcastOptions, rootRank=src, asyncOp=async_op))
 
-    def _move(self, buffers: HeaderBuffers, collective: Callable[..., Work], *arguments: object) -> None:
+    def _move(
+        self, buffers: HeaderBuffers, collective: Callable[..., Work], *arguments: object, meanwhile: Meanwhile = None
+    ) -> None:
         """Move headers by one of the backend's collectives; `arguments` refer to the memory on the group's device."""
         buffers.stage()
-        wait_for([collective(*arguments)], self.comm)
+        work = collective(*arguments)
+        if meanwhile is not None:
+            meanwhile()
+        wait_for([work], self.comm)
         buffers.fetch()
 
     def _send_and_receive(self, receiving: Messages, sending: Messages) -> Handle:

@@ -52,7 +52,10 @@ class HeaderMemory:
     def agrees(self, digest: int) -> bool:
         """Return whether every header ends with this digest."""
         word, data = _WORD.pack(digest), self.data
-        return all(data.startswith(word, end - DIGEST_BYTES) for end in self._ends)
+        for end in self._ends:  # noqa: SIM110 - half the time of all() with a generator
+            if not data.startswith(word, end - DIGEST_BYTES):
+                return False
+        return True
 
 
 class HeaderBuffers:

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup, Work
 
 from lockstep.device import copy_into
 from lockstep.groups import SOLO, Comm
-from lockstep.transport.backend import SEGMENT_TAG, Check, Kind, Messages, Transport
+from lockstep.transport.backend import SEGMENT_TAG, Check, Kind, Meanwhile, Messages, Transport
 from lockstep.transport.handles import Handle, PairwiseHandle, wait_for
 from lockstep.transport.memory import HeaderBuffers, as_native, copy_all, is_plain_memory
 from lockstep.transport.reduce_ops import OpName
@@ -92,15 +92,15 @@ class PairwiseCpu(Transport):
     def _suits_two(self, nbytes: int) -> bool:
         return self.comm.size == 2 and nbytes <= MOST_BYTES
 
-    def _all_gather_headers(self, buffers: HeaderBuffers) -> None:
+    def _all_gather_headers(self, buffers: HeaderBuffers, meanwhile: Meanwhile) -> None:
         buffers.copy_own()
-        self._exchange_headers(buffers, buffers.of_others, buffers.own_to_others)
+        self._exchange_headers(buffers, buffers.of_others, buffers.own_to_others, meanwhile=meanwhile)
 
-    def _gather_headers(self, buffers: HeaderBuffers, dst: int, following: Messages) -> Handle:
+    def _gather_headers(self, buffers: HeaderBuffers, dst: int, following: Messages, meanwhile: Meanwhile) -> Handle:
         if self.comm.rank == dst:
             buffers.copy_own()
-            return self._exchange_headers(buffers, buffers.of_others, {}, following)
-        return self._exchange_headers(buffers, {}, {dst: buffers.own_staged}, following)
+            return self._exchange_headers(buffers, buffers.of_others, {}, following, meanwhile=meanwhile)
+        return self._exchange_headers(buffers, {}, {dst: buffers.own_staged}, following, meanwhile=meanwhile)
 
     def _scatter_headers(self, buffers: HeaderBuffers, src: int, following: Messages) -> Handle:
         if self.comm.rank == src:
@@ -156,6 +156,8 @@ class PairwiseCpu(Transport):
         receiving: Mapping[int, Tensor],
         sending: Mapping[int, Tensor],
         following: Messages = (),
+        *,
+        meanwhile: Meanwhile = None,
     ) -> Handle:
         """Receive from some ranks and send to some, all at once, also what follows the headers.
 
@@ -179,6 +181,8 @@ class PairwiseCpu(Transport):
             raise translate_error(refusal, self.comm) from refusal
         handle = self._send_and_receive([], following) if following else self._completed
         buffers.in_flight = [works, handle]
+        if meanwhile is not None:
+            meanwhile()
         wait_for(works, self.comm)
         buffers.in_flight = []
         return handle
@@ -206,7 +210,9 @@ class _Alone(PairwiseCpu):
     def _send_and_receive(self, *nothing: object) -> Handle:
         return Handle((), self.comm)
 
-    def _exchange_headers(self, *nothing: object) -> Handle:
+    def _exchange_headers(self, *nothing: object, meanwhile: Meanwhile = None) -> Handle:
+        if meanwhile is not None:
+            meanwhile()
         return self._completed
 
 

@@ -25,6 +25,7 @@ _VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_LAUNCH_BLOCKING", "LOCKSTEP_C
 _OWN = ("_IFNAME", "NCCL_HOSTID", "TORCHELASTIC", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # may differ, or come from torch
 _MOST_FOR_ALL_PAIRS = 8
 _PING_PONGS = 30
+_LARGE_PING_PONGS = 4
 _BANDWIDTH_BYTES = 4 * 2**20
 _CLOCK_SECONDS = 1.0  # a larger offset confuses who compares logs and files of several nodes
 _SLOW = 4.0  # times as slow as the best quarter of the pairs of its kind
@@ -223,10 +224,12 @@ def _measured_pairs() -> list[Pair]:
             other = second if rank == first else first
             _ping_pong(small, other, leads=rank == first)  # connects
             times = sorted(_ping_pong(small, other, leads=rank == first) for _ in range(_PING_PONGS))
-            slow = min(_ping_pong(large, other, leads=rank == first) for _ in range(2))
+            large_times = [_ping_pong(large, other, leads=rank == first) for _ in range(_LARGE_PING_PONGS)]
             if rank == first:
-                latency = median(times) / 2
-                found.append(Pair(first, second, latency, _BANDWIDTH_BYTES / max(slow / 2 - latency, 1e-9)))
+                # The best times show the network; others show what else the hosts do at this moment, too.
+                latency = times[len(times) // 4] / 2
+                seconds = max(min(large_times) / 2 - latency, 1e-9)
+                found.append(Pair(first, second, latency, _BANDWIDTH_BYTES / seconds))
         if size <= _MOST_FOR_ALL_PAIRS:
             torch_dist.barrier()  # so that no two pairs share the network
     return found
@@ -264,34 +267,52 @@ def _network(facts: Sequence[Mapping[str, Any]], measured: Iterable[Sequence[Pai
                 f"{_speed(pair.latency, pair.bandwidth)}",
                 "",
             )
-            for pair in slow[:8]
+            for pair in list(slow)[:8]
         ]
         if slow:
-            common = set.intersection(*({pair.first, pair.second} for pair in slow)) if len(slow) > 1 else set()
-            who = f"rank {min(common)} ({hosts[min(common)]})" if common else "these"
+            rank = rank_to_blame(slow)
+            who = "these" if rank is None else f"rank {rank} ({hosts[rank]})"
             remedy = f"Look at the network and the load of {who}: every collective waits for the slowest."
             others[-1] = (*others[-1][:2], remedy)
     plain = [pair._asdict() for pair in pairs]
     return joined("network over ranks", "\n".join(shown), others, {"pairs": plain, "message_bytes": _BANDWIDTH_BYTES})
 
 
-def outliers(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the pairs that are much slower than the best quarter; none of fewer than three pairs.
+def outliers(pairs: Sequence[Pair]) -> dict[Pair, float]:
+    """Return the pairs that are much slower than the best quarter, and how many times, the slowest first.
+
+    Of fewer than three pairs, none is.
 
     Example:
         >>> fast, slow = [Pair(0, 1, 5e-5, 1e9), Pair(0, 2, 6e-5, 9e8)], Pair(1, 2, 5e-5, 1e8)
-        >>> outliers([*fast, slow]) == [slow]
+        >>> outliers([*fast, slow]) == {slow: 10.0}
         True
     """
     if len(pairs) < 3:
-        return []
+        return {}
     latency = sorted(pair.latency for pair in pairs)[len(pairs) // 4]
     bandwidth = sorted((pair.bandwidth for pair in pairs), reverse=True)[len(pairs) // 4]
-    return [
-        pair
+    found = {
+        pair: max(pair.latency / latency, bandwidth / pair.bandwidth)
         for pair in pairs
         if pair.latency > max(_SLOW * latency, _SLOW_SECONDS + latency) or pair.bandwidth < bandwidth / _SLOW
-    ]
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def rank_to_blame(slow: Mapping[Pair, float]) -> int | None:
+    """Return the rank that all of the slow pairs have in common, or else the slowest ones; None if there is none.
+
+    Example:
+        >>> rank_to_blame({Pair(0, 2, 5e-5, 1e7): 100.0, Pair(1, 2, 5e-5, 1e7): 90.0, Pair(0, 1, 3e-4, 1e9): 5.0})
+        2
+    """
+    slowest = [pair for pair, times in slow.items() if times > max(slow.values()) / 2]
+    for pairs in (list(slow), slowest):
+        common = set.intersection(*({pair.first, pair.second} for pair in pairs)) if len(pairs) > 1 else set()
+        if common:
+            return min(common)
+    return None
 
 
 def _speed(latency: float, bandwidth: float) -> str:
