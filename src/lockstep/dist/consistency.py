@@ -56,8 +56,8 @@ def check_collectives(mode: CheckMode = "always") -> None:
 
     **Collective**: every rank, at the same point of the program; nothing is sent. **Cost**: for each compared call a
     message of 512 bytes from each rank to the first, and its answer; none for a reduction of up to 496 bytes on the
-    CPU, whose own messages hold the digest. In every mode, gloo's own collectives are compared: above 64 KiB on three
-    or more ranks, and reductions above 4 MiB between two. For others, one or two microseconds.
+    CPU, whose own messages hold the digest. In every mode, gloo's own collectives are compared: reductions above 4 MiB
+    (above 64 KiB on more than 16 ranks), and broadcasts above 64 KiB on three or more. For others, a microsecond.
 
     **Example (2 ranks)**::
 

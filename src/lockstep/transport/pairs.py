@@ -12,15 +12,15 @@ from torch.distributed import ProcessGroup, Work
 from lockstep.device import copy_into
 from lockstep.groups import SOLO, Comm
 from lockstep.transport.backend import SEGMENT_TAG, Check, Kind, Meanwhile, Messages, Transport
+from lockstep.transport.direct import DirectMessages
 from lockstep.transport.handles import Handle, PairwiseHandle, wait_for
 from lockstep.transport.memory import HeaderBuffers, as_native, copy_all, is_plain_memory
 from lockstep.transport.reduce_ops import OpName
 from lockstep.transport.small import ROOMS, TAG_BITS, SmallReduction, room_for
-from lockstep.transport.two import MOST_BYTES, TwoRanks
 from lockstep.watch.failures import translate_error
 
 # gloo matches sends and receives between two ranks by tag, in order. Messages of different sizes have different tags,
-# because gloo aborts the process where a message is longer than expected; `small` and `two` have the next ones.
+# because gloo aborts the process where a message is longer than expected; `small` and `direct` have the next ones.
 _HEADER_TAG = 0x10C4
 _BESIDE_TAGS = {"header": 0x10CF, "segment": 0x10D0}
 
@@ -37,7 +37,7 @@ class PairwiseCpu(Transport):
 
     def __init__(self, comm: Comm) -> None:
         super().__init__(comm)
-        self._two = TwoRanks(comm, self.small.in_flight)
+        self._direct = DirectMessages(comm, self.small.in_flight)
         self._completed = Handle((), comm)
 
     def check_of_reduction(self, nbytes: int, dst: int | None) -> Check:
@@ -49,7 +49,7 @@ class PairwiseCpu(Transport):
         if room == ROOMS[0] and dst is None:
             return "carried"
         # What goes to one rank goes one way: a rank that compares would not meet it.
-        return "if due" if room is not None or self.comm.size == 1 or self._suits_two(nbytes) else "before"
+        return "if due" if room is not None or self.comm.size == 1 or self._direct.suits(nbytes) else "before"
 
     def check_of_broadcast(self, nbytes: int) -> Check:
         """See `check_of_reduction`."""
@@ -59,8 +59,8 @@ class PairwiseCpu(Transport):
         """See `Transport`."""
         room = room_for(data.nbytes, self.comm.size)
         if room is None:
-            if self._suits_two(data.nbytes):
-                return self._two.reduce(self.pg, data, dst, op)
+            if self._direct.suits(data.nbytes):
+                return self._direct.reduce(self.pg, data, dst, op)
             return super().reduce(data, dst, op, async_op=async_op)
         if dst is not None:
             return self.small.reduce_to(self.pg, data, dst, op, room, async_op=async_op)
@@ -76,8 +76,8 @@ class PairwiseCpu(Transport):
             joined = torch.stack(inputs)
             handle = self.reduce(joined, None, op, async_op=async_op)
             return Handle([handle], self.comm, lambda: copy_into(output, joined[self.comm.rank]))
-        if self._suits_two(nbytes):
-            return self._two.reduce_scatter(self.pg, output, inputs, op)
+        if self._direct.suits(nbytes):
+            return self._direct.reduce_scatter(self.pg, output, inputs, op)
         return super().reduce_scatter(output, inputs, op, async_op=async_op)
 
     def broadcast_whole(self, data: Tensor, src: int, *, async_op: bool) -> Handle:
@@ -86,11 +86,8 @@ class PairwiseCpu(Transport):
         if room is not None:
             return self.small.broadcast(self.pg, data, src, room, async_op=async_op)
         if self.comm.size == 2:
-            return self._two.broadcast(self.pg, data, src)
+            return self._direct.broadcast(self.pg, data, src)
         return super().broadcast_whole(data, src, async_op=async_op)
-
-    def _suits_two(self, nbytes: int) -> bool:
-        return self.comm.size == 2 and nbytes <= MOST_BYTES
 
     def _all_gather_headers(self, buffers: HeaderBuffers, meanwhile: Meanwhile) -> None:
         buffers.copy_own()
