@@ -123,16 +123,19 @@ class Calls:
             arguments: what must be the same on all ranks; of tensors, this is dtype and shape.
             detail: what may differ between ranks.
         """
-        frame = sys._getframe(2)
+        frame = sys._getframe(3)  # the two before are lockstep's
         while not _is_of_caller[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
-        what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
         # The hash of a code object takes long; `_table` keeps the object, so that no other gets its id.
-        key = (id(frame.f_code), frame.f_lasti, what, detail)
+        key: _Key = (id(frame.f_code), frame.f_lasti, name, detail)
+        for argument in arguments:
+            key += (argument.dtype, argument.shape) if isinstance(argument, Tensor) else (argument,)
         index = self._indices.get(key)
         is_new = False
         if index is None:
-            index, is_new = self._enter(key, frame.f_code)
+            what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
+            index = self._indices[key] = self._index_of((frame.f_code, frame.f_lasti, what, detail))
+            is_new = self._is_new(self._fingerprints[index])
         number = self.number
         place = number & (_KEPT - 1)
         # Python's hash of integers is the same in every process.
@@ -171,18 +174,19 @@ class Calls:
             "failure": self.failure,
         }
 
-    def _enter(self, key: _Key, code: CodeType) -> tuple[int, bool]:
+    def _index_of(self, entry: tuple[CodeType, int, _Key, str]) -> int:
+        """Enter a call and its line into the table, and return its place."""
         if len(self._table) >= 4 * _KEPT:
             self._compact()
-        _, instruction, what, detail = key
-        fingerprint = _fingerprint(what)
+        self._table.append(entry)
+        self._fingerprints.append(_fingerprint(entry[2]))
+        return len(self._table) - 1
+
+    def _is_new(self, fingerprint: int) -> bool:
         is_new = fingerprint not in self._seen and len(self._seen) < _MOST_FINGERPRINTS
         if is_new:
             self._seen.add(fingerprint)
-        self._table.append((code, instruction, what, detail))
-        self._fingerprints.append(fingerprint)
-        index = self._indices[key] = len(self._table) - 1
-        return index, is_new
+        return is_new
 
     def _compact(self) -> None:
         """Drop what is not among the calls that are kept."""

