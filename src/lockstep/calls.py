@@ -123,7 +123,10 @@ class Calls:
             arguments: what must be the same on all ranks; of tensors, this is dtype and shape.
             detail: what may differ between ranks.
         """
-        frame = sys._getframe(3)  # the two before are lockstep's
+        try:
+            frame = sys._getframe(3)  # the two before are lockstep's
+        except ValueError:  # called by no Python code, such as atexit
+            frame = sys._getframe(2)
         while not _is_of_caller[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
         # The hash of a code object takes long; `_table` keeps the object, so that no other gets its id.

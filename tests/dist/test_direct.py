@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from lockstep.dist import (
     reduce_scatter,
 )
 from lockstep.dist.consistency import FIRST_CALLS
+from lockstep.groups import resolve
 from lockstep.testing import ranks
 
 from .reference import OPS, assert_group_works
@@ -147,6 +150,24 @@ def test_a_dropped_handle_completes_for_the_others() -> None:
     assert_group_works()
 
 
+@ranks(2, 3)
+def test_handles_in_inference_mode() -> None:
+    rank, size = get_rank(), get_world_size()
+    with torch.inference_mode():
+        data, output = torch.ones(NUMEL), torch.zeros(NUMEL)
+        handles = [
+            all_reduce(data, async_op=True),
+            reduce_scatter(output, [torch.full((NUMEL,), 1.0 + rank)] * size, async_op=True),
+        ]
+        for handle in handles:
+            assert handle is not None
+            while not handle.is_completed():  # which starts a thread
+                time.sleep(0.01)
+            handle.wait(timedelta(seconds=30))
+        assert bool((data == size).all())
+        assert bool((output == sum(range(1, size + 1))).all())
+
+
 @ranks(3)
 def test_many_in_flight_at_once() -> None:
     data = [torch.full((20_000 + number,), float(number)) for number in range(200)]
@@ -173,3 +194,26 @@ def test_a_swap_of_known_calls_is_found(async_op: bool) -> None:
         broadcast(torch.ones(3))
     with pytest.raises(CollectiveMismatchError, match=r"rank 1: all_reduce\(float32\[70000\], sum\)"):
         call(70_000 if get_rank() == 1 else 80_000)
+
+
+@ranks(3, fresh=True)
+def test_a_mismatch_is_found_while_handles_are_in_flight() -> None:
+    init_dist("pytorch")
+    for _ in range(FIRST_CALLS):
+        for numel in (1, 2, NUMEL):
+            all_reduce(torch.ones(numel))
+    handles = [all_reduce(torch.ones(numel), async_op=True) for numel in (1, NUMEL, 1)]
+    with pytest.raises(CollectiveMismatchError, match=r"rank 1: all_reduce\(float32\[1\], sum\)"):
+        all_reduce(torch.ones(1 if get_rank() == 1 else 2))
+    assert len(handles) == 3
+
+
+@ranks(2)
+def test_a_call_may_have_no_caller_in_python() -> None:
+    calls, others = resolve().calls, _thread._count()
+    assert calls is not None
+    number = calls.number
+    _thread.start_new_thread(barrier, ())
+    while calls.number == number or _thread._count() > others:
+        time.sleep(0.01)
+    assert_group_works()

@@ -31,7 +31,7 @@ from lockstep.dist.header import (
 from lockstep.dist.packed import all_gather_packed, broadcast_packed
 from lockstep.dist.reduce import check_of, start_reduction
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
-from lockstep.errors import CollectiveMismatchError
+from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import Comm, GroupLike, is_int, resolve
 from lockstep.transport.memory import bytes_of
 from lockstep.transport.pairs import transport_of
@@ -288,9 +288,12 @@ def _reduce_together(tensors: Sequence[Tensor], name: OpName, comm: Comm) -> Val
             handle.wait()
         except ValueError as error:
             refusal = refusal or error
-        except BaseException:
+        except DistError:  # the others know
+            raise
+        except BaseException:  # of a signal's handler, for instance: the others wait for this rank
             for one in handles:
-                one.leave_alone()
+                with suppress(DistError, ValueError):
+                    one.leave_alone()
             raise
     return refusal
 

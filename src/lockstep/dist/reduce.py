@@ -90,7 +90,7 @@ def all_reduce(
         op: sum, mean (avg), product (prod), min, max, band, bor, bxor, or torch's `ReduceOp`.
         group: the process group; None is the default group.
         async_op: return a handle to wait for; at once, but with gloo and large `data` (above 4 MiB; above 64 KiB on
-            more than 16 ranks) only when all ranks have made the call.
+            three ranks or more) only when all ranks have made the call, or have the result.
         sync_grads: leave `data` unchanged, and return the result as a new tensor through which gradients flow back to
             every rank; sum and mean only. Every rank must then run backward through it.
         tensor: an alias for `data`.

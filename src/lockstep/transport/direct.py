@@ -6,7 +6,8 @@ check before they begin. Tensors are combined in the order of the ranks, so the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -110,10 +111,11 @@ class DirectMessages:
         """Return memory for a tensor like `own` of every other rank, and these tensors, flat."""
         nbytes = own.nbytes
         memory = self._take(nbytes * len(self.others))
-        return memory, {
-            rank: memory[place * nbytes : (place + 1) * nbytes].view(own.dtype)
-            for place, rank in enumerate(self.others)
-        }
+        with torch.inference_mode(False):  # a thread may have to write there
+            return memory, {
+                rank: memory[place * nbytes : (place + 1) * nbytes].view(own.dtype)
+                for place, rank in enumerate(self.others)
+            }
 
     def in_order(self, own: Tensor, received: dict[int, Tensor]) -> list[Tensor]:
         """Return the tensors of all ranks, flat, in their order."""
@@ -144,7 +146,8 @@ class DirectMessages:
 class _ReductionInParts(PairwiseHandle):
     """A reduction over three ranks or more, in flight: each rank combines one part, and sends it to the others.
 
-    That is two trips, where gloo's `all_reduce` sends around a ring. It does not keep the group alive.
+    That is two trips, where gloo's `all_reduce` sends around a ring. The others wait for this rank's second message, so
+    it is complete before the caller gets the handle.
     """
 
     __slots__ = ("_data", "_direct", "_dst", "_memory", "_number", "_op", "_parts", "_received", "_total", "_works")
@@ -157,42 +160,51 @@ class _ReductionInParts(PairwiseHandle):
         self._parts = torch.split(data.detach().view(-1), -(-data.numel() // direct.comm.size))
         self._memory, self._received = direct.receive_like(self._parts[direct.comm.rank])
         self._total: Tensor | None = None
+        self._works: list[Work] = []
         direct.in_flight.keep(self)
         sent = {rank: self._parts[rank] for rank in direct.others}
-        self._works = direct.start(pg, self._received, sent, direct.tag())
+        with self._interrupts():
+            self._works = direct.start(pg, self._received, sent, direct.tag())
 
     def leave_alone(self) -> None:
-        """Start a thread that sends this rank's part on: the others may wait before this rank does."""
-        self.is_completed()
+        """Complete it now: a thread that waits until the interpreter ends would abort the process."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not block."""
+        return not self._works
 
     def _complete(self) -> bool:
-        try:
+        with self._interrupts():
             wait_for(self._works, self._comm)
-            if self._total is None:
-                self._total = self._send_on()
+            if self._works and self._total is None:
+                self._total = self._direct.combined(self._parts[self._comm.rank], self._received, self._op)
+                self._works = self._send_on(self._total)
                 wait_for(self._works, self._comm)
-        except DistError:
-            interrupt(self._comm)  # the others wait for this rank
-            raise
         if self._works:
             self._works = []
             self._direct.give_back(self._memory)
             self._direct.in_flight.drop(self)
         return True
 
-    def _send_on(self) -> Tensor:
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        try:
+            yield
+        except DistError:
+            interrupt(self._comm)  # the others wait for this rank
+            raise
+
+    def _send_on(self, total: Tensor) -> list[Work]:
         direct, dst, rank = self._direct, self._dst, self._comm.rank
-        own = self._parts[rank]
-        total = direct.combined(own, self._received, self._op)
-        pg = self._comm.pg
+        own, pg = self._parts[rank], self._comm.pg
         if pg is None:
             raise DistError(f"the group was destroyed while a reduction was in flight ({self._comm.this_rank})")
-        # A tag of its own for each reduction: threads may get here in another order than on other ranks.
         tag = _PARTS_TAG | (self._number & 0x7FFF) << TAG_BITS
         keeps = dst in (None, rank)
         receivers = direct.others if dst is None else [other for other in direct.others if other == dst]
         received = {other: self._parts[other] for other in direct.others} if keeps else {}
-        self._works = direct.start(pg, received, dict.fromkeys(receivers, total), tag)
+        works = direct.start(pg, received, dict.fromkeys(receivers, total), tag)
         if keeps:
             memmove(own.data_ptr(), total.data_ptr(), own.nbytes)  # while the others are on their way
-        return total
+        return works

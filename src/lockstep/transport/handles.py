@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, get_ident
 from time import monotonic
 
+import torch
 from torch.distributed import Work
 
 from lockstep.errors import CollectiveMismatchError
@@ -15,6 +17,7 @@ from lockstep.groups import Comm
 from lockstep.watch.failures import timeout_error, translate_error
 
 _MOST_IN_FLIGHT = 128
+_helpers: set[int] = set()  # threads that wait for handles; what a rank waits for is a matter of its own threads
 
 
 class Handle:
@@ -73,28 +76,35 @@ class PairwiseHandle(Handle):
             self.is_completed()  # a receive that times out itself closes all connections of the group (gloo)
         if self._outcome is None:
             return self._complete()
-        try:
-            return self._outcome.result(None if timeout is None else timeout.total_seconds())
-        except TimeoutError as error:
-            if self._outcome.done():
-                raise
-            raise timeout_error(self._comm, f"{timeout} are over") from error
+        with _waiting(self._comm):
+            try:
+                return self._outcome.result(None if timeout is None else timeout.total_seconds())
+            except TimeoutError as error:
+                if self._outcome.done():
+                    raise
+                raise timeout_error(self._comm, f"{timeout} are over") from error
 
     def is_completed(self) -> bool:
         """Return whether `wait` would not block."""
         if self._outcome is None:
             self._outcome = Future()
-            Thread(target=self._complete_for, args=(self._outcome,), daemon=True).start()
+            mode = torch.is_inference_mode_enabled()  # of this thread: the tensors are of its kind
+            Thread(target=self._complete_for, args=(self._outcome, mode), daemon=True).start()
         return self._outcome.done()
 
     def _complete(self) -> bool:
         return super().wait()
 
-    def _complete_for(self, outcome: Future[bool]) -> None:
+    def _complete_for(self, outcome: Future[bool], inference_mode: bool) -> None:
+        thread = get_ident()
+        _helpers.add(thread)
         try:
-            outcome.set_result(self._complete())
+            with torch.inference_mode(inference_mode):
+                outcome.set_result(self._complete())
         except Exception as error:
             outcome.set_exception(error)
+        finally:
+            _helpers.discard(thread)
 
 
 class InFlight:
@@ -120,7 +130,8 @@ class InFlight:
     def keep(self, handle: Handle) -> None:
         """Keep a handle until `drop`."""
         if len(self._handles) >= _MOST_IN_FLIGHT:
-            next(iter(self._handles)).wait()
+            for oldest in list(self._handles)[:1]:  # a copy: threads drop handles, too
+                oldest.wait()
         self._handles[handle] = None
 
     def drop(self, handle: Handle) -> None:
@@ -137,9 +148,22 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
     return None
 
 
+@contextmanager
+def _waiting(comm: Comm) -> Iterator[None]:
+    """Let the watch know that this rank waits, as `wait_for` does."""
+    calls = comm.calls
+    if calls is not None:
+        calls.since, calls.waiting = monotonic(), calls.number
+    try:
+        yield
+    finally:
+        if calls is not None:
+            calls.waiting = 0
+
+
 def wait_for(works: Sequence[Work], comm: Comm, timeout: timedelta | None = None) -> None:
     """Wait for pieces of work; see `Handle.wait` for what it raises."""
-    calls = comm.calls
+    calls = None if get_ident() in _helpers else comm.calls
     if calls is not None:
         calls.since, calls.waiting = monotonic(), calls.number
     try:

@@ -102,14 +102,18 @@ class Exchange:
         self._begun: list[Work] = []
 
     def expect(self, pg: ProcessGroup) -> None:
-        """On the first rank, start to receive, unless it has been done."""
+        """On the first rank, start to receive, unless it has been done.
+
+        **Raises**: RuntimeError where gloo knows that a rank is gone.
+        """
         if self.collects and not self._works:
-            works = self._begun = []  # kept, should one fail: gloo may use the memory of the others
+            works: list[Work] = []
             try:
                 for peer, message in enumerate(self._received, start=1):
                     works.append(pg.recv(message.tensors, peer, self._tag))
-            except RuntimeError as error:  # gloo refuses to receive from a rank that it knows to be gone
-                raise translate_error(error, self.comm) from error
+            except RuntimeError:
+                self._begun += works  # gloo may still use their memory
+                raise
             self._works = works
 
     def start(self, pg: ProcessGroup, data: Tensor | None = None) -> None:
@@ -302,20 +306,19 @@ class SmallMessages:
             exchange = free.popleft() if free else Exchange(self._comm, room)
             self._exchanged += 1
             exchange.number = self._exchanged
-            if exchange.collects:
-                try:
-                    exchange.expect(pg)
-                except DistError:
-                    interrupt(self._comm)  # the others wait for this rank
-                    raise
+            try:
+                exchange.expect(pg)
+            except RuntimeError as error:
+                interrupt(self._comm)  # the others wait for this rank
+                raise translate_error(error, self._comm) from error
         return exchange
 
     def give_back(self, exchange: Exchange, room: int) -> None:
         """Let others use an exchange, which expects the messages of its next use."""
         with self._order:
             pg = self._comm.pg
-            if exchange.collects and pg is not None:
-                with suppress(DistError):  # a rank is gone: the next use says so
+            if pg is not None:
+                with suppress(RuntimeError):  # a rank is gone, perhaps properly: the next use says so
                     exchange.expect(pg)
             self._exchanges[room].append(exchange)
 
