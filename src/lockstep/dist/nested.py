@@ -33,6 +33,7 @@ from lockstep.dist.reduce import check_of, start_reduction
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
 from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import Comm, GroupLike, is_int, resolve
+from lockstep.transport.backend import Check
 from lockstep.transport.memory import bytes_of
 from lockstep.transport.pairs import transport_of
 from lockstep.transport.reduce_ops import OpLike, OpName, combine, op_name, reduction
@@ -272,11 +273,10 @@ def _reduce_together(tensors: Sequence[Tensor], name: OpName, comm: Comm) -> Val
     """
     plans = [reduction(name, x.dtype) for x in tensors]
     checks = {check_of([x], None, plan, comm) for x, plan in zip(tensors, plans, strict=True)}
-    is_carried = len(tensors) == 1 and checks == {"carried"}
-    check_call(
-        "all_reduce_params", comm, name, *tensors,
-        check="carried" if is_carried else "before" if "before" in checks else "if due",
-    )  # fmt: skip
+    if len(tensors) != 1 and checks <= {"carried"}:
+        checks = {"if due"}
+    check: Check = next((one for one in ("before", "tagged", "if due") if one in checks), "carried")
+    check_call("all_reduce_params", comm, name, *tensors, check=check)
     last = len(tensors) - 1  # it needs no handle
     handles = [
         start_reduction(x, None, plan, comm, async_op=index < last)

@@ -36,9 +36,10 @@ _ALL_GATHER_SINGLE = "all_gather_single" if hasattr(ProcessGroup, "all_gather_si
 
 _KEPT_BYTES = 2**16
 
-# When a call is compared with those of the other ranks: its messages do it, which are those of a comparison; only if
-# the mode says so; always, before it begins.
-Check: TypeAlias = Literal["carried", "if due", "before"]
+# When a call is compared with those of the other ranks: its messages do it, which are those of a comparison; their tags
+# do it, which ranks with other calls don't meet, so a sample has nothing to find; only if the mode says so; always,
+# before it begins.
+Check: TypeAlias = Literal["carried", "tagged", "if due", "before"]
 
 Messages: TypeAlias = Sequence[tuple[Tensor, int]]
 """Contiguous tensors, each with the rank from which it comes, or to which it goes."""

@@ -48,8 +48,10 @@ class PairwiseCpu(Transport):
         room = room_for(nbytes, self.comm.size)
         if room == ROOMS[0] and dst is None:
             return "carried"
+        if room is None and self._direct.suits(nbytes):
+            return "tagged"
         # What goes to one rank goes one way: a rank that compares would not meet it.
-        return "if due" if room is not None or self.comm.size == 1 or self._direct.suits(nbytes) else "before"
+        return "if due" if room is not None or self.comm.size == 1 else "before"
 
     def check_of_broadcast(self, nbytes: int) -> Check:
         """See `check_of_reduction`."""
