@@ -23,8 +23,11 @@ from lockstep.dist import (
     reduce_scatter,
 )
 from lockstep.dist.consistency import FIRST_CALLS
+from lockstep.errors import DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
+from lockstep.transport.pairs import PairwiseCpu, transport_of
+from lockstep.watch.watch import side_store
 
 from .reference import OPS, assert_group_works
 
@@ -120,12 +123,12 @@ def test_handles_may_be_waited_for_late_and_in_any_order() -> None:
     data = [torch.full((NUMEL,), float(number)) for number in range(6)]
     handles = [all_reduce(one, async_op=True) for one in data[:3]]
     handles += [reduce(one, number % size, async_op=True) for number, one in enumerate(data[3:])]
+    store = side_store()
     if rank == 1:
-        time.sleep(0.5)  # the others must not need it
+        store.wait([f"waited/{other}" for other in range(size) if other != 1])  # the others must not need this rank
     else:
-        start = time.monotonic()
         handles[rank].wait()
-        assert time.monotonic() - start < 30
+        store.set(f"waited/{rank}", "")
     for handle in handles if rank % 2 else reversed(handles):
         assert handle.wait()
         assert handle.wait()
@@ -217,3 +220,24 @@ def test_a_call_may_have_no_caller_in_python() -> None:
     while calls.number == number or _thread._count() > others:
         time.sleep(0.01)
     assert_group_works()
+
+
+@ranks(3, fresh=True)
+def test_a_reduction_that_was_interrupted_is_not_taken_for_complete() -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    init_dist("pytorch")
+    comm, data = resolve(), torch.ones(NUMEL)
+    transport = transport_of(comm)
+    assert isinstance(transport, PairwiseCpu)
+    handle = transport.reduce(data, None, "sum", async_op=True)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("lockstep.transport.direct._ReductionInParts._send_on", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
+    for _ in range(2):
+        assert not handle.is_completed()
+        with pytest.raises(DistError, match="has failed or was interrupted before its end"):
+            handle.wait()
+    assert bool((data == 1).all())

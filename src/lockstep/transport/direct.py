@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from lockstep.groups import Comm
 from lockstep.transport.handles import Handle, InFlight, PairwiseHandle, wait_for
 from lockstep.transport.memory import as_native, memmove
 from lockstep.transport.reduce_ops import OpName, combine
-from lockstep.transport.small import TAG_BITS
+from lockstep.transport.small import tag_of
 from lockstep.watch.failures import translate_error
 from lockstep.watch.watch import interrupt
 
@@ -97,7 +98,7 @@ class DirectMessages:
     def tag(self) -> int:
         """Return the tag of messages that only a rank with the same calls meets."""
         calls = self.comm.calls
-        return _TAG if calls is None else _TAG | (calls.digest & 0x7FFF) << TAG_BITS
+        return _TAG if calls is None else tag_of(_TAG, calls.digest)
 
     def start(self, pg: ProcessGroup, received: dict[int, Tensor], sent: dict[int, Tensor], tag: int) -> list[Work]:
         """Start to receive from some ranks and to send to some."""
@@ -147,10 +148,10 @@ class _ReductionInParts(PairwiseHandle):
     """A reduction over three ranks or more, in flight: each rank combines one part, and sends it to the others.
 
     That is two trips, where gloo's `all_reduce` sends around a ring. The others wait for this rank's second message, so
-    it is complete before the caller gets the handle.
+    it is complete before a user gets the handle (`leave_alone`).
     """
 
-    __slots__ = ("_data", "_direct", "_dst", "_memory", "_number", "_op", "_parts", "_received", "_total", "_works")
+    __slots__ = ("_data", "_direct", "_dst", "_memory", "_number", "_op", "_parts", "_received", "_stage", "_works")
 
     def __init__(
         self, direct: DirectMessages, pg: ProcessGroup, data: Tensor, dst: int | None, op: OpName, number: int
@@ -159,7 +160,7 @@ class _ReductionInParts(PairwiseHandle):
         self._direct, self._data, self._dst, self._op, self._number = direct, data, dst, op, number
         self._parts = torch.split(data.detach().view(-1), -(-data.numel() // direct.comm.size))
         self._memory, self._received = direct.receive_like(self._parts[direct.comm.rank])
-        self._total: Tensor | None = None
+        self._stage: Literal["receiving", "combining", "sending", "complete"] = "receiving"
         self._works: list[Work] = []
         direct.in_flight.keep(self)
         sent = {rank: self._parts[rank] for rank in direct.others}
@@ -172,19 +173,24 @@ class _ReductionInParts(PairwiseHandle):
 
     def is_completed(self) -> bool:
         """Return whether `wait` would not block."""
-        return not self._works
+        return self._stage == "complete"
 
     def _complete(self) -> bool:
+        if self._stage == "complete":
+            return True
         with self._interrupts():
+            if self._stage == "combining":  # a second time, the parts would be added to their sum
+                raise DistError(f"a reduction has failed or was interrupted before its end ({self._comm.this_rank})")
             wait_for(self._works, self._comm)
-            if self._works and self._total is None:
-                self._total = self._direct.combined(self._parts[self._comm.rank], self._received, self._op)
-                self._works = self._send_on(self._total)
+            if self._stage == "receiving":
+                self._stage = "combining"
+                total = self._direct.combined(self._parts[self._comm.rank], self._received, self._op)
+                self._works = self._send_on(total)
+                self._stage = "sending"
                 wait_for(self._works, self._comm)
-        if self._works:
-            self._works = []
-            self._direct.give_back(self._memory)
-            self._direct.in_flight.drop(self)
+        self._stage = "complete"
+        self._direct.give_back(self._memory)
+        self._direct.in_flight.drop(self)
         return True
 
     @contextmanager
@@ -200,7 +206,7 @@ class _ReductionInParts(PairwiseHandle):
         own, pg = self._parts[rank], self._comm.pg
         if pg is None:
             raise DistError(f"the group was destroyed while a reduction was in flight ({self._comm.this_rank})")
-        tag = _PARTS_TAG | (self._number & 0x7FFF) << TAG_BITS
+        tag = tag_of(_PARTS_TAG, self._number)
         keeps = dst in (None, rank)
         receivers = direct.others if dst is None else [other for other in direct.others if other == dst]
         received = {other: self._parts[other] for other in direct.others} if keeps else {}

@@ -16,7 +16,7 @@ from lockstep.transport.direct import DirectMessages
 from lockstep.transport.handles import Handle, PairwiseHandle, wait_for
 from lockstep.transport.memory import HeaderBuffers, as_native, copy_all, is_plain_memory
 from lockstep.transport.reduce_ops import OpName
-from lockstep.transport.small import ROOMS, TAG_BITS, SmallReduction, room_for
+from lockstep.transport.small import ROOMS, SmallReduction, room_for, tag_of
 from lockstep.watch.failures import translate_error
 
 # gloo matches sends and receives between two ranks by tag, in order. Messages of different sizes have different tags,
@@ -144,7 +144,7 @@ class PairwiseCpu(Transport):
         # A message is met only by a rank that has made the same calls, even if no header has gone before it; others
         # wait, until the watch finds out why.
         calls = self.comm.calls
-        return SEGMENT_TAG if calls is None else SEGMENT_TAG | (calls.digest & 0x7FFF) << TAG_BITS
+        return SEGMENT_TAG if calls is None else tag_of(SEGMENT_TAG, calls.digest)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
@@ -169,7 +169,7 @@ class PairwiseCpu(Transport):
         works: list[Work] = []
         buffers.in_flight = [works]
         refusal = None
-        tag = _HEADER_TAG + (buffers.own.header_bytes << TAG_BITS)
+        tag = tag_of(_HEADER_TAG, buffers.own.header_bytes)
         for start, parts in ((pg.recv, receiving), (pg.send, sending)):
             for rank, part in parts.items():
                 try:

@@ -370,4 +370,9 @@ def room_for(nbytes: int, size: int) -> int | None:
 
 def _answer_tag(number: int) -> int:
     # The first rank may answer several messages of a rank in any order.
-    return _ANSWER_TAG | (number & 0x7FFF) << TAG_BITS
+    return tag_of(_ANSWER_TAG, number)
+
+
+def tag_of(kind: int, value: int) -> int:
+    """Return a tag of one kind of messages that holds the last 15 bits of a value."""
+    return kind | (value & 0x7FFF) << TAG_BITS
