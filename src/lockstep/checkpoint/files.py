@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.location import Location, RangeFile, RemotePath, Sender, size_of
 
 DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
+_MOST_READ = 2 << 30  # bytes of a file that is read as a whole; a manifest has some hundred bytes for each chunk
 _FLUSH = 32 << 20  # bytes that are written before the disk is asked to take them
 
 PlainFile: TypeAlias = BufferedReader | RangeFile
@@ -41,15 +42,17 @@ def sizes_in(folder: Location) -> dict[str, int]:
     return {path.name: path.lstat().st_size for path in folder.iterdir()}
 
 
-def read_plain_file(path: Location) -> bytes:
-    """Return what is in a file that is neither a link nor anything else than a file.
+def read_plain_file(path: Location, most: int = _MOST_READ) -> bytes:
+    """Return what is in a file that is neither a link nor anything else than a file, and has at most `most` bytes.
 
     Raises:
-        ConfigError: it is not a plain file, or cannot be read.
+        ConfigError: it is not a plain file, is too large, or cannot be read.
     """
     if isinstance(path, Path):
         require_plain_file(path)
     try:
+        if (size := size_of(path)) > most:
+            raise ConfigError(f"{path} must have at most {most:,} bytes, but has {size:,}. {DAMAGED}")
         return path.read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(f"{path} must be there, but is not. {DAMAGED}") from error

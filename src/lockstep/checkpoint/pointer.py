@@ -14,8 +14,11 @@ from pathlib import Path, PurePosixPath
 from lockstep.checkpoint.files import is_there, read_plain_file, sync_folder, write_durably
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath
+from lockstep.masking import printable
 
 POINTER_FILE = "last_checkpoint"
+_MOST_BYTES = 8192  # of the file
+_MOST_NAME = 255  # bytes of a folder's name
 
 
 class PointerDraft:
@@ -73,14 +76,15 @@ def read_pointer(root: Location, others: Sequence[Location] = ()) -> Location | 
     pointer = root / POINTER_FILE
     if not is_there(pointer):
         return None
-    data = read_plain_file(pointer)
+    data = read_plain_file(pointer, most=_MOST_BYTES)
     try:
         text = data.decode()
     except ValueError:
         text = ""
     line, newline, rest = text.partition("\n")
     is_whole = rest in ("", f"sha256 {_digest_of(line)}\n") and not re.search(r"sha256 [0-9a-f]{64}$", line)
-    if not line or not newline or not is_whole:
+    is_path = all(0 < len(os.fsencode(part)) <= _MOST_NAME for part in line.split("/")[1:]) and line == printable(line)
+    if not line or not newline or not is_whole or not is_path:
         raise ConfigError(f"{pointer} must hold the path of a checkpoint and its digest, but is damaged. Remove it")
     if isinstance(root, RemotePath):
         inner = PurePosixPath(line)
@@ -106,4 +110,7 @@ def _digest_of(line: str) -> str:
 
 def _leads_into(path: Path, root: Path) -> bool:
     inside = Path(os.path.normpath(root))
-    return path.is_relative_to(inside) and path.resolve().is_relative_to(inside.resolve())
+    try:
+        return path.is_relative_to(inside) and path.resolve().is_relative_to(inside.resolve())
+    except (OSError, RuntimeError):  # links that lead to one another
+        return False

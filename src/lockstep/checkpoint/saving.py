@@ -34,6 +34,7 @@ from lockstep.checkpoint.manifest import (
     Manifest,
     StoredFile,
     StoredTensor,
+    check_meta,
     checksum_of,
     dump_manifest,
 )
@@ -171,6 +172,10 @@ class Save:
         for one in plans:
             self._values = merge(self._values, one.values)
         self._meta = plans[0].meta
+        try:
+            check_meta(self._meta)
+        except ValueError as error:
+            raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
         self._draft = make_draft(self.directory)
         place, ending = self._draft.folder, self._draft.ending
         shares = [Share(plan.items, place / f"rank_{rank}{ending}") for rank, plan in enumerate(shared)]

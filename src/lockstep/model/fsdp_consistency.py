@@ -26,7 +26,7 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 # Where to find a parameter while its unit is gathered.
-_Site: TypeAlias = tuple[nn.Module, str]
+Site: TypeAlias = tuple[nn.Module, str]
 
 
 class Consistency:
@@ -65,7 +65,7 @@ class Consistency:
             first=_FIRST,
             mesh=mesh,
         )
-        self._sites = _sites_by_unit(module)
+        self._sites = sites_by_unit(module)
         self._gathered: dict[Tensor, str] = {}  # of the units that have been called
         self._found: set[nn.Module] = set()
         whole = set(replicated)
@@ -271,9 +271,9 @@ def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[_Site, str]]:
+def sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[Site, str]]:
     """Return, for each unit, where to find its sharded parameters, and their names as seen from `module`."""
-    sites: dict[nn.Module, dict[_Site, str]] = {}
+    sites: dict[nn.Module, dict[Site, str]] = {}
     unit_of: dict[str, nn.Module] = {}
     names: dict[Tensor, str] = {}
     for name, part in module.named_modules():

@@ -93,7 +93,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
             else:
                 loss = drive.flow.reach_alike(loss)
         drive.engine.backward(loss, **kwargs)
-        self._inner_count += 1
+        self._windows.add()
 
     def update_by(self, model: nn.Module, run: Callable[[float], None]) -> None:
         """Do what `update_params` does, for a pipeline that runs forward and backward passes together.
@@ -106,15 +106,15 @@ class ColossalAIOptimWrapper(OptimWrapper):
         with self.optim_context(model):
             run(factor)
         self._no_sync = None
-        self._inner_count += 1
+        self._windows.add()
         if self.should_update():
-            self._even_out()
             self.step()
             self.zero_grad()
 
     def step(self, **kwargs: Any) -> None:
         """Clip the gradients, then let the optimizer update the parameters."""
         drive = self._attached()
+        self._even_out()
         if self.clip_grad is not None and not drive.clips:
             self._clip_grad()
         drive.engine.step(**kwargs)
@@ -129,11 +129,9 @@ class ColossalAIOptimWrapper(OptimWrapper):
         """Return an empty list: the engine holds other tensors, and refuses parameters that it does not train."""
         return []
 
-    def _even_out(self) -> None:
-        factor = self._sample_weights.correction()
-        if factor != 1:
-            for gradient in self._attached().gradients():
-                gradient.mul_(factor)
+    def _multiply_gradients(self, factor: float) -> None:
+        for gradient in self._attached().gradients():
+            gradient.mul_(factor)
 
     def _attached(self) -> Drive:
         if self._drive is None:

@@ -80,7 +80,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """Set how many batches there have been and will be; a scheduler of DeepSpeed's config continues from there."""
         super().initialize_count_status(model, init_counts, max_counts)
         schedule = self.engine.lr_scheduler
-        updates = init_counts // self.accumulative_counts
+        updates = self._windows.updates
         if schedule is None or updates == 0:
             return
         for group in self.param_groups:
@@ -108,8 +108,6 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         **Collective**: every rank.
         """
         self.backward(self.scale_loss(loss))
-        if self.should_update():
-            self._even_out()
         self.step(**(step_kwargs or {}))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -125,7 +123,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self.engine.set_gradient_accumulation_boundary(ends)
         loss = self._reconciled(loss, ends=ends)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        self._inner_count += 1
+        self._windows.add()
         self._went_back = True
 
     def step(self, **kwargs: Any) -> None:
@@ -141,6 +139,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             )
         self._went_back = False
         ends = self.should_update()
+        if ends:
+            self._even_out()
         wants_norm = ends and self.clip_grad is not None
         by_engine = self.engine.zero_optimization_stage() > 0
         if wants_norm and not by_engine:  # at stage 0 the engine clips but does not report the norm
@@ -200,13 +200,11 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             return flow.reach(loss, sorted(set(range(len(flow.names))) - set(flow.arrivals(loss))))
         return loss
 
-    def _even_out(self) -> None:
-        factor = self._sample_weights.correction()
-        if factor != 1:
-            parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
-            load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
-                parameters, lambda gradient, _: gradient * factor
-            )
+    def _multiply_gradients(self, factor: float) -> None:
+        parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
+            parameters, lambda gradient, _: gradient * factor
+        )
 
 
 def read_optim(
