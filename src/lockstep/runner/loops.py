@@ -176,6 +176,7 @@ class TrainLoop(ABC):
     def _run_iter(self, batch_idx: int, turn: Turn) -> None:
         runner, data_batch, optim_wrapper = self.runner, turn.batch, self.runner.optim_wrapper
         self.samples = turn.samples
+        optim_wrapper.begin_iteration(self.iter)
         optim_wrapper.count_samples(turn.samples, turn.mean_samples)
         runner.hooks.call("before_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch)
         if turn.is_own:
@@ -270,6 +271,7 @@ class EpochBasedTrainLoop(TrainLoop):
             self._run_epoch()
             self._validate_if_due(self.epoch, self.max_epochs)
             self._check_length(self.epoch_begin - begin, (end or 0) - begin)
+        self.runner.optim_wrapper.warn_of_open_window()
         self.runner.call_hook("after_train")
 
     def _check_length(self, done: int, expected: int) -> None:
@@ -333,6 +335,7 @@ class IterBasedTrainLoop(TrainLoop):
             self._run_iter(self.iter, next(turns))
             if self.runner.val_loop is not None:
                 self._validate_if_due(self.iter, self.max_iters)
+        self.runner.optim_wrapper.warn_of_open_window()
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
 

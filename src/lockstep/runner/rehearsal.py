@@ -58,7 +58,8 @@ def rehearse(run: TrainRun) -> Generator[Update]:
     wrapper.initialize_count_status(run.model)
     run.model.train()
     total, samples, batch_size, has_loss = 0.0, 0, 0, True
-    for turn in _endless_turns(run):
+    for index, turn in enumerate(_endless_turns(run)):
+        wrapper.begin_iteration(index)
         wrapper.count_samples(turn.samples, turn.mean_samples)
         batch_size = batch_size or batch_size_of(turn.batch)
         with nullcontext() if turn.is_own else buffers_kept(run.model):
