@@ -11,6 +11,7 @@ import torch
 
 from lockstep.dataset.sampler import DealingSampler
 from lockstep.dataset.sharded import drawn_from
+from lockstep.dataset.stream import check_alike
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
@@ -93,6 +94,7 @@ class EvalLoop:
             if runner.data_shard.is_first:
                 self.evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+        check_alike(self.dataloader)
 
     def _turns(self) -> Iterator[Turn]:
         """Yield batches, and stand-ins if the model's forward pass needs all ranks; see `Passes`."""
