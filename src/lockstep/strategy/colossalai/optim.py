@@ -12,6 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.strategy.gradient_flow import GradientFlow
+from lockstep.strategy.masters import Masters
 
 
 class Drive(NamedTuple):
@@ -25,6 +26,7 @@ class Drive(NamedTuple):
             `backward` with.
         flow: finds the parameters that losses reach; needed with ZeRO.
         sends_as_they_come: whether ZeRO sends gradients during the backward pass, in the order in which they arrive.
+        masters: its master weights.
     """
 
     engine: Any
@@ -33,6 +35,7 @@ class Drive(NamedTuple):
     in_pipeline: bool
     flow: GradientFlow | None
     sends_as_they_come: bool
+    masters: Masters
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -117,7 +120,9 @@ class ColossalAIOptimWrapper(OptimWrapper):
         self._even_out()
         if self.clip_grad is not None and not drive.clips:
             self._clip_grad()
+        drive.masters.follow()
         drive.engine.step(**kwargs)
+        drive.masters.record()
         if self.clip_grad is not None and drive.clips:
             self._grad_norm = torch.tensor(float(drive.engine.get_grad_norm()))
 

@@ -23,6 +23,7 @@ from lockstep.strategy.gradient_flow import GradientFlow
 
 if TYPE_CHECKING:
     from lockstep.strategy.deepspeed.state import EngineState
+    from lockstep.strategy.masters import Masters
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
     _engine: Any = None
     _state: EngineState | None = None
+    _masters: Masters | None = None
     _went_back = False
     _flow: GradientFlow | None = None
     # Indices in the flow of the parameters reached in the first window; None after that window.
@@ -74,6 +76,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """Set the engine that this wrapper controls, and the view of its state."""
         self._engine = engine
         self._state = state
+        self._masters = state.masters
         self._flow, self._reached = GradientFlow(engine.module), set()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
@@ -145,7 +148,11 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         by_engine = self.engine.zero_optimization_stage() > 0
         if wants_norm and not by_engine:  # at stage 0 the engine clips but does not report the norm
             self._grad_norm = gradient_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
+        if ends and self._masters is not None:
+            self._masters.follow()
         self.engine.step(**kwargs)
+        if ends and self._masters is not None:
+            self._masters.record()
         if wants_norm and by_engine:
             self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
 
