@@ -339,7 +339,7 @@ def _tell_of_new_parameters(
 
 
 def _restart_random_state(run: TrainRun, saved_by: int) -> None:
-    """Seed the generators anew, because the checkpoint was saved by a different set of ranks."""
+    """Seed the generators anew, because the checkpoint was saved by a different set of ranks; see also `part_ranks`."""
     options = run.args.randomness or {}
     seed_all(run.seed + run.iter + (run.data_shard.rank if options.get("diff_rank_seed") else 0))
     _logger.info(
