@@ -23,6 +23,7 @@ from lockstep.model.fsdp_arguments import Offload, Precision
 from lockstep.model.fsdp_consistency import Consistency
 from lockstep.model.fsdp_materialize import InitFunction, Materializer, broadcast_from_first
 from lockstep.model.fsdp_mesh import GroupsLike, MeshLike, make_meshes
+from lockstep.model.fsdp_originals import Originals
 from lockstep.model.fsdp_policies import choose_units, cut_by_dtype, directly_callable_parts
 from lockstep.model.fsdp_replicated import ReplicatedParameters
 from lockstep.model.full_params import full_parameters
@@ -159,7 +160,9 @@ class MMFullyShardedDataParallel(ModelWrapper):
             fully_shard, mesh=self.mesh, reshard_after_forward=sharding.reshard_after_forward, offload_policy=offload
         )
         precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, ignored)
+        originals = Originals(module)
         scalars = _shard(module, precisions, ignored, materializer, parallel, shard)
+        originals.hand_over(module)
         broadcast_from_first([scalar.detach() for scalar in scalars], whole)
         self.module = module
         self._syncs_gradients = True

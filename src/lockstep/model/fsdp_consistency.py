@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.dist import all_reduce
-from lockstep.errors import CollectiveMismatchError, listed
+from lockstep.errors import CollectiveMismatchError, listed, message_of
 from lockstep.model.autograd_graph import never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.parts import is_callable
@@ -26,7 +26,7 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 # Where to find a parameter while its unit is gathered.
-_Site: TypeAlias = tuple[nn.Module, str]
+Site: TypeAlias = tuple[nn.Module, str]
 
 
 class Consistency:
@@ -65,7 +65,7 @@ class Consistency:
             first=_FIRST,
             mesh=mesh,
         )
-        self._sites = _sites_by_unit(module)
+        self._sites = sites_by_unit(module)
         self._gathered: dict[Tensor, str] = {}  # of the units that have been called
         self._found: set[nn.Module] = set()
         whole = set(replicated)
@@ -96,7 +96,7 @@ class Consistency:
         try:
             yield
         except RuntimeError as error:
-            if _MIXED not in str(error):
+            if _MIXED not in message_of(error):
                 raise
             user = _innermost_module(error, self._module)
             names = listed((f"`{name}`" for name in self._sharded_units(user)), most=4)
@@ -271,9 +271,9 @@ def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[_Site, str]]:
+def sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[Site, str]]:
     """Return, for each unit, where to find its sharded parameters, and their names as seen from `module`."""
-    sites: dict[nn.Module, dict[_Site, str]] = {}
+    sites: dict[nn.Module, dict[Site, str]] = {}
     unit_of: dict[str, nn.Module] = {}
     names: dict[Tensor, str] = {}
     for name, part in module.named_modules():

@@ -85,8 +85,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
 
         Raises:
             ConfigError: ZeRO sends gradients as they arrive, and the ranks' losses reach different parameters, or the
-                same ones in a different order.
-            ConfigError: the gradients of an earlier pass were changed.
+                same ones in a different order; or the gradients of an earlier pass were changed.
             RuntimeError: the model is in stages, which have no loss to call `backward` with; call `train_step`.
         """
         drive = self._attached()
@@ -103,7 +102,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
             else:
                 loss = drive.flow.reach_alike(loss)
         drive.engine.backward(loss, **kwargs)
-        self._inner_count += 1
+        self._windows.add()
         drive.held.hold(reached)
 
     def update_params(
@@ -127,9 +126,8 @@ class ColossalAIOptimWrapper(OptimWrapper):
         with self.optim_context(model):
             run(factor)
         self._no_sync = None
-        self._inner_count += 1
+        self._windows.add()
         if self.should_update():
-            self._even_out()
             self.step()
             self.zero_grad()
 
@@ -137,6 +135,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
         """Clip the gradients, then let the optimizer update the parameters."""
         drive = self._attached()
         drive.held.release()
+        self._even_out()
         if self.clip_grad is not None and not drive.clips:
             self._clip_grad()
         drive.masters.follow()
@@ -155,11 +154,9 @@ class ColossalAIOptimWrapper(OptimWrapper):
         """Return an empty list: the engine holds other tensors, and refuses parameters that it does not train."""
         return []
 
-    def _even_out(self) -> None:
-        factor = self._sample_weights.correction()
-        if factor != 1:
-            for gradient in self._attached().gradients():
-                gradient.mul_(factor)
+    def _multiply_gradients(self, factor: float) -> None:
+        for gradient in self._attached().gradients():
+            gradient.mul_(factor)
 
     def _attached(self) -> Drive:
         if self._drive is None:

@@ -89,7 +89,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """Set how many batches there have been and will be; a scheduler of DeepSpeed's config continues from there."""
         super().initialize_count_status(model, init_counts, max_counts)
         schedule = self.engine.lr_scheduler
-        updates = init_counts // self.accumulative_counts
+        updates = self._windows.updates
         if schedule is None or updates == 0:
             return
         for group in self.param_groups:
@@ -121,8 +121,6 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             self.backward(self.scale_loss(loss))
         finally:
             self._goes_on = False
-        if self.should_update():
-            self._even_out()
         self.step(**(step_kwargs or {}))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -143,7 +141,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         earlier = self._summed()
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._add(earlier)
-        self._inner_count += 1
+        self._windows.add()
         self._went_back = self._holds = True
         self._is_summed |= ends
         self._held.hold(reached)
@@ -164,6 +162,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         ends = self.should_update()
         if ends:
             self._holds = self._is_summed = False
+            self._even_out()
         wants_norm = ends and self.clip_grad is not None
         by_engine = self._by_zero
         if wants_norm and not by_engine:  # at stage 0 the engine clips but does not report the norm
@@ -268,13 +267,11 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             return flow.reach(loss, sorted(set(range(len(flow.names))) - set(flow.arrivals(loss))))
         return loss
 
-    def _even_out(self) -> None:
-        factor = self._sample_weights.correction()
-        if factor != 1:
-            parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
-            load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
-                parameters, lambda gradient, _: gradient * factor
-            )
+    def _multiply_gradients(self, factor: float) -> None:
+        parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
+            parameters, lambda gradient, _: gradient * factor
+        )
 
 
 def read_optim(
