@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import pickle
 from collections.abc import Mapping
 from functools import cached_property
@@ -26,9 +25,11 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.files import DAMAGED, read_plain_file, require_plain_file
-from lockstep.checkpoint.manifest import ITEM_SIZES, Chunk, StoredTensor, require_plain_name
+from lockstep.checkpoint.form import require_plain_name
+from lockstep.checkpoint.manifest import ITEM_SIZES, Chunk, StoredTensor, check_meta, require_tiled
 from lockstep.errors import ConfigError
 from lockstep.location import Location, size_of
+from lockstep.masking import printable
 
 _FORMAT = 1
 _INDEX_FILE, _META_FILE = ".metadata", "meta.json"
@@ -75,7 +76,9 @@ class OldCheckpoint:
                 _put(state, index.planner_data[key], {"$tensor" if is_tensor else "$item": key})
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             path = directory / _INDEX_FILE
-            raise ConfigError(f"{path} contradicts itself: {error}. Do not use this checkpoint") from error
+            raise ConfigError(
+                f"{path} contradicts itself: {printable(str(error))}. Do not use this checkpoint"
+            ) from error
         self._check_sizes()
         _ = self.meta
 
@@ -86,8 +89,11 @@ class OldCheckpoint:
         try:
             meta = json.loads(read_plain_file(path))
             number = meta.get("format", _FORMAT)
+            check_meta(meta)
         except (ValueError, RecursionError, AttributeError) as error:
-            raise ConfigError(f"{path} must hold JSON, but cannot be read: {error}. {DAMAGED}") from error
+            raise ConfigError(
+                f"{path} must hold metadata as JSON, but cannot be read: {printable(str(error))}. {DAMAGED}"
+            ) from error
         if number != _FORMAT:
             raise ConfigError(
                 f"{path} must have the format {_FORMAT}, but has {number!r}. A later version of lockstep may have "
@@ -140,8 +146,7 @@ class OldCheckpoint:
         for chunk in entry.chunks:
             place = self._places[key][tuple(chunk.offsets) if shape else ()]
             chunks.append(Chunk(place.relative_path, place.offset, tuple(chunk.offsets), tuple(chunk.sizes), ()))
-        if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
-            raise ValueError(f"the chunks of {key} do not cover it")
+        require_tiled(key, shape, chunks)
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         if dtype not in ITEM_SIZES:
             raise ValueError(f"{key} is of the unknown dtype {dtype}")

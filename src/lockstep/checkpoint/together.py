@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from lockstep.dist import all_gather_object, gather_object, get_rank, get_world_size, scatter_object_list
-from lockstep.errors import ConfigError, caused_by
+from lockstep.errors import ConfigError, caused_by, error_in_words, message_of
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -25,10 +25,10 @@ class Failure(NamedTuple):
     def of(cls, error: Exception) -> Failure:
         """Return why this rank failed."""
         if isinstance(error, ConfigError):
-            return cls(get_rank(), ConfigError, str(error))
+            return cls(get_rank(), ConfigError, message_of(error))
         if isinstance(error, OSError):
-            return cls(get_rank(), OSError, str(error), error.errno)
-        return cls(get_rank(), RuntimeError, f"{type(error).__name__}: {error}")
+            return cls(get_rank(), OSError, message_of(error), error.errno)
+        return cls(get_rank(), RuntimeError, error_in_words(error))
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lockstep.dataset.own_split import asks_for_rank
 from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
 from lockstep.dataset.sampler import DefaultSampler, WorkerSeeds
 from lockstep.dataset.sharded import ShardedSampler, drawn_from, is_torchs, length_of, with_sampler
@@ -40,7 +41,7 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
     sampler, _ = drawn_from(loader)
     differing = differing_parts(getattr(loader, "dataset", loader), sampler) if get_world_size() > 1 else []
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if is_rank_aware(loader) or (not is_map_style and is_rank_aware(getattr(loader, "dataset", None))):
+    if is_rank_aware(loader) or (not is_map_style and asks_for_rank(getattr(loader, "dataset", None))):
         check_shard(sampler, shard)
         return logging.INFO, "it knows of ranks, and gives each of them its own part"
     if differing and not is_map_style:

@@ -58,6 +58,14 @@ class BaseAveragedModel(nn.Module, ABC):
         self.update_buffers = update_buffers
         self.register_buffer("steps", torch.tensor(0, dtype=torch.int64, device="cpu"))
 
+    @property
+    def avg_parameters(self) -> dict[str, Tensor]:
+        """What is averaged, by name, for a subclass with its own `update_parameters`.
+
+        It is the parameters of the copy; with `update_buffers`, all of its state, integers included.
+        """
+        return self.module.state_dict() if self.update_buffers else dict(self.module.named_parameters())
+
     @abstractmethod
     def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: Tensor) -> None:
         """Update the average of one tensor, in place.

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size, is_main_process
-from lockstep.errors import ConfigError, listed
+from lockstep.errors import ConfigError, listed, message_of
 from lockstep.model import steps
 from lockstep.model.autograd_graph import hides_leaves, leaves_of, nodes_of
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
@@ -235,8 +235,8 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 
     def _explain(self, error: RuntimeError) -> NoReturn:
         """Raise an error that names the parameters for which torch's error gives only indices; else raise `error`."""
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if found is None or "finished reduction" not in str(error):
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text := message_of(error))
+        if found is None or "finished reduction" not in text:
             raise error
         averaged = self._averaged()
         unused = [averaged[int(index)][0] for index in found.group(1).split()]

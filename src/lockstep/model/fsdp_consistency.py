@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist import all_reduce
-from lockstep.errors import CollectiveMismatchError, ConfigError, listed
+from lockstep.errors import CollectiveMismatchError, ConfigError, listed, message_of
 from lockstep.model.autograd_graph import never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.fsdp_sites import is_unit, parameter_at, sites_by_unit
@@ -96,7 +96,7 @@ class Consistency:
         try:
             yield
         except RuntimeError as error:
-            if _MIXED not in str(error):
+            if _MIXED not in message_of(error):
                 raise
             user = _innermost_module(error, self._module)
             names = listed((f"`{name}`" for name in self._sharded_units(user)), most=4)

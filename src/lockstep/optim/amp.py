@@ -135,6 +135,7 @@ class AmpOptimWrapper(OptimWrapper):
         if self._scaler is None:
             super().step(**kwargs)
             return
+        self._even_out()
         self._scaler.unscale_(self.optimizer)
         if self.clip_grad is not None:
             former = self._grad_norm
@@ -144,11 +145,18 @@ class AmpOptimWrapper(OptimWrapper):
         self._scaler.update()
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the state of the scale."""
-        return {} if self._scaler is None else {_STATE: self._scaler.state_dict()}
+        """Return the counts of the accumulation, and the state of the scale."""
+        return {**super().extra_state(), **self._state_of_scale()}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the saved scale. A fixed scale, and the factors of a dynamic one, come from the arguments instead."""
+        """Restore what was saved. A fixed scale, and the factors of a dynamic one, come from the arguments instead."""
+        super().load_extra_state(state)
+        self._load_scale(state)
+
+    def _state_of_scale(self) -> dict[str, Any]:
+        return {} if self._scaler is None else {_STATE: self._scaler.state_dict()}
+
+    def _load_scale(self, state: Mapping[str, Any]) -> None:
         if self._scaler is None or not self._scaler.is_enabled() or "fixed_scale" in self._scaler_kwargs:
             return
         saved = state.get(_STATE)
@@ -160,12 +168,12 @@ class AmpOptimWrapper(OptimWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the scale."""
-        return {**super().state_dict(), **self.extra_state()}
+        return {**super().state_dict(), **self._state_of_scale()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         super().load_state_dict({name: value for name, value in state_dict.items() if name != _STATE})
-        self.load_extra_state(state_dict)
+        self._load_scale(state_dict)
 
 
 def _norm_of_updates(norm: Tensor | None, former: Tensor | None) -> Tensor | None:

@@ -11,13 +11,14 @@ import torch
 
 from lockstep.dataset.sampler import DealingSampler
 from lockstep.dataset.sharded import drawn_from
+from lockstep.dataset.stream import check_alike
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.model import ModelWrapper, predict_step, step_of
 from lockstep.registry import LOOPS
 from lockstep.runner.run import Run
-from lockstep.runner.seeds import random_state_kept
+from lockstep.runner.seeds import part_ranks, random_state_kept
 from lockstep.runner.uneven_inputs import Passes, Turn
 
 
@@ -72,6 +73,8 @@ class EvalLoop:
         autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
         kept = random_state_kept() if self.keeps_random_state else nullcontext()
         with kept, autocast, runner.agreement.evaluation():
+            if runner.iter == 0:  # else the training has done so
+                part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
             self._predict()
         self.metrics = self.evaluator.evaluate(self._size)
         self.at_iter = runner.iter
@@ -93,6 +96,7 @@ class EvalLoop:
             if runner.data_shard.is_first:
                 self.evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+        check_alike(self.dataloader)
 
     def _turns(self) -> Iterator[Turn]:
         """Yield batches, and stand-ins if the model's forward pass needs all ranks; see `Passes`."""

@@ -17,6 +17,7 @@ from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
 from lockstep.runner.run import TrainRun
 from lockstep.runner.same_options import check_same_options
+from lockstep.runner.seeds import part_ranks
 from lockstep.runner.switching import StrategySwitch
 from lockstep.runner.uneven_inputs import BEGINNING, Passes, Place, Turn, buffers_kept
 
@@ -79,6 +80,7 @@ class TrainLoop(ABC):
         self.samples = 0
         self.stop_training = False
         self._left_out: set[str] = set()
+        self._has_begun = False
 
     @abstractmethod
     def run(self) -> None:
@@ -135,6 +137,9 @@ class TrainLoop(ABC):
         """
         runner = self.runner
         check_same_options(runner)
+        if not self._has_begun:
+            self._has_begun = True
+            part_ranks(runner.args.randomness, runner.seed + self.iter, runner.data_shard.rank)
         self._tell_iteration = iteration_teller()
         self._tell_iteration(self.iter)
         runner.model.train()
@@ -186,6 +191,7 @@ class TrainLoop(ABC):
     def _run_iter(self, batch_idx: int, turn: Turn) -> None:
         runner, data_batch, optim_wrapper = self.runner, turn.batch, self.runner.optim_wrapper
         self.samples = turn.samples
+        optim_wrapper.begin_iteration(self.iter)
         optim_wrapper.count_samples(turn.samples, turn.mean_samples)
         runner.hooks.call("before_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch)
         if turn.is_own:
@@ -280,6 +286,7 @@ class EpochBasedTrainLoop(TrainLoop):
             self._run_epoch()
             self._validate_if_due(self.epoch, self.max_epochs)
             self._check_length(self.epoch_begin - begin, (end or 0) - begin)
+        self.runner.optim_wrapper.warn_of_open_window()
         self.runner.call_hook("after_train")
 
     def _check_length(self, done: int, expected: int) -> None:
@@ -343,6 +350,7 @@ class IterBasedTrainLoop(TrainLoop):
             self._run_iter(self.iter, next(turns))
             if self.runner.val_loop is not None:
                 self._validate_if_due(self.iter, self.max_iters)
+        self.runner.optim_wrapper.warn_of_open_window()
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
 

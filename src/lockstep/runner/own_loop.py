@@ -85,7 +85,7 @@ class OwnLoop(TrainLoop):
             )
         self.max_epochs, self.max_iters = count, max(self.iter, self._iters_until(count))
         run.optim_wrapper.initialize_count_status(run.model, self.iter, self.max_iters)
-        self._counted = self.iter
+        self._counted = run.optim_wrapper.inner_count
         self._tell_if_complete(count - self.epoch, f"{self.epoch} of {count} epochs")
         run.call_hook("before_train")
         while self.epoch < count and not self.stop_training:
@@ -97,6 +97,7 @@ class OwnLoop(TrainLoop):
                 raise RuntimeError(
                     f"epoch {before} must go through the loader that session.prepare() returned, but did not begin to"
                 )
+        run.optim_wrapper.warn_of_open_window()
         run.call_hook("after_train")
         run.call_hook("after_run")
 
@@ -110,7 +111,7 @@ class OwnLoop(TrainLoop):
             )
         self.max_iters = count
         run.optim_wrapper.initialize_count_status(run.model, self.iter, count)
-        self._counted = self.iter
+        self._counted = run.optim_wrapper.inner_count
         self._tell_if_complete(count - self.iter, f"{self.iter} of {count} iterations")
         run.call_hook("before_train")
         run.call_hook("before_train_epoch")
@@ -120,6 +121,7 @@ class OwnLoop(TrainLoop):
                 yield from self._batches(self._endless_turns(), self.iter)
         self._save_what_was_asked_for()
         self._warn_of_missing_steps("the training")
+        run.optim_wrapper.warn_of_open_window()
         run.call_hook("after_train_epoch")
         run.call_hook("after_train")
         run.call_hook("after_run")
@@ -143,6 +145,7 @@ class OwnLoop(TrainLoop):
         nothing: AbstractContextManager[None] = nullcontext()
         for batch_idx, turn in enumerate(turns, start=start):
             self.samples, self.counts, self._values = turn.samples, turn.is_own, {}
+            run.optim_wrapper.begin_iteration(self.iter)
             run.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
             hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
             self._is_stepping = True

@@ -25,8 +25,9 @@ from lockstep.dataset import (
     without_batches,
 )
 from lockstep.dataset.rank_aware import parts_of
+from lockstep.dataset.sampler import TOLD
 from lockstep.dataset.sharded import drawn_from
-from lockstep.dataset.stream import StreamLoader
+from lockstep.dataset.stream import StreamLoader, orders_differ
 from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
 
 _logger = logging.getLogger(__name__)
@@ -105,15 +106,19 @@ class Passes:
         self._count = count or batch_size_of
         self._rank, self._world_size = get_rank(), get_world_size()
         own = amount_of(loader) if count is None else None
-        told = all_gather_object((own, length_of(loader), deal_of(loader), _shard_of(loader), _layout_of(loader)))
-        amounts, lengths, deals, self._shards, layouts = (list(column) for column in zip(*told, strict=True))
+        self._is_stream = isinstance(loader, StreamLoader)
+        compares = self._is_stream and loader.dataset.compares
+        told = all_gather_object(
+            (own, length_of(loader), deal_of(loader), _shard_of(loader), _layout_of(loader), compares)
+        )
+        amounts, lengths, deals, self._shards, layouts, compare = (list(column) for column in zip(*told, strict=True))
+        self._compares = all(compare)
         self._layout = [self._world_size, *(layouts[:1] if layouts.count(layouts[0]) == len(layouts) else layouts)]
         self._amounts: list[Amount] | None = None if None in amounts else amounts
         self.lengths: list[int] | None = None if None in lengths else lengths
         self.length = None if self.lengths is None else max(self.lengths)
         self.is_resumable = all(getattr(part, "resumable", True) for part in parts_of(drawn_from(loader)[0]))
         self.deal = deals[0] if self.is_resumable and all(deal == deals[0] for deal in deals) else None
-        self._is_stream = isinstance(loader, StreamLoader)
         self._begin = BEGINNING
         self._resumption: _Resumption | None = None
         self._stand_in: Any = _NONE
@@ -245,7 +250,7 @@ class Passes:
     def _turns_in_step(self, batches: Iterator[Any], amounts: Sequence[Amount] | None, first: int) -> Iterator[Turn]:
         for index in count(first):
             batch = next(batches, _NONE)
-            sizes = self._sizes(amounts, index, batch)
+            sizes = self._sizes(amounts, index, batch, compares=self._compares and index < first + TOLD)
             if all(size is None for size in sizes):
                 return
             is_own = batch is not _NONE
@@ -255,13 +260,23 @@ class Passes:
             known = [size or 0 for size in sizes]
             yield Turn(self._stand_in, known[self._rank], sum(known) / self._world_size, is_own)
 
-    def _sizes(self, amounts: Sequence[Amount] | None, index: int, batch: Any) -> Sequence[int | None]:
-        """Return the number of samples in each rank's batch; None for ranks that have run out."""
+    def _sizes(
+        self, amounts: Sequence[Amount] | None, index: int, batch: Any, *, compares: bool
+    ) -> Sequence[int | None]:
+        """Return the number of samples in each rank's batch; None for ranks that have run out.
+
+        With `compares`, the ranks also compare the first samples of the stream.
+        """
         if amounts is not None:
             return [amount.size_of(index) or None for amount in amounts]
-        own = _UNKNOWN if batch is _NONE else int(self._count(batch))  # perhaps a tensor
-        told = [int(size) for size in all_gather(torch.tensor(own))]
-        return [None if size == _UNKNOWN else size for size in told]
+        own = [_UNKNOWN if batch is _NONE else int(self._count(batch))]  # perhaps a tensor
+        if compares:
+            own += [*self._loader.head, *[_UNKNOWN] * TOLD][:TOLD]
+        told = [row.tolist() for row in all_gather(torch.tensor(own))]
+        for rank, (_, *head) in enumerate(told):
+            if any(now != then for now, then in zip(head, told[0][1:], strict=True) if _UNKNOWN not in (now, then)):
+                raise orders_differ(self._loader.dataset.dataset, f"between rank 0 and rank {rank}")
+        return [None if size == _UNKNOWN else size for size, *_ in told]
 
     def _serve(self, held: list[bool]) -> None:
         """Make sure that every rank has a batch to take its turn with; needed at the first turn only."""

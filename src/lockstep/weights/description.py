@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, error_in_words
 
 _logger = logging.getLogger(__name__)
 
@@ -41,9 +41,7 @@ def describe_model(core: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found.append(_adapter(model, prefix, state) if _is_peft(model) else _transformer(model, prefix))
         except Exception as error:  # a config of the user's own may raise anything, which must not end a training
-            _logger.warning(
-                "%s says not how it is loaded again: %s: %s", type(model).__name__, type(error).__name__, error
-            )
+            _logger.warning("%s says not how it is loaded again: %s", type(model).__name__, error_in_words(error))
     return {"tied": tied_names(core), "pretrained": found}
 
 

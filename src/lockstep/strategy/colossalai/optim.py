@@ -12,6 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.strategy.gradient_flow import GradientFlow
+from lockstep.strategy.masters import Masters
 
 
 class Drive(NamedTuple):
@@ -25,6 +26,7 @@ class Drive(NamedTuple):
             `backward` with.
         flow: finds the parameters that losses reach; needed with ZeRO.
         sends_as_they_come: whether ZeRO sends gradients during the backward pass, in the order in which they arrive.
+        masters: its master weights.
     """
 
     engine: Any
@@ -33,6 +35,7 @@ class Drive(NamedTuple):
     in_pipeline: bool
     flow: GradientFlow | None
     sends_as_they_come: bool
+    masters: Masters
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -93,7 +96,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
             else:
                 loss = drive.flow.reach_alike(loss)
         drive.engine.backward(loss, **kwargs)
-        self._inner_count += 1
+        self._windows.add()
 
     def update_by(self, model: nn.Module, run: Callable[[float], None]) -> None:
         """Do what `update_params` does, for a pipeline that runs forward and backward passes together.
@@ -106,18 +109,20 @@ class ColossalAIOptimWrapper(OptimWrapper):
         with self.optim_context(model):
             run(factor)
         self._no_sync = None
-        self._inner_count += 1
+        self._windows.add()
         if self.should_update():
-            self._even_out()
             self.step()
             self.zero_grad()
 
     def step(self, **kwargs: Any) -> None:
         """Clip the gradients, then let the optimizer update the parameters."""
         drive = self._attached()
+        self._even_out()
         if self.clip_grad is not None and not drive.clips:
             self._clip_grad()
+        drive.masters.follow()
         drive.engine.step(**kwargs)
+        drive.masters.record()
         if self.clip_grad is not None and drive.clips:
             self._grad_norm = torch.tensor(float(drive.engine.get_grad_norm()))
 
@@ -129,11 +134,9 @@ class ColossalAIOptimWrapper(OptimWrapper):
         """Return an empty list: the engine holds other tensors, and refuses parameters that it does not train."""
         return []
 
-    def _even_out(self) -> None:
-        factor = self._sample_weights.correction()
-        if factor != 1:
-            for gradient in self._attached().gradients():
-                gradient.mul_(factor)
+    def _multiply_gradients(self, factor: float) -> None:
+        for gradient in self._attached().gradients():
+            gradient.mul_(factor)
 
     def _attached(self) -> Drive:
         if self._drive is None:

@@ -134,6 +134,7 @@ class ColossalAIStrategy(EngineStrategy):
                 in_pipeline=in_pipeline,
                 flow=GradientFlow(model) if self._choice.zero_stage and not in_pipeline else None,
                 sends_as_they_come=self._choice.zero_stage == 2 or bool(options.get("overlap_communication", True)),
+                masters=translator.masters(offloads=bool(options.get("cpu_offload"))),
             )
             wrapper.attach(drive)
         cast_inputs(model, self._choice.dtype)

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.device import get_device
 from lockstep.dist import broadcast, get_backend, get_local_rank, get_rank, get_world_size, init_dist, is_distributed
 from lockstep.engines import adopt_group, load_engine, undisturbed
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, message_of
 from lockstep.model import ModelWrapper, steps
 from lockstep.model.autograd_graph import refuse_second_backward
 from lockstep.model.call_order import CallOrder
@@ -165,7 +165,7 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
             with self._local_rank_known(), own_step:
                 yield
         except RuntimeError as error:
-            if "Detected a disagreement" not in str(error):
+            if "Detected a disagreement" not in message_of(error):
                 raise
             raise ConfigError(
                 f"{_RULE}, but rank {get_rank()} of {get_world_size()} calls others than rank 0. {_REMEDY}"

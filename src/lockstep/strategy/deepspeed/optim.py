@@ -23,6 +23,7 @@ from lockstep.strategy.gradient_flow import GradientFlow
 
 if TYPE_CHECKING:
     from lockstep.strategy.deepspeed.state import EngineState
+    from lockstep.strategy.masters import Masters
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
     _engine: Any = None
     _state: EngineState | None = None
+    _masters: Masters | None = None
     _went_back = False
     _flow: GradientFlow | None = None
     # Indices in the flow of the parameters reached in the first window; None after that window.
@@ -74,13 +76,14 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """Set the engine that this wrapper controls, and the view of its state."""
         self._engine = engine
         self._state = state
+        self._masters = state.masters
         self._flow, self._reached = GradientFlow(engine.module), set()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Set how many batches there have been and will be; a scheduler of DeepSpeed's config continues from there."""
         super().initialize_count_status(model, init_counts, max_counts)
         schedule = self.engine.lr_scheduler
-        updates = init_counts // self.accumulative_counts
+        updates = self._windows.updates
         if schedule is None or updates == 0:
             return
         for group in self.param_groups:
@@ -108,8 +111,6 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         **Collective**: every rank.
         """
         self.backward(self.scale_loss(loss))
-        if self.should_update():
-            self._even_out()
         self.step(**(step_kwargs or {}))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -125,7 +126,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self.engine.set_gradient_accumulation_boundary(ends)
         loss = self._reconciled(loss, ends=ends)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        self._inner_count += 1
+        self._windows.add()
         self._went_back = True
 
     def step(self, **kwargs: Any) -> None:
@@ -141,11 +142,17 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             )
         self._went_back = False
         ends = self.should_update()
+        if ends:
+            self._even_out()
         wants_norm = ends and self.clip_grad is not None
         by_engine = self.engine.zero_optimization_stage() > 0
         if wants_norm and not by_engine:  # at stage 0 the engine clips but does not report the norm
             self._grad_norm = gradient_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
+        if ends and self._masters is not None:
+            self._masters.follow()
         self.engine.step(**kwargs)
+        if ends and self._masters is not None:
+            self._masters.record()
         if wants_norm and by_engine:
             self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
 
@@ -200,13 +207,11 @@ class DeepSpeedOptimWrapper(OptimWrapper):
             return flow.reach(loss, sorted(set(range(len(flow.names))) - set(flow.arrivals(loss))))
         return loss
 
-    def _even_out(self) -> None:
-        factor = self._sample_weights.correction()
-        if factor != 1:
-            parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
-            load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
-                parameters, lambda gradient, _: gradient * factor
-            )
+    def _multiply_gradients(self, factor: float) -> None:
+        parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        load_engine("deepspeed.utils").safe_update_full_grad_vectorized(
+            parameters, lambda gradient, _: gradient * factor
+        )
 
 
 def read_optim(

@@ -117,7 +117,7 @@ class DeepSpeedStrategy(EngineStrategy):
         )
         groups = _names_by_group(model, optimizer)
         engine = start_engine(model, optimizer, _with_optimizer_rules(config, optimizer))
-        state = EngineState(engine, groups)
+        state = EngineState(engine, groups, offloads=config_rules.offloads_optimizer(config))
         self._state, self._trains = state, True
         clipping = config[config_rules.CLIPPING]
         wrapper = DeepSpeedOptimWrapper(
