@@ -136,10 +136,10 @@ class TrainLoop(ABC):
             ConfigError: on every rank, if options of optimizers or schedules differ between ranks.
         """
         runner = self.runner
+        check_same_options(runner)
         if not self._has_begun:
             self._has_begun = True
             part_ranks(runner.args.randomness, runner.seed + self.iter, runner.data_shard.rank)
-        check_same_options(runner)
         self._tell_iteration = iteration_teller()
         self._tell_iteration(self.iter)
         runner.model.train()

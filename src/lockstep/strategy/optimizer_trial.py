@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.dataset.random_state import random_state, set_random_state
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, message_of
 from lockstep.model.full_params import gather_full, shard_like
 
 _STEPS = 3
@@ -66,9 +66,10 @@ def _check(optimizer: Optimizer) -> None:
     try:
         in_shards = _updates(optimizer, 0, sharded=True)
     except Exception as error:
+        first_line = message_of(error).partition("\n")[0]
         raise ConfigError(
             f"`optimizer` must be one that can update shards under FSDP, but {kind} can't: its first steps raise "
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}. Use AdamW or SGD, or strategy 'ddp', which "
+            f"{type(error).__name__}: {first_line}. Use AdamW or SGD, or strategy 'ddp', which "
             "keeps every parameter whole"
         ) from error
     for own, expected in zip(in_shards, whole, strict=True):
