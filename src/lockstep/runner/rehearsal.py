@@ -57,6 +57,7 @@ def rehearse(run: TrainRun) -> Generator[Update]:
     wrapper, step = run.optim_wrapper, train_step_of(run.model)
     wrapper.initialize_count_status(run.model)
     run.model.train()
+    run.set_optimizer_mode(training=True)
     total, samples, batch_size, has_loss = 0.0, 0, 0, True
     for index, turn in enumerate(_endless_turns(run)):
         wrapper.begin_iteration(index)
