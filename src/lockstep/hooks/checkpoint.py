@@ -176,9 +176,8 @@ class CheckpointHook(Hook):
                 # This run itself is among the former ones once it has gone on under another strategy.
                 former = self._former_checkpoints(runner, template)
                 kept = list(dict.fromkeys([*former, *(folder / one for one in self._kept)]))
-                for old in kept[: -self.max_keep_ckpts]:
-                    _remove(old)
-            self._kept = self._kept[-self.max_keep_ckpts :] if self.max_keep_ckpts > 0 else self._kept
+                gone = {old for old in kept[: -self.max_keep_ckpts] if _remove(old)}
+                self._kept = [one for one in self._kept if folder / one not in gone]
 
         self._write(runner, name, end, epoch=epoch, iteration=iteration, is_last=True)
 
@@ -240,11 +239,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) or getattr(value, "ndim", None) == 0
 
 
-def _remove(checkpoint: Location) -> None:
+def _remove(checkpoint: Location) -> bool:
+    """Remove a checkpoint; return False if another process reads it, so that it is to be tried again."""
     try:
-        remove(checkpoint)
+        if remove(checkpoint):
+            return True
+        _logger.info("%s is removed later: another process reads it", checkpoint)
+        return False
     except OSError as error:
         _logger.warning("%s should be removed, but could not be: %s", checkpoint, error)
+        return True
 
 
 def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | None) -> dict[str, str | None]:

@@ -18,7 +18,7 @@ from lockstep.evaluator import Evaluator
 from lockstep.model import ModelWrapper, predict_step, step_of
 from lockstep.registry import LOOPS
 from lockstep.runner.run import Run
-from lockstep.runner.seeds import random_state_kept
+from lockstep.runner.seeds import part_ranks, random_state_kept
 from lockstep.runner.uneven_inputs import Passes, Turn
 
 
@@ -74,6 +74,8 @@ class EvalLoop:
         autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
         kept = random_state_kept() if self.keeps_random_state else nullcontext()
         with kept, autocast, runner.agreement.evaluation():
+            if runner.iter == 0:  # else the training has done so
+                part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
             self._predict()
         self.metrics = self.evaluator.evaluate(self._size)
         self.at_iter = runner.iter

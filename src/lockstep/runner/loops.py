@@ -16,6 +16,7 @@ from lockstep.model import train_step_of, unwrap_model
 from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
 from lockstep.runner.run import TrainRun
+from lockstep.runner.seeds import part_ranks
 from lockstep.runner.switching import StrategySwitch
 from lockstep.runner.uneven_inputs import BEGINNING, Passes, Place, Turn, buffers_kept
 
@@ -78,6 +79,7 @@ class TrainLoop(ABC):
         self.samples = 0
         self.stop_training = False
         self._left_out: set[str] = set()
+        self._has_begun = False
 
     @abstractmethod
     def run(self) -> None:
@@ -125,6 +127,9 @@ class TrainLoop(ABC):
     def _begin_training(self) -> None:
         """Switch the model to training mode, and warn of parameters that require a gradient but will not be updated."""
         runner = self.runner
+        if not self._has_begun:
+            self._has_begun = True
+            part_ranks(runner.args.randomness, runner.seed + self.iter, runner.data_shard.rank)
         self._tell_iteration = iteration_teller()
         self._tell_iteration(self.iter)
         runner.model.train()

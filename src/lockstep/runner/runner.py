@@ -76,8 +76,8 @@ class Runner(PartsOfRun):
         resume_options: which options of the optimizer and which schedules hold after resuming: `"config"` for what the
             config says now, where that is not what it said when the checkpoint was saved; `"checkpoint"` for what was
             saved.
-        randomness: `seed`, `deterministic` and `diff_rank_seed`; without the last, all ranks draw the same dropout
-            masks.
+        randomness: `seed`, `deterministic` and `diff_rank_seed`. By default, ranks build model and data from the same
+            random numbers, and then draw different ones for dropout and noise; with `diff_rank_seed=False` the same.
         compile: compile the model; under FSDP, compile each of its repeated blocks. A dict gives arguments for
             `torch.compile`.
         auto_scale_lr: with `enable=True`, multiply learning rates by the global batch size divided by
@@ -356,6 +356,7 @@ class Runner(PartsOfRun):
                 if self._run is not None:
                     self._run.close()
                 space.records.close()
+                space.hold.release()
             recording.print_summary(self.run, what, perf_counter() - began)
 
     def _train(self, run: TrainRun) -> bool:
