@@ -221,7 +221,7 @@ def _elements(value: Any) -> Sequence[Any]:
 
 def _changes(former: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for key, value in now.items():
-        if key in former and former[key] != value:
+        if key in former and repr(former[key]) != repr(value) and former[key] != value:  # NaN is the same NaN
             yield key, (former[key], value)
 
 
