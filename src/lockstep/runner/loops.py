@@ -143,6 +143,7 @@ class TrainLoop(ABC):
         self._tell_iteration = iteration_teller()
         self._tell_iteration(self.iter)
         runner.model.train()
+        runner.set_optimizer_mode(training=True)
         names = [
             name for name in runner.optim_wrapper.left_out(unwrap_model(runner.model)) if name not in self._left_out
         ]
@@ -153,6 +154,11 @@ class TrainLoop(ABC):
                 "%s. Give it all parameters, or freeze these with requires_grad_(False)",
                 len(names), ", ".join(names),
             )  # fmt: skip
+
+    def _end_training(self) -> None:
+        """Warn of gradients that are not used, and let the model have the weights to evaluate."""
+        self.runner.optim_wrapper.warn_of_open_window()
+        self.runner.set_optimizer_mode(training=False)
 
     def _turns(self) -> Iterator[Turn]:
         """Return the turns of the present pass; between two updates, the training may stop or switch."""
@@ -286,7 +292,7 @@ class EpochBasedTrainLoop(TrainLoop):
             self._run_epoch()
             self._validate_if_due(self.epoch, self.max_epochs)
             self._check_length(self.epoch_begin - begin, (end or 0) - begin)
-        self.runner.optim_wrapper.warn_of_open_window()
+        self._end_training()
         self.runner.call_hook("after_train")
 
     def _check_length(self, done: int, expected: int) -> None:
@@ -350,7 +356,7 @@ class IterBasedTrainLoop(TrainLoop):
             self._run_iter(self.iter, next(turns))
             if self.runner.val_loop is not None:
                 self._validate_if_due(self.iter, self.max_iters)
-        self.runner.optim_wrapper.warn_of_open_window()
+        self._end_training()
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
 
