@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.errors import ConfigError, listed
+from lockstep.errors import CheckpointError, ConfigError, listed
 from lockstep.location import Location
 from lockstep.optim import FormulaScheduler, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
 from lockstep.optim.torch_schedules import step_quietly
@@ -23,6 +23,7 @@ _NO_OPTIONS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
     | {"initial_lr", "max_lr", "min_lr", "train_mode"}
 )
+_MOST_COUNTS = 10**8  # of a schedule that is computed anew
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs"})
 
 
@@ -151,6 +152,7 @@ class ResumedOptions:
         counts = {id(one): one.state_dict()["count"] for one in own}
         for one in own:
             one.restart()
+        self._require_short(counts.values())
         length = run.train_loop.epoch_length or 0
         by_batch, by_epoch = ([one for one in own if one.by_epoch is kind] for kind in (False, True))
         for done in range(1, max((counts[id(one)] for one in by_batch), default=0) + 1):
@@ -164,8 +166,13 @@ class ResumedOptions:
         for index, scheduler in enumerate(schedulers):
             if not isinstance(scheduler, ParamScheduler) and _can_replay(scheduler):
                 done = self.states[index]["last_epoch"] if index < len(self.states) else 0
+                self._require_short([done])
                 for _ in range(done - scheduler.last_epoch):
                     step_quietly(scheduler)
+
+    def _require_short(self, counts: Iterable[int]) -> None:
+        if (most := max(counts, default=0)) > _MOST_COUNTS:
+            raise CheckpointError(f"{self.origin} says that a schedule has counted to {most}")
 
     def _said(self) -> str:
         changes = sorted({f"{key} {old} -> {new}" for group in self.changed for key, (old, new) in group.items()})

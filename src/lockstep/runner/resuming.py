@@ -250,7 +250,8 @@ def restore_run(
         iteration, position = _position_of_first_format(run, meta, own, origin)
     with _restored(origin, "a position in the data"):
         _restore_position(run, iteration, position, own, list(states.values()), origin)
-    options.apply()
+    with _restored(origin, "options of the optimizer"):
+        options.apply()
     into = position["batches"] if loop.max_epochs is not None else 0
     if run.val_loop is not None and (meta.get("validated_iter") or 0) >= meta["iter"] - into:
         run.val_loop.at_iter = loop.epoch_begin if loop.max_epochs is not None else loop.iter
