@@ -18,6 +18,7 @@ from typing import TypeAlias
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RangeFile, RemotePath, Sender, size_of
 
+MANIFEST_FILE = "manifest.json"
 DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
 _MOST_READ = 2 << 30  # bytes of a file that is read as a whole; a manifest has some hundred bytes for each chunk
 _FLUSH = 32 << 20  # bytes that are written before the disk is asked to take them
@@ -55,7 +56,7 @@ def read_plain_file(path: Location, most: int = _MOST_READ) -> bytes:
             raise ConfigError(f"{path} must have at most {most:,} bytes, but has {size:,}. {DAMAGED}")
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} must be there, but is not. {DAMAGED}") from error
+        raise _missing(path, "be there") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}. {DAMAGED}") from error
 
@@ -73,7 +74,7 @@ def require_plain_files(folder: Location, sizes: Mapping[str, int]) -> None:
     found = sizes_in(folder)  # in one request
     for name, size in sizes.items():
         if name not in found:
-            raise ConfigError(f"{folder / name} must have {size} bytes, but is not there. {DAMAGED}")
+            raise _missing(folder / name, f"have {size} bytes")
         _require_size(folder / name, found[name], size)
 
 
@@ -88,12 +89,12 @@ def require_plain_file(path: Location, size: int | None = None) -> None:
         try:
             _require_size(path, size_of(path), size)
         except FileNotFoundError as error:
-            raise ConfigError(f"{path} must {wanted}, but is not there. {DAMAGED}") from error
+            raise _missing(path, wanted) from error
         return
     try:
         found = path.lstat()
     except OSError as error:
-        raise ConfigError(f"{path} must {wanted}, but is not there ({error.strerror}). {DAMAGED}") from error
+        raise _missing(path, f"{wanted} ({error.strerror})") from error
     if stat.S_ISLNK(found.st_mode):
         raise ConfigError(
             f"{path} must be a file, but is a link: links are not followed in a checkpoint. Replace it by what it "
@@ -165,6 +166,20 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def removed(folder: Location) -> ConfigError:
+    """Return the error for a checkpoint that was removed."""
+    return ConfigError(
+        f"{folder} has been removed, as `max_keep_ckpts` of a run does with old checkpoints. Take another one"
+    )
+
+
+def _missing(path: Location, wanted: str) -> ConfigError:
+    """Return the error for a file that is not there, because it was lost, or because the checkpoint was removed."""
+    if not is_there(path.parent / MANIFEST_FILE) and not is_there(path.parent / ".metadata"):
+        return removed(path.parent)
+    return ConfigError(f"{path} must {wanted}, but is not there. {DAMAGED}")
 
 
 def _require_size(path: Location, found: int, size: int | None) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.files import DAMAGED, PlainFile, open_plainly, require_plain_file
+from lockstep.checkpoint.hold import held
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Chunk, StoredTensor, read_manifest
 from lockstep.checkpoint.old_format import OldCheckpoint
 from lockstep.checkpoint.together import on_all
@@ -61,8 +62,10 @@ def load_state(
     layout = state.get("model", {}) if optim_layout is None else optim_layout
 
     def load() -> dict[str, Any]:
-        with closing(open_checkpoint(directory)) as stored:
-            return _Load(directory, stored, layout).run(state)
+        with ExitStack() as stack:
+            if is_main_process():
+                stack.enter_context(held(directory))
+            return _Load(directory, stack.enter_context(closing(open_checkpoint(directory))), layout).run(state)
 
     return on_all(f"the checkpoint {directory} could not be read", load)
 
@@ -111,7 +114,7 @@ def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterat
         ConfigError: the directory is not a checkpoint, or is damaged.
         KeyError: it has no tensor of that name.
     """
-    with closing(open_checkpoint(directory)) as stored:
+    with held(directory), closing(open_checkpoint(directory)) as stored:
         tensors = _tensors_of(stored, part)
         for name in names:
             yield name, read_whole(stored, tensors[name])

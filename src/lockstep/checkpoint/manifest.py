@@ -33,14 +33,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.files import DAMAGED, read_plain_file
+from lockstep.checkpoint.files import DAMAGED, MANIFEST_FILE, read_plain_file
 from lockstep.checkpoint.form import DESCRIPTION, check_form, require_plain_name
 from lockstep.checkpoint.values import check_forms
 from lockstep.errors import ConfigError
 from lockstep.location import Location
 from lockstep.masking import printable
 
-MANIFEST_FILE = "manifest.json"
 OWN_FILES = re.compile(r"rank_\d+(\.\d+)?\.safetensors|manifest\.json|meta\.json|\.metadata|__\d+_\d+\.distcp")
 """Names of the files of checkpoints, also of the first format."""
 FORMAT = 2

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from lockstep.checkpoint.files import is_there, read_plain_file, sync_folder, write_durably
+from lockstep.checkpoint.owner import name_of_draft
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath
 from lockstep.masking import printable
@@ -37,7 +38,7 @@ class PointerDraft:
             assert isinstance(directory, RemotePath), "a pointer leads to where it lies itself"
             self._content = _content(str(directory.relative_to(root)))
             return
-        self._draft = root / f".{POINTER_FILE}.draft"
+        self._draft = root / name_of_draft(POINTER_FILE)  # other runs in this work_dir save, too
         try:
             write_durably(self._draft, _content(os.path.relpath(str(directory), root)))
         except OSError:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.checkpoint.files import DAMAGED, PlainFile, is_there, open_plainly, require_plain_files
-from lockstep.checkpoint.manifest import MANIFEST_FILE, Block, Manifest, checksum_of, read_manifest
+from lockstep.checkpoint.files import DAMAGED, MANIFEST_FILE, PlainFile, is_there, open_plainly, require_plain_files
+from lockstep.checkpoint.manifest import Block, Manifest, checksum_of, read_manifest
 from lockstep.errors import ConfigError
 from lockstep.location import Location
 

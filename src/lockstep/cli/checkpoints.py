@@ -199,7 +199,8 @@ def prune(
     if not yes and not typer.confirm(f"Remove {'these' if len(leaving) + len(drafts) > 1 else 'this'}?"):
         raise typer.Exit(1)
     for path in leaving:
-        remove(path)
+        if not remove(path):
+            print(f"{_relative(path, root)} is kept: another process reads it")
     remove_dead_drafts([root])
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import candidates, load_state, read_meta, remove_dead_drafts, verify, written_at
-from lockstep.checkpoint.files import DAMAGED
+from lockstep.checkpoint.files import DAMAGED, is_there
+from lockstep.checkpoint.hold import Hold
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.verify import fault_found_by
 from lockstep.dataset.random_state import set_random_state
@@ -26,6 +27,7 @@ from lockstep.runner.seeds import seed_all
 from lockstep.runner.uneven_inputs import BEGINNING
 from lockstep.weights import Weights, checkpoint_at
 
+_SEARCHES = 3  # at most, while other runs remove what is found
 _logger = logging.getLogger(__name__)
 
 
@@ -77,7 +79,7 @@ def clear_drafts(folders: Sequence[Location]) -> None:
 
 
 def find_resumption(
-    load_from: Weights | None, folders: Sequence[Location], *, asked: bool = True
+    load_from: Weights | None, folders: Sequence[Location], *, asked: bool = True, hold: Hold | None = None
 ) -> tuple[Location | None, list[str]]:
     """Return the checkpoint to resume from, and what is wrong with those that would have come before it.
 
@@ -89,25 +91,27 @@ def find_resumption(
         load_from: where the user wants to resume from.
         folders: the work_dir, and further folders that hold its checkpoints.
         asked: whether the user wants to resume.
+        hold: takes the checkpoint on rank 0, so that no other run removes it before this one has read it.
 
     **Collective**: every rank; rank 0 looks.
 
     Raises:
         ConfigError: on every rank, if `load_from` is not a checkpoint, or if there are some and none is whole.
     """
+    hold = hold or Hold()
     began = os.environ.get(RESUME_SINCE)
     if began is not None:
-        found, faults = _newest(folders, since=float(began))
+        found, faults = _newest(folders, hold, since=float(began))
         if found is not None or not asked:
             return found, faults
     if not asked:
         return None, []
     if load_from is not None:
         named = run_on_main(lambda: checkpoint_at(load_from.path))
-        if fault := _fault_in(named):
+        if fault := _fault_in(named, hold):
             raise ConfigError(fault)
         return named, []
-    found, faults = _newest(folders)
+    found, faults = _newest(folders, hold)
     if found is None and faults:
         places = " or ".join(map(str, folders))
         raise ConfigError(
@@ -118,25 +122,33 @@ def find_resumption(
     return found, faults
 
 
-def _newest(folders: Sequence[Location], since: float = 0.0) -> tuple[Location | None, list[str]]:
+def _newest(folders: Sequence[Location], hold: Hold, since: float = 0.0) -> tuple[Location | None, list[str]]:
     """Return the last whole checkpoint, and the faults of later ones. **Collective**: every rank; rank 0 looks."""
-    faults: list[str] = []
-    search = (
-        (directory, fault)
-        for directory, fault in candidates(folders[0], folders[1:])
-        if since == 0.0 or written_at(directory) >= since
-    )
-    while (found := run_on_main(partial(next, search, None))) is not None:
-        directory, fault = found
-        fault = fault or _fault_in(directory)
-        if fault is None:
-            return directory, faults
-        faults.append(fault)
-    return None, faults
+    for _ in range(_SEARCHES):
+        passed: dict[Location, str] = {}
+        search = (
+            (directory, fault)
+            for directory, fault in candidates(folders[0], folders[1:])
+            if since == 0.0 or written_at(directory) >= since
+        )
+        while (found := run_on_main(partial(next, search, None))) is not None:
+            directory, fault = found
+            fault = fault or _fault_in(directory, hold)
+            if fault is None:
+                return directory, list(passed.values())
+            passed[directory] = fault
+        if not run_on_main(partial(_is_one_gone, [*passed])):
+            break  # else another run has removed it, and written a newer one before
+    return None, list(passed.values())
 
 
-def _fault_in(directory: Location) -> str | None:
+def _is_one_gone(directories: Sequence[Location]) -> bool:
+    return not all(map(is_there, directories))
+
+
+def _fault_in(directory: Location, hold: Hold) -> str | None:
     """Return what is wrong with a checkpoint, the same on every rank, or None. **Collective**."""
+    run_on_main(partial(hold.take, directory))
     own = fault_found_by(verify, directory, *get_dist_info())
     return next((one for one in all_gather_object(own) if one is not None), None)
 
@@ -156,6 +168,7 @@ def resume_run(run: TrainRun, directory: Location) -> None:
     for fault in run.skipped:
         _logger.warning("not resumed from: %s", fault)
     restore_run(run, read_meta(directory), partial(load_state, directory), directory)
+    run.hold.release()
 
 
 def restore_run(

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from lockstep.checkpoint.hold import Hold
 from lockstep.dataset import DataShard
 from lockstep.dist import infer_launcher
 from lockstep.errors import ConfigError
@@ -62,6 +63,7 @@ class Workspace:
         records: the run's `metrics.jsonl`; rank 0 writes to it.
         message_hub: holds values that the parts of a run share.
         skipped: what is wrong with checkpoints that it would rather have resumed from.
+        hold: keeps `resume_from` from being removed by other runs until it has been read.
         logger: shows messages on rank 0, and writes them to the run's folder.
     """
 
@@ -78,6 +80,7 @@ class Workspace:
     records: JsonLinesSink
     message_hub: MessageHub
     skipped: Sequence[str] = ()
+    hold: Hold = field(default_factory=Hold)
     logger: logging.Logger = _logger
 
     @property

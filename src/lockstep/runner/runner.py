@@ -353,6 +353,7 @@ class Runner(PartsOfRun):
                 if self._run is not None:
                     self._run.close()
                 space.records.close()
+                space.hold.release()
             recording.print_summary(self.run, what, perf_counter() - began)
 
     def _train(self, run: TrainRun) -> bool:

@@ -139,12 +139,14 @@ def _hand_over(optimizer: Optimizer, core: nn.Module, names: Mapping[int, str]) 
                 continue
             # The optimizer has kept this tensor alive, so no other tensor has its id.
             name = names.get(id(parameter))
-            if name is None or parameter in optimizer.state:
+            # Schedule-free optimizers leave an empty state where their `train` looks for one.
+            if name is None or optimizer.state.get(parameter):
                 what = "parameters of another model" if name is None else "a state already"
                 raise ConfigError(
                     f"`optimizer` must be new and made for the model that is sharded, but {type(optimizer).__name__} "
                     f"has {what}. Give its config instead, as in dict(type='{type(optimizer).__name__}', lr=...)"
                 )
+            optimizer.state.pop(parameter, None)
             group["params"][index] = present[name]
 
 
