@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
 from lockstep.errors import require_count, wrong_type
+from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
 from lockstep.optim.windows import Windows
@@ -217,7 +218,17 @@ class OptimWrapper:
         return loss / self._windows.length
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a scaled loss, and count the batch."""
+        """Add the gradients of a scaled loss, and count the batch.
+
+        Raises:
+            ValueError: the loss requires no gradient.
+        """
+        if not loss.requires_grad:
+            raise ValueError(
+                f"the loss must depend on the model's parameters, but requires no gradient ({this_rank()}). It may be "
+                "detached, computed under torch.no_grad(), or come from frozen parameters alone. For a batch that must "
+                "count for nothing, multiply its loss by 0"
+            )
         try:
             driver = self._driver
             with _NO_CONTEXT if driver is None else driver.backward_context(loss, syncs=self.should_sync()):

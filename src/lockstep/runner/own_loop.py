@@ -16,9 +16,10 @@ from lockstep.dataset import set_epoch
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator.evaluator import plain_value
+from lockstep.groups import resolve
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.preprocessor import move_to_device
-from lockstep.model.wrapper import driving, forwarded
+from lockstep.model.wrapper import driving, forwarded, note_no_backward
 from lockstep.optim import OptimWrapper
 from lockstep.runner.loops import DEFAULT_INTERVAL, TrainLoop, no_batches
 from lockstep.runner.run import TrainRun
@@ -156,12 +157,14 @@ class OwnLoop(TrainLoop):
             run.optim_wrapper.begin_iteration(self.iter)
             run.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
             hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
-            self._is_stepping = True
+            self._is_stepping, before = True, run.optim_wrapper.inner_count
             try:
                 with nothing if is_plain else self._led(), nothing if turn.is_own else buffers_kept(run.model):
                     yield move_to_device(turn.batch, device)
             finally:
                 self._is_stepping = False
+            if run.optim_wrapper.inner_count == before:
+                note_no_backward(resolve(None))
             hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
             self._save_what_was_asked_for()
             self._iterated = True
