@@ -28,6 +28,7 @@ from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner.building import BuildsParts
 from mmengine.runner.data import as_mmengine
 from mmengine.runner.resuming import MMEngineFile, file_to_resume
+from mmengine.runner.saved import KEY, restore_hub, with_mmengines_keys
 
 __all__ = ["FlexibleRunner", "Runner"]
 
@@ -58,6 +59,17 @@ class _Run(_SeenByHooks, Run):
 @dataclass(kw_only=True, eq=False)
 class _TrainRun(_SeenByHooks, TrainRun):
     owner: Any = None
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call every hook at a point; see `lockstep.hooks.Hook`. Checkpoints also have MMEngine's keys and hub."""
+        checkpoint = kwargs.get("checkpoint", {})
+        if fn_name == "before_save_checkpoint" and "epoch" in checkpoint["meta"]:
+            with with_mmengines_keys(self, checkpoint):
+                super().call_hook(fn_name, **kwargs)
+            return
+        if fn_name == "after_load_checkpoint" and (own := checkpoint["meta"].get(KEY)):
+            restore_hub(self, own["log_scalars"], own["runtime_info"])
+        super().call_hook(fn_name, **kwargs)
 
 
 @RUNNERS.register_module()
