@@ -86,7 +86,7 @@ ROWS = (
         dit,
         _LATENTS,
         plan={"*.ff.net.0.proj": "colwise", "*.ff.net.2": "rowwise"},
-        options=dict.fromkeys(("FSDP-2", "FSDP-4", "HSDP-2x2", "TP-2"), {"auto_wrap_policy": _DIT_UNITS}),
+        options={name: {"auto_wrap_policy": _DIT_UNITS} for name in ("FSDP-2", "FSDP-4", "HSDP-2x2", "TP-2")},
         note="its last layer calls an embedding inside the first block, which under FSDP must be a unit of its own: "
         f"`auto_wrap_policy={_DIT_UNITS}`.",
     ),
