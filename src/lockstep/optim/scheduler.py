@@ -136,7 +136,12 @@ class ParamScheduler(ABC):
         The values are part of the optimizer's state; load that afterwards.
         """
         for name in self.kept:
-            setattr(self, f"_{name}", state[name])
+            present, saved = getattr(self, f"_{name}"), state[name]
+            if isinstance(present, list) and not (isinstance(saved, list) and all(map(_is_number, saved))):
+                raise ValueError(f"`{name}` of {self.title} must be a list of numbers, but is {saved!r:.100}")
+            if type(present) is int and type(saved) is not int:
+                raise ValueError(f"`{name}` of {self.title} must be a whole number, but is {saved!r:.100}")
+            setattr(self, f"_{name}", saved)
 
     def __repr__(self) -> str:
         unit = "epochs" if self.by_epoch else "batches"
@@ -188,6 +193,10 @@ class ParamScheduler(ABC):
             group[self.param_name].fill_(value)
         else:
             group[self.param_name] = value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(eq=False, repr=False)

@@ -39,7 +39,7 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "progress": {"type": "ProgressHook"},
     "param_scheduler": {"type": "ParamSchedulerHook"},
     "nan_check": {"type": "NaNCheckHook"},
-    "checkpoint": {"type": "CheckpointHook", "interval": 1},
+    "checkpoint": {"type": "CheckpointHook", "interval": None, "by_epoch": None},
 }
 
 

@@ -16,6 +16,7 @@ from lockstep.model import train_step_of, unwrap_model
 from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
 from lockstep.runner.run import TrainRun
+from lockstep.runner.same_options import check_same_options
 from lockstep.runner.seeds import part_ranks
 from lockstep.runner.switching import StrategySwitch
 from lockstep.runner.uneven_inputs import BEGINNING, Passes, Place, Turn, buffers_kept
@@ -125,8 +126,17 @@ class TrainLoop(ABC):
             self.runner.logger.info("nothing is left to train: the resumed training has completed %s", done)
 
     def _begin_training(self) -> None:
-        """Switch the model to training mode, and warn of parameters that require a gradient but will not be updated."""
+        """Switch the model to training mode, and check what it is updated by.
+
+        A warning names parameters that require a gradient but will not be updated.
+
+        **Collective**: every rank.
+
+        Raises:
+            ConfigError: on every rank, if options of optimizers or schedules differ between ranks.
+        """
         runner = self.runner
+        check_same_options(runner)
         if not self._has_begun:
             self._has_begun = True
             part_ranks(runner.args.randomness, runner.seed + self.iter, runner.data_shard.rank)
