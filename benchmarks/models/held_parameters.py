@@ -88,7 +88,6 @@ ROWS = (
         "tied by a list",
         TiedByList,
         data.vector_columns,
-        plan=PERCEPTRON,
         note="the model keeps `[self.middle.weight]`, and multiplies by it once more.",
     ),
 )

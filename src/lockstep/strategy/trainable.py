@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
+from lockstep.model.drift import refuse_max_norm
 
 _ELEMENTWISE = (
     torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD,
@@ -124,8 +126,11 @@ def check_kinds(model: nn.Module, *, half: bool, engine: str, half_option: str) 
         half_option: the option that selects half precision, for messages.
 
     Raises:
-        ConfigError: a trainable parameter has an unsupported dtype, or its gradient is sparse.
+        ConfigError: a trainable parameter has an unsupported dtype, or its gradient is sparse; or on several ranks, an
+            embedding writes its weight in the forward pass.
     """
+    if get_world_size() > 1:
+        refuse_max_norm(model, f"under {engine}, where each rank has its own batch, so that weights would differ")
     halves = (torch.bfloat16, torch.float16)
     for name, parameter in model.named_parameters():
         dtype = parameter.dtype

@@ -114,3 +114,11 @@ def gathered_clamp(core: Plain) -> None:
 def test_a_write_to_gathered_parameters_is_trained_on():
     losses = run_ranks(2, train_at_stage_3, Plain, gathered_clamp)[0]
     assert losses == pytest.approx(written_alone(Plain, clamp), abs=1e-5, rel=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_embedding_that_writes_its_weight_in_the_forward_pass_is_refused(stage: int):
+    core = nn.Sequential(nn.Embedding(4, 6, max_norm=1.0), nn.Linear(6, 1))
+    with pytest.raises(ConfigError, match=r"`0.max_norm` must be None under DeepSpeed, where each rank has its own"):
+        strategy_of(f"zero{stage}").prepare(core, SGD)
