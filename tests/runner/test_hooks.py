@@ -47,7 +47,8 @@ class Scripted(BaseMetric):
         self.results.append(0)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        return {self.name: self.values.pop(0)}
+        value = self.values.pop(0)
+        return {"other": 0.0} if value is None else {self.name: value}
 
 
 def train(work_dir: Path, checkpoint: dict | None = None, metric: BaseMetric | None = None, **changes: Any) -> Runner:
@@ -105,6 +106,10 @@ def test_checkpoints_are_saved_and_removed_as_asked(tmp_path: Path, options, exp
         ("val/loss", None, [3.0, 1.0, 2.0, math.nan], 2),
         ("strangeness", "less", [3.0, 2.0, 4.0, 1.0], 4),
         ("top1_error", None, [1.0, 2.0, 3.0, 4.0], 1),
+        ("accuracy", None, [math.nan, 0.5, 0.7, 0.6], 3),
+        ("accuracy", None, [math.inf, 0.5, 0.7, 0.6], 3),
+        ("val/loss", None, [math.nan, -math.inf, 0.7, 0.6], 4),
+        ("accuracy", None, [0.5, None, 0.7, 0.6], 3),
     ],
 )
 def test_the_best_checkpoint_is_kept(tmp_path: Path, name, rule, values, best):
@@ -228,6 +233,11 @@ def test_a_run_that_goes_on_remembers_what_was_best(tmp_path: Path):
 def test_wrong_checkpoint_options_are_refused(tmp_path: Path, options, says):
     with pytest.raises(ConfigError, match=says):
         train(tmp_path, options, Scripted("strangeness", [1.0] * 4))
+
+
+def test_a_metric_of_several_numbers_has_no_best(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"with one number, but 'accuracy' is \[0.5, 0.7\]"):
+        train(tmp_path, {"save_best": "accuracy"}, Scripted("accuracy", [[0.5, 0.7]]))
 
 
 def test_checkpoints_by_epoch_need_epochs(tmp_path: Path):

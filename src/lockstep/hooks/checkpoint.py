@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, is_due
 from lockstep.runner.run import Run, TrainRun
+from lockstep.strategy.native import NativeStrategy
 
 _KEY = "checkpoint_hook"
 _ITERATIONS = 1000  # from one checkpoint to the next, by iterations in a loop by epochs
@@ -44,7 +47,8 @@ class CheckpointHook(Hook):
             same work_dir; -1 for all.
         save_last: always save at the end of training.
         save_best: the name of a metric, or several names. The best checkpoint by each is kept in addition to the
-            regular ones; `"auto"` takes the first metric of the first validation.
+            regular ones; `"auto"` takes the first metric of the first validation that is a number. A value that is not
+            finite is never the best. A metric must be in the first validation, and may be missing in later ones.
         rule: whether `"greater"` or `"less"` is better, for each metric or for all; by default inferred from the
             metric's name.
         greater_keys: parts of metric names for which greater is better, instead of the default ones.
@@ -97,6 +101,7 @@ class CheckpointHook(Hook):
         # By metric: the best value, the path of its checkpoint, and its name if this run has saved it.
         self._best: dict[str, dict[str, Any]] = {}
         self._metrics: dict[str, Any] = {}
+        self._seen: set[str] = set()  # names in `save_best` that some validation had
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save every few iterations, and after the last one."""
@@ -118,9 +123,11 @@ class CheckpointHook(Hook):
             self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
-        """Raise an error if epochs are to be counted in an iteration-based loop; log what is saved when."""
+        """Log what is saved when; raise an error for epochs in a loop by iterations, or a state that can't be saved."""
         if self.by_epoch:
             require_epochs(runner, "CheckpointHook(by_epoch=False, interval=<iterations>)")
+        if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):
+            runner.strategy.optim_state()
         by_default = (True, 1) if runner.max_epochs is not None else (False, runner.val_interval)
         if self._cadence(runner) != by_default or any(getattr(self, name) != usual for name, usual in _USUAL.items()):
             _logger.info("checkpoints: %s", self._told(runner))
@@ -135,12 +142,20 @@ class CheckpointHook(Hook):
         if self.save_best is None or not metrics or not isinstance(runner, TrainRun):
             return
         if self.save_best == "auto":
-            self.save_best = next(iter(metrics))
+            self.save_best = next((name for name, value in metrics.items() if _is_number(value)), "auto")
         runner.saving.finish()  # which value is the best depends on whether the former one is saved
         for name in [self.save_best] if isinstance(self.save_best, str) else self.save_best:
-            if name not in metrics:
+            if name in metrics and not _is_number(metrics[name]):
+                raise ConfigError(f"`save_best` must be a metric with one number, but {name!r} is {metrics[name]!r}")
+            if name not in metrics and name not in self._seen:
                 raise ConfigError(f"`save_best` must be one of the metrics {', '.join(metrics)}, but is {name!r}")
-            self._save_if_best(runner, name, float(metrics[name]))
+            self._seen.add(name)
+            value = float(metrics.get(name, math.nan))
+            if math.isfinite(value):
+                self._save_if_best(runner, name, value)
+            else:
+                is_what = f"is {value}" if name in metrics else "is missing"
+                _logger.warning("%s %s in this validation, which therefore is not the best one by it", name, is_what)
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Add the best values so far to the checkpoint."""
@@ -153,6 +168,7 @@ class CheckpointHook(Hook):
         if runner.resume_from is not None:
             self._former = [str(run) for run in state.get("runs", [runner.resume_from.parent.name])]
         for name, best in state.get("best", {}).items():
+            self._seen.add(name)
             self._note_best(runner, name, best["value"], best["path"])
 
     def _cadence(self, runner: TrainRun) -> tuple[bool, int]:
@@ -214,8 +230,10 @@ class CheckpointHook(Hook):
     def _save_if_best(self, runner: TrainRun, metric: str, value: float) -> None:
         rule = self.rules.get(metric, self.rules.get("")) or rule_of(metric, self.greater_keys, self.less_keys)
         former = self._best.get(metric)
-        if former is not None and not (value > former["value"] if rule == "greater" else value < former["value"]):
-            return
+        if former is not None and math.isfinite(former["value"]):
+            is_better = value > former["value"] if rule == "greater" else value < former["value"]
+            if not is_better:
+                return
         when = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
         checkpoint = f"best_{metric.replace('/', '_')}_{when}"
         noted = dict(self._best)
@@ -247,6 +265,10 @@ class CheckpointHook(Hook):
         if self.out_dir is None:
             return runner.run_dir
         return locate(self.out_dir) / runner.work_dir.name / runner.run_dir.name
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) or getattr(value, "ndim", None) == 0
 
 
 def _remove(checkpoint: Location) -> bool:

@@ -95,12 +95,15 @@ class EarlyStoppingHook(Hook):
             return f"is {value}"
         if self.stopping_threshold is not None and self._gain(value, self.stopping_threshold) > 0:
             return f"is {value:g}, better than {self.stopping_threshold:g}"
-        if self.best is None or self._gain(value, self.best) > self.min_delta:
+        is_first = not math.isnan(value) and (self.best is None or math.isnan(self.best))
+        if is_first or (self.best is not None and self._gain(value, self.best) > self.min_delta):
             self.best, self.wait_count = value, 0
             return None
         self.wait_count += 1
         if self.wait_count < self.patience:
             return None
+        if self.best is None:
+            return f"was not a number in {self.patience} validations"
         return f"is not better than {self.best:g} by more than {self.min_delta:g} after {self.patience} validations"
 
     def _gain(self, value: float, former: float) -> float:

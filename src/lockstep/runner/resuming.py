@@ -26,6 +26,7 @@ from lockstep.model import unwrap_model
 from lockstep.optim.paramwise import param_sites
 from lockstep.optim.scheduler import FormulaScheduler
 from lockstep.runner.arguments import RunnerArguments
+from lockstep.runner.options import ResumedOptions
 from lockstep.runner.run import TrainRun
 from lockstep.runner.saved_form import check_resumable
 from lockstep.runner.seeds import seed_all
@@ -232,12 +233,11 @@ def restore_run(
     if has_own:
         own_random = state["ranks"][str(run.rank)]["random"]
         on_all(f"{origin} could not be restored", partial(_require_random_state, own_random, origin))
-    saved, present = len(meta["param_schedulers"]), len(run.param_schedulers)
-    if saved != present:
-        raise ConfigError(f"`param_scheduler` must have {saved} schedulers to resume from {origin}, but has {present}")
-    with _restored(origin, "schedules"):
-        for scheduler, own_state in zip(run.param_schedulers, meta["param_schedulers"], strict=True):
-            scheduler.load_state_dict(own_state)
+    own_groups = wanted["optimizer"]["param_groups"] if "optimizer" in state else None
+    saved_groups = state["optimizer"]["param_groups"] if "optimizer" in state else []
+    with _restored(origin, "schedules, or options of the optimizer,"):
+        options = ResumedOptions(run, meta, own_groups, saved_groups, origin)
+        options.load_schedules()
     strategy.load_state(state["model"], state.get("optimizer"))
     if "optimizer" in state:
         _tell_of_new_parameters(run, wanted["optimizer"]["param_groups"], state["optimizer"], origin)
@@ -250,6 +250,8 @@ def restore_run(
         iteration, position = _position_of_first_format(run, meta, own, origin)
     with _restored(origin, "a position in the data"):
         _restore_position(run, iteration, position, own, list(states.values()), origin)
+    with _restored(origin, "options of the optimizer"):
+        options.apply()
     into = position["batches"] if loop.max_epochs is not None else 0
     if run.val_loop is not None and (meta.get("validated_iter") or 0) >= meta["iter"] - into:
         run.val_loop.at_iter = loop.epoch_begin if loop.max_epochs is not None else loop.iter
@@ -397,7 +399,7 @@ def _tell_of_new_parameters(
 
 
 def _restart_random_state(run: TrainRun, saved_by: int) -> None:
-    """Seed the generators anew, because the checkpoint was saved by a different set of ranks."""
+    """Seed the generators anew, because the checkpoint was saved by a different set of ranks; see also `part_ranks`."""
     options = run.args.randomness or {}
     seed_all(run.seed + run.iter + (run.data_shard.rank if options.get("diff_rank_seed") else 0))
     _logger.info(

@@ -41,6 +41,7 @@ _OPTION = Kind("a plain value, or a list of them", _is_option)
 # numpy takes any place in the words of its generator, and reads memory beyond them.
 _PLACE = Kind("a place in 624 words", lambda node: is_count(node) and node <= 624)
 _RATE = Kind("a number or a tensor", lambda node: NUMBER.fits(node) or TENSOR.fits(node))
+_WINDOWS: Form = Whole(backward_passes=COUNT, per_iteration=COUNT.or_none(), open=COUNT, updates=COUNT)
 
 _META: Form = {
     "strategy": TEXT,
@@ -48,7 +49,9 @@ _META: Form = {
     "rank_states": COUNT,
     "validated_iter": COUNT.or_none(),
     "has_optimizer": FLAG,
-    "optim_wrapper": {},
+    "optim_wrapper": {"*": {"windows": _WINDOWS}, "windows": _WINDOWS},
+    "begun_with": Whole(options=[{"*": _OPTION}], schedules=[TEXT]),
+    "param_scheduler_hook": Whole(held=[NUMBER]),
     "position": Whole(
         epoch=COUNT,
         batches=COUNT,
