@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import PurePath
 from types import CodeType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 from lockstep.dist import all_gather_object
 
 _ATTRIBUTES = ("rank", "world_size", "num_replicas", "shard", "process_index", "num_processes")
+_MOST_TOLD = 1000  # indices
+_SEQUENCES = (list, tuple, range, Tensor, np.ndarray)
 # Functions that return a rank, and variables of launchers that hold one.
 RANK_WORDS = frozenset({
     "get_rank", "get_dist_info", "process_index", "split_by_node",
@@ -65,6 +68,20 @@ def differing_parts(dataset: Any, sampler: Any) -> list[str]:
     told = all_gather_object(own)
     names = dict.fromkeys(name for parts in told for name in parts)
     return [name for name in names if any(parts.get(name) != own.get(name) for parts in told)]
+
+
+def overlapping_parts(dataset: Any, sampler: Any) -> bool:
+    """Return whether ranks have drawn indices of their own from one dataset, of which some are on several ranks.
+
+    So it is after a random split without a common seed; not if each rank has a part of its own. The indices of a
+    `Subset` and those in a `SubsetRandomSampler` are compared by a sample of them.
+
+    **Collective**: every rank. **Cost**: one all_gather of up to 8 kB from each rank.
+    """
+    drawn = [getattr(part, "indices", ()) for part in (dataset, *parts_of(sampler))]
+    own = {int(index) for part in drawn if isinstance(part, _SEQUENCES) and is_plain(part) for index in part}
+    told = all_gather_object(sorted(own, key=lambda index: crc32(repr(index).encode()))[:_MOST_TOLD])
+    return len({index for part in told for index in part}) < sum(map(len, told))
 
 
 def _is_inner(name: str, value: Any) -> bool:

@@ -9,10 +9,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.dataset.own_split import asks_for_rank
-from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
+from lockstep.dataset.rank_aware import differing_parts, is_rank_aware, overlapping_parts
 from lockstep.dataset.sampler import DefaultSampler, WorkerSeeds
 from lockstep.dataset.sharded import ShardedSampler, drawn_from, is_torchs, length_of, with_sampler
-from lockstep.dist import get_dist_info, get_world_size
+from lockstep.dist import get_dist_info, get_rank, get_world_size
 from lockstep.errors import ConfigError, counted
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +53,14 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
         return logging.WARNING, (
             f"each of the {get_world_size()} ranks goes through all that it yields, which is the same on every rank "
             f"unless it shards by itself. {advice}; {_HOW_TO_SAY}"
+        )
+    if differing and overlapping_parts(loader.dataset, sampler):
+        raise ConfigError(
+            f"{_describe(loader)} must have the same data on all ranks, which split them, or on each rank a part of "
+            f"its own; but {' and '.join(differing)} differ, and overlap. So it is after a random split that each rank "
+            "has drawn for itself: samples that one rank validates are trained on by another (rank "
+            f"{get_rank()} of {get_world_size()}). Give the split a seed, as by random_split(data, lengths, "
+            "generator=torch.Generator().manual_seed(0)), or draw it on rank 0 and broadcast it"
         )
     if differing:
         return logging.WARNING, (

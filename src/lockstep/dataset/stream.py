@@ -229,6 +229,7 @@ class StreamLoader(DataLoader[Any]):
     Attributes:
         head: checksums of the first samples of this pass, of which all ranks and workers must make the same; empty if
             the dataset splits itself.
+        samples: the number of samples in the last batch; None if samples are not put into batches.
     """
 
     dataset: StreamShard
@@ -236,7 +237,9 @@ class StreamLoader(DataLoader[Any]):
     def __init__(self, dataset: StreamShard, collate_fn: Callable[[Any], Any], **kwargs: Any) -> None:
         self._begin = self._at = _BEGINNING
         self.head: list[int] = []
-        super().__init__(dataset, collate_fn=partial(_with_position, collate_fn, dataset), **kwargs)
+        self.samples: int | None = None
+        in_batches = kwargs.get("batch_size", 1) is not None
+        super().__init__(dataset, collate_fn=partial(_with_position, collate_fn, dataset, in_batches), **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._at, self._begin, self.head = self._begin, _BEGINNING, []
@@ -245,7 +248,7 @@ class StreamLoader(DataLoader[Any]):
 
     def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
         head: list[int] = []
-        for batch, made_by, worker_head in batches:
+        for batch, self.samples, made_by, worker_head in batches:
             if any(now != then for now, then in zip(worker_head, head, strict=False)):
                 raise orders_differ(self.dataset.dataset, "between its workers")
             head = self.head = max(head, worker_head, key=len)
@@ -389,8 +392,10 @@ def _texts_in(sample: Any) -> Iterator[str]:
             yield repr(sample.reshape(-1)[:_MOST_TOLD].tolist())
 
 
-def _with_position(collate_fn: Callable[[Any], Any], dataset: StreamShard, samples: Any) -> tuple[Any, Any, list[int]]:
-    """Make a batch, in the process that makes the samples, and add the position of the dataset."""
+def _with_position(
+    collate_fn: Callable[[Any], Any], dataset: StreamShard, in_batches: bool, samples: Any
+) -> tuple[Any, int | None, Any, list[int]]:
+    """Make a batch, in the process that makes the samples, and add their number and the position of the dataset."""
     info = get_worker_info()
     made_by: Any = dataset if info is None else info.dataset  # in a worker: the worker's own copy
-    return collate_fn(samples), made_by.position(), made_by.head
+    return collate_fn(samples), len(samples) if in_batches else None, made_by.position(), made_by.head

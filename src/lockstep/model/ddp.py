@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from time import perf_counter
 from typing import Any, NoReturn
@@ -17,13 +17,17 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size, is_main_process
+from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, listed, message_of
+from lockstep.groups import resolve
 from lockstep.model import steps
-from lockstep.model.autograd_graph import hides_leaves, leaves_of, nodes_of
+from lockstep.model.autograd_graph import hides_leaves, leaves_of, nodes_of, reaches_none
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
 from lockstep.model.drift import OWN_STEP, DriftCheck, refuse_max_norm
-from lockstep.model.wrapper import ModelWrapper
+from lockstep.model.wrapper import ModelWrapper, note_no_backward
 from lockstep.registry import MODEL_WRAPPERS
+from lockstep.transport.handles import waiting
+from lockstep.watch.failures import backend_errors_translated
 
 _logger = logging.getLogger(__name__)
 
@@ -115,7 +119,10 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         if comm_hook is not None:
             register_comm_hook(self, comm_hook)
         self._options, self._comm_hook = options, comm_hook
+        self._comm = resolve(self.process_group)
         self._parameters_seen = list(module.parameters())
+        self._has_met, self._will_meet = bool(options.get("find_unused_parameters")), False
+        self._ids = set(map(id, self._parameters_seen))
         self._exchanged = [parameter.requires_grad for parameter in self._parameters_seen]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,9 +131,21 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             self._follow_trainability()
             self._expects_gradients = self.require_backward_grad_sync
         try:
+            if self._will_meet and torch.is_grad_enabled():
+                with self._meeting():
+                    return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            self._explain(error)
+            with backend_errors_translated():
+                self._explain(error)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Record the forward pass after the first exchange, in which torch broadcasts its buckets, as a call."""
+        self._will_meet = False
+        check_call("forward_pass", self._comm, check="carried")
+        with waiting(self._comm) if self.device_type == "cpu" else nullcontext():
+            yield
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Let `hook` exchange the gradients, and time it; see torch's `DistributedDataParallel`."""
@@ -142,10 +161,13 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             DivergenceError: on every rank, if replicas differ.
         """
         self._follow_trainability()
+        before = getattr(optim_wrapper, "inner_count", None)
         self._has_averaged = False
         # A step of the user's own may also update without a backward pass that averages gradients.
         with self._drift.step(lambda: self._has_averaged or self._trains_itself):
             yield
+            if before is not None and optim_wrapper.inner_count == before:
+                note_no_backward(self._comm)
 
     @contextmanager
     def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:
@@ -165,15 +187,36 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         if syncs and self._synced_backwards < _FIRST_CHECKED:
             self._synced_backwards += 1
             self._check_all_reached(loss)
+        if syncs:
+            # Recorded, so that a rank that makes no such pass, or one more, is found; see `note_no_backward`.
+            check_call("backward_pass", self._comm, check="carried")
+            self._will_meet, self._has_met = not self._has_met, True
         try:
-            if syncs and self._trains_itself:
+            if syncs and reaches_none(loss, self._ids):
+                self._contribute_nothing()
+            elif syncs and self._trains_itself:
                 self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
             if self.device_type == "cpu":
                 self.clock.begin(loss)
-            yield
+            with waiting(self._comm) if syncs and self.device_type == "cpu" else nullcontext():
+                yield
             self.clock.end()
         except RuntimeError as error:
             self._explain(error)
+
+    def _contribute_nothing(self) -> None:
+        """Take part in the exchange of gradients with zeros: torch begins it only when some gradient is computed.
+
+        Raises:
+            ConfigError: `find_unused_parameters` is off.
+        """
+        averaged = self._averaged()
+        if not self.find_unused_parameters:
+            rank, size = get_rank(self.process_group), get_world_size(self.process_group)
+            raise ConfigError(_unused([name for name, _ in averaged], rank, size))
+        nothing = averaged[0][1].flatten()[:1].sum() * 0
+        self.reducer.prepare_for_backward([nothing])
+        nothing.backward()  # type: ignore[no-untyped-call]
 
     def _follow_trainability(self) -> None:
         """Start exchanging the gradients of unfrozen parameters, and stop exchanging those of frozen ones."""

@@ -175,7 +175,7 @@ class Consistency:
         of_params = [name in self._window for name in names]
         lost = self._writes.resolve()
         digest = zlib.crc32(bytes(of_units + of_params) + repr(sorted(lost.items())).encode())
-        if len(set(self._order.from_all(torch.tensor([digest])).flatten().tolist())) > 1 or lost:
+        if not self._order.meet_in_backward(digest) or lost:
             self._refuse_writes(lost)
             self._refuse_graphs(of_units, of_params)
         if reduces and self._find_unused:

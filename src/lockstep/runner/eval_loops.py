@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from lockstep.dataset import batch_size_of
+from lockstep.dataset.counted import CountedBatches
 from lockstep.dataset.sampler import DealingSampler
 from lockstep.dataset.sharded import drawn_from
 from lockstep.dataset.stream import check_alike
@@ -67,6 +69,7 @@ class EvalLoop:
     def run(self) -> dict[str, Any]:
         """Return the metrics, the same on every rank."""
         runner, mode = self.runner, self.mode
+        runner.set_optimizer_mode(training=False)
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
@@ -94,6 +97,7 @@ class EvalLoop:
             runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
             outputs = step(data_batch)
             if runner.data_shard.is_first:
+                self.evaluator.count_samples(turn.samples)
                 self.evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         check_alike(self.dataloader)
@@ -103,7 +107,9 @@ class EvalLoop:
         model = self.runner.model
         if self.runner.world_size > 1 and isinstance(model, ModelWrapper) and model.forward_is_collective:
             return Passes(self.dataloader).turns()
-        return (Turn(batch, 0, 0.0, True) for batch in self.dataloader)
+        batches = CountedBatches(self.dataloader)
+        sizes = ((batch, batch_size_of(batch) if batches.samples is None else batches.samples) for batch in batches)
+        return (Turn(batch, size, size, True) for batch, size in sizes)
 
 
 @LOOPS.register_module()
