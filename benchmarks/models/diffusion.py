@@ -71,6 +71,7 @@ class Autoencoder(nn.Module):
 
 _IMAGES = partial(data.noisy_columns, channels=3, size=16)
 _LATENTS = partial(data.noisy_columns, channels=4, size=8)
+_DIT_UNITS = ["BasicTransformerBlock", "CombinedTimestepLabelEmbeddings"]
 
 ROWS = (
     Row(
@@ -80,6 +81,14 @@ ROWS = (
         plan={"*.time_embedding.linear_1": "colwise", "*.time_embedding.linear_2": "rowwise"},
         note="of Diffusers, as the next two; the embedding of times is what tensor parallelism splits.",
     ),
-    Row("DiT", dit, _LATENTS, plan={"*.ff.net.0.proj": "colwise", "*.ff.net.2": "rowwise"}),
+    Row(
+        "DiT",
+        dit,
+        _LATENTS,
+        plan={"*.ff.net.0.proj": "colwise", "*.ff.net.2": "rowwise"},
+        options={name: {"auto_wrap_policy": _DIT_UNITS} for name in ("FSDP-2", "FSDP-4", "HSDP-2x2", "TP-2")},
+        note="its last layer calls an embedding inside the first block, which under FSDP must be a unit of its own: "
+        f"`auto_wrap_policy={_DIT_UNITS}`.",
+    ),
     Row("VAE", Autoencoder, _IMAGES, note="its `forward` calls `encode` and `decode` of the autoencoder inside it."),
 )

@@ -73,7 +73,14 @@ ROWS = (
         counts=data.count_labels,
         note="labels of 1 to 11 tokens, the others -100; `batch_size_of` counts them.",
     ),
-    _hf("wav2vec 2.0", huggingface.wav2vec2, data.waveform_columns, plan=WAV2VEC2),
+    _hf(
+        "wav2vec 2.0",
+        huggingface.wav2vec2,
+        data.waveform_columns,
+        plan=WAV2VEC2,
+        options=UNUSED,
+        note=f"nothing is masked, so the vector that would replace what is masked gets no gradient. {UNUSED_NOTE}",
+    ),
     _hf("Whisper", huggingface.whisper, data.speech_columns, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}),
     _hf(
         "LoRA on Llama",

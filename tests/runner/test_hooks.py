@@ -86,7 +86,10 @@ def saved(runner: Runner) -> list[str]:
         ({"by_epoch": False, "interval": 3}, ["iter_3", "iter_6", "iter_8"]),
         ({"interval": 2, "save_begin": 1}, ["epoch_1", "epoch_3", "epoch_4"]),
         ({"interval": 3, "filename_tmpl": "after_{}.pth"}, ["after_3.pth", "after_4.pth"]),
-        ({"type": "CheckpointHook"}, ["epoch_4"]),
+        ({"type": "CheckpointHook"}, ["epoch_1", "epoch_2", "epoch_3", "epoch_4"]),
+        ({"type": "CheckpointHook", "max_keep_ckpts": 2, "async_save": True}, ["epoch_3", "epoch_4"]),
+        ({"by_epoch": False}, ["iter_8"]),
+        ({"type": "CheckpointHook", "by_epoch": False}, ["iter_8"]),
     ],
 )
 def test_checkpoints_are_saved_and_removed_as_asked(tmp_path: Path, options, expected):
@@ -239,8 +242,24 @@ def test_a_metric_of_several_numbers_has_no_best(tmp_path: Path):
 
 def test_checkpoints_by_epoch_need_epochs(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"CheckpointHook\(by_epoch=False"):
-        train(tmp_path, {"type": "CheckpointHook"}, train_cfg={"max_iters": 2})
+        train(tmp_path, {"type": "CheckpointHook", "by_epoch": True}, train_cfg={"max_iters": 2})
+    typed = train(tmp_path / "typed", {"type": "CheckpointHook"}, train_cfg={"max_iters": 3, "val_interval": 2})
+    assert saved(typed) == ["iter_2", "iter_3"]
     assert saved(train(tmp_path / "iters", train_cfg={"max_iters": 3, "val_interval": 2})) == ["iter_2", "iter_3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"type": "CheckpointHook", "max_keep_ckpts": 3}, "every epoch and at the end; the last 3 are kept"),
+        ({"by_epoch": False, "interval": 3}, "every 3 iterations and at the end; all are kept"),
+        ({"interval": -1, "save_last": False, "save_best": "loss"}, "none regularly; all are kept; the best by loss"),
+    ],
+)
+def test_the_log_says_what_is_saved_when(tmp_path: Path, options, says):
+    runner = train(tmp_path / "changed", options, Scripted("loss", [1.0] * 4))
+    assert f"checkpoints: {says}" in (runner.run_dir / "log.txt").read_text()
+    assert "checkpoints:" not in (train(tmp_path / "default").run_dir / "log.txt").read_text()
 
 
 def test_a_default_hook_can_be_left_out(tmp_path: Path):

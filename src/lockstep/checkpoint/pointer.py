@@ -18,7 +18,7 @@ from lockstep.location import Location, RemotePath
 from lockstep.masking import printable
 
 POINTER_FILE = "last_checkpoint"
-_MOST_BYTES = 8192  # of the file
+_MOST_BYTES = 2048  # of the file: a path in it must be one with the path of the work_dir before it
 _MOST_NAME = 255  # bytes of a folder's name
 
 
@@ -84,7 +84,7 @@ def read_pointer(root: Location, others: Sequence[Location] = ()) -> Location | 
         text = ""
     line, newline, rest = text.partition("\n")
     is_whole = rest in ("", f"sha256 {_digest_of(line)}\n") and not re.search(r"sha256 [0-9a-f]{64}$", line)
-    is_path = all(0 < len(os.fsencode(part)) <= _MOST_NAME for part in line.split("/")[1:]) and line == printable(line)
+    is_path = max(len(part.encode()) for part in line.split("/")) <= _MOST_NAME and line == printable(line)
     if not line or not newline or not is_whole or not is_path:
         raise ConfigError(f"{pointer} must hold the path of a checkpoint and its digest, but is damaged. Remove it")
     if isinstance(root, RemotePath):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
-from lockstep.errors import ConfigError, require_one_of
+from lockstep.errors import ConfigError, counted, require_one_of
 from lockstep.hooks.arguments import RULES, check_local, require_epochs, rule_of
 from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
@@ -21,6 +21,8 @@ from lockstep.runner.run import Run, TrainRun
 from lockstep.strategy.native import NativeStrategy
 
 _KEY = "checkpoint_hook"
+_ITERATIONS = 1000  # from one checkpoint to the next, by iterations in a loop by epochs
+_USUAL = {"max_keep_ckpts": -1, "save_last": True, "save_best": None, "save_begin": 0, "out_dir": None}
 _logger = logging.getLogger(__name__)
 
 
@@ -33,8 +35,9 @@ class CheckpointHook(Hook):
     and `best_score_NAME`.
 
     Args:
-        interval: number of epochs, or iterations, from one checkpoint to the next; -1 for only the last one.
-        by_epoch: count epochs, else iterations.
+        interval: number of epochs, or iterations, from one checkpoint to the next; -1 for only the last one. By default
+            1 epoch; or, by iterations, as many as from one validation to the next, or 1000 in a loop by epochs.
+        by_epoch: count epochs, else iterations; by default as the loop does.
         save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
         save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
         out_dir: where checkpoints go instead of the run's folder: into `out_dir/WORK_DIR/RUN`, by the names of the
@@ -64,8 +67,8 @@ class CheckpointHook(Hook):
 
     priority = "VERY_LOW"
 
-    interval: int = -1
-    by_epoch: bool = True
+    interval: int | None = None
+    by_epoch: bool | None = None
     save_optimizer: bool = True
     save_param_scheduler: bool = True
     out_dir: str | Path | None = None
@@ -102,27 +105,32 @@ class CheckpointHook(Hook):
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save every few iterations, and after the last one."""
-        if self.by_epoch:
+        by_epoch, interval = self._cadence(runner)
+        if by_epoch:
             return
         loop = runner.train_loop
         done = loop.iter + 1
-        if is_due(done, self.interval, self.save_begin) or (self.save_last and done == loop.max_iters):
+        if is_due(done, interval, self.save_begin) or (self.save_last and done == loop.max_iters):
             self._save(runner, "iter_{}", done, epoch=loop.epoch, iteration=done)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Save every few epochs, and after the last one."""
-        if self.by_epoch and (
-            self.every_n_epochs(runner, self.interval, self.save_begin)
+        by_epoch, interval = self._cadence(runner)
+        if by_epoch and (
+            self.every_n_epochs(runner, interval, self.save_begin)
             or (self.save_last and self.is_last_train_epoch(runner))
         ):
             self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
-        """Raise an error if epochs are to be counted in an iteration-based loop, or a state can't be saved."""
+        """Log what is saved when; raise an error for epochs in a loop by iterations, or a state that can't be saved."""
         if self.by_epoch:
             require_epochs(runner, "CheckpointHook(by_epoch=False, interval=<iterations>)")
         if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):
             runner.strategy.optim_state()
+        by_default = (True, 1) if runner.max_epochs is not None else (False, runner.val_interval)
+        if self._cadence(runner) != by_default or any(getattr(self, name) != usual for name, usual in _USUAL.items()):
+            _logger.info("checkpoints: %s", self._told(runner))
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Keep the metrics until every hook has seen them, so that the checkpoint includes this validation."""
@@ -162,6 +170,30 @@ class CheckpointHook(Hook):
         for name, best in state.get("best", {}).items():
             self._seen.add(name)
             self._note_best(runner, name, best["value"], best["path"])
+
+    def _cadence(self, runner: TrainRun) -> tuple[bool, int]:
+        """Return whether epochs are counted, and how many of them, or iterations, are from one save to the next."""
+        by_epoch = runner.max_epochs is not None if self.by_epoch is None else self.by_epoch
+        if self.interval is not None:
+            return by_epoch, self.interval
+        if by_epoch:
+            return True, 1
+        return False, _ITERATIONS if runner.max_epochs is not None else runner.val_interval
+
+    def _told(self, runner: TrainRun) -> str:
+        """Return in words what is saved when, and what is kept."""
+        by_epoch, interval = self._cadence(runner)
+        times = []
+        if interval > 0:
+            begin = f" from {self.save_begin} on" if self.save_begin else ""
+            unit = "epoch" if by_epoch else "iteration"
+            times.append(f"every {unit if interval == 1 else counted(interval, unit)}{begin}")
+        times += ["at the end"] if self.save_last else []
+        kept = "all are kept" if self.max_keep_ckpts < 0 else f"the last {self.max_keep_ckpts} are kept"
+        best = [self.save_best] if isinstance(self.save_best, str) else list(self.save_best or ())
+        more = [f"the best by {', '.join(best)}"] if best else []
+        more += [f"in {self._folder(runner)}"] if self.out_dir is not None else []
+        return "; ".join([" and ".join(times) or "none regularly", kept, *more])
 
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
         name = (self.filename_tmpl or template).format(done)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import ConfigError, require_count, require_one_of
+from lockstep.checkpoint.form import is_count
+from lockstep.errors import CheckpointError, ConfigError, require_count, require_one_of
 from lockstep.hooks.arguments import RULES, rule_of
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -78,6 +80,14 @@ class EarlyStoppingHook(Hook):
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best value and the number of validations since then."""
         saved = checkpoint["meta"].get(_KEY, {"best": None, "wait_count": 0})
+        if (
+            not isinstance(saved, Mapping)
+            or not isinstance(saved.get("best"), float | int | None)
+            or not is_count(saved.get("wait_count"))
+        ):
+            raise CheckpointError(
+                f"`meta.{_KEY}` of the checkpoint must be what EarlyStoppingHook saves, but is {saved!r:.100}"
+            )
         self.best, self.wait_count = saved["best"], saved["wait_count"]
 
     def _reason_to_stop(self, value: float) -> str | None:

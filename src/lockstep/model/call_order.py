@@ -41,6 +41,7 @@ class CallOrder:
     Attributes:
         groups: the groups of the mesh's axes; collectives over one after the other reach all ranks.
         has_peers: whether there are several ranks.
+        is_sampled: whether the present pass is one of those that are compared if there are several ranks.
         is_compared: whether the present pass is compared.
 
     **Cost**: in a compared pass, four bytes from every rank to every rank for each call.
@@ -64,7 +65,7 @@ class CallOrder:
         self._counts: Counter[str] = Counter()
         self._last = ""
         self.has_peers = len(self._ranks) > 1
-        self.is_compared = False
+        self.is_sampled = self.is_compared = False
 
     @contextmanager
     def compared(self) -> Iterator[None]:
@@ -85,7 +86,8 @@ class CallOrder:
 
     def begin(self, kind: str) -> None:
         """Count a forward pass of a kind."""
-        self.is_compared = self.is_due(kind)
+        self.is_sampled = self.samples(kind)
+        self.is_compared = self.has_peers and self.is_sampled
         self._last = ""
 
     def call(self, index: int) -> None:
@@ -102,11 +104,11 @@ class CallOrder:
         """Meet the other ranks at the end of a pass; raises as `call` does."""
         self._meet(_FAILED if failed else _END)
 
-    def is_due(self, kind: str) -> bool:
-        """Count a pass of a kind, and return whether it must be compared."""
+    def samples(self, kind: str) -> bool:
+        """Count a pass of a kind, and return whether it must be compared if there are several ranks."""
         number = self._counts[kind]
         self._counts[kind] += 1
-        return self.has_peers and (number < self._first or number % _EVERY == 0 or check_mode() == "always")
+        return number < self._first or number % _EVERY == 0 or check_mode() == "always"
 
     def from_all(self, row: Tensor) -> Tensor:
         """Return every rank's row, in the order of the mesh. **Collective**: every rank."""

@@ -39,6 +39,9 @@ class OptimWrapper:
 
     Subclasses for mixed precision override `optim_context`, `backward` and `step`.
 
+    An optimizer with `train` and `eval`, as schedule-free ones have, trains other weights than it evaluates: the loops
+    of a Runner and of a Session, and saves, call them; see `set_mode`.
+
     An optimizer that evaluates the loss itself, such as `LBFGS`, gets a closure; see `update_by_closure`. It is
     recognised by an attribute `needs_closure`, or by a parameter `closure` of its `step` that has no default.
 
@@ -54,6 +57,8 @@ class OptimWrapper:
         accumulative_counts: as given.
         clip_grad: as given, with its `type`; None if gradients are not clipped.
     """
+
+    _is_training = False
 
     def __init__(
         self,
@@ -263,6 +268,38 @@ class OptimWrapper:
         return self._grad_norm
 
     @property
+    def has_modes(self) -> bool:
+        """Whether an optimizer has `train` and `eval`: it trains other weights than it evaluates."""
+        return any(_has_modes(optimizer) for optimizer in self.optimizers)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the model has the weights that are trained, of such an optimizer."""
+        return any(group.get("train_mode", self._is_training) for group in self.param_groups)
+
+    def set_mode(self, *, training: bool) -> None:
+        """Let the model have the weights that are trained, or those that are to be evaluated and saved."""
+        self._is_training = training
+        for optimizer in self.optimizers:
+            if _has_modes(optimizer):
+                optimizer.train() if training else optimizer.eval()  # type: ignore[attr-defined]
+
+    @property
+    def skipped_updates(self) -> int:
+        """Number of updates that were skipped, as float16 does where gradients are not finite."""
+        return 0
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last update was skipped."""
+        return False
+
+    @property
+    def batches_per_update(self) -> float:
+        """How many iterations make up a window: `accumulative_counts`, unless each makes several backward passes."""
+        return self._windows.iterations
+
+    @property
     def inner_count(self) -> int:
         """Number of backward passes so far."""
         return self._windows.count
@@ -337,6 +374,10 @@ class OptimWrapper:
             self._grad_norm = clip_by_norm(params, **kwargs)
         else:
             clip_by_value(params, **kwargs)
+
+
+def _has_modes(optimizer: Optimizer) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -69,6 +69,7 @@ class EvalLoop:
     def run(self) -> dict[str, Any]:
         """Return the metrics, the same on every rank."""
         runner, mode = self.runner, self.mode
+        runner.set_optimizer_mode(training=False)
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()

@@ -18,6 +18,7 @@ from lockstep.model.wrapper import note_no_backward
 from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
 from lockstep.runner.run import TrainRun
+from lockstep.runner.same_options import check_same_options
 from lockstep.runner.seeds import part_ranks
 from lockstep.runner.switching import StrategySwitch
 from lockstep.runner.uneven_inputs import BEGINNING, Passes, Place, Turn, buffers_kept
@@ -129,14 +130,24 @@ class TrainLoop(ABC):
             self.runner.logger.info("nothing is left to train: the resumed training has completed %s", done)
 
     def _begin_training(self) -> None:
-        """Switch the model to training mode, and warn of parameters that require a gradient but will not be updated."""
+        """Switch the model to training mode, and check what it is updated by.
+
+        A warning names parameters that require a gradient but will not be updated.
+
+        **Collective**: every rank.
+
+        Raises:
+            ConfigError: on every rank, if options of optimizers or schedules differ between ranks.
+        """
         runner = self.runner
+        check_same_options(runner)
         if not self._has_begun:
             self._has_begun = True
             part_ranks(runner.args.randomness, runner.seed + self.iter, runner.data_shard.rank)
         self._tell_iteration = iteration_teller()
         self._tell_iteration(self.iter)
         runner.model.train()
+        runner.set_optimizer_mode(training=True)
         names = [
             name for name in runner.optim_wrapper.left_out(unwrap_model(runner.model)) if name not in self._left_out
         ]
@@ -147,6 +158,11 @@ class TrainLoop(ABC):
                 "%s. Give it all parameters, or freeze these with requires_grad_(False)",
                 len(names), ", ".join(names),
             )  # fmt: skip
+
+    def _end_training(self) -> None:
+        """Warn of gradients that are not used, and let the model have the weights to evaluate."""
+        self.runner.optim_wrapper.warn_of_open_window()
+        self.runner.set_optimizer_mode(training=False)
 
     def _turns(self) -> Iterator[Turn]:
         """Return the turns of the present pass; between two updates, the training may stop or switch."""
@@ -286,7 +302,7 @@ class EpochBasedTrainLoop(TrainLoop):
             self._run_epoch()
             self._validate_if_due(self.epoch, self.max_epochs)
             self._check_length(self.epoch_begin - begin, (end or 0) - begin)
-        self.runner.optim_wrapper.warn_of_open_window()
+        self._end_training()
         self.runner.call_hook("after_train")
 
     def _check_length(self, done: int, expected: int) -> None:
@@ -353,7 +369,7 @@ class IterBasedTrainLoop(TrainLoop):
             self._run_iter(self.iter, next(turns))
             if self.runner.val_loop is not None:
                 self._validate_if_due(self.iter, self.max_iters)
-        self.runner.optim_wrapper.warn_of_open_window()
+        self._end_training()
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
 

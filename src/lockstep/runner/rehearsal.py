@@ -59,6 +59,7 @@ def rehearse(run: TrainRun) -> Generator[Update]:
     wrapper.initialize_count_status(run.model)
     part_ranks(run.args.randomness, run.seed, run.data_shard.rank)
     run.model.train()
+    run.set_optimizer_mode(training=True)
     total, samples, batch_size, has_loss = 0.0, 0, 0, True
     for index, turn in enumerate(_endless_turns(run)):
         wrapper.begin_iteration(index)

@@ -251,6 +251,11 @@ def find_misfit(
         wanted = first(parameters[name].dim())
         if wanted is not None:
             fits = wanted.keys() == entry.keys()
+            if fits and (other := [key for key in entry if _dims(entry[key]) != _dims(wanted[key])]):
+                return (
+                    f"the optimizer's state of {name!r} must have `{other[0]}` with {_dims(wanted[other[0]])} dims, as "
+                    f"{kind.__name__} keeps it, but it has {_dims(entry[other[0]])}. Resume from another checkpoint"
+                )
         else:
             wanted = dict.fromkeys(_ALWAYS[kind]) if kind in _ALWAYS else present
             fits = wanted is None or bool(wanted.keys() & entry.keys())
@@ -261,6 +266,11 @@ def find_misfit(
                 "`load_from` with resume=False"
             )
     return None
+
+
+def _dims(value: Any) -> int:
+    """Return the number of dims of a state's value; 0 also for a number, as some keep their count of steps."""
+    return value.dim() if isinstance(value, Tensor) else 0
 
 
 def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> dict[str, Any] | None:
