@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-
 SITE_PACKAGES = str(Path(find_spec("torch").origin).parents[1])
 
 
