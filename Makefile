@@ -3,13 +3,18 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# What is imported is compiled then; compiling all of torch in each environment takes longer than installing it.
+INSTALL := -m pip install --quiet --no-compile --constraint constraints.txt
+
+# SLICE=1 runs the few tests or cells of a long word that .ci/slices.mk names.
+include .ci/slices.mk
 
 .PHONY: demo test check bench fmt clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lockstep needs Python >= 3.11; call make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python $(INSTALL) --editable '.[dev]'
 	@touch $@
 
 demo: $(READY)  ## train on real digits in two processes
@@ -32,7 +37,7 @@ test: $(READY)  ## the main test suite, on real ranks
 
 .PHONY: test-faults
 test-faults: $(READY)  ## faults of ranks: wrong calls, errors, exits, signals, slow and diverging ranks; who is named
-	$(BIN)/python -m pytest $(FAULTS) $(if $(SHARE),--share $(SHARE)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(if $(SLICE),$(SLICE_FAULTS),$(FAULTS)) $(PYTEST_ARGS)
 
 .PHONY: faults-page
 faults-page: $(READY)  ## the faults and who was named, with times: docs/faults.md
@@ -42,16 +47,15 @@ faults-page: $(READY)  ## the faults and who was named, with times: docs/faults.
 
 .PHONY: test-checkpoints
 test-checkpoints: $(READY)  ## checkpoints and weights: damage, attacks, kills, resuming in another form, other formats
-	$(BIN)/python -m pytest $(CHECKPOINTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(if $(SLICE),$(SLICE_CHECKPOINTS),$(CHECKPOINTS)) $(PYTEST_ARGS)
 
 .PHONY: test-layouts
-# SHARE=K/N runs every N-th test, from the K-th on; so of jobs and engines.
 test-layouts: $(READY)  ## FSDP's options and checks, tensor parallelism, compiled models, states of optimizers, against one process
-	$(BIN)/python -m pytest $(LAYOUTS) $(if $(SHARE),--share $(SHARE)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(if $(SLICE),$(SLICE_LAYOUTS),$(LAYOUTS)) $(PYTEST_ARGS)
 
 .PHONY: test-jobs
 test-jobs: $(READY)  ## the commands, torchrun, mpirun, Slurm and two hosts for real; every example
-	$(BIN)/python -m pytest $(JOBS) $(if $(SHARE),--share $(SHARE)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(if $(SLICE),$(SLICE_JOBS),$(JOBS)) $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(READY)  ## the tests that need a GPU, where there is one
@@ -59,25 +63,24 @@ test-gpu: $(READY)  ## the tests that need a GPU, where there is one
 
 .PHONY: test-deepspeed
 test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environment of its own
-	.venv-deepspeed/bin/python -m pytest tests/engines/deepspeed $(if $(SHARE),--share $(SHARE) --min-rank-tests 1,--min-rank-tests 45) \
-		$(PYTEST_ARGS)
+	.venv-deepspeed/bin/python -m pytest $(if $(SLICE),$(SLICE_DEEPSPEED),tests/engines/deepspeed --min-rank-tests 45) $(PYTEST_ARGS)
 
 .venv-deepspeed/.ready: pyproject.toml constraints.txt requirements/models.txt
 	$(PYTHON) -m venv .venv-deepspeed
-	.venv-deepspeed/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,testing]' hypothesis \
+	.venv-deepspeed/bin/python $(INSTALL) --editable '.[deepspeed,testing]' hypothesis \
 		--requirement requirements/models.txt
 	@touch $@
 
 .PHONY: test-colossalai
 test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an environment of its own
-	.venv-colossalai/bin/python -m pytest tests/engines/colossalai $(if $(SHARE),--share $(SHARE) --min-rank-tests 1,--min-rank-tests 48) \
-		$(PYTEST_ARGS)
+	.venv-colossalai/bin/python -m pytest $(if $(SLICE),$(SLICE_COLOSSALAI),tests/engines/colossalai --min-rank-tests 48) $(PYTEST_ARGS)
 
-.venv-colossalai/.ready: pyproject.toml constraints.txt requirements/colossalai.txt requirements/colossalai-imports.txt
+.venv-colossalai/.ready: pyproject.toml constraints.txt requirements/colossalai.txt requirements/colossalai-imports.txt \
+		requirements/models-colossalai.txt
 	$(PYTHON) -m venv .venv-colossalai
-	.venv-colossalai/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[testing]' hypothesis \
-		--requirement requirements/colossalai-imports.txt
-	.venv-colossalai/bin/python -m pip install --quiet --no-deps --requirement requirements/colossalai.txt
+	.venv-colossalai/bin/python $(INSTALL) --editable '.[testing]' hypothesis \
+		--requirement requirements/colossalai-imports.txt --requirement requirements/models-colossalai.txt
+	.venv-colossalai/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/colossalai.txt
 	@touch $@
 
 # Aim is built for Python 3.11 and 3.12 only.
@@ -87,7 +90,7 @@ test-trackers: .venv-trackers/.ready  ## Comet, Aim, ClearML, Neptune and DVCLiv
 
 .venv-trackers/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-trackers
-	.venv-trackers/bin/python -m pip install --quiet --constraint constraints.txt hypothesis \
+	.venv-trackers/bin/python $(INSTALL) hypothesis \
 		--editable '.[comet,aim,clearml,neptune,dvclive,testing]'
 	@touch $@
 
@@ -113,24 +116,23 @@ bench-peers: .venv-peers/.ready  ## training steps of other frameworks: on two r
 
 .venv-peers/.ready: pyproject.toml constraints.txt requirements/peers.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --constraint constraints.txt --editable . --requirement requirements/peers.txt
+	.venv-peers/bin/python $(INSTALL) --editable . --requirement requirements/peers.txt
 	@touch $@
 
 .PHONY: parity
 parity: $(READY) .venv-deepspeed/.ready .venv-colossalai/.ready  ## one loss curve under every strategy: docs/parity.md
 	$(BIN)/python -m benchmarks.parity --deepspeed-python .venv-deepspeed/bin/python \
-		--colossalai-python .venv-colossalai/bin/python
+		--colossalai-python .venv-colossalai/bin/python $(if $(SLICE),$(SLICE_PARITY))
 
-# SHARE=K/N tries one case in N; ONLY=data needs no engines.
+# ONLY=data needs no engines.
 .PHONY: resume-matrix
 resume-matrix: $(READY) $(if $(filter data,$(ONLY)),,.venv-deepspeed/.ready .venv-colossalai/.ready)  ## runs that stop and resume in another form: docs/resume-matrix.md
 	$(BIN)/python -m benchmarks.resume --deepspeed-python .venv-deepspeed/bin/python \
-		--colossalai-python .venv-colossalai/bin/python $(if $(SHARE),--share $(SHARE)) $(if $(ONLY),--only $(ONLY))
+		--colossalai-python .venv-colossalai/bin/python $(if $(SLICE),$(SLICE_RESUME)) $(if $(ONLY),--only $(ONLY))
 
-# SHARE=K/N tries every N-th cell alone, from the K-th on.
 .PHONY: test-models
 test-models: .venv-models/.ready .venv-deepspeed/.ready .venv-colossalai/.ready  ## many kinds of models under every strategy: docs/models.md
-	.venv-models/bin/python -m benchmarks.models $(if $(SHARE),--share $(SHARE))
+	.venv-models/bin/python -m benchmarks.models $(if $(SLICE),$(SLICE_MODELS))
 
 .PHONY: bench-checkpoint
 bench-checkpoint: .venv-peers/.ready  ## what a save costs beside those of torch, accelerate and Lightning: pause, seconds, memory
@@ -160,7 +162,7 @@ test-buckets: .venv-buckets/.ready  ## weights and checkpoints in a bucket, of a
 
 .venv-buckets/.ready: pyproject.toml constraints.txt requirements/buckets.txt
 	$(PYTHON) -m venv .venv-buckets
-	.venv-buckets/bin/python -m pip install --quiet --constraint constraints.txt hypothesis --editable '.[s3,testing]' \
+	.venv-buckets/bin/python $(INSTALL) hypothesis --editable '.[s3,testing]' \
 		--requirement requirements/buckets.txt
 	@touch $@
 
@@ -170,7 +172,7 @@ test-huggingface: .venv-models/.ready  ## models of transformers and peft: saved
 
 .venv-models/.ready: pyproject.toml constraints.txt requirements/models.txt
 	$(PYTHON) -m venv .venv-models
-	.venv-models/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' \
+	.venv-models/bin/python $(INSTALL) --editable '.[dev]' \
 		--requirement requirements/models.txt
 	@touch $@
 
@@ -197,16 +199,16 @@ mmengine-models: $(MMENGINE)  ## one model of each family of mmpretrain, mmdet a
 
 .venv-mmengine/.ready: pyproject.toml compat/mmengine/pyproject.toml constraints.txt requirements/mmengine.txt requirements/mmengine-packages.txt
 	$(PYTHON) -m venv .venv-mmengine
-	.venv-mmengine/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[testing]' --editable compat/mmengine \
+	.venv-mmengine/bin/python $(INSTALL) --editable '.[testing]' --editable compat/mmengine \
 		--requirement requirements/mmengine.txt
-	.venv-mmengine/bin/python -m pip install --quiet --no-deps --requirement requirements/mmengine-packages.txt
+	.venv-mmengine/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/mmengine-packages.txt
 	@touch $@
 
 .venv-mmengine-reference/.ready: constraints.txt requirements/mmengine.txt requirements/mmengine-packages.txt
 	$(PYTHON) -m venv .venv-mmengine-reference
-	.venv-mmengine-reference/bin/python -m pip install --quiet --constraint constraints.txt --requirement constraints.txt \
+	.venv-mmengine-reference/bin/python $(INSTALL) --requirement constraints.txt \
 		--requirement requirements/mmengine.txt
-	.venv-mmengine-reference/bin/python -m pip install --quiet --no-deps mmengine==0.10.7 \
+	.venv-mmengine-reference/bin/python -m pip install --quiet --no-compile --no-deps mmengine==0.10.7 \
 		--requirement requirements/mmengine-packages.txt
 	@touch $@
 
@@ -217,12 +219,12 @@ docs: .venv-docs/.ready  ## the documentation, in site/; warnings are errors, an
 
 .venv-docs/.ready: constraints.txt requirements/docs.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement requirements/docs.txt
+	.venv-docs/bin/python $(INSTALL) --requirement requirements/docs.txt
 	@touch $@
 
 .PHONY: test-docs
 test-docs: docs .venv-models/.ready  ## every code block of the documentation, on one rank and on two; every public name in the reference
-	.venv-models/bin/python -m pytest tests/pages $(PYTEST_ARGS)
+	.venv-models/bin/python -m pytest $(if $(SLICE),$(SLICE_DOCS),tests/pages) $(PYTEST_ARGS)
 
 .PHONY: dist
 dist: $(READY)  ## wheel and sdist, and the wheel tried in a fresh environment
@@ -233,6 +235,11 @@ dist: $(READY)  ## wheel and sdist, and the wheel tried in a fresh environment
 .PHONY: messages
 messages: $(READY)  ## every message that the package can raise, warn of or log, to be read in one go
 	$(BIN)/python tools/messages.py
+
+# WORDS="parity test-jobs" runs those alone, and puts their results beside the others.
+.PHONY: nightly
+nightly: $(READY)  ## every word, whole, one after the other (hours); the result of each: docs/verified.md
+	$(BIN)/python tools/nightly.py $(WORDS)
 
 fmt: $(READY)
 	$(BIN)/ruff format .

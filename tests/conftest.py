@@ -25,29 +25,6 @@ settings.load_profile("lockstep")
 _SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--share",
-        metavar="K/N",
-        help="run every N-th test function, from the K-th on, in all its cases; of tests/faults, every N-th case",
-    )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (share := config.getoption("--share")) is None:
-        return
-    k, n = map(int, share.split("/"))
-    names = list(dict.fromkeys(_function(item) for item in items))
-    kept = set(names[k - 1 :: n])
-    config.hook.pytest_deselected(items=[item for item in items if _function(item) not in kept])
-    items[:] = [item for item in items if _function(item) in kept]
-
-
-def _function(item: pytest.Item) -> str:
-    # The faults are few functions, with many cases each.
-    return item.nodeid if "faults" in item.path.parts else item.nodeid.partition("[")[0]
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves environment variables changed or threads running (ranks check themselves)."""

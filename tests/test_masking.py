@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.masking import MASK, is_secret_name, mask_text, mask_value, mask_words, secrets_in
+from lockstep.masking import MASK, is_secret_name, mask_text, mask_value, mask_words, printable, secrets_in
 
 SECRET = [
     *("api_key", "apikey", "apiKey", "API_KEY", "OPENAI_API_KEY", "visualizer.api_key", "WANDB_API_KEY", "api-key"),
@@ -138,3 +138,23 @@ def test_words_of_a_command_line():
         *("train", "c.py", "--token", "***", "visualizer.init.api_key=***", "model.pad_token=<pad>", "--seed", "3"),
         *("load_from=s3://me:***@host/x", "--password=***", "visualizer={'api_key':'***'}", "--use-token", "--resume"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, \u00fc, \u65e5\u672c", "plain, \u00fc, \u65e5\u672c"),
+        ("a\x1b[2Jb", r"a\x1b[2Jb"),
+        ("a\x9b31mb\x7f", r"a\x9b31mb\x7f"),
+        ("seven\rnine\x08", r"seven\rnine\x08"),
+        ("\u202eevil", r"\u202eevil"),
+        ("half \ud800", r"half \ud800"),
+        ("two\nlines", "two\nlines"),
+    ],
+)
+def test_control_characters_are_written_out(text: str, shown: str):
+    assert printable(text) == shown
+
+
+def test_a_value_cannot_look_like_further_lines():
+    assert printable("1\nall is well", lines=False) == r"1\nall is well"

@@ -19,7 +19,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
     parser.add_argument("--rows", nargs="*", metavar="ROW", help="names of models, or how they begin; default: all")
     parser.add_argument("--columns", nargs="*", metavar="COLUMN", help="names of strategies, likewise; default: all")
-    parser.add_argument("--share", type=_share, default=(1, 1), metavar="K/N", help="every N-th cell, from the K-th on")
     parser.add_argument("--update", action="store_true", help="put what is found beside what the page has already")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one training, default: 120")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "models.json", help="where the figures go")
@@ -31,7 +30,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [row for row in ROWS if _is_chosen(row.name, arguments.rows)]
     columns = [column for column in COLUMNS if _is_chosen(column.name, arguments.columns)]
-    cells = matrix.chosen_cells(rows, columns, arguments.share)
+    cells = {(row.name, column.name) for row in rows for column in columns}
     print(f"{len(cells)} of {len(ROWS) * len(COLUMNS)} cells", flush=True)
     pythons = {engine: getattr(arguments, f"{engine}_python") for engine in ENGINES}
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
@@ -46,13 +45,6 @@ def main() -> None:
         write_report(results, arguments.out)
         print(f"figures in {arguments.json}, tables in {arguments.out}")
     sys.exit(bool(bad))
-
-
-def _share(text: str) -> tuple[int, int]:
-    part, parts = map(int, text.split("/"))
-    if not 1 <= part <= parts:
-        raise ValueError(f"a share must be K/N with K from 1 to N, but is {text}")
-    return part, parts
 
 
 def _is_chosen(name: str, beginnings: list[str] | None) -> bool:

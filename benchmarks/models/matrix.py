@@ -6,26 +6,14 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.models.columns import COLUMNS, Column, Engine
-from benchmarks.models.rows import ROWS, Row
+from benchmarks.models.columns import COLUMNS, Engine
 from benchmarks.models.verdicts import Results
 
 ROOT = Path(__file__).parents[2]
 Cell = tuple[str, str]
-
-
-def chosen_cells(rows: Sequence[Row], columns: Sequence[Column], share: tuple[int, int]) -> set[Cell]:
-    """Return the cells of a share: every n-th of each row and each column, from the k-th on."""
-    part, parts = share
-    return {
-        (row.name, column.name)
-        for down, row in enumerate(ROWS)
-        for across, column in enumerate(COLUMNS)
-        if row in rows and column in columns and (down + across) % parts == part - 1
-    }
 
 
 def run(cells: set[Cell], pythons: Mapping[Engine, str], folder: Path, timeout_s: float) -> Results:

@@ -5,6 +5,7 @@ LockstepError
 ├── TopologyError (ValueError)           the environment contradicts itself or lacks something
 ├── LaunchError (RuntimeError)           workers could not be started, or one of them failed
 ├── ConfigError (ValueError)             a config names something that does not exist or does not fit
+│   └── CheckpointError                  a checkpoint is damaged, has been removed, or is none that a run saves
 ├── RegistryError (KeyError)             a registry has no such name, or has it already
 ├── ReportError (ValueError)             a folder holds no run that can be shown
 └── DistError (RuntimeError)             something between ranks
@@ -23,14 +24,18 @@ names the rank on which it occurred.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from functools import partial
+from traceback import walk_tb
+from types import TracebackType
 from typing import TypeVar
 
 _CLOSE = 0.6  # how alike two names are at least that may be meant for each other, by difflib
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+")  # of the name of a class
+_LONGEST = 10_000  # characters of a message that errors on other ranks, and lines of a log, repeat
 _E = TypeVar("_E", bound=Exception)
 
 
@@ -57,6 +62,10 @@ class LaunchError(LockstepError, RuntimeError):
 
 class ConfigError(LockstepError, ValueError):
     """A config names something that does not exist, or a value that does not fit."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint is damaged, has been removed, or holds what no run saves; another one may be whole."""
 
 
 class RegistryError(LockstepError, KeyError):
@@ -158,9 +167,50 @@ def caused_by(error: _E, ranks: Sequence[int]) -> _E:
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, its cause, the cause of this one, and so on; an error that was being handled counts as one."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error's message, cut where it is very long. Use it for errors that code of the user's may have raised.
+
+    Where the error's own `__str__` raises, it is a note on that, with the line that raised the error: what an error
+    says of itself must not hide that there is one.
+
+    Example:
+        >>> message_of(ValueError("boom"))
+        'boom'
+    """
+    try:
+        text = str(error)
+    except BaseException as second:
+        place = place_of(error.__traceback__)
+        return f"(its message can't be shown: {type(second).__name__} in __str__{place and f'; raised at {place}'})"
+    more = len(text) - _LONGEST
+    return text if more <= 0 else f"{text[:_LONGEST]} ... ({more} characters more)"
+
+
+def error_in_words(error: BaseException) -> str:
+    """Return an error as ``TypeName: message``; see `message_of`.
+
+    Example:
+        >>> error_in_words(ValueError("boom"))
+        'ValueError: boom'
+    """
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
+def place_of(trace: TracebackType | None) -> str:
+    """Return the innermost line of a traceback outside of lockstep and torch, as ``FILE:LINE``; "" if there is none."""
+    place = ""
+    for frame, line in walk_tb(trace):
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in ("lockstep", "torch", "runpy"):
+            place = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    return place
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

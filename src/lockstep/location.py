@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, TypeAlias
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, error_in_words
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _LIKE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also what `Path` makes of a URL
@@ -186,7 +186,7 @@ class RemotePath(NamedTuple):
             self.fs.invalidate_cache()
             yield
         except Exception as error:  # each filesystem has errors of its own
-            why = f"{type(error).__name__}: {error}".rstrip(": ")
+            why = error_in_words(error).rstrip(": ")
             kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
             raise kind(f"{self.url} cannot be reached: {why}") from error
 
@@ -271,7 +271,7 @@ def locate(path: str | Location) -> Location:
         remedy = f"Install it with: pip install 'lockstep-engine[{extra}]'" if extra else "Give a path on a disk"
         raise ConfigError(f"{path} must be a path or a URL that fsspec can open, but: {error}. {remedy}") from error
     except Exception as error:  # the filesystem connects, and each has errors of its own
-        raise ConfigError(f"{path} cannot be reached: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path} cannot be reached: {error_in_words(error)}") from error
     if protocol in ("file", "local"):
         return Path(inner)
     return RemotePath(path.rstrip("/") if inner.strip("/") else path, inner, fs)

@@ -1,4 +1,4 @@
-"""Masking of secrets: in what is saved and shown, passwords, tokens and keys become `***`.
+"""What is changed in a text before it is saved or shown: secrets become `***`, control characters are written out.
 
 A secret is known by its name (`api_key`, `HF_TOKEN`), by its form (`hf_...`, `AKIA...`, the password in a URL), or,
 in a log, because the run's config has it under such a name. Tokens of a tokenizer are none.
@@ -14,6 +14,8 @@ from typing import Any
 MASK = "***"
 _SHORTEST_IN_LOGS = 6  # a shorter secret could be a part of other words
 
+# Control characters but for line feeds and tabs; what reverses the order of letters; halves of a character.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # Names that end so are secret, whatever stands before.
 _SECRET = {
@@ -109,6 +111,24 @@ def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
     text = _ASSIGNED.sub(_without_value, text)
     text = _WANDB.sub(rf"\1{MASK}", text)
     return _FORMS.sub(MASK, text)
+
+
+def printable(text: str, *, lines: bool = True) -> str:
+    r"""Return a text that a terminal shows as it is: characters that would move its cursor, colour or hide are escaped.
+
+    Args:
+        text: a text that may come from a stranger.
+        lines: keep line breaks; False escapes them, too, so that a value cannot look like further lines.
+
+    Example:
+        >>> print(printable("epoch\x1b[2J 1\nok\r"))
+        epoch\x1b[2J 1
+        ok\r
+        >>> print(printable("1\nall is well", lines=False))
+        1\nall is well
+    """
+    text = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return text if lines else text.replace("\n", r"\n")
 
 
 def mask_value(value: Any, name: str = "") -> Any:

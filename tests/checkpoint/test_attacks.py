@@ -1,4 +1,16 @@
-"""What a stranger's checkpoint may hold: no way of reading it runs code or leaves its folder."""
+"""What a stranger's checkpoint may hold: no way of reading it runs code, leaves its folder, or takes half for all.
+
+The places where its text becomes a path, each with the test that leads it out:
+
+| text | becomes | test |
+|---|---|---|
+| `files`, and `file` of a chunk, in the manifest | a file that is read | `leads_out`, `absolute`, `chunk_leads_out` |
+| `relative_path` in the index of the first format | a file that is read | `index_leads_out` |
+| `meta.weights.pretrained[].files`, `.stem` | files that an export writes | `files_lead_out`, `stem_leads_out` |
+| `meta.checkpoint_hook.runs` | folders whose old checkpoints are removed | `test_retention_stays_in_the_work_dir` |
+| the pointer `last_checkpoint` | the checkpoint that is read | `test_a_pointer_that_leads_out_is_refused_by_name` |
+| `weight_map` in an index of weights | files that are read | `tests/weights/test_files.py` |
+"""
 
 from __future__ import annotations
 
@@ -146,6 +158,77 @@ def index_leads_out(work_dir: Path, mark: Path) -> str:
     return r".metadata contradicts itself: '../epoch_1/__0_0.distcp' .* may lead out of the folder"
 
 
+def chunk_leads_out(work_dir: Path, mark: Path) -> str:
+    def change(content: dict[str, Any]) -> None:
+        content["tensors"]["model.0.weight"]["chunks"][0]["file"] = "../../out.safetensors"
+
+    changed(current(work_dir), change)
+    return "'../../out.safetensors', which is not one of its files"
+
+
+def described(work_dir: Path, **facts: Any) -> None:
+    """Write a checkpoint whose metadata say of a model of transformers what is to be written beside its weights."""
+
+    def change(content: dict[str, Any]) -> None:
+        own = {"prefix": "", "stem": "model", "files": {"config.json": {}}, "names": None, **facts}
+        content["meta"]["weights"] = {"tied": [], "pretrained": [own]}
+
+    changed(current(work_dir), change)
+
+
+def files_lead_out(work_dir: Path, mark: Path) -> str:
+    described(work_dir, files={"config.json": {}, "../../mark": {"any": "text"}})
+    return r"manifest.json contradicts itself: `meta.weights.pretrained.0.files` must be files of JSON by their names"
+
+
+def files_are_absolute(work_dir: Path, mark: Path) -> str:
+    described(work_dir, files={str(mark): {"any": "text"}})
+    return r"`meta.weights.pretrained.0.files` must be files of JSON by their names, without folders"
+
+
+def files_are_code(work_dir: Path, mark: Path) -> str:
+    described(work_dir, files={"config.json": {}, "modeling.py": "import os"})
+    return r"`meta.weights.pretrained.0.files` must be files of JSON"
+
+
+def stem_leads_out(work_dir: Path, mark: Path) -> str:
+    described(work_dir, stem=str(mark.with_suffix("")))
+    return r"`meta.weights.pretrained.0.stem` must be the name of a file, without a folder"
+
+
+def overlapping(work_dir: Path, mark: Path) -> str:
+    """Cut a tensor of [2, 3] into two rows, both of which say that they are the first one."""
+
+    def change(content: dict[str, Any]) -> None:
+        tensor = content["tensors"]["model.0.weight"]
+        whole = tensor["chunks"][0]
+        tensor["chunks"] = [{**whole, "shape": [1, 3]}, {**whole, "shape": [1, 3], "start": whole["start"] + 12}]
+
+    changed(current(work_dir), change)
+    return "the chunks of model.0.weight do not cover it once: two of them overlap"
+
+
+def twice_in_a_file(work_dir: Path, mark: Path) -> str:
+    """Let two tensors of one size have the same bytes, so that those of the second belong to none."""
+
+    def change(content: dict[str, Any]) -> None:
+        first, second = (content["tensors"][name]["chunks"][0] for name in ("model.0.bias", "model.1.weight"))
+        second.update(start=first["start"], crc32=first["crc32"])
+
+    changed(current(work_dir), change)
+    return "rank_0.safetensors has bytes without a checksum, or with two"
+
+
+def one_tensor_twice(work_dir: Path, mark: Path) -> str:
+    """Let one tensor stand for two weights, of which only one would be read."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["state"]["model"]["1.weight"] = {"$tensor": "model.0.bias"}
+
+    changed(current(work_dir), change)
+    return "the tensor model.0.bias stands for two values"
+
+
 def linked_data(work_dir: Path, mark: Path) -> str:
     path = current(work_dir) / "rank_0.safetensors"
     path.symlink_to(path.rename(work_dir / "elsewhere"))
@@ -173,14 +256,15 @@ def nested(work_dir: Path, mark: Path) -> str:
 
 ATTACKS = [
     pickled_manifest, pickled_index, pickled_tensor, pickled_item, pickled_ranks, leads_out, absolute, index_leads_out,
-    linked_data, linked_manifest, too_large, nested,
+    linked_data, linked_manifest, too_large, nested, chunk_leads_out, files_lead_out, files_are_absolute,
+    files_are_code, stem_leads_out, overlapping, twice_in_a_file, one_tensor_twice,
 ]  # fmt: skip
 
 
-def train(work_dir: Path, **arguments: Any) -> None:
+def train(work_dir: Path, max_epochs: int = 2, **arguments: Any) -> None:
     x = torch.ones(16, 3)
     data = {"dataset": torch.utils.data.TensorDataset(x, x[:, :1]), "batch_size": 4}
-    Runner(net(), work_dir, loss=nn.MSELoss(), train_dataloader=data, train_cfg={"max_epochs": 2},
+    Runner(net(), work_dir, loss=nn.MSELoss(), train_dataloader=data, train_cfg={"max_epochs": max_epochs},
            optim_wrapper={"optimizer": {"type": "AdamW"}}, **arguments).train()  # fmt: skip
 
 
@@ -208,6 +292,10 @@ def by_comparing(work_dir: Path, directory: Path) -> None:
     called(["checkpoints", "compare", str(directory), str(directory)])
 
 
+def by_exporting(work_dir: Path, directory: Path) -> None:
+    called(["export", str(directory), str(work_dir.with_name("exported"))])
+
+
 def called(words: list[str]) -> None:
     result = CliRunner().invoke(app, words)
     if result.exit_code != 0:
@@ -216,7 +304,7 @@ def called(words: list[str]) -> None:
 
 # What a way of reading does not look at, it can't refuse.
 UNSEEN = {
-    by_loading: [pickled_item, pickled_ranks],
+    **{way: [pickled_item, pickled_ranks] for way in (by_loading, by_exporting)},
     **{way: [pickled_tensor, pickled_item, pickled_ranks] for way in (by_listing, by_showing)},
     by_comparing: [pickled_item, pickled_ranks, linked_data],
 }
@@ -225,7 +313,7 @@ UNSEEN = {
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 @pytest.mark.parametrize(
     "way",
-    [by_loading, by_resuming, by_resuming_from_it, by_listing, by_showing, by_comparing],
+    [by_loading, by_resuming, by_resuming_from_it, by_listing, by_showing, by_comparing, by_exporting],
     ids=lambda way: way.__name__,
 )
 def test_nothing_is_run_and_the_file_is_named(attack: Any, way: Any, tmp_path: Path):
@@ -238,6 +326,18 @@ def test_nothing_is_run_and_the_file_is_named(attack: Any, way: Any, tmp_path: P
         with pytest.raises(ConfigError, match=says):
             way(work_dir, directory)
     assert not mark.exists()
+    assert not list(tmp_path.glob("mark*"))
+
+
+def test_retention_stays_in_the_work_dir(tmp_path: Path):
+    """The names of former runs in the metadata lead to no folder outside, nor to one of another kind inside."""
+    outside, inside = current(tmp_path / "elsewhere"), current(tmp_path / "work" / "kept")
+    train(tmp_path / "work", max_epochs=1)
+    (directory,) = tmp_path.glob("work/*/epoch_1")
+    runs = ["../elsewhere/20260101_000000", str(outside.parent), "kept/20260101_000000", "..", directory.parent.name]
+    changed(directory, lambda content: content["meta"].update(checkpoint_hook={"best": {}, "runs": runs}))
+    train(tmp_path / "work", resume=True, default_hooks={"checkpoint": {"max_keep_ckpts": 1}})
+    assert [path.exists() for path in (outside, inside, directory)] == [True, True, False]
 
 
 @pytest.mark.parametrize("line", ["../elsewhere/20260101_000000/epoch_1", "{tmp_path}/elsewhere/x", "link/epoch_1"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -30,16 +33,48 @@ from lockstep.dist.objects import start_gather_object
 from lockstep.groups import resolve
 from lockstep.testing import ranks
 from lockstep.transport import pairs
-from lockstep.transport.backend import Transport
+from lockstep.transport.backend import _ALL_GATHER_SINGLE, Transport
 from lockstep.transport.pairs import PairwiseCpu, transport_of
 
-KINDS = pytest.mark.parametrize("kind", [PairwiseCpu, Transport])
+
+class SilentTransport(Transport):
+    """The transport of a group whose backend returns no `Work` for a synchronous call, as NCCL and XCCL do."""
+
+
+KINDS = pytest.mark.parametrize("kind", [PairwiseCpu, Transport, SilentTransport])
 SIZES = pytest.mark.parametrize("numel", [0, 1, 50_000])
+
+
+class SilentGroup(torch_dist.ProcessGroup):
+    """gloo, but a call with ``asyncOp=False`` is complete when it returns, and returns None."""
+
+    def __init__(self, store: torch_dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.gloo = torch_dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+def _forward(name: str) -> None:
+    def call(self: SilentGroup, *arguments: Any) -> Any:
+        work = getattr(self.gloo, "_allgather_base" if name == _ALL_GATHER_SINGLE else name)(*arguments)
+        if all(getattr(argument, "asyncOp", True) for argument in arguments):
+            return work
+        work.wait()
+        return None
+
+    setattr(SilentGroup, name, call)
+
+
+for _name in (
+    *("allgather", "allreduce", "alltoall_base", "barrier", "broadcast", "gather", "recv", "reduce", "reduce_scatter"),
+    *("scatter", "send", _ALL_GATHER_SINGLE),
+):
+    _forward(_name)
+torch_dist.Backend.register_backend("silent", SilentGroup, devices=["cpu"])
 
 
 def group_with(kind: type[Transport]) -> torch_dist.ProcessGroup:
     """Return a group of all ranks that the given transport serves."""
-    group = torch_dist.new_group()
+    group = torch_dist.new_group(backend="silent" if kind is SilentTransport else None)
     pairs._transports[group] = kind(resolve(group))
     return group
 

@@ -39,6 +39,21 @@ class Scripts:
         return end_of(self.start(*words, **options))
 
 
+def as_rank(folder, text, *args, local_rank=1, log_dir=None, module=False, env=None):
+    """Run a script in a folder as one rank, as the agent would, and return how it ended."""
+    script = folder / "script.py"
+    script.write_text(dedent(text))
+    target = ["-m", "script"] if module else [str(script)]
+    variables = {"RANK": "3", "LOCAL_RANK": str(local_rank), "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep.launch.worker", str(os.getpid()), str(log_dir or ""), *target, *args],
+        env=os.environ | variables | (env or {}),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+
+
 def end_of(job, timeout: float = 90) -> tuple[int, str, str]:
     out, err = job.communicate(timeout=timeout)
     return job.returncode, out, err

@@ -1,35 +1,23 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
 import psutil
 import pytest
 
+from .conftest import as_rank
+
 
 @pytest.fixture
 def rank(tmp_path):
     """Return a function that runs a script as one rank, as the agent would."""
-
-    def rank(text, *args, local_rank=1, log_dir=None, module=False):
-        script = tmp_path / "script.py"
-        script.write_text(dedent(text))
-        target = ["-m", "script"] if module else [str(script)]
-        return subprocess.run(
-            [sys.executable, "-m", "lockstep.launch.worker", str(os.getpid()), str(log_dir or ""), *target, *args],
-            env=os.environ
-            | {"RANK": "3", "LOCAL_RANK": str(local_rank), "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-
-    return rank
+    return partial(as_rank, tmp_path)
 
 
 def recorded(tmp_path):

@@ -95,7 +95,7 @@ def test_accumulation_over_batch_norm_and_resuming_inside_a_window_are_said(capl
     _, wrapper = make(4)
     with caplog.at_level(logging.WARNING, logger="lockstep"):
         wrapper.initialize_count_status(nn.BatchNorm1d(3), init_counts=6, max_counts=12)
-    assert "inside an accumulation window of 4: the gradients of its first 2 batches are lost" in caplog.text
+    assert "inside an accumulation window: the gradients of its first 2 backward passes are lost" in caplog.text
     assert "BatchNorm" in caplog.text
 
 

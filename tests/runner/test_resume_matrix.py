@@ -47,7 +47,7 @@ def test_faults_are_seen(loop):
         assert data._fault(case, wrong[:6], wrong[6:]) is not None
 
 
-def test_shares_have_something_of_everything_and_rows_are_those_of_the_issue():
+def test_cases_are_distinct_and_faults_of_rows_are_seen():
     cases = data.cases()
     assert len(cases) == len(set(cases))
     pairs = {

@@ -86,7 +86,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     [
         (b"", "it has only 0 bytes"),
         (b"12345678", "its header would have 4050765991979987505 bytes"),
-        (header({"w": ENTRY}) + b"1234", r"it must have \d+ bytes, but has \d+"),
+        (header({"w": ENTRY}) + b"1234", r"it must have 8 bytes after its header, but has 4"),
         (header({"w": ENTRY})[:-3], r"its header would have \d+ bytes"),
         ((8).to_bytes(8, "little") + b"notjson!", "its header is not JSON"),
         ((2).to_bytes(8, "little") + b"[]", "its header is not a dict"),
@@ -96,6 +96,20 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (header({"w": {**ENTRY, "shape": [True]}}) + b"1234", "its header says of `w`"),
         (header({"w": [1]}) + b"1234", "its header says of `w`"),
         (header({"w": {**ENTRY, "dtype": "F4"}}) + b"12345678", "must have a dtype of torch's, but has 'F4'"),
+        (header({"w": {**ENTRY, "dtype": ["F32"]}}) + b"12345678", r"must have a dtype of torch's, but has \['F32'\]"),
+        (header({"w": {**ENTRY, "shape": [1 << 62, 1 << 62, 0]}}) + b"12345678", "its header says of `w`"),
+        (header({"w": ENTRY, "v": ENTRY}) + b"12345678", "`w` overlaps another tensor"),
+        (
+            header({"w": ENTRY, "v": {**ENTRY, "data_offsets": [4, 12]}}) + b"123456789012",
+            "`v` overlaps another tensor",
+        ),
+        (
+            header({"w": {**ENTRY, "data_offsets": [4, 12]}}) + b"123456789012",
+            "`w` comes after bytes that belong to no",
+        ),
+        (header({"w": ENTRY}) + b"123456789012", "it must have 8 bytes after its header, but has 12"),
+        (header({"w\x1b[2J\nok": [1]}) + b"1234", r"its header says of `w\\x1b\[2J\\nok`"),
+        (header({"w": eval("[" * 80 + "]" * 80)}) + b"1234", "its header says of `w`"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_fault(content: bytes, says: str, tmp_path: Path) -> None:

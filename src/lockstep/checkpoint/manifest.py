@@ -33,11 +33,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.files import DAMAGED, read_plain_file
-from lockstep.errors import ConfigError
+from lockstep.checkpoint.files import DAMAGED, MANIFEST_FILE, read_plain_file
+from lockstep.checkpoint.form import DESCRIPTION, check_form, require_plain_name
+from lockstep.checkpoint.values import check_forms, tagged
+from lockstep.errors import CheckpointError
 from lockstep.location import Location
+from lockstep.masking import printable
 
-MANIFEST_FILE = "manifest.json"
 OWN_FILES = re.compile(r"rank_\d+(\.\d+)?\.safetensors|manifest\.json|meta\.json|\.metadata|__\d+_\d+\.distcp")
 """Names of the files of checkpoints, also of the first format."""
 FORMAT = 2
@@ -52,7 +54,10 @@ ITEM_SIZES = {
 }
 """Bytes of an element, by the name of its dtype."""
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_MOST_BLOCK = 1 << 30  # bytes
+_MOST_HEADER = 100 << 20  # bytes, as in the package safetensors
+_MOST_ELEMENTS = 1 << 60
+_LATEST = 1e11  # seconds since 1970: the year 5138
 _TAIL = re.compile(rb',\n  "sha256": "([0-9a-f]{64})"\n}\n')
 _TAIL_BYTES = len(b',\n  "sha256": ""\n}\n') + 64
 
@@ -164,39 +169,31 @@ def read_manifest(directory: Location) -> Manifest:
     """Return the manifest of a checkpoint, of which every entry has been checked.
 
     Raises:
-        ConfigError: it is damaged, of an unknown format, or contradicts itself.
+        CheckpointError: it is damaged, of an unknown format, or contradicts itself.
     """
     path = directory / MANIFEST_FILE
     data = read_plain_file(path)
     tail = _TAIL.fullmatch(data[-_TAIL_BYTES:])
     is_whole = tail is not None and hashlib.sha256(data[:-_TAIL_BYTES]).hexdigest().encode() == tail[1]
     try:
-        content = json.loads(data)
+        content = json.loads(data, parse_constant=_refuse_constant)
         number = content["format"]
     except (ValueError, RecursionError, LookupError, TypeError) as error:
-        raise ConfigError(f"{path} must be a manifest of a checkpoint, but cannot be read. {DAMAGED}") from error
+        raise CheckpointError(f"{path} must be a manifest of a checkpoint, but cannot be read. {DAMAGED}") from error
     if not is_whole and number == FORMAT:
-        raise ConfigError(f"{path} does not have the digest that it says it has. {DAMAGED}")
+        raise CheckpointError(f"{path} does not have the digest that it says it has. {DAMAGED}")
     if number != FORMAT:
-        raise ConfigError(
+        raise CheckpointError(
             f"{path} must have the format {FORMAT}, but has {number!r}. A later version of lockstep may have written "
             "it: update lockstep"
         )
     try:
         return _checked(content)
-    except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} contradicts itself: {error}. Do not use this checkpoint") from error
-
-
-def require_plain_name(name: object) -> str:
-    """Return the name of a file that lies directly in a checkpoint.
-
-    Raises:
-        ValueError: it leads elsewhere.
-    """
-    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a file in it, and may lead out of the folder")
-    return name
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(
+            f"{path} contradicts itself: {printable(what, lines=False)}. Do not use this checkpoint"
+        ) from error
 
 
 def ending_beside(names: Iterable[str]) -> str:
@@ -212,14 +209,66 @@ def _plain(entry: StoredFile | StoredTensor | Chunk) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in entry.__slots__}
 
 
+def check_meta(meta: Any) -> None:
+    """Check encoded metadata, and what they say of the files that an export writes.
+
+    Raises:
+        ValueError: they are not as `encode` returns them, or name a file outside of a folder.
+    """
+    for _ in check_forms(meta, {}, ("meta",)):
+        pass
+    check_form(meta, {"weights": DESCRIPTION}, "meta")
+
+
+def require_tiled(name: str, shape: tuple[int, ...], chunks: Iterable[Chunk]) -> None:
+    """Check that chunks cover a tensor, and that no two of them overlap.
+
+    Raises:
+        ValueError: they do not.
+    """
+    boxes = []
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.shape) == len(shape):
+            raise ValueError(f"a chunk of {name} has another number of dims than its shape {list(shape)}")
+        box = [(begin, begin + length) for begin, length in zip(chunk.offsets, chunk.shape, strict=True)]
+        if any(end > length for (_, end), length in zip(box, shape, strict=True)):
+            raise ValueError(f"a chunk of {name} does not fit into its shape {list(shape)}")
+        if math.prod(chunk.shape):
+            boxes.append(box)
+    if sum(math.prod(end - begin for begin, end in box) for box in boxes) != math.prod(shape):
+        raise ValueError(f"the chunks of {name} do not cover it once")
+    if not _is_cut(boxes, len(shape)):
+        raise ValueError(f"the chunks of {name} do not cover it once: two of them overlap")
+
+
+def _is_cut(boxes: list[list[tuple[int, int]]], dims: int) -> bool:
+    """Return whether boxes are what cuts across all of them leave, one dim after the other, as ranks cut a tensor.
+
+    Then no two of them overlap.
+    """
+    if len(boxes) <= 1:
+        return True
+    for dim in range(dims):
+        groups: list[list[list[tuple[int, int]]]] = []
+        end = -1
+        for box in sorted(boxes, key=lambda box: box[dim]):
+            if box[dim][0] >= end:
+                groups.append([])
+            groups[-1].append(box)
+            end = max(end, box[dim][1])
+        if len(groups) > 1:
+            return all(_is_cut(group, dims) for group in groups)
+    return False
+
+
 def _checked(content: Mapping[str, Any]) -> Manifest:
     written, meta, state = (_dict(content[key], key) for key in ("written", "meta", "state"))
-    _count(written["block"], "block", least=1)
-    if not isinstance(written["time"], int | float):
-        raise ValueError("`time` is not a number")
+    _count(written["block"], "block", least=1, most=_MOST_BLOCK)
+    if type(written["time"]) not in (int, float) or not 0 <= written["time"] < _LATEST:
+        raise ValueError(f"`time` is {written['time']!r}, not a number of seconds since 1970")
     files = {
         require_plain_name(name): StoredFile(
-            _count(file["size"], name), _count(file["header"], name), _checksum(file["crc32"], name)
+            _count(file["size"], name), _count(file["header"], name, most=_MOST_HEADER), _checksum(file["crc32"], name)
         )
         for name, file in _dict(content["files"], "files").items()
     }
@@ -227,6 +276,14 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
         name: _checked_tensor(name, tensor, files, written["block"])
         for name, tensor in _dict(content["tensors"], "tensors").items()
     }
+    _require_gapless(files, tensors.values())
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    check_meta(meta)
+    seen: set[str] = set()
+    for name in check_forms(state, dtypes):
+        if name in seen:
+            raise ValueError(f"the tensor {name} stands for two values")
+        seen.add(name)
     return Manifest(written, meta, state, files, tensors)
 
 
@@ -234,6 +291,8 @@ def _checked_tensor(name: str, entry: Any, files: Mapping[str, StoredFile], bloc
     if entry["dtype"] not in ITEM_SIZES:
         raise ValueError(f"{name} is of the unknown dtype {entry['dtype']!r}")
     shape = _sizes(entry["shape"], name)
+    if math.prod(size for size in shape if size) > _MOST_ELEMENTS:
+        raise ValueError(f"{name} cannot have the shape {list(shape)}")
     chunks = []
     for one in entry["chunks"]:
         chunk = Chunk(
@@ -246,23 +305,40 @@ def _checked_tensor(name: str, entry: Any, files: Mapping[str, StoredFile], bloc
             raise ValueError(f"{name} is in {chunk.file!r}, which is not one of its files")
         if chunk.start < file.header or chunk.start + size > file.size or len(chunk.crc32) != -(-size // block):
             raise ValueError(f"{name} does not fit into {chunk.file}")
-        ends = [begin + length for begin, length in zip(chunk.offsets, chunk.shape, strict=True)]
-        if any(end > length for end, length in zip(ends, shape, strict=True)):
-            raise ValueError(f"a chunk of {name} does not fit into its shape {list(shape)}")
         chunks.append(chunk)
-    if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
-        raise ValueError(f"the chunks of {name} do not cover it")
+    require_tiled(name, shape, chunks)
     return StoredTensor(entry["dtype"], shape, tuple(chunks))
 
 
+def _require_gapless(files: Mapping[str, StoredFile], tensors: Iterable[StoredTensor]) -> None:
+    """Check that every byte of every file is in its header or in one chunk."""
+    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            size = math.prod(chunk.shape) * ITEM_SIZES[tensor.dtype]
+            spans[chunk.file].append((chunk.start, chunk.start + size))
+    for name, file in files.items():
+        end = file.header
+        for begin, stop in sorted(span for span in spans[name] if span[0] < span[1]):
+            if begin != end:
+                raise ValueError(f"{name} has bytes without a checksum, or with two")
+            end = stop
+        if end != file.size:
+            raise ValueError(f"there is no checksum for some bytes of {name}")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
 def _dict(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"`{what}` is not an object")
+    if not isinstance(value, dict) or tagged(value)[0] is not None:
+        raise ValueError(f"`{what}` is not a dict")
     return value
 
 
-def _count(value: Any, what: str, least: int = 0) -> int:
-    if type(value) is not int or value < least:
+def _count(value: Any, what: str, least: int = 0, most: int = 1 << 62) -> int:
+    if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{value!r} of {what} is not a number of bytes or elements")
     return value
 

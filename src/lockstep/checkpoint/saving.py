@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.drafts import Draft, make_draft
-from lockstep.checkpoint.files import writing
+from lockstep.checkpoint.files import MANIFEST_FILE, writing
 from lockstep.checkpoint.manifest import (
     BLOCK,
     ITEM_SIZES,
-    MANIFEST_FILE,
     Chunk,
     Manifest,
     StoredFile,
     StoredTensor,
+    check_meta,
     checksum_of,
     dump_manifest,
 )
@@ -171,6 +171,10 @@ class Save:
         for one in plans:
             self._values = merge(self._values, one.values)
         self._meta = plans[0].meta
+        try:
+            check_meta(self._meta)
+        except ValueError as error:
+            raise ConfigError(f"metadata must have the form that readers expect, but {error}") from error
         self._draft = make_draft(self.directory)
         place, ending = self._draft.folder, self._draft.ending
         shares = [Share(plan.items, place / f"rank_{rank}{ending}") for rank, plan in enumerate(shared)]

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from lockstep.dist import all_gather_object, gather_object, get_rank, get_world_size, scatter_object_list
-from lockstep.errors import ConfigError, caused_by
+from lockstep.errors import CheckpointError, ConfigError, caused_by, error_in_words, message_of
 
 T = TypeVar("T")
 U = TypeVar("U")
-_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigError, OSError, RuntimeError)}
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, OSError, RuntimeError)
+}
 
 
 class Failure(NamedTuple):
@@ -25,10 +27,11 @@ class Failure(NamedTuple):
     def of(cls, error: Exception) -> Failure:
         """Return why this rank failed."""
         if isinstance(error, ConfigError):
-            return cls(get_rank(), ConfigError, str(error))
+            kind = CheckpointError if isinstance(error, CheckpointError) else ConfigError
+            return cls(get_rank(), kind, message_of(error))
         if isinstance(error, OSError):
-            return cls(get_rank(), OSError, str(error), error.errno)
-        return cls(get_rank(), RuntimeError, f"{type(error).__name__}: {error}")
+            return cls(get_rank(), OSError, message_of(error), error.errno)
+        return cls(get_rank(), RuntimeError, error_in_words(error))
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -41,8 +44,8 @@ class Failure(NamedTuple):
 
     def raised(self, what: str) -> Exception:
         """Return the error to raise on every rank."""
-        if self.kind is ConfigError:
-            error: Exception = ConfigError(f"{self.text} (rank {self.rank} of {get_world_size()})")
+        if issubclass(self.kind, ConfigError):
+            error: Exception = self.kind(f"{self.text} (rank {self.rank} of {get_world_size()})")
         else:
             error = self.kind(f"{what}: rank {self.rank}: {self.text}")
         if isinstance(error, OSError):

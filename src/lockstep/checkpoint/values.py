@@ -15,16 +15,21 @@ A value of JSON stands for itself. An object with one key that begins with `$` s
 from __future__ import annotations
 
 import math
+import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Path: TypeAlias = tuple[str, ...]
+
+MOST_NESTED = 100
+"""How deep dicts, lists and tuples may lie in one another."""
+_PLAIN = (str, int, float, bool, type(None))
 
 
 def encode(value: Any, path: Path = (), tensors: dict[str, Tensor] | None = None) -> Any:
@@ -38,6 +43,10 @@ def encode(value: Any, path: Path = (), tensors: dict[str, Tensor] | None = None
     Raises:
         ConfigError: there is something else in it.
     """
+    if len(path) > MOST_NESTED:
+        raise ConfigError(
+            f"`{'.'.join(path[:3])}...` must lie at most {MOST_NESTED} dicts or lists deep to be saved. Flatten it"
+        )
     torch = sys.modules.get("torch")
     numpy = sys.modules.get("numpy")
     if tensors is not None and torch is not None:
@@ -79,7 +88,7 @@ def decode(node: Any, stored: Callable[[str, Any], Any] | None = None) -> Any:
         stored: returns what is stored by itself, by its `$` key and what that holds; None where there is no such thing.
 
     Raises:
-        ConfigError: it is none of the forms of this module.
+        CheckpointError: it is none of the forms of this module.
     """
     if isinstance(node, list):
         return [decode(item, stored) for item in node]
@@ -102,7 +111,46 @@ def decode(node: Any, stored: Callable[[str, Any], Any] | None = None) -> Any:
 
             if isinstance(dtype := getattr(torch, str(held), None), torch.dtype):
                 return dtype
-    raise ConfigError(f"a value must be JSON or one of the forms of lockstep, but is {node!r}")
+    raise CheckpointError(f"a value must be JSON or one of the forms of lockstep, but is {node!r}")
+
+
+def check_forms(node: Any, dtypes: Mapping[str, str], path: Path = ()) -> Iterator[str]:
+    """Check that JSON consists of the forms of this module, and yield the names of the tensors that it refers to.
+
+    Args:
+        node: what `encode` returned, or what a stranger says that it has.
+        dtypes: the names of the tensors that there are, and of their dtypes.
+        path: the keys that lead to it.
+
+    Raises:
+        ValueError: it is none of the forms; the message names the keys that lead to it.
+    """
+    if len(path) > 3 * MOST_NESTED:  # a tag and its list count, too
+        raise ValueError(f"`{'.'.join(path[:3])}...` is nested deeper than {MOST_NESTED}")
+    tag, held = tagged(node)
+    match tag:
+        case None:
+            items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+            for key, item in items:
+                yield from check_forms(item, dtypes, (*path, str(key)))
+            if isinstance(node, dict | list) or (isinstance(node, _PLAIN) and _is_finite(node)):
+                return
+        case "$tensor" | "$array" if isinstance(held, str) and held in dtypes:
+            if tag == "$tensor" or not dtypes[held].startswith(("bfloat16", "float8")):  # which numpy lacks
+                yield held
+                return
+        case "$tuple" if isinstance(held, list):
+            yield from check_forms(held, dtypes, (*path, tag))
+            return
+        case "$dict" if isinstance(held, list) and all(_is_pair(pair) for pair in held):
+            for key, item in held:
+                yield from check_forms(item, dtypes, (*path, str(key)))
+            return
+        case "$float" if held in ("inf", "-inf", "nan"):
+            return
+        case "$dtype" if isinstance(held, str):
+            return
+    raise ValueError(f"`{'.'.join(path)}` is none of the forms of a value, but {reprlib.repr(node)}")
 
 
 def tagged(node: Any) -> tuple[str | None, Any]:
@@ -128,6 +176,22 @@ def leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from leaves(item, (*path, key))
     else:
         yield path, node
+
+
+def _is_finite(node: Any) -> bool:
+    return not isinstance(node, float) or math.isfinite(node)
+
+
+def _is_pair(node: Any) -> bool:
+    return isinstance(node, list) and len(node) == 2 and _is_key(node[0])
+
+
+def _is_key(node: Any) -> bool:
+    """Return whether an encoded key can be hashed when it is decoded."""
+    tag, held = tagged(node)
+    if tag == "$tuple":
+        return isinstance(held, list) and all(map(_is_key, held))
+    return tag in ("$float", "$dtype") or isinstance(node, _PLAIN)
 
 
 def _encode_dict(value: Mapping[Any, Any], path: Path, tensors: dict[str, Tensor] | None) -> Any:

@@ -5,11 +5,11 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from lockstep.checkpoint.files import DAMAGED, PlainFile, is_there, open_plainly, require_plain_files
-from lockstep.checkpoint.manifest import MANIFEST_FILE, Block, Manifest, checksum_of, read_manifest
-from lockstep.errors import ConfigError
+from lockstep.checkpoint.files import DAMAGED, MANIFEST_FILE, PlainFile, is_there, open_plainly, require_plain_files
+from lockstep.checkpoint.manifest import Block, Manifest, checksum_of, read_manifest
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
 
 OLD_FILES = (".metadata", "meta.json")
@@ -84,7 +84,6 @@ def verify(directory: Location, share: int = 0, shares: int = 1) -> int:
     if manifest is None:
         return 0
     blocks = sorted(manifest.blocks(), key=lambda block: (block.file, block.start, block.size))
-    _require_gapless(directory, blocks, {name: file.size for name, file in manifest.files.items()})
     own = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
     buffer = memoryview(bytearray(max((block.size for block in own), default=0)))
     for name in sorted({block.file for block in own}):
@@ -99,22 +98,11 @@ def read_block(file: PlainFile, block: Block, into: memoryview) -> None:
     """Read a block of a file that `open_plainly` has opened into memory of its size.
 
     Raises:
-        ConfigError: the bytes do not have its checksum.
+        CheckpointError: the bytes do not have its checksum.
     """
     file.seek(block.start)
     if file.readinto(into) < block.size or checksum_of(into) != block.crc32:
-        raise ConfigError(
+        raise CheckpointError(
             f"{file.name} has wrong bytes between {block.start} and {block.start + block.size}: they do not have the "
             f"checksum that they were saved with. {DAMAGED}"
         )
-
-
-def _require_gapless(directory: Location, blocks: Iterable[Block], sizes: dict[str, int]) -> None:
-    """Check that every byte of every file is in one block."""
-    ends = dict.fromkeys(sizes, 0)
-    for block in blocks:
-        if block.start != ends[block.file]:
-            raise ConfigError(f"{directory / block.file} has bytes without a checksum, or with two. {DAMAGED}")
-        ends[block.file] += block.size
-    if ends != sizes:
-        raise ConfigError(f"{directory / MANIFEST_FILE} has no checksum for some bytes of its files. {DAMAGED}")

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.config.config_file import BaseFile, ConfigFile, Write
 from lockstep.config.dictionary import ConfigDict
 from lockstep.config.placeholders import BASE, Placeholders
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, error_in_words
 
 _MAKERS = ("dict", "ConfigDict")
 _CHANGERS = ("update", "merge")
@@ -105,7 +105,7 @@ class PythonFile(ConfigFile):
             except Exception as error:
                 lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(self.path)]
                 line = lines[-1] if lines else "?"
-                raise ConfigError(f"{self.path}:{line}: {type(error).__name__}: {error}") from error
+                raise ConfigError(f"{self.path}:{line}: {error_in_words(error)}") from error
         if vars(module).get(BASE) is not base:
             raise ConfigError(f"{self.path}: `{BASE}` must be assigned at the top level, plainly")
         inherited = {name: value for names in imported for name, value in names.items()}

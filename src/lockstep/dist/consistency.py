@@ -16,7 +16,7 @@ from lockstep.dist.header import (
     report_failure,
     require_no_failure,
 )
-from lockstep.errors import CollectiveMismatchError
+from lockstep.errors import CollectiveMismatchError, error_in_words
 from lockstep.groups import Comm, GroupLike, get_local_group, resolve
 from lockstep.transport.backend import Check
 from lockstep.transport.pairs import transport_of
@@ -186,7 +186,7 @@ class _Refusals(AbstractContextManager[None]):
     ) -> None:
         calls = self._comm.calls
         if calls is not None and isinstance(error, TypeError | ValueError):
-            calls.add(self._name, ("refused",), f", refused: {type(error).__name__}: {error}")
+            calls.add(self._name, ("refused",), f", refused: {error_in_words(error)}")
             if _mode == "always" or _is_due(calls.number):
                 with suppress(CollectiveMismatchError):  # this rank raises its own error
                     _compare(self._comm)

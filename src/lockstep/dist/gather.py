@@ -368,7 +368,7 @@ def _allocation(
 
 def _write_header(
     name: str, data: Any, comm: Comm, memory: HeaderMemory, outputs: Sequence[Tensor] = NOT_GIVEN
-) -> tuple[Tensor, Header] | TypeError | ValueError:
+) -> tuple[Tensor, Header] | Exception:
     """Write this rank's header, or why it can't take part: only this rank sees that, and the others wait for a header.
 
     Returns the tensor to send and its header, or the error to raise once the header has been sent.
@@ -378,7 +378,7 @@ def _write_header(
         wire = comm.to_comm_device(data)
         header = header_of(wire, None if outputs is NOT_GIVEN else outputs)
         header.write(memory, 0, wire)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # also where a device has no memory left
         memory.data[:] = encode_failure(error)
         return error
     return wire, header

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lockstep.errors import PeerError
+from lockstep.errors import PeerError, error_in_words
 from lockstep.groups import Comm
 from lockstep.transport.memory import DIGEST_BYTES, HeaderMemory, is_plain_memory, memmove
 from lockstep.transport.pairs import transport_of
@@ -131,7 +131,7 @@ def read_headers(memory: HeaderMemory, likely: Header | None = None) -> list[Hea
 def encode_failure(error: BaseException, size: int = TENSOR_HEADER_BYTES) -> bytes:
     """Return a header that says why this rank has nothing to send; the text is cut to fit."""
     # A file name in a message may contain what UTF-8 can't encode; that must not leave the other ranks waiting.
-    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[: size - _FAILURE.size - DIGEST_BYTES]
+    text = error_in_words(error).encode(errors="backslashreplace")[: size - _FAILURE.size - DIGEST_BYTES]
     return (_FAILURE.pack(_FAILED, len(text)) + text).ljust(size, b"\0")
 
 

@@ -27,7 +27,7 @@ from lockstep.dist.header import (
     scatter_header,
 )
 from lockstep.dist.pickling import Pickled, dump, load
-from lockstep.errors import DistError
+from lockstep.errors import DistError, error_in_words
 from lockstep.groups import Comm
 from lockstep.transport.handles import Handle
 from lockstep.transport.memory import bytes_of, copy_all
@@ -86,7 +86,7 @@ class _Incoming:
             return load(Pickled(pickled, self.segments, self._num_tensors))
         except Exception as error:  # an object may be rebuilt by its own code, which may raise anything
             raise DistError(
-                f"the object of rank {self.rank} must be loadable here, but is not: {type(error).__name__}: {error} "
+                f"the object of rank {self.rank} must be loadable here, but is not: {error_in_words(error)} "
                 f"({self._comm.this_rank}). Define its class in a module that every rank can import"
             ) from error
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.errors import message_of
 from lockstep.groups import Comm
 from lockstep.transport.memory import as_bytes, bytes_of
 
@@ -50,9 +51,11 @@ def dump(obj: object, comm: Comm) -> Pickled:
     pickler = _Pickler(stream)
     try:
         pickler.dump(obj)
-    except Exception as error:  # an object may pickle itself by its own code, which may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an object may pickle itself by its own code, which may raise anything
         raise TypeError(
-            f"the object must be picklable, but {type(obj).__name__} is not: {error} ({comm.this_rank})"
+            f"the object must be picklable, but {type(obj).__name__} is not: {message_of(error)} ({comm.this_rank})"
         ) from error
     return Pickled(stream.getvalue(), pickler.tensors + pickler.buffers, len(pickler.tensors), pickler.in_graph)
 

@@ -16,6 +16,7 @@ from lockstep.dist.header import require_no_failure
 from lockstep.dist.packed import broadcast_packed, gather_packed
 from lockstep.dist.pickling import dump_to, load_each
 from lockstep.dist.validate import NOT_GIVEN, either
+from lockstep.errors import message_of
 from lockstep.groups import Comm, is_int, resolve
 
 _Part: TypeAlias = tuple[list[Any], list[int] | None]
@@ -154,7 +155,8 @@ def _agreed(parts: Iterable[_Part] | None, size: int, comm: Comm) -> list[Any] |
             ordered = _in_order(list(parts), size)
         except Exception as refused:  # loading what arrived may raise anything
             error = refused
-    kind, message = broadcast_packed((None, "") if error is None else (type(error).__name__, str(error)), 0, comm)
+    said = (None, "") if error is None else (type(error).__name__, message_of(error))
+    kind, message = broadcast_packed(said, 0, comm)
     if error is not None:
         raise error
     if kind == "ValueError":

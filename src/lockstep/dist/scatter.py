@@ -130,12 +130,12 @@ def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Com
 
 def _receive_part(tensor: Tensor, src: int, comm: Comm) -> None:
     """Receive this rank's tensor, directly into `tensor` if it matches."""
-    refusal: TypeError | ValueError | None = None
+    refusal: Exception | None = None
     expected: Header | None = None
     try:
         require_tensor("tensor", tensor, is_filled=True)
         expected = header_of(tensor)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a tensor of a class of the user's may raise anything
         refusal = error  # raised after everything has been received
     transport = transport_of(comm)
     buffers = transport.buffers(TENSOR_HEADER_BYTES)

@@ -37,12 +37,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from lockstep.errors import INPUT_ERRORS, PEER_IS_GONE, CollectiveTimeoutError, PeerError, Preempted
+from lockstep.errors import (
+    INPUT_ERRORS,
+    PEER_IS_GONE,
+    CollectiveTimeoutError,
+    PeerError,
+    Preempted,
+    error_in_words,
+    message_of,
+    place_of,
+)
 from lockstep.masking import mask_text
 
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
 # What torch says in a script without lockstep where another rank does not come in time.
 _LATE = ("Timed out waiting", "wait timeout after")
+_MOST_SHOWN = 20_000  # characters of each end of a traceback
 _PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
 """At this signal a rank writes its stack to `stack_file`."""
@@ -65,20 +75,21 @@ def main(argv: list[str]) -> None:
     sys.excepthook = _record_or_show
     try:
         _run(target)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
     except SystemExit as error:
         if error.code not in (None, 0):
             _record(error)
         if isinstance(error, Preempted):
             end_soon(Preempted.EXIT_CODE)
         raise
-    except Exception as error:
+    except BaseException as error:
+        code = _exit_code(error)
+        if type(error) is KeyboardInterrupt:  # Ctrl-C; a class derived from it is an error of the script's
+            sys.exit(code)
         if not _record(error):
             raise
         if has_log:
-            sys.stderr.write(mask_text("".join(traceback.format_exception(error))))
-        sys.exit(1)
+            sys.stderr.write(mask_text(_formatted(error)))
+        sys.exit(code)
 
 
 def rank_log(log_dir: str | Path, rank: int | str) -> Path:
@@ -153,18 +164,38 @@ def _record(error: BaseException) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    now = time.time()
-    shown = None if isinstance(error, (SystemExit, *INPUT_ERRORS)) else _own_frames(error.__traceback__)
-    stack = mask_text("".join(traceback.format_exception(error.with_traceback(shown))))
-    kind = type(error).__name__
-    code = error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    extra = {"py_callstack": stack, "timestamp": str(int(now)), "time": now, "type": kind, "exitcode": code}
-    extra |= {"follows": _follows(error), "place": _place(error.__traceback__), "failed_ranks": _failed_ranks(error)}
-    report = {"message": mask_text(f"{kind}: {error}"), "extraInfo": extra}
+    now, kind = time.time(), type(error).__name__
+    extra: dict[str, object] = {"timestamp": str(int(now)), "time": now, "type": kind, "exitcode": _exit_code(error)}
+    try:
+        place, follows, ranks = place_of(error.__traceback__), _follows(error), _failed_ranks(error)
+        shown = None if isinstance(error, (SystemExit, *INPUT_ERRORS)) else _own_frames(error.__traceback__)
+        stack, message = mask_text(_formatted(error.with_traceback(shown))), mask_text(error_in_words(error))
+        extra |= {"py_callstack": stack, "follows": follows, "place": place, "failed_ranks": ranks}
+    except Exception as second:  # an error's attributes may be functions of the user's
+        message = f"{kind}, which can't be shown: {type(second).__name__} in {place_of(second.__traceback__)}"
+        extra["py_callstack"] = message
+    report = {"message": message, "extraInfo": extra}
     draft = Path(f"{path}.{os.getpid()}")  # the agent may be reading the file
     draft.write_text(json.dumps({"message": report}))
     draft.replace(path)
     return True
+
+
+def _exit_code(error: BaseException) -> int:
+    kind = type(error)  # not `isinstance`, which asks the error for its `__class__`
+    if issubclass(kind, SystemExit):
+        code: object = getattr(error, "code", None)
+        return code & 0xFF if isinstance(code, int) else 1
+    return 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
+
+
+def _formatted(error: BaseException) -> str:
+    """Return an error's traceback; of one that is very long, the beginning and the end."""
+    text = "".join(traceback.format_exception(error))
+    more = len(text) - 2 * _MOST_SHOWN
+    if more <= 0:
+        return text
+    return f"{text[:_MOST_SHOWN]}\n... ({more} characters left out) ...\n{text[-_MOST_SHOWN:]}"
 
 
 def _record_or_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -179,7 +210,7 @@ def _follows(error: BaseException) -> Literal["gone", "late"] | None:
     behind: BaseException | None = error
     while behind is not None and id(behind) not in seen:
         seen.add(id(behind))
-        text = str(behind) if isinstance(behind, RuntimeError) else ""
+        text = message_of(behind) if isinstance(behind, RuntimeError) else ""
         if isinstance(behind, CollectiveTimeoutError) or any(words in text for words in _LATE):
             return "late"
         if isinstance(behind, PeerError) or any(words in text for words in PEER_IS_GONE):
@@ -197,16 +228,6 @@ def _failed_ranks(error: BaseException | None) -> list[int]:
         if ranks and isinstance(ranks, tuple):
             return [rank for rank in ranks if isinstance(rank, int)]
     return []
-
-
-def _place(trace: TracebackType | None) -> str:
-    """Return the innermost line outside of lockstep and torch, as ``FILE:LINE``; "" if there is none."""
-    place = ""
-    for frame, line in traceback.walk_tb(trace):
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] not in ("lockstep", "torch", "runpy"):
-            place = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
-    return place
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:

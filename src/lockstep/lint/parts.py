@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.dictionary import items_below
-from lockstep.errors import RegistryError, did_you_mean, nearest
+from lockstep.errors import RegistryError, did_you_mean, error_in_words, nearest
 from lockstep.lint.values import misfit
 from lockstep.masking import mask_value
 from lockstep.registry import Registry, in_default_scope
@@ -108,7 +108,7 @@ def resolve(kind: object, registry: Registry) -> tuple[Callable[..., Any] | None
     except RegistryError:
         return None, f"is no {registry.name} {registry.suggest(kind)}"
     except Exception as error:  # raised by a module that the lookup imports
-        return None, f"cannot be imported: {type(error).__name__}: {error}"
+        return None, f"cannot be imported: {error_in_words(error)}"
 
 
 def _nested_faults(key: str, value: object, registry: Registry) -> Iterator[Fault]:

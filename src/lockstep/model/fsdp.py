@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,19 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError, did_you_mean, wrong_type
+from lockstep.groups import this_rank
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
 from lockstep.model.autograd_graph import on_backward
+from lockstep.model.drift import refuse_max_norm
 from lockstep.model.fsdp_arguments import Offload, Precision
 from lockstep.model.fsdp_consistency import Consistency
 from lockstep.model.fsdp_materialize import InitFunction, Materializer, broadcast_from_first
 from lockstep.model.fsdp_mesh import GroupsLike, MeshLike, make_meshes
+from lockstep.model.fsdp_originals import Originals
 from lockstep.model.fsdp_policies import choose_units, cut_by_dtype, directly_callable_parts
 from lockstep.model.fsdp_replicated import ReplicatedParameters
+from lockstep.model.fsdp_sites import is_unit
 from lockstep.model.full_params import full_parameters
 from lockstep.model.shards import reshard
 from lockstep.model.tensor_parallel import TensorParallel
@@ -90,8 +94,9 @@ class MMFullyShardedDataParallel(ModelWrapper):
     Raises:
         TypeError: an argument has an unknown type, which the message names.
         ValueError: arguments contradict each other, or do not fit the number of ranks.
-        ConfigError: `tensor_parallel` does not fit the model or the number of ranks; an embedding has sparse gradients;
-            or a module owns parameters of two dtypes.
+        ConfigError: `tensor_parallel` does not fit the model or the number of ranks; an embedding has sparse gradients
+            or `max_norm`; or a module owns parameters of two dtypes. In a backward pass, on every rank: a parameter
+            was written in the forward pass, or by `parameter.data = values`, so that the change would be lost.
 
     **Source**: `torch.distributed.fsdp.fully_shard` (2.13). Zhao et al., PyTorch FSDP, VLDB 2023.
     """
@@ -138,6 +143,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         offload = arguments.read_offload(cpu_offload, device.type)
         sharding = arguments.read_sharding(sharding_strategy, reshard_after_forward)
         _refuse_sparse_gradients(module, ignored)
+        refuse_max_norm(module, "under FSDP, which would lose what it writes", ignored)
         units = choose_units(module, policy, ignored)
         self._trains_itself = steps.calls_parts(module)
         if self._trains_itself:
@@ -159,7 +165,12 @@ class MMFullyShardedDataParallel(ModelWrapper):
             fully_shard, mesh=self.mesh, reshard_after_forward=sharding.reshard_after_forward, offload_policy=offload
         )
         precisions = dict.fromkeys([module, *units], precision) | _precisions_of_norms(module, precision, ignored)
+        originals = Originals(module)
         scalars = _shard(module, precisions, ignored, materializer, parallel, shard)
+        originals.hand_over(module)
+        for unit in filter(is_unit, module.modules()):
+            kind: Any = type(unit)
+            kind.__deepcopy__ = _refuse_copy  # torch's own raises a bare AssertionError
         broadcast_from_first([scalar.detach() for scalar in scalars], whole)
         self.module = module
         self._syncs_gradients = True
@@ -317,6 +328,15 @@ class MMFullyShardedDataParallel(ModelWrapper):
         assert isinstance(self.module, FSDPModule)
         self._syncs_gradients = syncs
         self.module.set_requires_gradient_sync(syncs)
+
+
+def _refuse_copy(module: nn.Module, memo: Any) -> NoReturn:
+    kind = type(module).__name__.removeprefix("FSDP")
+    raise ConfigError(
+        f"{kind} must not be copied once FSDP has sharded it ({this_rank()}). For an average of its weights, as timm's "
+        "ModelEma keeps it in a copy, use EMAHook or lockstep.model.ExponentialMovingAverage; for its weights, use its "
+        "state_dict()"
+    )
 
 
 def _refuse(kwargs: Mapping[str, Any], wrapper: type) -> None:

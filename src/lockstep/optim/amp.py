@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -107,6 +108,16 @@ class AmpOptimWrapper(OptimWrapper):
         """The current factor for losses. Reading it waits for the device."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
+    @property
+    def skipped_updates(self) -> int:
+        """Number of updates that were skipped. See `LossScaler.skipped` for when one is known."""
+        return 0 if self._scaler is None else self._scaler.skipped
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last update was skipped. Reading it may wait for the device."""
+        return self._scaler is not None and self._scaler.has_skipped
+
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Enter `torch.autocast` for the forward pass, and `no_sync` if no update follows."""
@@ -135,6 +146,7 @@ class AmpOptimWrapper(OptimWrapper):
         if self._scaler is None:
             super().step(**kwargs)
             return
+        self._even_out()
         self._scaler.unscale_(self.optimizer)
         if self.clip_grad is not None:
             former = self._grad_norm
@@ -144,11 +156,18 @@ class AmpOptimWrapper(OptimWrapper):
         self._scaler.update()
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the state of the scale."""
-        return {} if self._scaler is None else {_STATE: self._scaler.state_dict()}
+        """Return the counts of the accumulation, and the state of the scale."""
+        return {**super().extra_state(), **self._state_of_scale()}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the saved scale. A fixed scale, and the factors of a dynamic one, come from the arguments instead."""
+        """Restore what was saved. A fixed scale, and the factors of a dynamic one, come from the arguments instead."""
+        super().load_extra_state(state)
+        self._load_scale(state)
+
+    def _state_of_scale(self) -> dict[str, Any]:
+        return {} if self._scaler is None else {_STATE: self._scaler.state_dict()}
+
+    def _load_scale(self, state: Mapping[str, Any]) -> None:
         if self._scaler is None or not self._scaler.is_enabled() or "fixed_scale" in self._scaler_kwargs:
             return
         saved = state.get(_STATE)
@@ -160,12 +179,12 @@ class AmpOptimWrapper(OptimWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the scale."""
-        return {**super().state_dict(), **self.extra_state()}
+        return {**super().state_dict(), **self._state_of_scale()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         super().load_state_dict({name: value for name, value in state_dict.items() if name != _STATE})
-        self.load_extra_state(state_dict)
+        self._load_scale(state_dict)
 
 
 def _norm_of_updates(norm: Tensor | None, former: Tensor | None) -> Tensor | None:
@@ -233,6 +252,56 @@ class LossScaler(GradScaler):
         self._fixed_scale = fixed_scale
         self._updates = 0
         self._skipped: Tensor | None = None  # on the device: count since the last check
+        self._known_skipped = 0
+        self._has_skipped = False
+        # Whether updates were skipped that have been sent to the device since, each with when it is known.
+        self._unknown: deque[tuple[Tensor, torch.Event | None]] = deque()
+
+    @property
+    def skipped(self) -> int:
+        """Number of updates that were skipped.
+
+        The last one does not count yet if the optimizer is fused and on an accelerator, where nobody waits for the
+        device to know it.
+        """
+        while self._unknown and (len(self._unknown) > 1 or self._unknown[0][1] is None):
+            self._know()
+        return self._known_skipped
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last update was skipped. With a fused optimizer, reading it waits for the device."""
+        while self._unknown:
+            self._know()
+        return self._has_skipped
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Let the optimizer step unless its gradients are not finite."""
+        result = super().step(optimizer, *args, **kwargs)
+        if self.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
+            flags = list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+            found = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).amax()
+            event = None
+            if found.device.type != "cpu":
+                found, event = found.to("cpu", non_blocking=True), torch.Event(found.device)
+                event.record()
+            self._unknown.append((found, event))
+        return result
+
+    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # As torch's own, which is not called for fused optimizers; both read the flags.
+        self._note(any(flag.item() for flag in optimizer_state["found_inf_per_device"].values()))
+        return None if self._has_skipped else optimizer.step(*args, **kwargs)
+
+    def _know(self) -> None:
+        found, event = self._unknown.popleft()
+        if event is not None:
+            event.synchronize()
+        self._note(bool(found))
+
+    def _note(self, has_skipped: bool) -> None:
+        self._has_skipped = has_skipped
+        self._known_skipped += has_skipped
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Shrink or grow the scale after an update.

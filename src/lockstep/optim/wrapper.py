@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
 from lockstep.errors import require_count, wrong_type
+from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
+from lockstep.optim.windows import Windows
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.watch.failures import backend_errors_translated
 
 _logger = logging.getLogger(__name__)
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+_WINDOWS = "windows"
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -35,13 +39,16 @@ class OptimWrapper:
 
     Subclasses for mixed precision override `optim_context`, `backward` and `step`.
 
+    An optimizer with `train` and `eval`, as schedule-free ones have, trains other weights than it evaluates: the loops
+    of a Runner and of a Session, and saves, call them; see `set_mode`.
+
     An optimizer that evaluates the loss itself, such as `LBFGS`, gets a closure; see `update_by_closure`. It is
     recognised by an attribute `needs_closure`, or by a parameter `closure` of its `step` that has no default.
 
     Args:
         optimizer: the optimizer, built over the parameters in the form in which they are trained.
-        accumulative_counts: number of batches whose gradients are averaged into one update (a window). Only the last
-            one synchronizes gradients between ranks.
+        accumulative_counts: number of calls of `update_params` whose gradients are averaged into one update (a window):
+            of batches, if each of them calls it once. Only the last one synchronizes gradients between ranks.
         clip_grad: `dict(max_norm=...)` with the further arguments of `clip_by_norm`, or `dict(type="value",
             clip_value=...)` with those of `clip_by_value`.
 
@@ -50,6 +57,8 @@ class OptimWrapper:
         accumulative_counts: as given.
         clip_grad: as given, with its `type`; None if gradients are not clipped.
     """
+
+    _is_training = False
 
     def __init__(
         self,
@@ -70,13 +79,9 @@ class OptimWrapper:
             )
         self.clip_grad = _checked_clipping(clip_grad)
         self._grad_norm: Tensor | None = None
-        self._inner_count = 0
-        # Batches from here on make up the last window, which is shorter than the others.
-        self._max_counts: int | None = None
-        self._remainder_counts = 0
+        self._windows = Windows(accumulative_counts)
         self._no_sync: Callable[[], AbstractContextManager[Any]] | None = None
         self._driver: ModelWrapper | None = None  # its train_step is running
-        self._sample_weights = _SampleWeights()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Set how many batches there have been and will be, so that a shorter last window is averaged correctly.
@@ -84,27 +89,38 @@ class OptimWrapper:
         Args:
             model: the model to be trained; only checked for layers whose result accumulation changes.
             init_counts: number of batches seen so far (after resuming).
-            max_counts: number of batches in the whole training; the last batch ends with an update.
+            max_counts: number of batches in the whole training; the last batch ends with an update. A batch is one call
+                of `update_params`, unless `begin_iteration` announces each batch.
         """
-        self._inner_count = init_counts
-        self._max_counts = max_counts
+        lost = self._windows.restart(init_counts, max_counts)
         self._grad_norm = None
+        if lost:
+            _logger.warning(
+                "training resumes after %d batches, inside an accumulation window: the gradients of its first %d "
+                "backward passes are lost",
+                init_counts, lost,
+            )  # fmt: skip
         if self.accumulative_counts == 1:
             return
-        if max_counts is not None:
-            self._remainder_counts = max_counts % self.accumulative_counts
-        if init_counts % self.accumulative_counts:
-            _logger.warning(
-                "training resumes after %d batches, inside an accumulation window of %d: the "
-                "gradients of its first %d batches are lost",
-                init_counts, self.accumulative_counts, init_counts % self.accumulative_counts,
-            )  # fmt: skip
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             _logger.warning(
                 "gradients are accumulated over %d batches, but BatchNorm normalises within each "
                 "of them: the result differs from that of one large batch",
                 self.accumulative_counts,
             )
+
+    def warn_of_open_window(self) -> None:
+        """Warn at the end of a training of gradients that have not been used in an update."""
+        if made := self._windows.made:
+            _logger.warning(
+                "the training ends inside an accumulation window of %d: the gradients of its last %d backward passes "
+                "are not used. It ended early, or its last iteration made fewer backward passes than earlier ones",
+                self.accumulative_counts, made,
+            )  # fmt: skip
+
+    def begin_iteration(self, index: int) -> None:
+        """Announce the next batch, after `index` others, which may make several backward passes, or none."""
+        self._windows.begin_iteration(index)
 
     def count_samples(self, own: float, mean: float) -> None:
         """Set how many samples the next batch has, so that each sample has the same weight in the update.
@@ -115,7 +131,7 @@ class OptimWrapper:
             own: the number on this rank; 0 for a batch that must not change the update.
             mean: the mean over all ranks.
         """
-        self._sample_weights.own, self._sample_weights.mean = own, mean
+        self._windows.own, self._windows.mean = own, mean
 
     @contextmanager
     def driven_by(self, model: ModelWrapper) -> Iterator[None]:
@@ -161,8 +177,6 @@ class OptimWrapper:
         with _NO_CONTEXT if no_sync is None else no_sync():
             self.backward(scaled)
         if self.should_update():
-            if self.accumulative_counts > 1:
-                self._even_out()
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
 
@@ -177,11 +191,11 @@ class OptimWrapper:
 
         **Collective**: every rank of the default group. **Cost**: 4 bytes per evaluation, in addition to the gradients.
         """
-        count = self._inner_count
+        before = self._windows
 
         def closure() -> Tensor:
             self.zero_grad()
-            self._inner_count = count  # a batch counts once, however often it is evaluated
+            self._windows = copy(before)  # a batch counts once, however often it is evaluated
             with torch.enable_grad():
                 loss = self.scale_loss(evaluate())
                 self.backward(loss)
@@ -195,16 +209,26 @@ class OptimWrapper:
         self.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Divide by the number of batches in the current window; see also `count_samples`."""
-        weight = self._sample_weights.weigh(begins_window=self._inner_count % self.accumulative_counts == 0)
+        """Divide by the number of backward passes in the current window; see also `count_samples`."""
+        weight = self._windows.weigh()
         if weight != 1:
             loss = loss * weight
         if self.accumulative_counts == 1:
             return loss
-        return loss / self._window()
+        return loss / self._windows.length
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a scaled loss, and count the batch."""
+        """Add the gradients of a scaled loss, and count the batch.
+
+        Raises:
+            ValueError: the loss requires no gradient.
+        """
+        if not loss.requires_grad:
+            raise ValueError(
+                f"the loss must depend on the model's parameters, but requires no gradient ({this_rank()}). It may be "
+                "detached, computed under torch.no_grad(), or come from frozen parameters alone. For a batch that must "
+                "count for nothing, multiply its loss by 0"
+            )
         try:
             driver = self._driver
             with _NO_CONTEXT if driver is None else driver.backward_context(loss, syncs=self.should_sync()):
@@ -212,10 +236,11 @@ class OptimWrapper:
         except RuntimeError:
             with backend_errors_translated():  # entered here alone, because every step would pay for it
                 raise
-        self._inner_count += 1
+        self._windows.add()
 
     def step(self, **kwargs: Any) -> None:
         """Clip the gradients, then let the optimizer update the parameters."""
+        self._even_out()
         if self.clip_grad is not None:
             self._clip_grad()
         self.optimizer.step(**kwargs)
@@ -226,11 +251,11 @@ class OptimWrapper:
 
     def should_sync(self) -> bool:
         """Return whether the gradients of the next batch will be averaged over ranks."""
-        return self.accumulative_counts == 1 or self._ends_window(self._inner_count + 1)
+        return self.accumulative_counts == 1 or self._windows.next_completes
 
     def should_update(self) -> bool:
         """Return whether the last counted batch ends a window."""
-        return self.accumulative_counts == 1 or self._ends_window(self._inner_count)
+        return self.accumulative_counts == 1 or self._windows.is_complete
 
     def left_out(self, model: nn.Module) -> list[str]:
         """Return the names of parameters of `model` that require a gradient but are in no parameter group."""
@@ -243,9 +268,41 @@ class OptimWrapper:
         return self._grad_norm
 
     @property
+    def has_modes(self) -> bool:
+        """Whether an optimizer has `train` and `eval`: it trains other weights than it evaluates."""
+        return any(_has_modes(optimizer) for optimizer in self.optimizers)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the model has the weights that are trained, of such an optimizer."""
+        return any(group.get("train_mode", self._is_training) for group in self.param_groups)
+
+    def set_mode(self, *, training: bool) -> None:
+        """Let the model have the weights that are trained, or those that are to be evaluated and saved."""
+        self._is_training = training
+        for optimizer in self.optimizers:
+            if _has_modes(optimizer):
+                optimizer.train() if training else optimizer.eval()  # type: ignore[attr-defined]
+
+    @property
+    def skipped_updates(self) -> int:
+        """Number of updates that were skipped, as float16 does where gradients are not finite."""
+        return 0
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last update was skipped."""
+        return False
+
+    @property
+    def batches_per_update(self) -> float:
+        """How many iterations make up a window: `accumulative_counts`, unless each makes several backward passes."""
+        return self._windows.iterations
+
+    @property
     def inner_count(self) -> int:
-        """Number of batches so far."""
-        return self._inner_count
+        """Number of backward passes so far."""
+        return self._windows.count
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -281,10 +338,11 @@ class OptimWrapper:
 
     def extra_state(self) -> dict[str, Any]:
         """Return what resuming needs besides the optimizer's state, in JSON values; the same on every rank."""
-        return {}
+        return {_WINDOWS: self._windows.state()}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `extra_state` returned."""
+        """Restore what `extra_state` returned; the counts hold from the next `initialize_count_status` on."""
+        self._windows.load(state.get(_WINDOWS, {}))
 
     def __repr__(self) -> str:
         clipping = f", clip_grad={self.clip_grad}" if self.clip_grad else ""
@@ -293,23 +351,17 @@ class OptimWrapper:
             f"accumulative_counts={self.accumulative_counts}{clipping})"
         )
 
-    def _ends_window(self, count: int) -> bool:
-        return count % self.accumulative_counts == 0 or count == self._max_counts
-
-    def _window(self) -> int:
-        """Return the length of the current batch's window."""
-        if self._max_counts is not None and self._inner_count >= self._max_counts - self._remainder_counts:
-            return self._remainder_counts or self.accumulative_counts
-        return self.accumulative_counts
-
     def _even_out(self) -> None:
         """Rescale the gradients to those of the mean over all samples of the window; one batch already has them."""
-        factor = self._sample_weights.correction()
+        factor = 1.0 if self.accumulative_counts == 1 else self._windows.correction()
         if factor != 1:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
+            self._multiply_gradients(factor)
+
+    def _multiply_gradients(self, factor: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def _clip_grad(self) -> None:
         params = [
@@ -324,35 +376,8 @@ class OptimWrapper:
             clip_by_value(params, **kwargs)
 
 
-class _SampleWeights:
-    """Weights losses so that an update follows the mean over all samples of its window, on all ranks.
-
-    Wrappers average gradients over ranks, and accumulation averages them over batches, which gives every batch the same
-    weight. So the loss of a batch is multiplied by its number of samples, divided by a reference: the mean over ranks
-    of the first batch of the window. At the window's end the gradients are multiplied by the reference over the true
-    mean of the window. If all batches have the same size, both factors are exactly 1.
-
-    Attributes:
-        own: number of samples in the next batch of this rank.
-        mean: its mean over the ranks.
-    """
-
-    def __init__(self) -> None:
-        self.own = self.mean = self._reference = 1.0
-        self._batches = 0
-        self._samples = 0.0
-
-    def weigh(self, *, begins_window: bool) -> float:
-        """Count the current batch, and return the factor for its loss."""
-        if begins_window:
-            self._batches, self._samples, self._reference = 0, 0.0, self.mean or 1.0
-        self._batches += 1
-        self._samples += self.mean
-        return self.own / self._reference
-
-    def correction(self) -> float:
-        """Return the factor for the gradients of a complete window."""
-        return self._reference * self._batches / self._samples if self._samples else 1.0
+def _has_modes(optimizer: Optimizer) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

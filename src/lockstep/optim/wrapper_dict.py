@@ -86,6 +86,16 @@ class OptimWrapperDict(OptimWrapper):
         for wrapper in self.values():
             wrapper.initialize_count_status(model, init_counts, max_counts)
 
+    def warn_of_open_window(self) -> None:
+        """Let each wrapper warn of gradients that have not been used."""
+        for wrapper in self.values():
+            wrapper.warn_of_open_window()
+
+    def begin_iteration(self, index: int) -> None:
+        """Tell each wrapper that the next batch begins."""
+        for wrapper in self.values():
+            wrapper.begin_iteration(index)
+
     def count_samples(self, own: float, mean: float) -> None:
         """Tell each wrapper how many samples the next batch has."""
         for wrapper in self.values():
@@ -124,8 +134,18 @@ class OptimWrapperDict(OptimWrapper):
         return None
 
     @property
+    def skipped_updates(self) -> int:
+        """Number of updates of all optimizers that were skipped."""
+        return sum(wrapper.skipped_updates for wrapper in self.values())
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last update of some optimizer was skipped."""
+        return any(wrapper.has_skipped for wrapper in self.values())
+
+    @property
     def inner_count(self) -> int:
-        """The largest number of batches that any wrapper has seen."""
+        """The largest number of backward passes of any wrapper."""
         return max(wrapper.inner_count for wrapper in self.values())
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import ConfigError, did_you_mean
+from lockstep.errors import ConfigError, did_you_mean, message_of
 
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -80,7 +80,7 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any], kin
         return constructor(**arguments)
     except Exception as error:
         # With **kwargs the signature does not name the key; the error of the class that rejects the key does.
-        refused = _UNEXPECTED.search(str(error))
+        refused = _UNEXPECTED.search(message_of(error))
         if refused and refused[1] in arguments and isinstance(error, TypeError) and not isinstance(error, BuildError):
             key = refused[1]
             hint = did_you_mean(key, _accepted(constructor) - {key})

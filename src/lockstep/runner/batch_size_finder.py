@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 from lockstep.config import Config
 from lockstep.device import get_device
-from lockstep.errors import ConfigError, LaunchError, TopologyError, counted, require_count
+from lockstep.errors import ConfigError, LaunchError, TopologyError, counted, message_of, require_count
 from lockstep.launch import JobSpec, launch
 from lockstep.runner.runner import Runner
 from lockstep.topology import infer_launcher
@@ -237,7 +237,8 @@ class TrialRanks:
             pickle.dumps(make_runner)
         except Exception as error:  # an object may pickle itself by its own code
             raise ConfigError(
-                f"`make_runner` must be a function of a module, which ranks can import, but can't be pickled: {error}"
+                f"`make_runner` must be a function of a module, which ranks can import, but can't be pickled: "
+                f"{message_of(error)}"
             ) from error
         self._make_runner, self._nproc, self._updates, self._memory = make_runner, nproc, updates, memory
         self._on_trial = on_trial

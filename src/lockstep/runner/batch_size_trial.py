@@ -21,7 +21,7 @@ import torch
 from lockstep.dataset import amount_of
 from lockstep.device import peak_memory
 from lockstep.dist import all_gather_object
-from lockstep.errors import ConfigError, with_causes
+from lockstep.errors import ConfigError, error_in_words, with_causes
 from lockstep.runner.batch_size_finder import TRYING, MakeRunner, Trial
 from lockstep.runner.loops import NO_BATCHES
 from lockstep.runner.rehearsal import rehearse
@@ -98,7 +98,7 @@ def try_size(folder: Path, make_runner: MakeRunner, size: int, updates: int, mem
 def told_out_of_memory(error: BaseException | None) -> str | None:
     """Return the message of an error, or of its cause, that says that memory has run out; None if none does."""
     for one in with_causes(error):
-        text = f"{type(one).__name__}: {one}"
+        text = error_in_words(one)
         if isinstance(one, MemoryError | torch.OutOfMemoryError) or any(m in text.lower() for m in _OUT_OF_MEMORY):
             return text.splitlines()[0]
         if isinstance(one, OSError) and one.errno == errno.ENOMEM:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lockstep.errors import message_of
+
 _SECONDS_TO_END = (0.1, 0.5, 1.0)  # of workers, after a SIGTERM each
 
 
@@ -57,7 +59,8 @@ def note_on_workers(error: BaseException, *loaders: Any) -> str | None:
         error: any error.
         *loaders: the data loaders in use.
     """
-    is_gone = "DataLoader worker" in str(error) and "exited unexpectedly" in str(error)
+    text = message_of(error)
+    is_gone = "DataLoader worker" in text and "exited unexpectedly" in text
     if not is_gone or all(map(_forks, loaders)):
         return None
     return (

@@ -24,6 +24,7 @@ from lockstep.model import train_step_of, unwrap_model
 from lockstep.optim import OptimWrapperDict
 from lockstep.runner.loops import NO_BATCHES
 from lockstep.runner.run import TrainRun
+from lockstep.runner.seeds import part_ranks
 from lockstep.runner.uneven_inputs import Turn, buffers_kept
 from lockstep.tree import tree_map
 
@@ -56,9 +57,12 @@ def rehearse(run: TrainRun) -> Generator[Update]:
     """
     wrapper, step = run.optim_wrapper, train_step_of(run.model)
     wrapper.initialize_count_status(run.model)
+    part_ranks(run.args.randomness, run.seed, run.data_shard.rank)
     run.model.train()
+    run.set_optimizer_mode(training=True)
     total, samples, batch_size, has_loss = 0.0, 0, 0, True
-    for turn in _endless_turns(run):
+    for index, turn in enumerate(_endless_turns(run)):
+        wrapper.begin_iteration(index)
         wrapper.count_samples(turn.samples, turn.mean_samples)
         batch_size = batch_size or batch_size_of(turn.batch)
         with nullcontext() if turn.is_own else buffers_kept(run.model):

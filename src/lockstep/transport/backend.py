@@ -243,11 +243,15 @@ class Transport:
         """
         raise NotImplementedError
 
-    def _broadcast(self, data: Tensor, src: int, *, async_op: bool) -> Work:
+    def _broadcast(self, data: Tensor, src: int, *, async_op: bool) -> Work | None:
         return self.pg.broadcast([as_native(data)], _options(BroadcastOptions, rootRank=src, asyncOp=async_op))
 
     def _move(
-        self, buffers: HeaderBuffers, collective: Callable[..., Work], *arguments: object, meanwhile: Meanwhile = None
+        self,
+        buffers: HeaderBuffers,
+        collective: Callable[..., Work | None],
+        *arguments: object,
+        meanwhile: Meanwhile = None,
     ) -> None:
         """Move headers by one of the backend's collectives; `arguments` refer to the memory on the group's device."""
         buffers.stage()

@@ -21,12 +21,18 @@ _helpers: set[int] = set()  # threads that wait for handles; what a rank waits f
 
 
 class Handle:
-    """A collective in flight. `wait` completes it, including the copy back to the caller's device and dtype."""
+    """A collective in flight. `wait` completes it, including the copy back to the caller's device and dtype.
+
+    For a synchronous call a backend may return None instead of `Work`, as NCCL and XCCL do (torch 2.8): nothing is left
+    to wait for, because the call is in order on the device's current stream.
+    """
 
     __slots__ = ("_comm", "_finish", "_pending")
 
-    def __init__(self, pending: Sequence[Work | Handle], comm: Comm, finish: Callable[[], None] | None = None) -> None:
-        self._pending: tuple[Work | Handle, ...] = tuple(pending)
+    def __init__(
+        self, pending: Sequence[Work | Handle | None], comm: Comm, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._pending: tuple[Work | Handle, ...] = tuple([one for one in pending if one is not None])
         self._comm = comm
         self._finish = finish
 
@@ -76,7 +82,7 @@ class PairwiseHandle(Handle):
             self.is_completed()  # a receive that times out itself closes all connections of the group (gloo)
         if self._outcome is None:
             return self._complete()
-        with _waiting(self._comm):
+        with waiting(self._comm):
             try:
                 return self._outcome.result(None if timeout is None else timeout.total_seconds())
             except TimeoutError as error:
@@ -149,7 +155,7 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
 
 
 @contextmanager
-def _waiting(comm: Comm) -> Iterator[None]:
+def waiting(comm: Comm) -> Iterator[None]:
     """Let the watch know that this rank waits, as `wait_for` does."""
     calls = comm.calls
     if calls is not None:
@@ -161,13 +167,15 @@ def _waiting(comm: Comm) -> Iterator[None]:
             calls.waiting = 0
 
 
-def wait_for(works: Sequence[Work], comm: Comm, timeout: timedelta | None = None) -> None:
-    """Wait for pieces of work; see `Handle.wait` for what it raises."""
+def wait_for(works: Sequence[Work | None], comm: Comm, timeout: timedelta | None = None) -> None:
+    """Wait for pieces of work, of which some may be None, as in `Handle`; see `Handle.wait` for what it raises."""
     calls = None if get_ident() in _helpers else comm.calls
     if calls is not None:
         calls.since, calls.waiting = monotonic(), calls.number
     try:
         for work in works:
+            if work is None:
+                continue
             if timeout is None:
                 work.wait()
             else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.config import Config
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, error_in_words
 from lockstep.registry import VISUALIZERS
 from lockstep.visualization.png import as_picture
 from lockstep.visualization.protocol import Closes, Opens, ShowsConfig, ShowsImages, ShowsScalars
@@ -128,7 +128,7 @@ class Visualizers:
             if any(part is failed for failed in self._failed):
                 return
             self._failed.append(part)
-            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            reason = error_in_words(error).removesuffix(": ")
             warnings.warn(
                 f"the visualizer {type(part).__name__} has failed: {reason}. The run goes on without what it could not "
                 "show; further failures of it are not reported",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from lockstep.calls import Failure, Record
+from lockstep.errors import error_in_words
 from lockstep.groups import known_groups, recorded_groups
 from lockstep.watch.watch import POLL_SECONDS, Watch, interrupt, take_watch
 from lockstep.watch.words import described, described_if_different, records_of
@@ -49,7 +50,7 @@ class _LastComparison:
         """Compare the calls of all ranks for the last time; return how they differ, if they do."""
         error = sys.exception() or getattr(sys, "last_value", None)
         if error is not None:
-            self._watch.error = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._watch.error = error_in_words(error).partition("\n")[0]
         has_failed = error is not None or any(calls.has_failed for _, calls in self._groups)
         failure = self._failure()
         self._watch.stop()

@@ -14,6 +14,7 @@ from lockstep.errors import (
     DistError,
     PeerError,
     caused_by,
+    message_of,
     ranks_in_words,
 )
 from lockstep.groups import Comm, known_groups, resolve
@@ -60,7 +61,7 @@ def translate_error(error: RuntimeError, comm: Comm, *, is_of_torch: bool = Fals
         comm: the group.
         is_of_torch: it was raised in a collective that torch has called, as in DDP's backward pass.
     """
-    text, calls = str(error), comm.calls
+    text, calls = message_of(error), comm.calls
     if isinstance(error, DistError):
         return error
     is_gone = any(words in text for words in PEER_IS_GONE)
@@ -143,7 +144,7 @@ def backend_errors_translated() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text, comm = str(error), resolve()
+        text, comm = message_of(error), resolve()
         is_of_peer = any(words in text for words in (*PEER_IS_GONE, *_SILENT))
         if isinstance(error, DistError) or not is_of_peer or comm.size == 1:
             raise

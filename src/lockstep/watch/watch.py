@@ -32,7 +32,7 @@ import torch.distributed as torch_dist
 from torch.distributed import GroupMember, ProcessGroup, Store
 
 from lockstep.calls import Calls, Failure, Record, short_path
-from lockstep.errors import PEER_IS_GONE, DistError, ranks_in_words
+from lockstep.errors import PEER_IS_GONE, DistError, message_of, ranks_in_words
 from lockstep.groups import Comm, recorded_groups
 from lockstep.watch.words import Absent, described, lines_of, name_of, records_of
 
@@ -73,7 +73,7 @@ def side_store() -> Store:
         met: Any = torch_dist.distributed_c10d._get_default_store()
         return cast("Store", met.clone())  # torch's stubs lack it
     except Exception as error:
-        raise DistError(f"the ranks have no store that can be shared: {error}") from error
+        raise DistError(f"the ranks have no store that can be shared: {message_of(error)}") from error
 
 
 def start_watch() -> None:

@@ -15,6 +15,7 @@ tensor by tensor, and rows of a tensor are read from anywhere.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from math import prod
 from typing import IO, Any, NamedTuple
@@ -25,12 +26,14 @@ from torch import Tensor
 from lockstep.checkpoint.saving import SAFETENSORS, header_bytes
 from lockstep.errors import ConfigError
 from lockstep.location import Location, read_into, size_of, write_bytes
+from lockstep.masking import printable
 
 _NAMES = {getattr(torch, dtype): name for dtype, name in SAFETENSORS.items()}
 _NAMES |= {torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _METADATA = "__metadata__"
 _MOST_HEADER = 100 * 2**20  # as in the package
+_MOST_ELEMENTS = 1 << 60
 _DAMAGED = "It is damaged or no safetensors file: copy it again"
 
 
@@ -65,7 +68,7 @@ class SafetensorsFile:
         self.tensors: dict[str, TensorInfo] = {}
         self._begins: dict[str, int] = {}
         header, begin = self._header()
-        size, expected = size_of(location), 0
+        spans = []
         for name, entry in header.items():
             if name == _METADATA:
                 continue
@@ -73,9 +76,15 @@ class SafetensorsFile:
             if end - start != info.nbytes:
                 raise self._fault(f"`{name}` has {end - start} bytes for {info.nbytes}")
             self.tensors[name], self._begins[name] = info, begin + start
-            expected = max(expected, begin + end)
-        if size < expected:
-            raise self._fault(f"it must have {expected} bytes, but has {size}")
+            spans.append((start, end, name))
+        expected = 0
+        for start, end, name in sorted(spans):
+            if start != expected and start != end:
+                what = "overlaps another tensor" if start < expected else "comes after bytes that belong to no tensor"
+                raise self._fault(f"`{name}` {what}")
+            expected = max(expected, end)
+        if (size := size_of(location) - begin) != expected:
+            raise self._fault(f"it must have {expected} bytes after its header, but has {size}")
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Return a tensor, or some of its rows, in CPU memory. **Shapes**: [rows, *the tensor's other dims]."""
@@ -113,15 +122,20 @@ class SafetensorsFile:
     def _entry(self, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
         try:
             dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            if not all(type(size) is int and size >= 0 for size in (*shape, start, end)):
+            if not all(type(size) is int and 0 <= size <= _MOST_ELEMENTS for size in (*shape, start, end)):
+                raise ValueError
+            if prod(size for size in shape if size) > _MOST_ELEMENTS:
                 raise ValueError
         except (TypeError, KeyError, ValueError) as error:
-            raise self._fault(f"its header says of `{name}`: {str(entry)[:200]}") from error
-        if dtype not in _DTYPES:
-            raise ConfigError(f"`{name}` in {self._location} must have a dtype of torch's, but has {dtype!r}")
+            raise self._fault(f"its header says of `{name}`: {reprlib.repr(entry)}") from error
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise ConfigError(
+                f"`{name}` in {self._location} must have a dtype of torch's, but has {reprlib.repr(dtype)}"
+            )
         return TensorInfo(tuple(shape), _DTYPES[dtype]), (start, end)
 
     def _fault(self, what: str) -> ConfigError:
+        what = printable(what, lines=False)
         return ConfigError(f"{self._location} must be a safetensors file, but {what}. {_DAMAGED}")
 
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lockstep.checkpoint import find_checkpoints, find_last_checkpoint, is_checkpoint, read_meta
 from lockstep.errors import ConfigError, listed
-from lockstep.location import Location
+from lockstep.location import Location, size_of
 from lockstep.weights.safetensors_file import SafetensorsFile, TensorInfo
 from lockstep.weights.torch_file import TorchFile
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_MOST_INDEX = 100 * 2**20  # bytes
 _ADAPTER = "adapter_config.json"
 
 
@@ -149,6 +150,8 @@ def _weight_map(folder: Location, index: str) -> dict[str, str]:
         ConfigError: it says nothing of the kind, or names a file outside of the folder.
     """
     try:
+        if size_of(folder / index) > _MOST_INDEX:
+            raise ValueError(f"it has more than {_MOST_INDEX:,} bytes")
         places = json.loads((folder / index).read_bytes())["weight_map"]
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
             raise TypeError("`weight_map` is no dict of names")

@@ -164,9 +164,9 @@ class SafetensorsWriter:
         return self._open
 
     def _create(self, file: str) -> IO[bytes]:
-        place: Location = self.out if self.single else self.out / file
+        place: Location = self.out if self.single else self.out / _plain(file)
         if self._draft is not None:
-            place = self._draft / file
+            place = self._draft / _plain(file)
             if not self._written:
                 shutil.rmtree(self._draft, ignore_errors=True)  # left behind by one that was killed
                 self._draft.mkdir(parents=True)
@@ -203,6 +203,13 @@ class SafetensorsWriter:
         if self.out.exists():
             self.out.rmdir()  # it was empty
         self._draft.rename(self.out)
+
+
+def _plain(name: str) -> str:
+    """Return the name of a file that will lie directly in the folder, whoever has said it."""
+    if name in ("", "..") or Path(name).name != name or "\\" in name:
+        raise ConfigError(f"a file that is written must have a plain name, but {name!r} may lead out of the folder")
+    return name
 
 
 def _as_bytes(content: Any) -> bytes:

@@ -95,7 +95,8 @@ def read_as_file(folder: Location) -> dict[str, Any]:
 
 def _optimizers(extra_states: Mapping[str, Any]) -> list[str]:
     """Return the names of several optimizers: each has an extra state of its own."""
-    are_several = "loss_scaler" not in extra_states and all(isinstance(one, Mapping) for one in extra_states.values())
+    is_one = not extra_states.keys().isdisjoint(("loss_scaler", "windows"))
+    are_several = not is_one and all(isinstance(one, Mapping) for one in extra_states.values())
     return list(extra_states) if are_several else []
 
 

@@ -112,7 +112,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         log_level: the lowest level of messages.
         visualizer: where records and images go.
         default_scope: the registry in which names are looked up first, from now on.
-        randomness: the seed.
+        randomness: the seed; `diff_rank_seed=True` lets ranks draw different random numbers.
         experiment_name: begins the name of the run's folder.
         cfg: the whole config.
         **others: the arguments that only lockstep has: `strategy`, `compile`, `loss`, `stop_signals`.
@@ -160,13 +160,15 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             given["data_preprocessor"] = None
         given["cfg"] = Config({}) if cfg is None else cfg
         given["env_cfg"] = env_cfg = _with_backend(env_cfg)
+        # As in MMEngine, all ranks draw the same random numbers unless told otherwise.
+        given["randomness"] = {"diff_rank_seed": False, **(randomness or {})}
         start.join_ranks(launcher, env_cfg)
         self._file: MMEngineFile | None = None
         if resume and (path := file_to_resume(load_from, work_dir)) is not None:
             self._file = MMEngineFile(path)
             given.update(resume=False, load_from=None)
             if (randomness or {}).get("seed") is None and self._file.seed is not None:
-                given["randomness"] = {**(randomness or {}), "seed": self._file.seed}
+                given["randomness"] |= {"seed": self._file.seed}
         super().__init__(**given, **others)
         self._unprepared: tuple[Strategy, nn.Module] | None = None
         self._early_hooks: HookList | None = None

@@ -1,0 +1,188 @@
+"""What is attached to parameters before FSDP replaces them by shards: hooks, attributes, references."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.utils import clip_grad_norm_
+
+from lockstep.dist import get_rank, get_world_size
+from lockstep.errors import ConfigError
+from lockstep.model import MMFullyShardedDataParallel, train_step, unwrap_model
+from lockstep.optim import OptimWrapper
+from lockstep.strategy import FSDPStrategy, build_strategy
+from lockstep.testing import ranks
+
+INPUTS = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+MASK = torch.arange(30).reshape(5, 6) % 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(6, 5)  # 5 rows: uneven over 2 ranks
+        self.outer = nn.Linear(5, 1)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.listed: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.outer(torch.tanh(self.inner(x))).square().mean()
+        return loss + sum(each.square().sum() for each in self.listed)
+
+
+def masked(net: Net) -> None:
+    net.inner.weight.register_hook(lambda gradient: gradient * MASK)
+
+
+def double(parameter: Tensor) -> None:
+    parameter.grad.mul_(2)
+
+
+def doubled_after(net: Net) -> None:
+    net.inner.weight.register_post_accumulate_grad_hook(double)
+
+
+def removed(net: Net) -> None:
+    handles = [
+        net.inner.weight.register_hook(torch.neg),
+        net.inner.bias.register_post_accumulate_grad_hook(double),
+    ]
+    net.finish = lambda: [handle.remove() for handle in handles]
+
+
+def registered_later(net: Net) -> None:
+    net.finish = lambda: masked(net)
+
+
+def weights_after_training(strategy: str, attach: Callable[[Net], None], counts: int = 1) -> list[Tensor]:
+    net = Net()
+    attach(net)
+    prepared = build_strategy(strategy)
+    model, optim_wrapper = prepared.prepare(
+        net, {"optimizer": {"type": "SGD", "lr": 0.1}, "accumulative_counts": counts}
+    )
+    getattr(net, "finish", lambda: None)()
+    for _ in range(4):
+        train_step(model, INPUTS[get_rank() :: get_world_size()].clone(), optim_wrapper)
+    return [getattr(own, "full_tensor", lambda own=own: own)() for own in prepared.model_state().values()]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("counts", [1, 2])
+@pytest.mark.parametrize("attach", [masked, doubled_after, removed, registered_later])
+def test_hooks_on_parameters_have_the_effect_that_they_have_under_ddp(attach: Callable[[Net], None], counts: int):
+    if counts == 2 and attach is doubled_after:
+        return  # under DDP, the gradients of a window are accumulated before ranks average them, and are doubled twice
+    plain = weights_after_training("ddp", lambda net: None, counts)
+    hooked = weights_after_training("ddp", attach, counts)
+    assert attach is removed or any(not torch.allclose(*pair) for pair in zip(hooked, plain, strict=True))
+    for own, expected in zip(weights_after_training("fsdp", attach, counts), hooked, strict=True):
+        assert torch.allclose(own, expected, rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_a_hook_stays_where_units_are_gathered_anew_and_tied_weights_have_it_once():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+            self.again = nn.Linear(6, 6, bias=False)
+            self.first = nn.Linear(6, 6, bias=False)
+            self.again.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.again(x).square().mean()
+
+    calls = []
+    net = Tied()
+    for name in ("blocks.1.0.weight", "first.weight"):
+        net.get_parameter(name).register_hook(lambda gradient, name=name: calls.append((name, gradient.shape)))
+    model = MMFullyShardedDataParallel(net, auto_wrap_policy="Sequential")
+    optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        train_step(model, INPUTS.clone(), optim_wrapper)
+    assert sorted(calls) == sorted([("blocks.1.0.weight", (6, 6)), ("first.weight", (6, 6))] * 3)
+
+
+@ranks(1, 2)
+def test_attributes_move_to_the_shard_and_to_the_gathered_parameter():
+    net, seen = Net(), []
+    net.inner.weight.no_decay = True
+    net.outer.register_forward_hook(lambda *_: seen.append(net.inner.weight.no_decay))
+    model = MMFullyShardedDataParallel(net)
+    assert net.inner.weight.no_decay
+    model(INPUTS)
+    assert seen == [True]
+
+
+@ranks(1, 2)
+def test_a_reference_to_a_former_parameter_raises_an_error_that_names_it():
+    net = Net()
+    kept = list(net.parameters())
+    net.listed = [net.inner.weight]
+    net.inner.bias.register_hook(lambda gradient, own=net.inner.bias: gradient + own)
+    model, optim_wrapper = FSDPStrategy().prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert [own.shape for own in kept] == [own.shape for own in net.parameters()]
+    assert "the former parameter `inner.weight`" in repr(kept)
+    says = rf"`inner.weight` must be looked up .* but `square` was called .*rank {get_rank()} of {get_world_size()}"
+    with pytest.raises(ConfigError, match=says):
+        train_step(model, INPUTS, optim_wrapper)
+    net.listed = []
+    with pytest.raises(ConfigError, match=r"`inner\.bias` must be looked up"):
+        train_step(model, INPUTS, optim_wrapper)
+    for use in (
+        lambda: torch.optim.SGD(kept),
+        lambda: clip_grad_norm_(kept, 1.0),
+        lambda: kept[0].data.clamp_(0, 1),
+        lambda: kept[0].requires_grad_(False),
+        lambda: setattr(kept[0], "requires_grad", False),
+    ):
+        with pytest.raises(ConfigError, match=r"`(frozen|inner\.weight|outer\.weight)` must be looked up"):
+            use()
+
+
+@ranks(2)
+def test_a_given_optimizer_and_a_layer_with_references_of_its_own_are_followed():
+    def trained(strategy: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LSTM(6, 4), Last())
+        prepared = build_strategy(strategy)
+        model, optim_wrapper = prepared.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(2):
+            train_step(model, INPUTS[get_rank() :: get_world_size()].clone(), optim_wrapper)
+        return prepared.model_state()
+
+    for own, expected in zip(trained("fsdp").values(), trained("ddp").values(), strict=True):
+        assert torch.allclose(own.full_tensor(), expected, atol=1e-6)
+
+
+class Last(nn.Module):
+    def forward(self, outputs: tuple[Tensor, object]) -> Tensor:
+        return outputs[0].square().mean()
+
+
+@ranks(2)
+def test_a_hook_over_several_parameters_is_refused():
+    net = Net()
+    register_multi_grad_hook([net.inner.weight, net.outer.weight], lambda gradients: None)
+    with pytest.raises(ConfigError, match=r"`inner\.weight` must have no hook of register_multi_grad_hook"):
+        MMFullyShardedDataParallel(net)
+    assert unwrap_model(net) is net
+
+
+@ranks(1, 2)
+def test_a_copy_of_a_sharded_model_is_refused_with_what_to_use_instead():
+    model = MMFullyShardedDataParallel(Net())
+    for part in (model, model.module):
+        with pytest.raises(ConfigError, match=r"Net must not be copied .*ModelEma .*use EMAHook or"):
+            copy.deepcopy(part)
