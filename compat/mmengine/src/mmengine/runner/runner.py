@@ -159,9 +159,9 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             given["model"] = {"data_preprocessor": data_preprocessor, **model}
             given["data_preprocessor"] = None
         given["cfg"] = Config({}) if cfg is None else cfg
+        given["env_cfg"] = env_cfg = _with_backend(env_cfg)
         # As in MMEngine, all ranks draw the same random numbers unless told otherwise.
         given["randomness"] = {"diff_rank_seed": False, **(randomness or {})}
-        given["env_cfg"] = env_cfg = _with_backend(env_cfg)
         start.join_ranks(launcher, env_cfg)
         self._file: MMEngineFile | None = None
         if resume and (path := file_to_resume(load_from, work_dir)) is not None:
