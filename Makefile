@@ -75,10 +75,11 @@ test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environ
 test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an environment of its own
 	.venv-colossalai/bin/python -m pytest $(if $(SLICE),$(SLICE_COLOSSALAI),tests/engines/colossalai --min-rank-tests 48) $(PYTEST_ARGS)
 
-.venv-colossalai/.ready: pyproject.toml constraints.txt requirements/colossalai.txt requirements/colossalai-imports.txt
+.venv-colossalai/.ready: pyproject.toml constraints.txt requirements/colossalai.txt requirements/colossalai-imports.txt \
+		requirements/models-colossalai.txt
 	$(PYTHON) -m venv .venv-colossalai
 	.venv-colossalai/bin/python $(INSTALL) --editable '.[testing]' hypothesis \
-		--requirement requirements/colossalai-imports.txt
+		--requirement requirements/colossalai-imports.txt --requirement requirements/models-colossalai.txt
 	.venv-colossalai/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/colossalai.txt
 	@touch $@
 

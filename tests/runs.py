@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.manifest import MANIFEST_FILE, dump_manifest, read_manifest
+from lockstep.checkpoint.files import MANIFEST_FILE
+from lockstep.checkpoint.manifest import dump_manifest, read_manifest
 from lockstep.hooks import Hook
 
 

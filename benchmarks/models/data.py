@@ -133,3 +133,61 @@ def word_columns(count: int, generator: Generator) -> Batch:
     labels = torch.randint(CLASSES, (count,), generator=generator)
     words = torch.randint(VOCABULARY // CLASSES, (count, 8), generator=generator) * CLASSES + labels[:, None]
     return {"inputs": words, "labels": labels}
+
+
+def padded_columns(count: int, generator: Generator) -> Batch:
+    """Return texts of which a few tokens or many are to be predicted; the labels of the others are -100."""
+    columns = token_columns(count, generator)
+    lengths = torch.randint(1, LENGTH, (count, 1), generator=generator)
+    return {**columns, "labels": columns["labels"].where(torch.arange(LENGTH) <= lengths, -100)}
+
+
+def count_labels(batch: Batch) -> int:
+    """Return how many tokens are to be predicted; the first one of a text never is."""
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def waveform_columns(count: int, generator: Generator) -> Batch:
+    """Return waveforms [160] of five tones each; the labels say which."""
+    labels = torch.randint(1, 8, (count, 5), generator=generator)
+    times = torch.arange(160 // 5) / 8
+    tones = torch.sin(labels[:, :, None] * times).flatten(1)
+    return {"input_values": tones + 0.1 * torch.randn(count, 160, generator=generator), "labels": labels}
+
+
+def box_columns(count: int, generator: Generator) -> Batch:
+    """Return images [3, 32, 32] with two bright boxes each; boxes by centre and size relative to the image."""
+    images = 0.3 * torch.randn(count, 3, 32, 32, generator=generator)
+    classes = torch.randint(CLASSES, (count, 2), generator=generator)
+    sizes = torch.randint(8, 15, (count, 2, 2), generator=generator)
+    corners = torch.randint(0, 32 - 14, (count, 2, 2), generator=generator)
+    for image, kinds, begins, extents in zip(images, classes, corners, sizes, strict=True):
+        for kind, (x, y), (width, height) in zip(kinds, begins, extents, strict=True):
+            image[int(kind) % 3, y : y + height, x : x + width] += 1 + 0.5 * kind
+    return {"images": images, "boxes": torch.cat([corners + sizes / 2, sizes], 2) / 32, "classes": classes}
+
+
+def noisy_columns(count: int, generator: Generator, channels: int, size: int, noisy: str = "images") -> Batch:
+    """Return images of `CLASSES` kinds, and noise and a time to mix it in at; no batch decides about them."""
+    classes = torch.randint(CLASSES, (count,), generator=generator)
+    images = (
+        0.3 * torch.randn(count, channels, size, size, generator=generator) + classes[:, None, None, None] / CLASSES
+    )
+    noise = torch.randn(count, channels, size, size, generator=generator)
+    times = torch.randint(1000, (count,), generator=generator)
+    return {"images": images, "noise": noise, "times": times, "classes": classes}
+
+
+def task_columns(count: int, generator: Generator) -> Batch:
+    """Return tasks: lines of a slope each, by a few points to learn them from and others to be asked for."""
+    slopes = torch.randn(count, 1, 1, generator=generator)
+    given, asked = (torch.randn(count, 4, 1, generator=generator) for _ in range(2))
+    return {"given": given, "given_values": slopes * given, "asked": asked, "values": slopes * asked}
+
+
+def episode_columns(count: int, generator: Generator) -> Batch:
+    """Return episodes of `LENGTH` steps: what was seen [6], the action of `CLASSES` taken, and what it brought."""
+    seen = torch.randn(count, LENGTH, 6, generator=generator)
+    actions = torch.randint(CLASSES, (count, LENGTH), generator=generator)
+    brought = seen[..., :CLASSES].gather(2, actions[..., None])[..., 0]
+    return {"seen": seen, "actions": actions, "advantages": brought, "returns": brought.flip(1).cumsum(1).flip(1)}

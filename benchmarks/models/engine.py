@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import Any
 
 from benchmarks.models import rank, reference
 from benchmarks.models.columns import COLUMNS, Column, Engine
-from benchmarks.models.processes import Outcome, run_on_ranks
-from benchmarks.models.rows import ROWS, Row
+from benchmarks.models.processes import PRELOADED, Outcome, run_on_ranks
+from benchmarks.models.row import Row
+from benchmarks.models.rows import ROWS
 from benchmarks.models.verdicts import Results, described, verdict
 
 Cell = tuple[str, str]
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, required=True)
     arguments = parser.parse_args()
     cells = {(row, column) for row, column in json.loads(arguments.cells.read_text())}
+    os.environ[PRELOADED] = "\n".join(dict.fromkeys(row for row, _ in sorted(cells)))
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
         engine = EngineRun(arguments.engine, cells, Path(folder), arguments.timeout)
         for row in ROWS:

@@ -71,6 +71,63 @@ def qwen2_moe() -> nn.Module:
     return transformers.Qwen2MoeForCausalLM(config)
 
 
+def gemma2() -> nn.Module:
+    config = transformers.Gemma2Config(
+        **_DECODER, head_dim=8, query_pre_attn_scalar=8, sliding_window=8, pad_token_id=0
+    )
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def gemma3() -> nn.Module:
+    config = transformers.Gemma3TextConfig(
+        **_DECODER, head_dim=8, query_pre_attn_scalar=8, sliding_window=8, pad_token_id=0
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def phi3() -> nn.Module:
+    return transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(**_DECODER, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def deepseek_v3() -> nn.Module:
+    sizes = {**_DECODER, "num_key_value_heads": 4}
+    config = transformers.DeepseekV3Config(
+        **sizes, moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8,
+        v_head_dim=8,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def mamba2() -> nn.Module:
+    config = transformers.Mamba2Config(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, expand=2, state_size=8,
+        n_groups=1, chunk_size=4, use_cache=False, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.Mamba2ForCausalLM(config)
+
+
+def rwkv() -> nn.Module:
+    config = transformers.RwkvConfig(
+        vocab_size=VOCABULARY, context_length=16, hidden_size=32, attention_hidden_size=32, intermediate_size=64,
+        num_hidden_layers=2, use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.RwkvForCausalLM(config)
+
+
+def wav2vec2() -> nn.Module:
+    config = transformers.Wav2Vec2Config(
+        vocab_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4), num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, hidden_dropout=0.0, activation_dropout=0.0, attention_dropout=0.0,
+        feat_proj_dropout=0.0, final_dropout=0.0, layerdrop=0.0, apply_spec_augment=False, ctc_loss_reduction="mean",
+        pad_token_id=0,
+    )  # fmt: skip
+    return transformers.Wav2Vec2ForCTC(config)
+
+
 def whisper() -> nn.Module:
     config = transformers.WhisperConfig(
         vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, silu
 
-from benchmarks.models.data import CLASSES, VOCABULARY
+from benchmarks.models.data import CLASSES, VOCABULARY, Batch
 from lockstep import dist
 
 WIDTH = 32
@@ -101,6 +101,14 @@ def contrastive_loss(of_images: Tensor, of_captions: Tensor, scale: Tensor) -> T
     scores = scale.exp() * of_images @ of_captions.T
     own = torch.arange(len(scores))
     return (cross_entropy(scores, own) + cross_entropy(scores.T, own)) / 2
+
+
+def towers_step(model: TwoTowers, batch: Batch, update: Any) -> dict[str, Tensor]:
+    """Train on one batch, with no gathering."""
+    towers = model.image(batch["images"]), model.caption(batch["captions"])
+    loss = contrastive_loss(*map(normalize, towers), model.logit_scale)
+    update(loss)
+    return {"loss": loss}
 
 
 class Experts(Classifier):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 3.0  # for the other ranks to say how it went for them, once one has
+PRELOADED = "MODELS_PRELOADED"  # names of the rows that are made before processes are forked, a line each
 ENDING_S = 20.0  # beyond the time of a task: to start, and to say where it hangs
 
 Outcome = dict[str, Any]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.models.columns import BY_NAME as COLUMNS
 from benchmarks.models.data import OutputSize
+from benchmarks.models.row import EPOCH_STEPS, EPOCHS, GLOBAL_BATCH, MAX_NORM, Row
 from benchmarks.models.rows import BY_NAME as ROWS
-from benchmarks.models.rows import EPOCH_STEPS, EPOCHS, GLOBAL_BATCH, MAX_NORM, Row
 from benchmarks.parity.rank import whole
 from lockstep import Runner, dist
 from lockstep.config import Config
@@ -27,7 +27,7 @@ from lockstep.runner import TrainRun
 
 
 class Recorder(Hook):
-    """Writes down what a training is compared by, and saves it after the first epoch.
+    """Writes down what a training is compared by, and saves it on the way.
 
     Attributes:
         losses: of each update by name, over all ranks.
@@ -37,31 +37,42 @@ class Recorder(Hook):
 
     priority = "LOWEST"
 
-    def __init__(self, checkpoint: Path | None) -> None:
+    def __init__(self, row: Row, checkpoint: Path | None) -> None:
+        self.counts, self.saved_after = row.counts, row.saved_after
         self.checkpoint = checkpoint
         self.losses: list[dict[str, float]] = []
         self.norms: list[dict[str, float | None]] = []
         self.state: dict[str, Any] = {}
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        self.losses.append({name: _mean_over_ranks(outputs[name]) for name in sorted(outputs) if "loss" in name})
+        weight = 1 if self.counts is None else self.counts(data_batch)
+        losses = {name: outputs[name] for name in sorted(outputs) if "loss" in name}
+        self.losses.append({name: _mean_over_ranks(loss, weight) for name, loss in losses.items()})
         wrapper = runner.optim_wrapper
         parts = dict(wrapper.items()) if isinstance(wrapper, OptimWrapperDict) else {"": wrapper}
         norms = {part: one.grad_norm for part, one in parts.items()}
         self.norms.append({part: None if norm is None else float(norm) for part, norm in norms.items()})
+        if runner.iter + 1 == self.saved_after != EPOCH_STEPS:
+            self._save(runner, by_epoch=False)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
-        if self.checkpoint is not None and runner.epoch == 0:
-            runner.save_checkpoint(self.checkpoint.parent, self.checkpoint.name)
+        if runner.epoch == 0 and self.saved_after == EPOCH_STEPS:
+            self._save(runner, by_epoch=True)
+
+    def _save(self, runner: TrainRun, *, by_epoch: bool) -> None:
+        if self.checkpoint is not None:
+            runner.save_checkpoint(self.checkpoint.parent, self.checkpoint.name, by_epoch=by_epoch)
 
     def after_train(self, runner: TrainRun) -> None:
         self.state = whole(runner.strategy.model_state())
 
 
-def _mean_over_ranks(value: Tensor) -> float:
-    mean = value.detach().double().clone()
-    dist.all_reduce(mean, "mean")
-    return mean.item()
+def _mean_over_ranks(value: Tensor, weight: int) -> float:
+    """Return the mean of what each rank found for so many samples. **Collective**."""
+    weighted = torch.stack([value.detach().double() * weight, torch.tensor(float(weight), dtype=torch.float64)])
+    dist.all_reduce(weighted, "sum")
+    total, weights = weighted.tolist()
+    return float(total / weights)
 
 
 def train(task: Mapping[str, Any], column_name: str, recorder: Recorder) -> dict[str, Any]:
@@ -70,6 +81,7 @@ def train(task: Mapping[str, Any], column_name: str, recorder: Recorder) -> dict
     resumes = task["kind"] == "resume"
     # What is resumed begins with other weights, so that nothing is right that was not loaded.
     model = row.build(seed=100 if resumes else 0)
+    counted = {} if row.counts is None else {"batch_size_of": row.counts}
     loader = {"batch_size": GLOBAL_BATCH // column.data_ranks, "shuffle": False}
     runner = Runner(
         model=model,
@@ -77,7 +89,7 @@ def train(task: Mapping[str, Any], column_name: str, recorder: Recorder) -> dict
         train_dataloader={**loader, "dataset": row.samples(training=True)},
         val_dataloader={**loader, "dataset": row.samples(training=False)},
         val_evaluator=OutputSize(),
-        train_cfg={"by_epoch": True, "max_epochs": EPOCHS, "val_interval": EPOCHS},
+        train_cfg={"by_epoch": True, "max_epochs": EPOCHS, "val_interval": EPOCHS, **counted},
         optim_wrapper=_optim_wrapper(row),
         strategy=column.strategy_for(row.plan, row.colossalai_plan, row.options),
         default_hooks={"checkpoint": None, "progress": None, "logger": None},
@@ -113,7 +125,7 @@ def _listening() -> Iterator[list[str]]:
 
 
 def _optim_wrapper(row: Row) -> dict[str, Any]:
-    one: dict[str, Any] = {"optimizer": dict(row.optimizer)}
+    one: dict[str, Any] = {"optimizer": dict(row.optimizer), "accumulative_counts": row.accumulative_counts}
     if row.clips:
         one["clip_grad"] = {"max_norm": MAX_NORM}
     return dict.fromkeys(row.parts, one) or one
@@ -168,7 +180,7 @@ def _finite_max(differences: list[float]) -> float | None:
 
 def attempt(task: Mapping[str, Any], column_name: str) -> dict[str, Any]:
     """Do one task as one rank, and return how it went: its figures, a refusal, or a failure with its traceback."""
-    recorder = Recorder(Path(task["checkpoint"]) if task["kind"] == "train" else None)
+    recorder = Recorder(ROWS[task["row"]], Path(task["checkpoint"]) if task["kind"] == "train" else None)
     try:
         dist.init_dist("pytorch")
         found = train(task, column_name, recorder)

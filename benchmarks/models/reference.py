@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.models.data import output_sizes
-from benchmarks.models.rows import BY_NAME, EPOCH_STEPS, EPOCHS, GLOBAL_BATCH, MAX_NORM, VALIDATED, Row
+from benchmarks.models.row import EPOCH_STEPS, EPOCHS, GLOBAL_BATCH, MAX_NORM, VALIDATED, Row
+from benchmarks.models.rows import BY_NAME
 
 
 class Update:
@@ -19,20 +20,34 @@ class Update:
 
     def __init__(self, row: Row, model: nn.Module) -> None:
         options = {key: value for key, value in row.optimizer.items() if key != "type"}
-        kind = getattr(torch.optim, row.optimizer["type"])
+        named = row.optimizer["type"]
+        kind = getattr(torch.optim, named) if isinstance(named, str) else named
         parts = {name: model.get_submodule(name) for name in row.parts} or {"": model}
         self.optimizers = {name: kind(part.parameters(), **options) for name, part in parts.items()}
         self.parts = parts
         self.model = model
         self.clips = row.clips
+        self.window, self.passes = row.accumulative_counts, 0
         self.norms: dict[str, float] = {}
 
     def __call__(self, loss: Tensor, part: str = "") -> None:
-        self.model.zero_grad()
+        """Run a backward pass; update at the end of a window."""
+        if self.passes % self.window == 0:
+            self.model.zero_grad()
+        self.backward(loss / self.window)
+        self.passes += 1
+        if self.passes % self.window == 0:
+            self.step(part)
+
+    def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, part: str = "") -> None:
+        """Clip the gradients, update, and clear them."""
         if self.clips:
             self.norms[part] = clip_grad_norm_(self.parts[part].parameters(), MAX_NORM).item()
         self.optimizers[part].step()
+        self.model.zero_grad()
 
 
 def train(row: Row) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from textwrap import wrap
 
 from benchmarks.models.columns import COLUMNS, Engine
 from benchmarks.models.processes import Outcome
-from benchmarks.models.rows import EPOCH_STEPS, GLOBAL_BATCH, MAX_NORM, ROWS, STEPS, VALIDATED
+from benchmarks.models.row import EPOCH_STEPS, GLOBAL_BATCH, MAX_NORM, STEPS, VALIDATED
+from benchmarks.models.rows import ROWS
 from benchmarks.models.verdicts import TOLERANCES, Cells, Results, verdict, worst
 
 _ASKED = (
     "import importlib.metadata as m, json; print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
 )
-_SHOWN = ("torch", "transformers", "peft", "deepspeed", "colossalai")
+_SHOWN = ("torch", "transformers", "peft", "diffusers", "deepspeed", "colossalai")
 
 
 def versions(pythons: Mapping[Engine, str]) -> dict[str, str]:
@@ -42,15 +43,15 @@ def _lines(results: Results) -> Iterator[str]:
         f"""`make test-models` trains {len(ROWS)} kinds of models under {len(COLUMNS)} strategies, through the Runner,
         changing nothing but `strategy`, on real ranks over gloo (CPU). Each training is compared with a
         hand-written loop: plain torch in one process, with the same initial weights, over the same batches, in
-        float32. {STEPS} updates (two epochs of {EPOCH_STEPS}) with AdamW, a global batch of {GLOBAL_BATCH},
-        gradients clipped at a norm of {MAX_NORM}, then a validation over {VALIDATED} samples. The models are small
-        (two layers, a width of 32 or less) and drawn from a seed; nothing is downloaded."""
+        float32. {STEPS} batches of {GLOBAL_BATCH} (two epochs of {EPOCH_STEPS}), an update for each unless said, by
+        AdamW, gradients clipped at a norm of {MAX_NORM}, then a validation over {VALIDATED} samples. The models are
+        small (two layers, a width of 32 or less) and drawn from a seed; nothing is downloaded."""
     )
     yield from _paragraph(
         f"""A cell holds the largest relative difference of four: of the loss and of the gradient norm in any update, of
         any weight at the end (relative to the largest of its tensor), and of the validated number: the mean
         magnitude of the outputs over all samples. Tolerances: {tolerances}. A model's own `train_step` must have
-        been called once per update. *refused* means that lockstep says before the first update, on every rank, that
+        been called once per batch. *refused* means that lockstep says before the first update, on every rank, that
         it can't do this; the sentences are below. A figure with *but* leaves out weights that a warning names in
         the first update, because the engine trains them differently. *wrong* (out of tolerance) and *failed*
         (anything else) make the command fail."""
@@ -64,10 +65,10 @@ def _lines(results: Results) -> Iterator[str]:
             yield from _wrapped(f"* **{row.name}**: {row.note}", subsequent_indent="  ")
     yield from ("", "## Saved under one strategy, resumed under the next", "")
     yield from _paragraph(
-        f"""Each training is saved after {EPOCH_STEPS} updates. The next strategy to the right that does not refuse the
-        model, in the same environment, loads the checkpoint into a model with different initial weights and trains
-        it to the end; after the last strategy comes the first. The differences are from the hand-written loop,
-        which was never interrupted."""
+        f"""Each training is saved after {EPOCH_STEPS} batches ({_SAVED_LATER}). The next strategy to the right that
+        does not refuse the model, in the same environment, loads the checkpoint into a model with different initial
+        weights and trains it to the end; after the last strategy comes the first. The differences are from the
+        hand-written loop, which was never interrupted."""
     )
     yield from _table(results.resumed, notes)
     yield ""
@@ -82,6 +83,7 @@ def _wrapped(text: str, subsequent_indent: str = "") -> list[str]:
     return wrap(text, 120, subsequent_indent=subsequent_indent, break_long_words=False, break_on_hyphens=False)
 
 
+_SAVED_LATER = "; ".join(f"{row.name}: {row.saved_after}" for row in ROWS if row.saved_after != EPOCH_STEPS)
 _WHAT = {"loss": "losses", "norm": "norms", "weights": "weights", "validated": "the validated number"}
 _ENGINES = {"torch": "torch's own strategies", "deepspeed": "DeepSpeed", "colossalai": "ColossalAI"}
 

@@ -1,45 +1,31 @@
-"""The models: how each is made, its data, its optimizer, and what a config would say besides."""
+"""All models: those of HuggingFace and those written by hand here, those of other subjects in files of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Generator, Tensor, nn
+from torch import nn
 
-from benchmarks.models import data, huggingface, own, own_steps
-from benchmarks.models.data import Batch, Samples
+from benchmarks.models import (
+    data,
+    detection,
+    diffusion,
+    held_parameters,
+    huggingface,
+    own,
+    own_steps,
+    self_supervised,
+    several_passes,
+    written_weights,
+)
+from benchmarks.models.row import EPOCH_STEPS, PERCEPTRON, UNUSED, UNUSED_NOTE, Columns, Row
 from lockstep.hooks import Hook
 from lockstep.model import unwrap_model
 
-EPOCHS, EPOCH_STEPS, GLOBAL_BATCH, VALIDATED = 2, 5, 8, 13
-STEPS = EPOCHS * EPOCH_STEPS
-MAX_NORM = 0.1
-# A larger eps than usual, lest Adam make a step of the rounding errors of gradients that are 0, as those of the biases
-# of attention's keys are; and so that clipping changes something, which Adam would divide out again.
-ADAMW = {"type": "AdamW", "lr": 3e-3, "eps": 1e-4, "weight_decay": 0.05}
-
-Losses = dict[str, Tensor]
-# Calls `update(loss)`, or `update(loss, part)` for the optimizer of one part; returns losses by name.
-ByHand = Callable[[Any, Batch, Callable[..., None]], Losses]
-
-
-def plain_step(model: nn.Module, batch: Batch, update: Callable[..., None]) -> Losses:
-    """Train on one batch with a model that returns its loss."""
-    mode = {"mode": "loss"} if isinstance(model, own.Classifier) else {}
-    loss = model(**batch, **mode)["loss"]
-    update(loss)
-    return {"loss": loss}
-
-
-def towers_step(model: own.TwoTowers, batch: Batch, update: Callable[..., None]) -> Losses:
-    """Train on one batch, with no gathering."""
-    towers = model.image(batch["images"]), model.caption(batch["captions"])
-    loss = own.contrastive_loss(*map(nn.functional.normalize, towers), model.logit_scale)
-    update(loss)
-    return {"loss": loss}
+GATED = ("gate", "up", "down")
+LAYERS = {"*.layer.?.intermediate.dense": "colwise", "*.layer.?.output.dense": "rowwise"}
+ATTENTION = {f"*.{name}_proj": "colwise" for name in "qkv"} | {"*.o_proj": "rowwise"}
+WAV2VEC2 = {"*.intermediate_dense": "colwise", "*.output_dense": "rowwise"}
 
 
 class Unfreezing(Hook):
@@ -55,69 +41,7 @@ def unfreeze_by_hand(model: nn.Module, epoch: int) -> None:
         model.get_submodule("backbone").requires_grad_(True)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A model, and how it is trained.
-
-    Attributes:
-        name: in the tables.
-        make: makes it, with torch's random numbers.
-        columns: draws so many samples.
-        by_hand: one training step in plain torch.
-        optimizer: config of the optimizer.
-        parts: names of the parts that have an optimizer each; empty for one optimizer.
-        clips: whether gradients are clipped; torch can't clip sparse ones.
-        plan: how it is split where ranks compute it together; None leaves it to the model, or to ColossalAI's policy.
-        colossalai_plan: whether ColossalAI is given that plan, too, having no policy for the model.
-        options: what a config says of a strategy besides, by column.
-        hooks: make further hooks.
-        epoch_by_hand: what they do, by hand, before an epoch.
-        cfg: further keys of a config.
-        updates_before: number of updates before what is special about it begins; it can't be refused earlier.
-        note: what to know of it, for the page.
-    """
-
-    name: str
-    make: Callable[[], nn.Module]
-    columns: Callable[[int, Generator], Batch]
-    by_hand: ByHand = plain_step
-    optimizer: Mapping[str, Any] = field(default_factory=lambda: ADAMW)
-    parts: tuple[str, ...] = ()
-    clips: bool = True
-    plan: Mapping[str, str] | None = None
-    colossalai_plan: bool = True
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    hooks: tuple[Callable[[], Hook], ...] = ()
-    epoch_by_hand: Callable[[nn.Module, int], None] | None = None
-    cfg: Mapping[str, Any] = field(default_factory=dict)
-    updates_before: int = 0
-    note: str = ""
-
-    def build(self, seed: int = 0) -> nn.Module:
-        """Return the model as a seed makes it, no parameter of which is 0 or 1 everywhere."""
-        torch.manual_seed(seed)
-        model = self.make()
-        generator = torch.Generator().manual_seed(seed + 1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.02 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
-        return model
-
-    def samples(self, *, training: bool) -> Samples:
-        """Return the data."""
-        count = EPOCH_STEPS * GLOBAL_BATCH if training else VALIDATED
-        return Samples(self.columns(count, torch.Generator().manual_seed(7 if training else 8)))
-
-
-PERCEPTRON = {"*up": "colwise", "*down": "rowwise"}
-GATED = ("gate", "up", "down")
-LAYERS = {"*.layer.?.intermediate.dense": "colwise", "*.layer.?.output.dense": "rowwise"}
-ATTENTION = {f"*.{name}_proj": "colwise" for name in "qkv"} | {"*.o_proj": "rowwise"}
-UNUSED = {name: {"find_unused_parameters": True} for name in ("DDP-2", "ColossalAI TP-2")}
-UNUSED_NOTE = "Under `ddp` and `hybrid` with `find_unused_parameters=True`."
-
-
-def _hf(name: str, make: Callable[[], nn.Module], columns: Callable[[int, Generator], Batch], **options: Any) -> Row:
+def _hf(name: str, make: Any, columns: Columns, **options: Any) -> Row:
     return Row(name, make, columns, **{"colossalai_plan": False, **options})
 
 
@@ -135,6 +59,27 @@ ROWS = (
         plan={f"*.shared_expert.{name}_proj": "rowwise" if name == "down" else "colwise" for name in GATED},
         colossalai_plan=True,
         note="the shared expert is what tensor parallelism splits; ColossalAI has no policy for the model.",
+    ),
+    _hf("Gemma 2", huggingface.gemma2, data.token_columns),
+    _hf("Gemma 3", huggingface.gemma3, data.token_columns),
+    _hf("Phi-3", huggingface.phi3, data.token_columns),
+    _hf("DeepSeek V3", huggingface.deepseek_v3, data.token_columns),
+    _hf("Mamba 2", huggingface.mamba2, data.token_columns),
+    _hf("RWKV", huggingface.rwkv, data.token_columns),
+    _hf(
+        "Llama, means of tokens",
+        huggingface.llama,
+        data.padded_columns,
+        counts=data.count_labels,
+        note="labels of 1 to 11 tokens, the others -100; `batch_size_of` counts them.",
+    ),
+    _hf(
+        "wav2vec 2.0",
+        huggingface.wav2vec2,
+        data.waveform_columns,
+        plan=WAV2VEC2,
+        options=UNUSED,
+        note=f"nothing is masked, so the vector that would replace what is masked gets no gradient. {UNUSED_NOTE}",
     ),
     _hf("Whisper", huggingface.whisper, data.speech_columns, plan={"*.fc1": "colwise", "*.fc2": "rowwise"}),
     _hf(
@@ -180,7 +125,7 @@ ROWS = (
         "two towers",
         own.TwoTowers,
         data.view_columns,
-        towers_step,
+        own.towers_step,
         note="a contrastive loss over the global batch, by `all_gather(x, sync_grads=True)`, and a 0-dim temperature.",
     ),
     Row(
@@ -221,5 +166,11 @@ ROWS = (
         clips=False,
         note="SGD, no clipping: torch has no norm of sparse gradients, so there is none to compare.",
     ),
+    *diffusion.ROWS,
+    *detection.ROWS,
+    *self_supervised.ROWS,
+    *several_passes.ROWS,
+    *written_weights.ROWS,
+    *held_parameters.ROWS,
 )
 BY_NAME = {row.name: row for row in ROWS}

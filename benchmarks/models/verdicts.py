@@ -98,5 +98,5 @@ def _faults(outcome: Outcome) -> list[str]:
         if outcome[name] is not None and not outcome[name] <= limit
     ]
     if outcome["steps"] not in (None, outcome["updates"]):
-        faults.append(f"its train_step was called {outcome['steps']} times in {outcome['updates']} updates")
+        faults.append(f"its train_step was called {outcome['steps']} times for {outcome['updates']} batches")
     return faults

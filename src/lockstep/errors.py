@@ -5,6 +5,7 @@ LockstepError
 ├── TopologyError (ValueError)           the environment contradicts itself or lacks something
 ├── LaunchError (RuntimeError)           workers could not be started, or one of them failed
 ├── ConfigError (ValueError)             a config names something that does not exist or does not fit
+│   └── CheckpointError                  a checkpoint is damaged, has been removed, or is none that a run saves
 ├── RegistryError (KeyError)             a registry has no such name, or has it already
 ├── ReportError (ValueError)             a folder holds no run that can be shown
 └── DistError (RuntimeError)             something between ranks
@@ -61,6 +62,10 @@ class LaunchError(LockstepError, RuntimeError):
 
 class ConfigError(LockstepError, ValueError):
     """A config names something that does not exist, or a value that does not fit."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint is damaged, has been removed, or holds what no run saves; another one may be whole."""
 
 
 class RegistryError(LockstepError, KeyError):

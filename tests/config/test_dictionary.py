@@ -46,6 +46,33 @@ def test_or_gives_a_new_dict():
     assert cfg == {"a": 1}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda cfg, new: cfg.update(new), lambda cfg, new: cfg.update(**new), lambda cfg, new: cfg.__ior__(new)],
+)
+def test_update_merges_dicts_and_keeps_what_they_do_not_name(change):
+    cfg = ConfigDict(norm={"mean": 1, "std": {"r": 2, "g": 3}}, size=4)
+    norm, std = cfg.norm, cfg.norm.std
+    new = {"norm": {"std": {"g": 5}, "bgr": True}, "size": {"width": 6}}
+    change(cfg, new)
+    assert cfg == {"norm": {"mean": 1, "std": {"r": 2, "g": 5}, "bgr": True}, "size": {"width": 6}}
+    assert cfg.norm is norm  # as for what else refers to it
+    assert norm.std is std
+    assert new == {"norm": {"std": {"g": 5}, "bgr": True}, "size": {"width": 6}}
+    change(cfg, {"norm": None})
+    assert cfg.norm is None
+
+
+def test_or_merges_dicts_and_changes_neither():
+    left, right = {"norm": {"mean": 1, "std": {"r": 2}}}, {"norm": {"std": {"g": 3}}}
+    both = {"norm": {"mean": 1, "std": {"r": 2, "g": 3}}}
+    first, second = ConfigDict(left), ConfigDict(right)
+    for one in (first | second, first | right, left | second):
+        assert one == both
+        one.norm.std.r = 7
+    assert (first, second) == (left, right)
+
+
 def test_merge_goes_key_by_key_and_changes_in_place():
     cfg = ConfigDict(model={"type": "Net", "head": {"width": 3}}, lr=1)
     model = cfg.model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -157,8 +158,8 @@ LEFT_ALONE = {
         lambda: DataLoader(Counting(), sampler=SubsetRandomSampler(range(get_rank(), 11, 2))),
         "WARNING: .* SubsetRandomSampler.indices differ between ranks",
     ),
-    "another split": (
-        lambda: DataLoader(Subset(Counting(), range(get_rank(), 5 + get_rank())), shuffle=True),
+    "own part": (
+        lambda: DataLoader(Subset(Counting(), range(get_rank(), 11, 2)), shuffle=True),
         "WARNING: .* the indices of the Subset differ between ranks.* a random split without a seed",
     ),
     "eager": (lambda: EagerLoader(Counting()), "WARNING: .* has begun to read before the training"),
@@ -174,6 +175,34 @@ def test_what_is_left_as_it_is_is_told_and_warned_of_where_all_ranks_see_the_sam
         assert build_dataloader(given, seed=0) is given
     (message,) = messages
     assert re.match(says, message), message
+
+
+def split_by_chance(rank: int) -> tuple[Any, Any]:
+    return random_split(Counting(), [8, 3], generator=torch.Generator().manual_seed(rank))  # type: ignore[return-value]
+
+
+SPLITS_BY_CHANCE: dict[str, Callable[[Any], Any]] = {
+    "Subset": lambda part: DataLoader(part, batch_size=2, shuffle=True),
+    "SubsetRandomSampler": lambda part: DataLoader(Counting(), sampler=SubsetRandomSampler(part.indices)),
+    "config": lambda part: {"dataset": part},
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", SPLITS_BY_CHANCE)
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_random_split_of_each_ranks_own_is_refused(kind, evaluation):
+    given = SPLITS_BY_CHANCE[kind](split_by_chance(get_rank())[0])
+    with pytest.raises(ConfigError, match=r"differ.* \(rank \d of 2\)\. (Give the split a seed|Make them the same)"):
+        build_dataloader(given, seed=0, evaluation=evaluation)
+
+
+@ranks(2)
+def test_a_random_split_that_is_the_same_on_all_ranks_is_split():
+    train, val = split_by_chance(3)
+    seen = [int(one) for one in build_dataloader(DataLoader(val), seed=0, evaluation=True)]
+    assert sorted(one for part in all_gather_object(seen) for one in part) == sorted(val.indices)
+    assert len(build_dataloader(DataLoader(train), seed=0)) == 4
 
 
 @ranks(2)

@@ -224,3 +224,22 @@ def test_two_metrics_of_one_name_are_refused():
 def test_what_is_no_metric_is_refused(metrics, error):
     with pytest.raises(error, match="an evaluator must"):
         Evaluator(metrics)
+
+
+class Doubled(BaseMetric):
+    @BaseMetric.dataset_meta.setter
+    def dataset_meta(self, meta):
+        self._dataset_meta = {"classes": meta["classes"] * 2}
+
+    def process(self, data_batch, data_samples):
+        self.results += data_samples
+
+    def compute_metrics(self, results):
+        return {"classes": len(self.dataset_meta["classes"])}
+
+
+def test_a_subclass_may_override_what_is_done_with_the_metainfo():
+    metric = Doubled()  # which has none yet
+    metric.dataset_meta = {"classes": ["a", "b"]}
+    metric.process(None, [1])
+    assert metric.evaluate(1) == {"classes": 4}

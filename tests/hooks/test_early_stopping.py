@@ -36,6 +36,8 @@ def epochs_until_it_stops(work_dir: Path, values: list[float], name: str = "accu
         ([1, math.nan], {}, 2),
         ([1, math.inf], {}, 2),
         ([1, math.nan, math.nan], {"check_finite": False, "patience": 2}, 3),
+        ([math.nan, 1, 2, 1, 1], {"check_finite": False, "patience": 2}, 5),
+        ([math.nan, math.nan], {"check_finite": False, "patience": 2}, 2),
         ([1, 5, 9.5], {"stopping_threshold": 9}, 3),
         ([9, 5, 1], {"rule": "less", "stopping_threshold": 2}, 3),
         ([0.9, 0.5, 0.3, 0.29, 0.28], {"rule": "less", "patience": 2}, 5),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import warnings
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from lockstep.model import (
     MomentumAnnealingEMA,
 )
 from lockstep.model.averaged import ShardedCopy, is_sharded
+from lockstep.model.shards import own_shard
 from lockstep.optim import OptimWrapper
 from lockstep.registry import MODELS
+from lockstep.strategy import build_strategy
 from lockstep.testing import ranks
 
 
@@ -258,3 +261,21 @@ def test_shards_are_averaged_where_they_are():
 def test_an_average_needs_a_rule():
     with pytest.raises(TypeError, match="avg_func"):
         BaseAveragedModel(net())
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_whose_weights_are_computed_from_others_is_averaged_after_a_step(strategy: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old form keeps the computed weight in an attribute
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2)), nn.Linear(2, 1))
+    wrapped, _ = build_strategy(strategy).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    wrapped(torch.ones(2, 3)).mean().backward()
+    wrapped.train()  # under FSDP, this frees the gathered parameters
+    average = ExponentialMovingAverage(model, momentum=0.5)
+    average.update_parameters(wrapped)
+    expected = [own_shard(parameter).clone() for parameter in wrapped.parameters()]
+    for own, other in zip(average.module.parameters(), expected, strict=True):
+        assert torch.equal(own_shard(own), other)
+    if strategy == "ddp":
+        assert torch.equal(average(torch.ones(2, 3)), model(torch.ones(2, 3)))

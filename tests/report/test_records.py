@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ReportError
-from lockstep.report import find_run, read_run
+from lockstep.report import find_run, read_run, write_page
 from lockstep.report.records import number
 
 from .samples import train_record, val_record, write_run
@@ -84,3 +84,17 @@ def test_what_is_no_number(value: object):
 
 def test_nan_is_a_number():
     assert math.isnan(number("nan"))
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"iter": 1, "mode": "train", "x": ' + "[" * 900 + "]" * 900 + "}",
+                                  '{"iter": 1, "mode": "train", "loss": 1' + "0" * 400 + "}"])  # fmt: skip
+def test_a_line_that_no_run_writes_is_left_out(line: str, tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    (folder / "environment.json").write_text(line)
+    with (folder / "metrics.jsonl").open("a") as records:
+        records.write(line + "\n")
+    before = len(read_run(write_run(tmp_path / "other")).train)
+    run = read_run(folder)
+    assert len(run.train) == before
+    assert [fault.partition(":")[0] for fault in run.faults] == ["metrics.jsonl", "environment.json"]
+    write_page(run, tmp_path / "page.html")

@@ -47,7 +47,8 @@ class Scripted(BaseMetric):
         self.results.append(0)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        return {self.name: self.values.pop(0)}
+        value = self.values.pop(0)
+        return {"other": 0.0} if value is None else {self.name: value}
 
 
 def train(work_dir: Path, checkpoint: dict | None = None, metric: BaseMetric | None = None, **changes: Any) -> Runner:
@@ -85,7 +86,10 @@ def saved(runner: Runner) -> list[str]:
         ({"by_epoch": False, "interval": 3}, ["iter_3", "iter_6", "iter_8"]),
         ({"interval": 2, "save_begin": 1}, ["epoch_1", "epoch_3", "epoch_4"]),
         ({"interval": 3, "filename_tmpl": "after_{}.pth"}, ["after_3.pth", "after_4.pth"]),
-        ({"type": "CheckpointHook"}, ["epoch_4"]),
+        ({"type": "CheckpointHook"}, ["epoch_1", "epoch_2", "epoch_3", "epoch_4"]),
+        ({"type": "CheckpointHook", "max_keep_ckpts": 2, "async_save": True}, ["epoch_3", "epoch_4"]),
+        ({"by_epoch": False}, ["iter_8"]),
+        ({"type": "CheckpointHook", "by_epoch": False}, ["iter_8"]),
     ],
 )
 def test_checkpoints_are_saved_and_removed_as_asked(tmp_path: Path, options, expected):
@@ -102,6 +106,10 @@ def test_checkpoints_are_saved_and_removed_as_asked(tmp_path: Path, options, exp
         ("val/loss", None, [3.0, 1.0, 2.0, math.nan], 2),
         ("strangeness", "less", [3.0, 2.0, 4.0, 1.0], 4),
         ("top1_error", None, [1.0, 2.0, 3.0, 4.0], 1),
+        ("accuracy", None, [math.nan, 0.5, 0.7, 0.6], 3),
+        ("accuracy", None, [math.inf, 0.5, 0.7, 0.6], 3),
+        ("val/loss", None, [math.nan, -math.inf, 0.7, 0.6], 4),
+        ("accuracy", None, [0.5, None, 0.7, 0.6], 3),
     ],
 )
 def test_the_best_checkpoint_is_kept(tmp_path: Path, name, rule, values, best):
@@ -227,10 +235,31 @@ def test_wrong_checkpoint_options_are_refused(tmp_path: Path, options, says):
         train(tmp_path, options, Scripted("strangeness", [1.0] * 4))
 
 
+def test_a_metric_of_several_numbers_has_no_best(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"with one number, but 'accuracy' is \[0.5, 0.7\]"):
+        train(tmp_path, {"save_best": "accuracy"}, Scripted("accuracy", [[0.5, 0.7]]))
+
+
 def test_checkpoints_by_epoch_need_epochs(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"CheckpointHook\(by_epoch=False"):
-        train(tmp_path, {"type": "CheckpointHook"}, train_cfg={"max_iters": 2})
+        train(tmp_path, {"type": "CheckpointHook", "by_epoch": True}, train_cfg={"max_iters": 2})
+    typed = train(tmp_path / "typed", {"type": "CheckpointHook"}, train_cfg={"max_iters": 3, "val_interval": 2})
+    assert saved(typed) == ["iter_2", "iter_3"]
     assert saved(train(tmp_path / "iters", train_cfg={"max_iters": 3, "val_interval": 2})) == ["iter_2", "iter_3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"type": "CheckpointHook", "max_keep_ckpts": 3}, "every epoch and at the end; the last 3 are kept"),
+        ({"by_epoch": False, "interval": 3}, "every 3 iterations and at the end; all are kept"),
+        ({"interval": -1, "save_last": False, "save_best": "loss"}, "none regularly; all are kept; the best by loss"),
+    ],
+)
+def test_the_log_says_what_is_saved_when(tmp_path: Path, options, says):
+    runner = train(tmp_path / "changed", options, Scripted("loss", [1.0] * 4))
+    assert f"checkpoints: {says}" in (runner.run_dir / "log.txt").read_text()
+    assert "checkpoints:" not in (train(tmp_path / "default").run_dir / "log.txt").read_text()
 
 
 def test_a_default_hook_can_be_left_out(tmp_path: Path):

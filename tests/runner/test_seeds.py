@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, random_split
 
 from lockstep.dist import all_gather_object
-from lockstep.runner import Runner
+from lockstep.evaluator import BaseMetric
+from lockstep.hooks import Hook
+from lockstep.runner import Runner, Session
 from lockstep.strategy import FSDPStrategy
 from lockstep.testing import ranks
 
@@ -46,17 +48,18 @@ class Net(nn.Module):
         return self.second(self.first(samples)).mean()
 
 
-def train(work_dir: Path, different: bool, workers: int = 0, **options: Any) -> list[dict[str, list[Any]]]:
+def train(work_dir: Path, different: bool | None, workers: int = 0, **options: Any) -> list[dict[str, list[Any]]]:
     """Return what each rank has seen."""
     model = Net()
+    randomness = {"seed": 3} if different is None else {"seed": 3, "diff_rank_seed": different}
     context = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
     runner = Runner(
-        model,
+        options.pop("model", model),
         work_dir,
         train_dataloader={"dataset": Drawing(), "batch_size": 2, **context},
         train_cfg={"max_epochs": 1},
         optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}},
-        randomness={"seed": 3, "diff_rank_seed": different},
+        randomness=randomness,
         visualizer=[],
         **options,
     )
@@ -66,21 +69,87 @@ def train(work_dir: Path, different: bool, workers: int = 0, **options: Any) -> 
 
 @ranks(2)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_dropout_numpy_and_python_differ_between_ranks_where_it_is_asked_for(workers: int, tmp_path: Path):
-    alike, apart = train(tmp_path, False, workers), train(tmp_path, True, workers)
+@pytest.mark.parametrize("different", [None, True])
+def test_dropout_numpy_and_python_differ_between_ranks_by_default(different: bool | None, workers: int, tmp_path: Path):
+    alike, apart = train(tmp_path, False, workers), train(tmp_path, different, workers)
     for kind in ("mask", "python", "numpy"):
         assert alike[0][kind] == alike[1][kind]
         assert apart[0][kind] != apart[1][kind]
     assert (alike[0]["made"] == alike[1]["made"]) == (workers == 0)
     assert apart[0]["made"] != apart[1]["made"]
     assert [seen["samples"] for seen in alike] == [seen["samples"] for seen in apart]
-    assert apart == train(tmp_path, True, workers)
+    assert apart == train(tmp_path, different, workers)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_differ_under_each_strategy(strategy: str, tmp_path: Path):
+    seen = train(tmp_path, None, strategy=strategy)
+    for kind in ("samples", "mask", "python", "numpy"):
+        assert seen[0][kind] != seen[1][kind]
+
+
+@ranks(2)
+def test_model_data_and_hooks_are_built_from_the_same_numbers(tmp_path: Path):
+    drawn: list[float] = []
+
+    class Draws(Hook):
+        def before_train(self, runner: Any) -> None:
+            drawn.append(torch.rand(()).item())
+
+    def build() -> nn.Module:
+        drawn.append(torch.rand(()).item())
+        return Net()
+
+    train(tmp_path, None, model=build, custom_hooks=[Draws()])
+    first, second = all_gather_object(drawn)
+    assert first == second
+    assert len(first) == 2
+
+
+@ranks(1, 2)
+def test_one_process_and_the_first_rank_go_on_with_the_numbers_of_the_building(tmp_path: Path):
+    assert train(tmp_path, None)[0]["mask"] == train(tmp_path, False)[0]["mask"]
+
+
+@ranks(2)
+def test_a_session_draws_alike_until_its_first_iteration(tmp_path: Path):
+    session = Session(tmp_path, randomness={"seed": 3}, visualizer=[], log_level="ERROR")
+    parts = [part.indices for part in random_split(Drawing(), [12, 4])]
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(Drawing(), batch_size=4))
+    noise = []
+    for _ in session.epochs(1):
+        for samples, _ in loader:
+            noise.append(torch.randn(3).tolist())
+            session.step(model(samples).mean())
+    first, second = all_gather_object((parts, noise))
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+
+
+class Count(BaseMetric):
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(1)
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        return {"count": len(results)}
+
+
+@ranks(2)
+def test_a_validation_by_itself_draws_other_numbers_on_each_rank(tmp_path: Path):
+    model, loader = Net(), DataLoader(Drawing(), batch_size=4)
+    Runner(model, tmp_path, val_dataloader=loader, val_evaluator=Count(), randomness={"seed": 3}).val()
+    first, second = all_gather_object(model.seen["python"])
+    assert first != second
 
 
 @ranks(4)
-def test_ranks_that_compute_together_draw_the_same(tmp_path: Path):
+@pytest.mark.parametrize("different", [None, True])
+def test_ranks_that_compute_together_draw_the_same(different: bool | None, tmp_path: Path):
     plan = {"degree": 2, "plan": {"first": "colwise", "second": "rowwise"}}
-    seen = train(tmp_path, True, strategy=FSDPStrategy(tensor_parallel=plan))
+    seen = train(tmp_path, different, strategy=FSDPStrategy(tensor_parallel=plan))
     assert seen[0] == seen[1]
     assert seen[2] == seen[3]
     for kind in ("samples", "mask", "python", "numpy"):
@@ -88,12 +157,13 @@ def test_ranks_that_compute_together_draw_the_same(tmp_path: Path):
 
 
 @ranks(2)
-def test_each_rank_goes_on_with_its_own_numbers(tmp_path: Path):
-    whole = train(tmp_path / "whole", True)
+@pytest.mark.parametrize("different", [None, True])
+def test_each_rank_goes_on_with_its_own_numbers(different: bool | None, tmp_path: Path):
+    whole = train(tmp_path / "whole", different)
     every = {"default_hooks": {"checkpoint": {"by_epoch": False, "interval": 1}}}
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "work", True, custom_hooks=[StopAfter(2)], **every)
-    resumed = train(tmp_path / "work", True, resume=True, **every)
+        train(tmp_path / "work", different, custom_hooks=[StopAfter(2)], **every)
+    resumed = train(tmp_path / "work", different, resume=True, **every)
     assert len(whole[0]["mask"]) == 4
     for rank in (0, 1):
         assert resumed[rank] == {kind: values[2:] for kind, values in whole[rank].items()}

@@ -11,10 +11,11 @@ from textwrap import dedent
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lockstep.dataset import build_dataloader
 from lockstep.dist import barrier, get_rank, get_world_size
+from lockstep.errors import ConfigError
 from lockstep.evaluator import BaseMetric
 from lockstep.runner import Runner
 from lockstep.runner.uneven_inputs import Passes, Place
@@ -165,3 +166,64 @@ def test_an_error_is_the_last_word_although_workers_persist(tmp_path):
     ended = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert ended.stderr.endswith("ValueError: no such layer\n(rank 0 of 1, after 0 iterations)\n")
+
+
+class Counting(nn.Module):
+    """Counts what it has seen, in a buffer that it replaces, one that it changes, and one that it adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("summed", torch.zeros(()))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + len(x)
+        self.summed += len(x)
+        self.late = torch.full((), float(len(x))) + (0.0 if self.late is None else self.late)
+        return self.linear(x).square().mean()
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_has_run_out_keeps_its_buffers(strategy: str, tmp_path: Path):
+    own = [X[:2]] * (2 if get_rank() == 0 else 1)
+    model = Counting()
+    Runner(
+        model, tmp_path, train_dataloader=own, train_cfg={"max_epochs": 1}, strategy=strategy, visualizer=[],
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}}, default_hooks={"checkpoint": None}, log_level="ERROR",
+    ).train()  # fmt: skip
+    assert [float(buffer) for buffer in model.buffers()] == [2.0 * len(own)] * 3
+
+
+class WronglySized(IterableDataset[Tensor]):
+    def __init__(self, length: int, says: int) -> None:
+        self.length, self.says = length, says
+
+    def __len__(self) -> int:
+        return self.says
+
+    def __iter__(self):
+        return iter(X[index % len(X)] for index in range(self.length))
+
+
+@ranks(1, 2)
+def test_one_iteration_more_than_the_length_says_is_refused_before_it_is_trained(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"must have 2 iterations in every epoch, .* has another one in epoch 1\."):
+        train_wrongly_sized(tmp_path, length=6 * get_world_size(), says=4 * get_world_size())
+
+
+@ranks(1, 2)
+def test_a_last_epoch_that_is_too_short_is_told(tmp_path: Path):
+    train_wrongly_sized(tmp_path, length=4 * get_world_size(), says=6 * get_world_size())
+    text = next(tmp_path.glob("*/log.txt")).read_text()
+    assert "must have 3 iterations in every epoch, as its length says, but had 2 in epoch 1" in text
+
+
+def train_wrongly_sized(folder: Path, **lengths: int) -> None:
+    Runner(
+        Net(), folder, train_dataloader={"dataset": WronglySized(**lengths), "batch_size": 2},
+        train_cfg={"max_epochs": 1}, optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}}, visualizer=[],
+        default_hooks={"checkpoint": None}, log_level="ERROR",
+    ).train()  # fmt: skip

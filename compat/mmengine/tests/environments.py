@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ def run(python: str, script: str, folder: Path) -> Any:
     """Return `answers` of a script that fills this dict, run by another Python in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [python, "-c", _HEAD + script + _TAIL]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}  # for the stubs, and nothing else
+    paths = [str(Path(__file__).parent)]  # for the stubs
+    if python == sys.executable:
+        paths += [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=500, env=environ)
     assert done.returncode == 0, f"{python}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return json.loads(done.stdout.rpartition("\n@@")[2])

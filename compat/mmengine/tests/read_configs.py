@@ -3,7 +3,7 @@
     python read_configs.py mmpretrain out.json
 
 A config that cannot be read has its error in their place. Values are in a form that two environments can compare: a
-tuple is ``{"tuple": [...]}``, a class or a function its import path.
+tuple is ``{"tuple": [...]}``, a class or a function its import path, and paths lead to where the packages are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+SITE_PACKAGES = str(Path(find_spec("torch").origin).parents[1])
+
 
 def plain(value: Any) -> Any:
     if isinstance(value, dict):
@@ -25,7 +27,9 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, tuple):
         return {"tuple": [plain(item) for item in value]}
-    if isinstance(value, str | int | float | bool | None):
+    if isinstance(value, str):
+        return value.replace(SITE_PACKAGES, "")
+    if isinstance(value, int | float | bool | None):
         return value
     name = getattr(value, "__qualname__", None)
     return f"{value.__module__}.{name}" if name else str(value)

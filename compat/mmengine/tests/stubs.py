@@ -1,16 +1,23 @@
-"""Test-only stand-ins for compiled operators that PyPI has no build of for this torch; the same in both environments.
+"""Test-only stand-ins for what PyPI has no build of for this torch or numpy; the same in both environments.
 
 * torchvision from PyPI is built for CUDA and cannot load its operators beside a torch for the CPU: its import needs two
   names. Nothing here calls them.
 * mmcv-lite has no operators: `mmcv._ext` is a module in which every operator is there, and raises an error if called;
   except those that most detectors need, in plain torch: `nms`, and `roi_align` by the mean.
+* The compiled module of xtcocotools (mmpose) is built for numpy 1; that of pycocotools, which it comes from, is not.
+* imgaug (mmocr) asks numpy for lists of types that numpy 2 no longer has.
+* The wheel of mmaction2 lacks a folder with one model, DRN, which its own code imports.
+* mmocr and mmyolo refuse mmcv 2.1, mmocr also mmdet 3.2 or later, which the other packages are tested with. They run
+  with them: when they are imported, the two say that they are older.
 """
 
 import math
 import sys
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+import numpy as np
 import torch
 
 library = torch.library.Library("torchvision", "FRAGMENT")
@@ -106,3 +113,28 @@ ext.__getattr__ = _operator
 ext.nms = _nms
 ext.roi_align_forward, ext.roi_align_backward = _roi_align_forward, _roi_align_backward
 sys.modules["mmcv._ext"] = ext
+
+
+class _LoadsLate(MetaPathFinder):
+    """Prepares what a package needs, as soon as it is imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "xtcocotools":
+            import pycocotools._mask
+
+            sys.modules["xtcocotools._mask"] = pycocotools._mask
+        elif name == "imgaug" and not hasattr(np, "sctypes"):
+            kinds = {"float": "efdg", "int": "bhilq", "uint": "BHILQ"}
+            np.sctypes = {kind: [np.dtype(code).type for code in codes] for kind, codes in kinds.items()}
+        elif name == "mmaction.models.localizers":
+            drn = ModuleType(f"{name}.drn.drn")
+            drn.DRN = type("DRN", (), {})
+            sys.modules[f"{name}.drn"], sys.modules[drn.__name__] = ModuleType(f"{name}.drn"), drn
+        elif name in ("mmocr", "mmyolo"):
+            import mmcv
+            import mmdet
+
+            mmcv.__version__, mmdet.__version__ = "2.0.1", "3.1.0"
+
+
+sys.meta_path.insert(0, _LoadsLate())

@@ -14,6 +14,7 @@ from environments import REFERENCE, run
 
 from mmengine.runner import (
     CheckpointLoader,
+    export_checkpoint,
     find_latest_checkpoint,
     get_state_dict,
     load_checkpoint,
@@ -154,34 +155,56 @@ def test_a_training_with_several_optimizers_resumes_from_mmengine(tmp_path):
     assert losses(sys.executable, "other_order", file, order=("critic", "generator")) == whole[6:]
 
 
-FROZEN = """
+GROUPS = """
 import torch
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapper
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from mmengine.runner import Runner
 
 class Net(BaseModel):
     def __init__(self):
         super().__init__()
         self.stem, self.body, self.head = (torch.nn.Linear(2, 2) for _ in range(3))
+        self.norm = torch.nn.BatchNorm1d(2)
         self.stem.requires_grad_(False)
 
     def forward(self, inputs, mode="loss"):
-        return {"loss": self.head(self.body(self.stem(inputs)).tanh()).square().mean()}
+        return {"loss": self.head(self.norm(self.body(self.stem(inputs))).tanh()).square().mean()}
 
-class Losses(Hook):
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class BiasesFirst:
+    def __init__(self, optim_wrapper_cfg, paramwise_cfg=None):
+        pass
+
+    def __call__(self, model):
+        parts = [[one for name, one in model.named_parameters() if name.endswith(end)] for end in ("bias", "weight")]
+        groups = [dict(params=part, lr=lr) for part, lr in zip(parts, (0.05, 0.1))]
+        return OptimWrapper(torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01))
+
+class Observe(Hook):
+    def before_train(self, runner):
+        own = runner.message_hub.log_scalars.get("train/own")
+        answers["hub"] = [] if own is None else [float(one) for one in own.data[0]]
+        answers["info"] = runner.message_hub.get_info("own")
+
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         answers.setdefault("losses", []).append(float(outputs["loss"]).hex())
+        runner.message_hub.update_scalar("train/own", runner.iter)
+        runner.message_hub.update_info("own", [runner.iter])
 
 torch.manual_seed(0)
 data = [dict(inputs=one) for one in torch.randn(12, 2)]
-resume = FILE
+resume, options = ARGUMENTS
 Runner(
     model=Net(), work_dir="work", train_dataloader=torch.utils.data.DataLoader(data, batch_size=4),
-    optim_wrapper=dict(
-        optimizer=dict(type="SGD", lr=0.1, momentum=0.9), paramwise_cfg=dict(custom_keys=dict(body=dict(lr_mult=0.1)))
-    ),
-    train_cfg=dict(by_epoch=True, max_epochs=4), custom_hooks=[Losses()], load_from=resume, resume=bool(resume),
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.01), **options),
+    param_scheduler=[
+        dict(type="LinearLR", start_factor=0.1, by_epoch=False, end=4),
+        dict(type="CosineAnnealingLR", by_epoch=False, begin=4, end=12),
+    ],
+    train_cfg=dict(by_epoch=True, max_epochs=4), custom_hooks=[Observe()], load_from=resume, resume=bool(resume),
     visualizer=None,
 ).train()
 """
@@ -190,12 +213,32 @@ Runner(
 @pytest.mark.skipif(
     not REFERENCE, reason="MMENGINE_REFERENCE must be the Python of an environment with MMEngine 0.10.7"
 )
-def test_a_training_with_frozen_weights_and_options_for_some_resumes_from_mmengine(tmp_path):
-    whole = run(REFERENCE, FROZEN.replace("FILE", "None"), tmp_path / "theirs")["losses"]
-    file = str(tmp_path / "theirs" / "work" / "epoch_2.pth")
-    resumed = run(sys.executable, FROZEN.replace("FILE", repr(file)), tmp_path / "ours")["losses"]
-    assert resumed == whole[6:]
-    assert len(resumed) == 6
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"paramwise_cfg": {"custom_keys": {"body": {"lr_mult": 0.1}}, "norm_decay_mult": 0.0}},
+        {"paramwise_cfg": {"norm_decay_mult": 1.0}},  # one group here, one for each parameter there
+        {"constructor": "BiasesFirst"},
+    ],
+)
+def test_a_training_with_several_groups_resumes_from_the_other_with_its_schedule_and_hub(tmp_path, options):
+    def trained(python, folder, file=None):
+        return run(python, GROUPS.replace("ARGUMENTS", repr((file, options))), tmp_path / folder)
+
+    whole = trained(REFERENCE, "theirs")["losses"]
+    assert len(whole) == 12
+    assert trained(sys.executable, "ours")["losses"] == whole
+    theirs = str(tmp_path / "theirs" / "work" / "epoch_2.pth")
+    ours = tmp_path / "ours" / "work"
+    export_checkpoint(next(ours.glob("*/epoch_2")), tmp_path / "ours.pth")
+    for python, folder, file in (
+        (sys.executable, "ours_from_theirs", theirs),
+        (REFERENCE, "theirs_from_ours", str(tmp_path / "ours.pth")),
+        (sys.executable, "ours_from_ours", str(next(ours.glob("*/epoch_2")))),
+    ):
+        on = trained(python, folder, file)
+        assert on["losses"] == whole[6:], folder
+        assert (on["hub"], on["info"]) == ([0, 1, 2, 3, 4, 5], [5]), folder
 
 
 def test_weights_that_do_not_fit_are_named_or_raised():

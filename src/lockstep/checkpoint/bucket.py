@@ -16,8 +16,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
-from lockstep.checkpoint.files import sizes_in
-from lockstep.checkpoint.manifest import MANIFEST_FILE, OWN_FILES, ending_beside, read_manifest
+from lockstep.checkpoint.files import MANIFEST_FILE, sizes_in
+from lockstep.checkpoint.manifest import OWN_FILES, ending_beside, read_manifest
 from lockstep.checkpoint.owner import DRAFT, is_alive, name_of_draft
 from lockstep.errors import ConfigError
 from lockstep.location import RemotePath, unlink_all
@@ -67,13 +67,14 @@ class BucketDraft:
         discard(self._mark)
 
 
-def remove(directory: RemotePath) -> None:
-    """Remove a checkpoint; if this is interrupted, a mark leads to what is left."""
+def remove(directory: RemotePath) -> bool:
+    """Remove a checkpoint, also from who reads it; if this is interrupted, a mark leads to what is left."""
     mark = _mark(directory)
     if MANIFEST_FILE in _names_in(directory):
         (directory / MANIFEST_FILE).unlink()
     unlink_all(directory.files())
     mark.unlink()
+    return True
 
 
 def drafts_in(root: RemotePath) -> Iterator[RemotePath]:

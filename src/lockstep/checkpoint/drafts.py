@@ -20,12 +20,13 @@ def make_draft(directory: Location) -> Draft:
     return folder.FolderDraft(directory) if isinstance(directory, Path) else bucket.BucketDraft(directory)
 
 
-def remove(directory: Location) -> None:
-    """Remove a checkpoint; if this is interrupted, what is left is a draft."""
-    if isinstance(directory, Path):
-        folder.remove(directory)
-    else:
-        bucket.remove(directory)
+def remove(directory: Location) -> bool:
+    """Remove a checkpoint; if this is interrupted, what is left is a draft.
+
+    Returns:
+        Whether it is gone; False if, on a disk, another process reads it now.
+    """
+    return folder.remove(directory) if isinstance(directory, Path) else bucket.remove(directory)
 
 
 def remove_dead_drafts(roots: Sequence[Location]) -> list[Location]:
@@ -35,6 +36,8 @@ def remove_dead_drafts(roots: Sequence[Location]) -> list[Location]:
     """
     removed = []
     for root in roots:
+        if isinstance(root, Path):
+            folder.remove_dead_pointers(root)
         for draft in drafts_in(root):
             if not is_owned(draft):
                 if isinstance(draft, Path):

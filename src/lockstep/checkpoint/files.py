@@ -15,9 +15,10 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import TypeAlias
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError
 from lockstep.location import Location, RangeFile, RemotePath, Sender, size_of
 
+MANIFEST_FILE = "manifest.json"
 DAMAGED = "The checkpoint is damaged: copy it again, or resume from another one"
 _MOST_READ = 2 << 30  # bytes of a file that is read as a whole; a manifest has some hundred bytes for each chunk
 _FLUSH = 32 << 20  # bytes that are written before the disk is asked to take them
@@ -46,25 +47,25 @@ def read_plain_file(path: Location, most: int = _MOST_READ) -> bytes:
     """Return what is in a file that is neither a link nor anything else than a file, and has at most `most` bytes.
 
     Raises:
-        ConfigError: it is not a plain file, is too large, or cannot be read.
+        CheckpointError: it is not a plain file, is too large, or cannot be read.
     """
     if isinstance(path, Path):
         require_plain_file(path)
     try:
         if (size := size_of(path)) > most:
-            raise ConfigError(f"{path} must have at most {most:,} bytes, but has {size:,}. {DAMAGED}")
+            raise CheckpointError(f"{path} must have at most {most:,} bytes, but has {size:,}. {DAMAGED}")
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} must be there, but is not. {DAMAGED}") from error
+        raise _missing(path, "be there") from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}. {DAMAGED}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}. {DAMAGED}") from error
 
 
 def require_plain_files(folder: Location, sizes: Mapping[str, int]) -> None:
     """Check that files of a checkpoint are files, and have their sizes.
 
     Raises:
-        ConfigError: one is not.
+        CheckpointError: one is not.
     """
     if isinstance(folder, Path):
         for name, size in sizes.items():
@@ -73,7 +74,7 @@ def require_plain_files(folder: Location, sizes: Mapping[str, int]) -> None:
     found = sizes_in(folder)  # in one request
     for name, size in sizes.items():
         if name not in found:
-            raise ConfigError(f"{folder / name} must have {size} bytes, but is not there. {DAMAGED}")
+            raise _missing(folder / name, f"have {size} bytes")
         _require_size(folder / name, found[name], size)
 
 
@@ -81,26 +82,26 @@ def require_plain_file(path: Location, size: int | None = None) -> None:
     """Check that a file of a checkpoint is a file, and has its size.
 
     Raises:
-        ConfigError: it is not.
+        CheckpointError: it is not.
     """
     wanted = "be there" if size is None else f"have {size} bytes"
     if isinstance(path, RemotePath):
         try:
             _require_size(path, size_of(path), size)
         except FileNotFoundError as error:
-            raise ConfigError(f"{path} must {wanted}, but is not there. {DAMAGED}") from error
+            raise _missing(path, wanted) from error
         return
     try:
         found = path.lstat()
     except OSError as error:
-        raise ConfigError(f"{path} must {wanted}, but is not there ({error.strerror}). {DAMAGED}") from error
+        raise _missing(path, f"{wanted} ({error.strerror})") from error
     if stat.S_ISLNK(found.st_mode):
-        raise ConfigError(
+        raise CheckpointError(
             f"{path} must be a file, but is a link: links are not followed in a checkpoint. Replace it by what it "
             "leads to"
         )
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{path} must be a file, but is something else. {DAMAGED}")
+        raise CheckpointError(f"{path} must be a file, but is something else. {DAMAGED}")
     _require_size(path, found.st_size, size)
 
 
@@ -167,6 +168,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def removed(folder: Location) -> CheckpointError:
+    """Return the error for a checkpoint that was removed."""
+    return CheckpointError(
+        f"{folder} has been removed, as `max_keep_ckpts` of a run does with old checkpoints. Take another one"
+    )
+
+
+def _missing(path: Location, wanted: str) -> CheckpointError:
+    """Return the error for a file that is not there, because it was lost, or because the checkpoint was removed."""
+    if not is_there(path.parent / MANIFEST_FILE) and not is_there(path.parent / ".metadata"):
+        return removed(path.parent)
+    return CheckpointError(f"{path} must {wanted}, but is not there. {DAMAGED}")
+
+
 def _require_size(path: Location, found: int, size: int | None) -> None:
     if size is not None and found != size:
-        raise ConfigError(f"{path} must have {size} bytes, but has {found}. {DAMAGED}")
+        raise CheckpointError(f"{path} must have {size} bytes, but has {found}. {DAMAGED}")

@@ -11,12 +11,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
-from lockstep.checkpoint.files import sync_folder, write_durably
-from lockstep.checkpoint.manifest import MANIFEST_FILE, OWN_FILES, ending_beside
+from lockstep.checkpoint.files import MANIFEST_FILE, sync_folder, write_durably
+from lockstep.checkpoint.hold import Claim
+from lockstep.checkpoint.manifest import OWN_FILES, ending_beside
 from lockstep.checkpoint.owner import DRAFT, is_alive, name_of_draft
+from lockstep.checkpoint.pointer import POINTER_FILE
 
 _SECONDS_UNTIL_ABANDONED = 3600  # of a draft whose owner can't be asked, because it is on another host
 
@@ -53,14 +55,16 @@ class FolderDraft:
             sync_folder(directory.parent)
             sync_folder(directory.parent.parent)  # it may be new itself
             return
-        for name in sorted(sizes):
-            (draft / name).rename(directory / name)
-        sync_folder(directory)
-        (draft / MANIFEST_FILE).rename(directory / MANIFEST_FILE)
-        sync_folder(directory)
-        for path in directory.iterdir():
-            if path.name not in {*sizes, MANIFEST_FILE} and OWN_FILES.fullmatch(path.name):
-                path.unlink()
+        with closing(Claim(directory)) as former:
+            for name in sorted(sizes):
+                (draft / name).rename(directory / name)
+            sync_folder(directory)
+            (draft / MANIFEST_FILE).rename(directory / MANIFEST_FILE)
+            sync_folder(directory)
+            if former.is_granted():  # else the next save of this name removes what is read now
+                for path in directory.iterdir():
+                    if path.name not in {*sizes, MANIFEST_FILE} and OWN_FILES.fullmatch(path.name):
+                        path.unlink()
         draft.rmdir()
 
     def discard(self) -> None:
@@ -68,11 +72,22 @@ class FolderDraft:
         discard(self.folder)
 
 
-def remove(directory: Path) -> None:
-    """Remove a checkpoint; if this is interrupted, it is left as a draft."""
-    draft = directory.with_name(name_of_draft(directory.name))
-    directory.rename(draft)
+def remove(directory: Path) -> bool:
+    """Remove a checkpoint; if this is interrupted, it is left as a draft.
+
+    Returns:
+        Whether it is gone; False if another process reads it now.
+    """
+    with closing(Claim(directory)) as claim:
+        if not claim.is_granted():
+            return False
+        draft = directory.with_name(name_of_draft(directory.name))
+        try:
+            directory.rename(draft)
+        except FileNotFoundError:  # another run has removed it
+            return True
     shutil.rmtree(draft)
+    return True
 
 
 def drafts_in(root: Path) -> Iterator[Path]:
@@ -90,7 +105,8 @@ def is_owned(draft: Path) -> bool:
     if (alive := is_alive(owner)) is not None:
         return alive
     with suppress(OSError):
-        newest = max(path.lstat().st_mtime for path in (draft, *draft.iterdir()))
+        files = draft.iterdir() if draft.is_dir() else ()
+        newest: float = max(path.lstat().st_mtime for path in (draft, *files))
         return time.time() - newest < _SECONDS_UNTIL_ABANDONED
     return False
 
@@ -98,3 +114,10 @@ def is_owned(draft: Path) -> bool:
 def discard(draft: Path) -> None:
     """Remove a draft."""
     shutil.rmtree(draft, ignore_errors=True)
+
+
+def remove_dead_pointers(root: Path) -> None:
+    """Remove the drafts of pointers that processes have left which have ended."""
+    for draft in root.glob(f".{POINTER_FILE}.draft*"):
+        if DRAFT.fullmatch(draft.name) and draft.is_file() and not is_owned(draft):
+            draft.unlink(missing_ok=True)

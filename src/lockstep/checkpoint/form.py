@@ -85,9 +85,14 @@ def _is_number(node: Any) -> bool:
     return type(node) in (int, float) and abs(node) < 1e308 and math.isfinite(node)
 
 
+def is_count(value: object) -> bool:
+    """Return whether a value is a number of things, which fits into 64 bits."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
 TEXT = Kind("a string", lambda node: isinstance(node, str))
 FLAG = Kind("true or false", lambda node: isinstance(node, bool))
-COUNT = Kind("a number of things", lambda node: type(node) is int and 0 <= node < 1 << 62)
+COUNT = Kind("a number of things", is_count)
 WHOLE_NUMBER = Kind("a whole number", lambda node: type(node) is int and abs(node) < 1 << 64)
 NUMBER = Kind("a number", lambda node: _is_number(node) or tagged(node)[0] == "$float")
 TENSOR = Kind("a tensor", lambda node: tagged(node)[0] == "$tensor")

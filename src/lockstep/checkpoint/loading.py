@@ -7,7 +7,7 @@ number of ranks, under any strategy, can read what any other has written. One pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.files import DAMAGED, PlainFile, open_plainly, require_plain_file
+from lockstep.checkpoint.hold import held
 from lockstep.checkpoint.manifest import ITEM_SIZES, Block, Chunk, StoredTensor, read_manifest
 from lockstep.checkpoint.old_format import OldCheckpoint
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.values import decode, leaves, tagged
 from lockstep.checkpoint.verify import is_old, read_block, require_checkpoint
 from lockstep.dist import is_main_process
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ _REMEDY = "Resume with the model that was saved, or load what fits of the weight
 
 
 def load_state(
-    directory: Location, state: Mapping[str, Any], optim_layout: Mapping[str, Any] | None = None
+    directory: Location,
+    state: Mapping[str, Any],
+    optim_layout: Mapping[str, Any] | None = None,
+    resizable: Collection[str] = (),
 ) -> dict[str, Any]:
     """Read a checkpoint into existing tensors, and the optimizer's state into new ones.
 
@@ -48,9 +52,12 @@ def load_state(
         state: the state to read, with the required keys, shapes and devices. Its tensors are filled in place.
         optim_layout: tensors by parameter name; entries of the optimizer's state with the shape of their parameter are
             sharded like them. By default, those under `model` in `state`. All other entries are whole.
+        resizable: names of tensors, as `model.NAME`, that are returned as they were saved, in CPU memory, where they
+            had another shape.
 
     Returns:
-        `state`, with plain values also replaced, and with the optimizer's state.
+        `state`, with plain values also replaced, and with the optimizer's state. What a module returns from
+        `get_extra_state` is returned as it was saved, whatever it holds now.
 
     **Collective**: every rank.
 
@@ -61,8 +68,12 @@ def load_state(
     layout = state.get("model", {}) if optim_layout is None else optim_layout
 
     def load() -> dict[str, Any]:
-        with closing(open_checkpoint(directory)) as stored:
-            return _Load(directory, stored, layout).run(state)
+        with ExitStack() as stack:
+            if is_main_process():
+                stack.enter_context(held(directory))
+            return _Load(directory, stack.enter_context(closing(open_checkpoint(directory))), layout, resizable).run(
+                state
+            )
 
     return on_all(f"the checkpoint {directory} could not be read", load)
 
@@ -111,7 +122,7 @@ def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterat
         ConfigError: the directory is not a checkpoint, or is damaged.
         KeyError: it has no tensor of that name.
     """
-    with closing(open_checkpoint(directory)) as stored:
+    with held(directory), closing(open_checkpoint(directory)) as stored:
         tensors = _tensors_of(stored, part)
         for name in names:
             yield name, read_whole(stored, tensors[name])
@@ -119,7 +130,7 @@ def read_tensors(directory: Location, part: str, names: Iterable[str]) -> Iterat
 
 def read_whole(stored: Stored, tensor: StoredTensor) -> Tensor:
     """Return a tensor of a checkpoint, whole and in CPU memory."""
-    whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    whole = _empty(tensor)
     for chunk in tensor.chunks:
         target = whole
         for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
@@ -127,6 +138,14 @@ def read_whole(stored: Stored, tensor: StoredTensor) -> Tensor:
         if target.numel():
             stored.read(chunk, tensor.dtype, (0,) * len(chunk.shape), target)
     return whole
+
+
+def _empty(tensor: StoredTensor) -> Tensor:
+    """Return memory for a tensor, of which a stranger's checkpoint may have a sparse one of any size."""
+    try:
+        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    except RuntimeError as error:
+        raise CheckpointError(f"a tensor of {tensor.size:,} bytes must fit into memory, but does not") from error
 
 
 def open_checkpoint(directory: Location) -> Stored:
@@ -143,13 +162,15 @@ class _Checkpoint:
     """A checkpoint with a manifest.
 
     Attributes:
-        state: the encoded state; see `values.py`.
+        encoded_meta: the metadata; see `values.py`.
+        state: the encoded state.
         tensors: the tensors in it, by name.
     """
 
     def __init__(self, directory: Location) -> None:
         self._directory = directory
         self._manifest = read_manifest(directory)
+        self.encoded_meta: Mapping[str, Any] = self._manifest.meta
         self.state: Mapping[str, Any] = self._manifest.state
         self.tensors: Mapping[str, StoredTensor] = self._manifest.tensors
         self._files: dict[str, PlainFile] = {}
@@ -158,11 +179,11 @@ class _Checkpoint:
     @cached_property
     def meta(self) -> dict[str, Any]:
         """The metadata."""
-        return dict(decode(self._manifest.meta))
+        return dict(decode(self.encoded_meta))
 
     def item(self, key: str) -> Any:
         """Refuse a value that is stored by itself, as only the first format has them."""
-        raise ConfigError(f"{self._directory} has a value {key!r} in a form of another format. Do not use it")
+        raise CheckpointError(f"{self._directory} has a value {key!r} in a form of another format. Do not use it")
 
     def read(self, chunk: Chunk, dtype: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Fill a tensor with the part of a chunk that begins at `offsets`; at most a block is read beyond it."""
@@ -236,8 +257,10 @@ def _is_writable(target: Tensor, dtype: torch.dtype) -> bool:
 class _Load:
     """What one rank reads from a checkpoint."""
 
-    def __init__(self, directory: Location, stored: Stored, layout: Mapping[str, Any]) -> None:
-        self._directory, self._stored, self._layout = directory, stored, layout
+    def __init__(
+        self, directory: Location, stored: Stored, layout: Mapping[str, Any], resizable: Collection[str]
+    ) -> None:
+        self._directory, self._stored, self._layout, self._resizable = directory, stored, layout, resizable
         self._wanted: dict[str, Any] = {}  # the tensors to be filled, by name
         self._misfits: list[str] = []
 
@@ -256,20 +279,23 @@ class _Load:
         """Note the tensors that are to be filled, and what the checkpoint lacks."""
         name = ".".join(path)
         tag, held = tagged(node)
-        if isinstance(part, Mapping) and path != (OPTIMIZER,):
+        if _is_as_saved(path) and node is not _MISSING:
+            self._ask_as_saved(node, path)
+        elif isinstance(part, Mapping):
             for key, item in part.items():
                 below = node.get(str(key), _MISSING) if isinstance(node, dict) and tag is None else _MISSING
                 self._ask(item, below, (*path, str(key)))
         elif node is _MISSING:
             self._misfits.append(f"there is no `{name}` in it")
-        elif path == (OPTIMIZER,):
-            self._ask_as_saved(node, path)
         elif _is_nested(part):
             nodes = node if isinstance(node, list) else held if tag == "$tuple" else []
             for i, item in enumerate(part):
                 self._ask(item, nodes[i] if i < len(nodes) else _MISSING, (*path, str(i)))
         elif isinstance(part, Tensor) and tag == "$tensor":
             if (shape := self._tensor(held).shape) != tuple(part.shape):
+                if name in self._resizable:
+                    self._ask_as_saved(node, path)
+                    return
                 self._misfits.append(f"`{name}` has the shape {list(shape)} in it, but is of {list(part.shape)} here")
             self._wanted[held] = part
         else:
@@ -282,7 +308,8 @@ class _Load:
             stored = self._tensor(held)
             like = self._layout.get(path[2]) if path[0] == OPTIMIZER and path[1] == "state" else None
             if not isinstance(like, Tensor) or tuple(like.shape) != stored.shape:
-                like = torch.empty(stored.shape, device="meta")
+                self._wanted[held] = _empty(stored)
+                return
             self._wanted[held] = torch.empty_like(
                 like, dtype=getattr(torch, stored.dtype), device="cpu", memory_format=torch.contiguous_format
             )
@@ -337,12 +364,12 @@ class _Load:
 
     def _tensor(self, name: Any) -> StoredTensor:
         if name not in self._stored.tensors:
-            raise ConfigError(f"{self._directory} has no tensor {name!r}, although it says so. {DAMAGED}")
+            raise CheckpointError(f"{self._directory} has no tensor {name!r}, although it says so. {DAMAGED}")
         return self._stored.tensors[name]
 
     def _read(self, part: Any, node: Any, path: tuple[str, ...]) -> Any:
         """Return a part of the state with what was read."""
-        if path != (OPTIMIZER,):
+        if not _is_as_saved(path):
             if isinstance(part, Mapping):
                 return {key: self._read(item, node[str(key)], (*path, str(key))) for key, item in part.items()}
             if _is_nested(part):
@@ -354,6 +381,11 @@ class _Load:
         if tag == "$item":
             return self._stored.item(held)
         return self._wanted[held] if tag == "$tensor" else self._wanted[held].numpy()
+
+
+def _is_as_saved(path: tuple[str, ...]) -> bool:
+    """Return whether what is held now does not tell what was saved: the optimizer's state, and a module's extra one."""
+    return path == (OPTIMIZER,) or (len(path) > 1 and path[-1].rpartition(".")[2] == "_extra_state")
 
 
 def _is_nested(part: Any) -> bool:

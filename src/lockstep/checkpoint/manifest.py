@@ -33,14 +33,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.files import DAMAGED, read_plain_file
+from lockstep.checkpoint.files import DAMAGED, MANIFEST_FILE, read_plain_file
 from lockstep.checkpoint.form import DESCRIPTION, check_form, require_plain_name
-from lockstep.checkpoint.values import check_forms
-from lockstep.errors import ConfigError
+from lockstep.checkpoint.values import check_forms, tagged
+from lockstep.errors import CheckpointError
 from lockstep.location import Location
 from lockstep.masking import printable
 
-MANIFEST_FILE = "manifest.json"
 OWN_FILES = re.compile(r"rank_\d+(\.\d+)?\.safetensors|manifest\.json|meta\.json|\.metadata|__\d+_\d+\.distcp")
 """Names of the files of checkpoints, also of the first format."""
 FORMAT = 2
@@ -170,7 +169,7 @@ def read_manifest(directory: Location) -> Manifest:
     """Return the manifest of a checkpoint, of which every entry has been checked.
 
     Raises:
-        ConfigError: it is damaged, of an unknown format, or contradicts itself.
+        CheckpointError: it is damaged, of an unknown format, or contradicts itself.
     """
     path = directory / MANIFEST_FILE
     data = read_plain_file(path)
@@ -180,11 +179,11 @@ def read_manifest(directory: Location) -> Manifest:
         content = json.loads(data, parse_constant=_refuse_constant)
         number = content["format"]
     except (ValueError, RecursionError, LookupError, TypeError) as error:
-        raise ConfigError(f"{path} must be a manifest of a checkpoint, but cannot be read. {DAMAGED}") from error
+        raise CheckpointError(f"{path} must be a manifest of a checkpoint, but cannot be read. {DAMAGED}") from error
     if not is_whole and number == FORMAT:
-        raise ConfigError(f"{path} does not have the digest that it says it has. {DAMAGED}")
+        raise CheckpointError(f"{path} does not have the digest that it says it has. {DAMAGED}")
     if number != FORMAT:
-        raise ConfigError(
+        raise CheckpointError(
             f"{path} must have the format {FORMAT}, but has {number!r}. A later version of lockstep may have written "
             "it: update lockstep"
         )
@@ -192,7 +191,7 @@ def read_manifest(directory: Location) -> Manifest:
         return _checked(content)
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(
+        raise CheckpointError(
             f"{path} contradicts itself: {printable(what, lines=False)}. Do not use this checkpoint"
         ) from error
 
@@ -333,8 +332,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def _dict(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"`{what}` is not an object")
+    if not isinstance(value, dict) or tagged(value)[0] is not None:
+        raise ValueError(f"`{what}` is not a dict")
     return value
 
 

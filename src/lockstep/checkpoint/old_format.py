@@ -27,7 +27,7 @@ from torch import Tensor
 from lockstep.checkpoint.files import DAMAGED, read_plain_file, require_plain_file
 from lockstep.checkpoint.form import require_plain_name
 from lockstep.checkpoint.manifest import ITEM_SIZES, Chunk, StoredTensor, check_meta, require_tiled
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError
 from lockstep.location import Location, size_of
 from lockstep.masking import printable
 
@@ -52,7 +52,7 @@ class OldCheckpoint:
     """A checkpoint of the first format, of which the index has been read and checked.
 
     Raises:
-        ConfigError: it is damaged, or its index names something that is not allowed.
+        CheckpointError: it is damaged, or its index names something that is not allowed.
     """
 
     def __init__(self, directory: Location) -> None:
@@ -76,7 +76,7 @@ class OldCheckpoint:
                 _put(state, index.planner_data[key], {"$tensor" if is_tensor else "$item": key})
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             path = directory / _INDEX_FILE
-            raise ConfigError(
+            raise CheckpointError(
                 f"{path} contradicts itself: {printable(str(error))}. Do not use this checkpoint"
             ) from error
         self._check_sizes()
@@ -91,15 +91,20 @@ class OldCheckpoint:
             number = meta.get("format", _FORMAT)
             check_meta(meta)
         except (ValueError, RecursionError, AttributeError) as error:
-            raise ConfigError(
+            raise CheckpointError(
                 f"{path} must hold metadata as JSON, but cannot be read: {printable(str(error))}. {DAMAGED}"
             ) from error
         if number != _FORMAT:
-            raise ConfigError(
+            raise CheckpointError(
                 f"{path} must have the format {_FORMAT}, but has {number!r}. A later version of lockstep may have "
                 "written it: update lockstep"
             )
         return dict(meta)
+
+    @property
+    def encoded_meta(self) -> Mapping[str, Any]:
+        """The metadata, which are values of JSON."""
+        return self.meta
 
     def item(self, key: str) -> Any:
         """Return a value that is stored by itself."""
@@ -118,7 +123,9 @@ class OldCheckpoint:
         )
         tensor = self._load(place)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape:
-            raise ConfigError(f"{self._directory / chunk.file} does not hold the tensor at {chunk.start}. {DAMAGED}")
+            raise CheckpointError(
+                f"{self._directory / chunk.file} does not hold the tensor at {chunk.start}. {DAMAGED}"
+            )
         for dim, (offset, length) in enumerate(zip(offsets, target.shape, strict=True)):
             tensor = tensor.narrow(dim, offset, length)
         target.copy_(tensor)
@@ -131,14 +138,14 @@ class OldCheckpoint:
         try:
             return _Unpickler(io.BytesIO(read_plain_file(path))).load()
         except _RefusedError as error:
-            raise ConfigError(
+            raise CheckpointError(
                 f"{path} must only describe tensors, but names {error}, which may run any code: refused. Nothing was "
                 "run. Do not use this checkpoint"
             ) from error
-        except ConfigError:
+        except CheckpointError:
             raise
         except Exception as error:  # unpickling can raise anything
-            raise ConfigError(f"{path} cannot be read: {error!r}. {DAMAGED}") from error
+            raise CheckpointError(f"{path} cannot be read: {error!r}. {DAMAGED}") from error
 
     def _stored(self, key: str, entry: Any) -> StoredTensor:
         shape = tuple(entry.size)
@@ -162,7 +169,7 @@ class OldCheckpoint:
             path = self._directory / name
             require_plain_file(path)
             if (present := size_of(path)) < size:
-                raise ConfigError(f"{path} must have {size} bytes, but has {present}. {DAMAGED}")
+                raise CheckpointError(f"{path} must have {size} bytes, but has {present}. {DAMAGED}")
 
     def _load(self, place: Any) -> Any:
         path = self._directory / place.relative_path
@@ -174,7 +181,7 @@ class OldCheckpoint:
             with torch.serialization.safe_globals(_numpy_classes()):
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises almost anything
-            raise ConfigError(
+            raise CheckpointError(
                 f"{path} must hold a tensor or plain values at {place.offset}, but cannot be read: "
                 f"{str(error).splitlines()[0] if str(error) else error!r}. No code in it was run. {DAMAGED}"
             ) from error

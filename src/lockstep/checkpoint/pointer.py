@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from lockstep.checkpoint.files import is_there, read_plain_file, sync_folder, write_durably
+from lockstep.checkpoint.owner import name_of_draft
 from lockstep.errors import ConfigError
 from lockstep.location import Location, RemotePath
 from lockstep.masking import printable
 
 POINTER_FILE = "last_checkpoint"
-_MOST_BYTES = 8192  # of the file
+_MOST_BYTES = 2048  # of the file: a path in it must be one with the path of the work_dir before it
 _MOST_NAME = 255  # bytes of a folder's name
 
 
@@ -37,7 +38,7 @@ class PointerDraft:
             assert isinstance(directory, RemotePath), "a pointer leads to where it lies itself"
             self._content = _content(str(directory.relative_to(root)))
             return
-        self._draft = root / f".{POINTER_FILE}.draft"
+        self._draft = root / name_of_draft(POINTER_FILE)  # other runs in this work_dir save, too
         try:
             write_durably(self._draft, _content(os.path.relpath(str(directory), root)))
         except OSError:
@@ -83,7 +84,7 @@ def read_pointer(root: Location, others: Sequence[Location] = ()) -> Location | 
         text = ""
     line, newline, rest = text.partition("\n")
     is_whole = rest in ("", f"sha256 {_digest_of(line)}\n") and not re.search(r"sha256 [0-9a-f]{64}$", line)
-    is_path = all(0 < len(os.fsencode(part)) <= _MOST_NAME for part in line.split("/")[1:]) and line == printable(line)
+    is_path = max(len(part.encode()) for part in line.split("/")) <= _MOST_NAME and line == printable(line)
     if not line or not newline or not is_whole or not is_path:
         raise ConfigError(f"{pointer} must hold the path of a checkpoint and its digest, but is damaged. Remove it")
     if isinstance(root, RemotePath):

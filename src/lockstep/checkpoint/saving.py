@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.drafts import Draft, make_draft
-from lockstep.checkpoint.files import writing
+from lockstep.checkpoint.files import MANIFEST_FILE, writing
 from lockstep.checkpoint.manifest import (
     BLOCK,
     ITEM_SIZES,
-    MANIFEST_FILE,
     Chunk,
     Manifest,
     StoredFile,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lockstep.checkpoint.files import modified
-from lockstep.checkpoint.manifest import MANIFEST_FILE, OWN_FILES, Manifest, read_manifest
+from lockstep.checkpoint.files import MANIFEST_FILE, modified, removed
+from lockstep.checkpoint.manifest import OWN_FILES, Manifest, read_manifest
 from lockstep.checkpoint.pointer import POINTER_FILE, read_pointer
 from lockstep.checkpoint.verify import OLD_FILES, check, is_checkpoint
 from lockstep.errors import ConfigError
@@ -93,7 +93,7 @@ def candidates(work_dir: Location, roots: Sequence[Location] = ()) -> Iterator[t
         first.sort(key=lambda one: one.time, reverse=True)
     tried = [one.directory for one in first]
     for directory in tried:
-        yield directory, _fault_in(directory)
+        yield directory, _fault_in(directory) if directory.is_dir() else str(removed(directory))
     for other in find_checkpoints([work_dir, *roots]):
         if other.directory not in tried:
             yield other.directory, _fault_in(other.directory)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from lockstep.dist import all_gather_object, gather_object, get_rank, get_world_size, scatter_object_list
-from lockstep.errors import ConfigError, caused_by, error_in_words, message_of
+from lockstep.errors import CheckpointError, ConfigError, caused_by, error_in_words, message_of
 
 T = TypeVar("T")
 U = TypeVar("U")
-_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (ConfigError, OSError, RuntimeError)}
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, OSError, RuntimeError)
+}
 
 
 class Failure(NamedTuple):
@@ -41,8 +43,8 @@ class Failure(NamedTuple):
 
     def raised(self, what: str) -> Exception:
         """Return the error to raise on every rank."""
-        if self.kind is ConfigError:
-            error: Exception = ConfigError(f"{self.text} (rank {self.rank} of {get_world_size()})")
+        if issubclass(self.kind, ConfigError):
+            error: Exception = self.kind(f"{self.text} (rank {self.rank} of {get_world_size()})")
         else:
             error = self.kind(f"{what}: rank {self.rank}: {self.text}")
         if isinstance(error, OSError):

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,7 @@ def decode(node: Any, stored: Callable[[str, Any], Any] | None = None) -> Any:
         stored: returns what is stored by itself, by its `$` key and what that holds; None where there is no such thing.
 
     Raises:
-        ConfigError: it is none of the forms of this module.
+        CheckpointError: it is none of the forms of this module.
     """
     if isinstance(node, list):
         return [decode(item, stored) for item in node]
@@ -111,7 +111,7 @@ def decode(node: Any, stored: Callable[[str, Any], Any] | None = None) -> Any:
 
             if isinstance(dtype := getattr(torch, str(held), None), torch.dtype):
                 return dtype
-    raise ConfigError(f"a value must be JSON or one of the forms of lockstep, but is {node!r}")
+    raise CheckpointError(f"a value must be JSON or one of the forms of lockstep, but is {node!r}")
 
 
 def check_forms(node: Any, dtypes: Mapping[str, str], path: Path = ()) -> Iterator[str]:

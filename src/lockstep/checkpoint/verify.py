@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.checkpoint.files import DAMAGED, PlainFile, is_there, open_plainly, require_plain_files
-from lockstep.checkpoint.manifest import MANIFEST_FILE, Block, Manifest, checksum_of, read_manifest
-from lockstep.errors import ConfigError
+from lockstep.checkpoint.files import DAMAGED, MANIFEST_FILE, PlainFile, is_there, open_plainly, require_plain_files
+from lockstep.checkpoint.manifest import Block, Manifest, checksum_of, read_manifest
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.location import Location
 
 OLD_FILES = (".metadata", "meta.json")
@@ -98,11 +98,11 @@ def read_block(file: PlainFile, block: Block, into: memoryview) -> None:
     """Read a block of a file that `open_plainly` has opened into memory of its size.
 
     Raises:
-        ConfigError: the bytes do not have its checksum.
+        CheckpointError: the bytes do not have its checksum.
     """
     file.seek(block.start)
     if file.readinto(into) < block.size or checksum_of(into) != block.crc32:
-        raise ConfigError(
+        raise CheckpointError(
             f"{file.name} has wrong bytes between {block.start} and {block.start + block.size}: they do not have the "
             f"checksum that they were saved with. {DAMAGED}"
         )

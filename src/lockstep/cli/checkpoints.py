@@ -26,6 +26,7 @@ from lockstep.checkpoint.verify import check, fault_found_by, is_old
 from lockstep.cli.options import whole_number
 from lockstep.errors import ConfigError, counted
 from lockstep.location import Location, locate
+from lockstep.masking import printable
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.loading import Stored
@@ -80,13 +81,12 @@ def list_checkpoints(
     """
     from rich.box import SIMPLE
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     root = locate(directory)
     found = _found_in(root)
     last, faults = _last_of(root)
-    table = Table(title=f"{counted(len(found), 'checkpoint')} in {directory}", title_justify="left", box=SIMPLE)
+    table = Table(title=_cell(f"{counted(len(found), 'checkpoint')} in {directory}"), title_justify="left", box=SIMPLE)
     for name in ("checkpoint", "written", "strategy", "whole"):
         table.add_column(name, overflow="fold")
     for name in ("epoch", "iter", "ranks", "model", "optimizer", "all"):
@@ -99,14 +99,14 @@ def list_checkpoints(
         whole = "no" if fault else "yes" if verify_all and one.manifest else "not verified"
         strategy, *numbers = _facts(one)
         written = f"{datetime.fromtimestamp(one.time):%Y-%m-%d %H:%M}"
-        table.add_row(*map(escape, [name, written, strategy, whole, *numbers]))
+        table.add_row(*map(_cell, [name, written, strategy, whole, *numbers]))
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
     for draft in drafts_in(root):
         state = "is being written" if is_owned(draft) else "was left by an interrupted save; `prune` removes it"
-        print(f"{_relative(draft, root)} {state}")
+        print(printable(f"{_relative(draft, root)} {state}", lines=False))
     for fault in faults:
-        console.print(f"[bold red]fault:[/] {escape(fault)}", soft_wrap=True)
+        console.print(f"[bold red]fault:[/] {_cell(fault)}", soft_wrap=True)
     if faults:
         raise typer.Exit(1)
 
@@ -115,7 +115,6 @@ def list_checkpoints(
 def show(checkpoint: Checkpoint) -> None:
     """Show what is in a checkpoint: its metadata, and its tensors by part."""
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     place = locate(checkpoint)
@@ -131,9 +130,9 @@ def show(checkpoint: Checkpoint) -> None:
         manifest = read_manifest(place)
         written, meta, state, tensors = dict(manifest.written), _shown(manifest.meta), manifest.state, manifest.tensors
         written["time"] = f"{datetime.fromtimestamp(written['time']):%Y-%m-%d %H:%M:%S}"
-    facts = Table(show_header=False, title=str(place), title_justify="left")
+    facts = Table(show_header=False, title=_cell(place), title_justify="left")
     for key, value in {**written, **meta}.items():
-        facts.add_row(key, escape(str(value)))
+        facts.add_row(_cell(key), _cell(value))
     console.print(facts)
     parts = Table(title="parts", title_justify="left")
     for name in ("part", "tensors", "elements", "bytes", "dtypes", "other values"):
@@ -144,7 +143,7 @@ def show(checkpoint: Checkpoint) -> None:
         elements = sum(math.prod(tensor.shape) for tensor in own)
         dtypes = Counter(tensor.dtype for tensor in own)
         parts.add_row(
-            escape(part), f"{len(own):,}", f"{elements:,}", decimal(sum(tensor.size for tensor in own)),
+            _cell(part), f"{len(own):,}", f"{elements:,}", decimal(sum(tensor.size for tensor in own)),
             ", ".join(f"{dtype} ({number})" for dtype, number in dtypes.most_common()), f"{values:,}",
         )  # fmt: skip
     console.print(parts)
@@ -164,7 +163,7 @@ def compare(
     with closing(open_checkpoint(locate(first))) as one, closing(open_checkpoint(locate(second))) as other:
         differences = list(_differences(one, other, (first, second)))
     for line in differences:
-        print(line)
+        print(printable(line, lines=False))
     if differences:
         raise typer.Exit(1)
     print(f"{counted(len(one.tensors), 'tensor')} and all other values are equal")
@@ -192,15 +191,23 @@ def prune(
     drafts = [draft for draft in drafts_in(root) if not is_owned(draft)]
     for path in [*leaving, *drafts]:
         size = sum(sizes_in(folder_of(path) if path in drafts else path).values())
-        print(f"{_relative(path, root)}  {decimal(size)}")
+        print(printable(f"{_relative(path, root)}  {decimal(size)}", lines=False))
     if not (leaving or drafts):
         print("there is nothing to remove")
         return
     if not yes and not typer.confirm(f"Remove {'these' if len(leaving) + len(drafts) > 1 else 'this'}?"):
         raise typer.Exit(1)
     for path in leaving:
-        remove(path)
+        if not remove(path):
+            print(f"{_relative(path, root)} is kept: another process reads it")
     remove_dead_drafts([root])
+
+
+def _cell(value: object) -> str:
+    """Return a stranger's text for a table: neither markup nor control characters of it have an effect."""
+    from rich.markup import escape
+
+    return escape(printable(str(value), lines=False))
 
 
 def _found_in(directory: Location) -> list[Found]:
@@ -279,7 +286,7 @@ def _difference(one: Stored, other: Stored, first: str, second: str) -> str | No
 
 
 def _shown(meta: Any) -> dict[str, Any]:
-    with suppress(ConfigError, TypeError, ValueError):
+    with suppress(ConfigError):  # a dtype of another version of torch, deep within
         return dict(decode({key: value for key, value in meta.items() if tagged(value)[0] != "$dtype"}))
     return {}
 

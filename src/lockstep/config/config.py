@@ -212,7 +212,8 @@ class Config(ConfigDict):
         changed = Config(self.to_dict())
         for key, value in options.items():
             set_dotted(changed, key, value)
-        self.update(changed)
+        for key, value in changed.items():
+            self[key] = value  # also where it has fewer keys than before
         self._changed |= options.keys()
 
     def _source(self) -> Source | None:

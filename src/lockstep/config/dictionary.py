@@ -53,9 +53,22 @@ class ConfigDict(dict[Any, Any]):
         del self[name]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set many keys, as `dict.update` does."""
+        """Set many keys. Where the old and the new value are dicts, the old one is updated in the same way.
+
+        It takes what `dict.update` takes. `|=` is the same; `|` leaves both dicts as they are.
+
+        Example:
+            >>> cfg = ConfigDict(norm=dict(mean=0.5, std=0.2))
+            >>> cfg.update(norm=dict(std=0.1))
+            >>> cfg
+            {'norm': {'mean': 0.5, 'std': 0.1}}
+        """
         for key, value in dict(*args, **kwargs).items():
-            self[key] = value
+            old = self.get(key)
+            if isinstance(old, ConfigDict) and isinstance(value, dict):
+                old.update(value)
+            else:
+                self[key] = value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """Return the value of `key`; if it is missing, set it to `default` first."""
@@ -93,8 +106,13 @@ class ConfigDict(dict[Any, Any]):
         if not isinstance(other, Mapping):
             return NotImplemented
         result = self.copy()
-        result.update(other)
+        for key, value in other.items():
+            old = self.get(key)
+            result[key] = old | value if isinstance(old, ConfigDict) and isinstance(value, dict) else value
         return result
+
+    def __ror__(self, other: Any) -> ConfigDict:
+        return ConfigDict(other) | self if isinstance(other, Mapping) else NotImplemented
 
     def __ior__(self, other: Any) -> Self:
         self.update(other)

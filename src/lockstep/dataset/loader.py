@@ -123,7 +123,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
     if split is not None and not isinstance(split, bool):
         raise ConfigError(f"`split` must be True, False or None, but is {split!r}")
     if isinstance(dataset, IterableDataset):
-        return _stream_loader(dataset, arguments, shard, split)
+        return _stream_loader(dataset, arguments, seed, shard, split)
     if "shuffle" in arguments and arguments.get("sampler") is not None:
         raise ConfigError("a data loader's config has both 'sampler' and 'shuffle'; leave out one")
     order = _Order(dataset, seed, evaluation, shard, split)
@@ -168,7 +168,9 @@ def _first_samples(dataset: Any, count: int) -> Any:
     return shortened
 
 
-def _stream_loader(dataset: Any, arguments: dict[str, Any], shard: tuple[int, int], split: bool | None) -> StreamLoader:
+def _stream_loader(
+    dataset: Any, arguments: dict[str, Any], seed: int, shard: tuple[int, int], split: bool | None
+) -> StreamLoader:
     if arguments.pop("shuffle", None) or any(arguments.get(key) is not None for key in ("sampler", "batch_sampler")):
         raise ConfigError(
             f"an iterable dataset has an order of its own, which no sampler can change; but beside "
@@ -176,7 +178,8 @@ def _stream_loader(dataset: Any, arguments: dict[str, Any], shard: tuple[int, in
         )
     parts = shard[1] * max(1, arguments.get("num_workers", 0))
     deals = check_split(dataset, split, parts, shard[1])
-    stream = StreamShard(dataset, shard, arguments.setdefault("batch_size", 1) or 1, split=deals)
+    batch_size = arguments.setdefault("batch_size", 1) or 1
+    stream = StreamShard(dataset, shard, batch_size, split=deals, seed=seed, compares=split is None)
     if parts > 1:
         _logger.info("%s is split over %d ranks and workers: %s", type(dataset).__name__, parts, stream.how)
     return _made(StreamLoader, stream, arguments)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lockstep.dataset.deal import begins_anywhere
 from lockstep.dataset.sampler import DealingSampler, DefaultSampler, WorkerSeeds
@@ -17,16 +17,41 @@ _logger = logging.getLogger(__name__)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader which epoch begins: its worker seeds, its stream, and its first sampler that has `set_epoch`."""
+    """Tell a loader which epoch begins: its worker seeds, and its first sampler and its datasets with `set_epoch`.
+
+    Workers that live across epochs have datasets of their own; so they are ended if a dataset has `set_epoch`, except
+    for streams that lockstep splits, and the loader starts others.
+    """
     if isinstance(seeds := getattr(loader, "generator", None), WorkerSeeds):
         seeds.set_epoch(epoch)
-    if isinstance(loader, StreamLoader):
-        loader.dataset.set_epoch(epoch)
+    if _tell_datasets(getattr(loader, "dataset", None), epoch) and not isinstance(loader, StreamLoader):
+        _end_workers(loader)
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
             return
+
+
+def _tell_datasets(dataset: Any, epoch: int) -> bool:
+    """Call `set_epoch` of a dataset, or else of those inside it, as in a `Subset`; return whether one has it."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
+        return True
+    inner = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
+    if not isinstance(inner, list | tuple):
+        return False
+    told = [_tell_datasets(one, epoch) for one in inner]
+    return any(told)
+
+
+def _end_workers(loader: Any) -> None:
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None:
+        end = getattr(iterator, "_shutdown_workers", None)
+        if end is not None:
+            end()
+        loader._iterator = None
 
 
 def begun_at(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import PurePath
 from types import CodeType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -16,25 +18,29 @@ from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 from lockstep.dist import all_gather_object
 
 _ATTRIBUTES = ("rank", "world_size", "num_replicas", "shard", "process_index", "num_processes")
-_ASKING = frozenset({"get_rank", "get_dist_info", "process_index"})
+_MOST_TOLD = 1000  # indices
+_SEQUENCES = (list, tuple, range, Tensor, np.ndarray)
+# Functions that return a rank, and variables of launchers that hold one.
+RANK_WORDS = frozenset({
+    "get_rank", "get_dist_info", "process_index", "split_by_node",
+    "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK",
+})  # fmt: skip
 
 
 def is_rank_aware(sampler: Any) -> bool:
     """Return whether a sampler, batch sampler or loader knows of ranks, that is, gives each rank its own part.
 
     It does if it, or a sampler or loader that it holds, has one of the attributes `rank`, `world_size`, `num_replicas`,
-    `shard`, `process_index` and `num_processes`, with or without a leading underscore, or if a method of its class uses
-    one of the names `get_rank`, `get_dist_info` and `process_index`. Nothing is drawn from it.
+    `shard`, `process_index` and `num_processes`, with or without a leading underscore, or if a method of its class asks
+    for the rank: by `get_rank`, `get_dist_info` or `process_index`, or by a variable such as `RANK`. Nothing is drawn
+    from it.
 
     Example:
         >>> from torch.utils.data import DistributedSampler, RandomSampler
         >>> is_rank_aware(DistributedSampler(range(4), 2, 0)), is_rank_aware(RandomSampler(range(4)))
         (True, False)
     """
-    return any(
-        any(hasattr(part, name) or hasattr(part, f"_{name}") for name in _ATTRIBUTES) or _asks_for_rank(part)
-        for part in parts_of(sampler)
-    )
+    return any(has_number(part, _ATTRIBUTES) or _asks_for_rank(part) for part in parts_of(sampler))
 
 
 def parts_of(sampler: Any) -> Iterator[Any]:
@@ -47,7 +53,7 @@ def parts_of(sampler: Any) -> Iterator[Any]:
             continue
         seen.add(id(part))
         yield part
-        stack.extend(value for name, value in _attributes(part).items() if _is_inner(name, value))
+        stack.extend(value for name, value in attributes_of(part).items() if _is_inner(name, value))
 
 
 def differing_parts(dataset: Any, sampler: Any) -> list[str]:
@@ -64,6 +70,20 @@ def differing_parts(dataset: Any, sampler: Any) -> list[str]:
     return [name for name in names if any(parts.get(name) != own.get(name) for parts in told)]
 
 
+def overlapping_parts(dataset: Any, sampler: Any) -> bool:
+    """Return whether ranks have drawn indices of their own from one dataset, of which some are on several ranks.
+
+    So it is after a random split without a common seed; not if each rank has a part of its own. The indices of a
+    `Subset` and those in a `SubsetRandomSampler` are compared by a sample of them.
+
+    **Collective**: every rank. **Cost**: one all_gather of up to 8 kB from each rank.
+    """
+    drawn = [getattr(part, "indices", ()) for part in (dataset, *parts_of(sampler))]
+    own = {int(index) for part in drawn if isinstance(part, _SEQUENCES) and is_plain(part) for index in part}
+    told = all_gather_object(sorted(own, key=lambda index: crc32(repr(index).encode()))[:_MOST_TOLD])
+    return len({index for part in told for index in part}) < sum(map(len, told))
+
+
 def _is_inner(name: str, value: Any) -> bool:
     if isinstance(value, Sampler | DataLoader):
         return True
@@ -71,8 +91,15 @@ def _is_inner(name: str, value: Any) -> bool:
     return is_named_so and not isinstance(value, type | str) and hasattr(value, "__iter__")
 
 
-def _attributes(part: Any) -> Mapping[str, Any]:
+def attributes_of(part: Any) -> Mapping[str, Any]:
+    """Return the attributes that an object itself holds."""
     return getattr(part, "__dict__", {})
+
+
+def has_number(part: Any, names: tuple[str, ...]) -> bool:
+    """Return whether an object has one of these attributes, with or without a leading underscore, not as a method."""
+    values = (getattr(part, f"{prefix}{name}", None) for name in names for prefix in ("", "_"))
+    return any(value is not None and not callable(value) for value in values)
 
 
 def _asks_for_rank(part: Any) -> bool:
@@ -84,14 +111,21 @@ def _asks_for_rank(part: Any) -> bool:
     ]
     codes = [getattr(function, "__code__", None) for function in functions]
     codes.append(getattr(part, "gi_code", None))  # for a generator
-    return any(_ASKING.intersection(_names_in(code)) for code in codes if code is not None)
+    return any(RANK_WORDS.intersection(words_in(code)) for code in codes if code is not None)
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def words_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that code uses, and its strings."""
     yield from code.co_names
-    for constant in code.co_consts:
+    stack = list(code.co_consts)
+    while stack:
+        constant = stack.pop()
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            yield from words_in(constant)
+        elif isinstance(constant, tuple | frozenset):
+            stack.extend(constant)
+        elif isinstance(constant, str):
+            yield constant
 
 
 def _of_data(dataset: Any) -> dict[str, str]:
@@ -99,36 +133,39 @@ def _of_data(dataset: Any) -> dict[str, str]:
     with suppress(TypeError):
         found["the length of the dataset"] = str(len(dataset))
     if isinstance(dataset, Subset):
-        found["the indices of the Subset"] = _digest(dataset.indices)
+        found["the indices of the Subset"] = digest(dataset.indices)
         found.update(_of_data(dataset.dataset))
     elif isinstance(dataset, TensorDataset) and len(dataset):
         rows = [tensor[index] for tensor in dataset.tensors for index in (0, -1)]
-        found["the first and last rows of the TensorDataset"] = _digest(rows)
-    elif isinstance(dataset, list | tuple) and dataset and _is_plain(ends := [dataset[0], dataset[-1]]):
-        found["the first and last items"] = _digest(ends)
+        found["the first and last rows of the TensorDataset"] = digest(rows)
+    elif isinstance(dataset, list | tuple) and dataset and is_plain(ends := [dataset[0], dataset[-1]]):
+        found["the first and last items"] = digest(ends)
     return found
 
 
 def _of_sampler(sampler: Any) -> dict[str, str]:
     if isinstance(sampler, list | tuple | range):
-        return {"the sampler": _digest(sampler)}
+        return {"the sampler": digest(sampler)}
     return {
-        f"{type(part).__name__}.{name}": _digest(value)
+        f"{type(part).__name__}.{name}": digest(value)
         for part in parts_of(sampler)
-        for name, value in _attributes(part).items()
-        if name not in ("data_source", "dataset") and _is_plain(value)
+        for name, value in attributes_of(part).items()
+        if name not in ("data_source", "dataset") and is_plain(value)
     }
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any, texts: bool = False) -> bool:
+    """Return whether a value is a number, a tensor, an array or a container of these; with `texts`, also of strings."""
     if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
+        return all(is_plain(item, texts) for item in value.values())
     if isinstance(value, list | tuple):
-        return not value or _is_plain(value[0])
+        return not value or is_plain(value[0], texts)
+    if texts and isinstance(value, str | PurePath):
+        return True
     return isinstance(value, int | float | range | Tensor | np.ndarray | np.generic)
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     """Return a hash of 16 characters that is the same for equal values in every process."""
     return hashlib.sha1(_text(value).encode(), usedforsecurity=False).hexdigest()[:16]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lockstep.dataset.random_state import generator_states, set_generator_states
+from lockstep.dataset.random_state import seed_generators, separate_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import TOLD, DealingSampler
 
@@ -157,7 +157,7 @@ class ShardedSampler(DealingSampler):
 
     def _drawing(self, seed: int) -> Callable[[int], list[Any]]:
         """Return a function that draws the next items, so many or, at the end of the order, fewer."""
-        drawing: Callable[[], AbstractContextManager[None]] = partial(_in_states, {})
+        drawing: Callable[[], AbstractContextManager[None]] = partial(separate_random_state, {})
         if type(self.sampler) in _BY_GENERATOR:
             sampler, drawing = copy.copy(self.sampler), nullcontext
             sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
@@ -174,24 +174,9 @@ class ShardedSampler(DealingSampler):
         return draw
 
 
-@contextmanager
-def _in_states(states: dict[str, Any]) -> Iterator[None]:
-    """Inside, the global generators continue from `states`; at the end `states` is updated and they are restored."""
-    outside = generator_states()
-    if states:
-        set_generator_states(states)
-    try:
-        yield
-    finally:
-        states.update(generator_states())
-        set_generator_states(outside)
-
-
 def _seed_generators(sampler: Any, seed: int) -> None:
     """Seed the global generators and those in a sampler."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # samplers do not use the accelerators' generators
-    np.random.seed(seed % 2**32)
+    seed_generators(seed)  # samplers do not use those of accelerators
     for value in (value for part in parts_of(sampler) for value in getattr(part, "__dict__", {}).values()):
         if isinstance(value, torch.Generator):
             value.manual_seed(seed)

@@ -8,10 +8,11 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
+from lockstep.dataset.own_split import asks_for_rank
+from lockstep.dataset.rank_aware import differing_parts, is_rank_aware, overlapping_parts
 from lockstep.dataset.sampler import DefaultSampler, WorkerSeeds
 from lockstep.dataset.sharded import ShardedSampler, drawn_from, is_torchs, length_of, with_sampler
-from lockstep.dist import get_dist_info, get_world_size
+from lockstep.dist import get_dist_info, get_rank, get_world_size
 from lockstep.errors import ConfigError, counted
 
 _logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
     sampler, _ = drawn_from(loader)
     differing = differing_parts(getattr(loader, "dataset", loader), sampler) if get_world_size() > 1 else []
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if is_rank_aware(loader) or (not is_map_style and is_rank_aware(getattr(loader, "dataset", None))):
+    if is_rank_aware(loader) or (not is_map_style and asks_for_rank(getattr(loader, "dataset", None))):
         check_shard(sampler, shard)
         return logging.INFO, "it knows of ranks, and gives each of them its own part"
     if differing and not is_map_style:
@@ -52,6 +53,14 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
         return logging.WARNING, (
             f"each of the {get_world_size()} ranks goes through all that it yields, which is the same on every rank "
             f"unless it shards by itself. {advice}; {_HOW_TO_SAY}"
+        )
+    if differing and overlapping_parts(loader.dataset, sampler):
+        raise ConfigError(
+            f"{_describe(loader)} must have the same data on all ranks, which split them, or on each rank a part of "
+            f"its own; but {' and '.join(differing)} differ, and overlap. So it is after a random split that each rank "
+            "has drawn for itself: samples that one rank validates are trained on by another (rank "
+            f"{get_rank()} of {get_world_size()}). Give the split a seed, as by random_split(data, lengths, "
+            "generator=torch.Generator().manual_seed(0)), or draw it on rank 0 and broadcast it"
         )
     if differing:
         return logging.WARNING, (

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
+from zlib import crc32
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lockstep.errors import ConfigError
+from lockstep.dataset.own_split import asks_for_rank, asks_for_worker, differing_attributes
+from lockstep.dataset.random_state import portable, seed_generators, separate_random_state, set_random_state
+from lockstep.dataset.sampler import TOLD
+from lockstep.dist import all_gather_object, get_rank, get_world_size
+from lockstep.errors import ConfigError, counted, listed
+
+_logger = logging.getLogger(__name__)
+_MOST_TOLD = 64  # values and letters of a sample
 
 
 class Begin(NamedTuple):
@@ -46,7 +57,9 @@ class StreamShard(IterableDataset[Any]):
     each worker then reads only its own part.
 
     Before each pass `set_epoch(epoch)` is called if the dataset has it. The dataset must yield the same order in every
-    process: to shuffle, it must draw from a generator that it seeds with a fixed seed and the epoch.
+    process. While it makes its samples, the global generators of torch (CPU), Python and numpy have a separate state,
+    which `seed` and the epoch determine; so it may shuffle by these, or by a generator that it seeds with a fixed seed
+    and the epoch.
 
     A dataset that has `state_dict` and `load_state_dict` resumes where it was saved, on any number of ranks and
     workers. Its `state_dict` must describe the position after the last sample that it has yielded. Without them, the
@@ -57,20 +70,36 @@ class StreamShard(IterableDataset[Any]):
         shard: this rank's shard and the number of shards.
         batch_size: samples in a batch.
         split: False for a dataset that splits itself over ranks and workers.
+        seed: seed of the random numbers that the dataset draws, the same on every rank.
+        compares: whether ranks and workers compare the first samples of each pass, of which they must make the same.
+            Compared are integers and strings in them.
     """
 
-    def __init__(self, dataset: Any, shard: tuple[int, int], batch_size: int, *, split: bool = True) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        shard: tuple[int, int],
+        batch_size: int,
+        *,
+        split: bool = True,
+        seed: int = 0,
+        compares: bool = True,
+    ) -> None:
         self.dataset = dataset
         self.shard = shard
         self.batch_size = batch_size
         self._asks_for_parts = split and hasattr(dataset, "split_over")
         # Whether the samples are split here, and not by the dataset itself.
         self.deals_out = split and not self._asks_for_parts
+        self.compares = compares and self.deals_out
         # Whether the dataset can report its position and resume there.
         self.has_position = all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict"))
         # In shared memory, so that persistent workers see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._begin = _BEGINNING
+        self._seed = seed
+        self._random: dict[str, Any] = {}  # what the dataset's samples are drawn from
+        self._head: list[int] = []
         self._source: Any = dataset
         self._beginning: Any = None
         self._worker = 0
@@ -100,7 +129,16 @@ class StreamShard(IterableDataset[Any]):
         """Return `{worker: state}` to resume after the last sample that it yielded; empty if the dataset can't."""
         if not self.has_position:
             return {}
-        return {str(self._worker): {"taken": self._taken, "dataset": copy.deepcopy(self._source.state_dict())}}
+        position = {"taken": self._taken, "dataset": copy.deepcopy(self._source.state_dict())}
+        if self._random:
+            # As an array: torch would send a tensor from a worker in shared memory.
+            position["random"] = {**self._random, "torch": self._random["torch"].numpy()}
+        return {str(self._worker): position}
+
+    @property
+    def head(self) -> list[int]:
+        """Checksums of the first samples of this pass, as far as they are made; see `compares`."""
+        return list(self._head)
 
     def __iter__(self) -> Iterator[Any]:
         # Persistent workers begin their next pass at its beginning.
@@ -109,18 +147,43 @@ class StreamShard(IterableDataset[Any]):
         own, workers = (0, 1) if info is None else (info.id, info.num_workers)
         # The loader asks worker 0 for the next batch; in a stream that splits itself, another one may have its turn.
         self._worker = (own + begin.batches) % workers
-        self._open(begin.furthest if self.deals_out else begin.workers.get(str(self._worker)), workers)
-        samples = iter(self._source)
-        # Now, as what makes them may draw random numbers, which the training does not continue with.
-        for _ in islice(samples, max(0, begin.position - self._taken)):
-            self._taken += 1
+        self._head, self._random = [], {}
+        if not self.deals_out:
+            self._open(begin.workers.get(str(self._worker)), workers)
+            return self._whole(iter(self._source))
+        with separate_random_state(self._random):
+            seed_generators((self._seed + (int(self._epoch) << 32)) % 2**63)
+            self._open(begin.furthest, workers)
+            samples = iter(self._source)
+            # Now, as the training goes on from here.
+            for sample in islice(samples, max(0, begin.position - self._taken)):
+                self._note(sample)
         return self._own(samples, begin.position, workers)
 
+    def _whole(self, samples: Iterator[Any]) -> Iterator[Any]:
+        for sample in samples:
+            self._taken += 1
+            yield sample
+
     def _own(self, samples: Iterator[Any], begin: int, workers: int) -> Iterator[Any]:
-        for index, sample in enumerate(samples, start=self._taken):
-            self._taken = index + 1
-            if self._is_own(index - begin, workers):
-                yield sample
+        is_over = False
+        while not is_over:
+            batch: list[Any] = []
+            with separate_random_state(self._random):
+                for sample in samples:
+                    self._note(sample)
+                    if self._is_own(self._taken - 1 - begin, workers):
+                        batch.append(sample)
+                        if len(batch) == self.batch_size:
+                            break
+                else:
+                    is_over = True
+            yield from batch
+
+    def _note(self, sample: Any) -> None:
+        self._taken += 1
+        if len(self._head) < TOLD and self.compares:
+            self._head.append(crc32(repr(list(islice(_texts_in(sample), _MOST_TOLD))).encode()))
 
     def _open(self, position: Mapping[str, Any] | None, workers: int) -> None:
         """Open this worker's source at `position`, or at its beginning if that is None."""
@@ -140,14 +203,14 @@ class StreamShard(IterableDataset[Any]):
         if position is not None:
             self._source.load_state_dict(copy.deepcopy(position["dataset"]))
             self._taken = position["taken"]
+            if "random" in position:
+                set_random_state(position["random"])
 
     def _set_epoch(self) -> None:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(int(self._epoch))
 
     def _is_own(self, index: int, workers: int) -> bool:
-        if not self.deals_out:
-            return True
         rank, ranks = self.shard
         return index % ranks == rank and index // ranks // self.batch_size % workers == self._worker
 
@@ -162,21 +225,33 @@ class StreamLoader(DataLoader[Any]):
         dataset: this rank's shard.
         collate_fn: makes a batch from a list of samples, or from one sample if `batch_size` is None.
         **kwargs: further arguments of `DataLoader`.
+
+    Attributes:
+        head: checksums of the first samples of this pass, of which all ranks and workers must make the same; empty if
+            the dataset splits itself.
+        samples: the number of samples in the last batch; None if samples are not put into batches.
     """
 
     dataset: StreamShard
 
     def __init__(self, dataset: StreamShard, collate_fn: Callable[[Any], Any], **kwargs: Any) -> None:
         self._begin = self._at = _BEGINNING
-        super().__init__(dataset, collate_fn=partial(_with_position, collate_fn, dataset), **kwargs)
+        self.head: list[int] = []
+        self.samples: int | None = None
+        in_batches = kwargs.get("batch_size", 1) is not None
+        super().__init__(dataset, collate_fn=partial(_with_position, collate_fn, dataset, in_batches), **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._at, self._begin = self._begin, _BEGINNING
+        self._at, self._begin, self.head = self._begin, _BEGINNING, []
         self.dataset.begin_at(self._at)
         return self._noting(super().__iter__())
 
     def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch, made_by in batches:
+        head: list[int] = []
+        for batch, self.samples, made_by, worker_head in batches:
+            if any(now != then for now, then in zip(worker_head, head, strict=False)):
+                raise orders_differ(self.dataset.dataset, "between its workers")
+            head = self.head = max(head, worker_head, key=len)
             batches_taken, workers = self._at.batches + 1, {**self._at.workers, **made_by}
             self._at = self._at._replace(batches=batches_taken, workers=workers)
             yield batch
@@ -211,6 +286,12 @@ class StreamLoader(DataLoader[Any]):
         if self.dataset.deals_out:
             known = [*workers.items(), *([] if furthest is None else [("0", furthest)])]
             workers = dict(sorted(known, key=lambda one: int(one[1]["taken"]))[-1:])
+            workers = {
+                worker: {**state, "random": portable(state["random"])}
+                if isinstance(state.get("random", {}).get("python"), tuple)
+                else state
+                for worker, state in workers.items()
+            }
         return {
             "begin": self._at.position, "batches": self._at.batches, "workers": workers, "layout": self._layout()
         }  # fmt: skip
@@ -241,24 +322,80 @@ class StreamLoader(DataLoader[Any]):
 def check_split(dataset: Any, split: bool | None, parts: int, ranks: int) -> bool:
     """Return whether lockstep must split the samples of an iterable dataset over `parts` parts.
 
+    **Collective**: every rank. **Cost**: one all_gather of some hundred bytes.
+
     Raises:
-        ConfigError: the dataset calls `get_worker_info`, so it seems to split itself over workers, but it is not known
-            whether it also does so over ranks.
+        ConfigError: the dataset asks for its rank or its worker, or differs between ranks, so it seems to split itself,
+            but it is not said whether it does.
     """
+    if split is False and parts > ranks and not asks_for_worker(dataset):
+        _logger.warning(
+            "%s is said to split itself by `split=False`, but nothing in it asks for its worker (get_worker_info): "
+            "unless it splits itself over its %d workers in another way, each of them yields the same samples",
+            type(dataset).__name__, parts // ranks,
+        )  # fmt: skip
     if split is not None or hasattr(dataset, "split_over"):
         return split is not False
-    asks = "get_worker_info" in getattr(getattr(type(dataset).__iter__, "__code__", None), "co_names", ())
-    if asks and ranks > 1:
+    splits, size = asks_for_worker(dataset), get_world_size()
+    if size > 1:
+        differing = differing_attributes(dataset)
+        if asks_for_rank(dataset):
+            why = "knows its rank, or asks for it, as by get_rank or by the variable RANK"
+        elif splits:
+            why = "calls get_worker_info"
+        elif differing:
+            why = f"differs between ranks, in {listed(differing, most=4)}"
+        else:
+            return True
         raise ConfigError(
-            f"`split` must be given beside the `dataset`, because {type(dataset).__name__}.__iter__ calls "
-            f"get_worker_info: False if it splits itself between {ranks} ranks and their workers; True if each of the "
-            f"{parts} is to get a shard of what it yields"
+            f"`split` must be given beside the `dataset`, because {type(dataset).__name__} {why} (rank {get_rank()} of "
+            f"{size}): False if it splits itself between {counted(ranks, 'rank')} and their workers; True if each rank "
+            f"and worker makes the same samples in the same order, of which each of the {parts} is to get a shard"
         )
-    return not asks
+    return not splits
 
 
-def _with_position(collate_fn: Callable[[Any], Any], dataset: StreamShard, samples: Any) -> tuple[Any, Any]:
-    """Make a batch, in the process that makes the samples, and add the position of the dataset."""
+def check_alike(loader: Any) -> None:
+    """Raise a `ConfigError` on every rank if the ranks have made other samples of a stream in the present pass.
+
+    **Collective**: every rank. **Cost**: one all_gather of some hundred bytes, for a stream.
+    """
+    if isinstance(loader, StreamLoader) and loader.dataset.compares and get_world_size() > 1:
+        heads = all_gather_object(loader.head)
+        for rank, head in enumerate(heads):
+            if any(now != then for now, then in zip(head, heads[0], strict=False)):
+                raise orders_differ(loader.dataset.dataset, f"between rank 0 and rank {rank}")
+
+
+def orders_differ(dataset: Any, where: str) -> ConfigError:
+    """Return the error for a stream that is not the same in all processes."""
+    return ConfigError(
+        f"{type(dataset).__name__} must yield the same samples in the same order on each rank and in each worker, "
+        f"which keep their own part of them, but its first samples differ {where} (rank {get_rank()} of "
+        f"{get_world_size()}). Seed its shuffling with a fixed seed and the epoch; or give `split` beside the "
+        "`dataset`: False if it splits itself, True if only what it draws for each sample differs"
+    )
+
+
+def _texts_in(sample: Any) -> Iterator[str]:
+    """Yield the integers and strings in a sample, which augmentation rarely changes, as text."""
+    if isinstance(sample, Mapping):
+        sample = list(sample.values())
+    if isinstance(sample, str | bytes | int):
+        yield repr(sample[:_MOST_TOLD] if isinstance(sample, str | bytes) else sample)
+    elif isinstance(sample, list | tuple):
+        for item in sample[:_MOST_TOLD]:
+            yield from _texts_in(item)
+    elif isinstance(sample, Tensor | np.ndarray):
+        is_whole = str(sample.dtype).removeprefix("torch.") in ("int16", "int32", "int64")
+        if is_whole:
+            yield repr(sample.reshape(-1)[:_MOST_TOLD].tolist())
+
+
+def _with_position(
+    collate_fn: Callable[[Any], Any], dataset: StreamShard, in_batches: bool, samples: Any
+) -> tuple[Any, int | None, Any, list[int]]:
+    """Make a batch, in the process that makes the samples, and add their number and the position of the dataset."""
     info = get_worker_info()
     made_by: Any = dataset if info is None else info.dataset  # in a worker: the worker's own copy
-    return collate_fn(samples), made_by.position()
+    return collate_fn(samples), len(samples) if in_batches else None, made_by.position(), made_by.head

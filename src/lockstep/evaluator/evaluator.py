@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lockstep.evaluator.loss import LossMetric
 from lockstep.evaluator.metric import BaseMetric
 from lockstep.evaluator.torch_metric import TorchMetric, is_torch_metric
 from lockstep.registry import EVALUATOR, METRICS
@@ -46,6 +47,12 @@ class Evaluator:
         """Give every metric the dataset's metainfo, such as the names of its classes."""
         for metric in self.metrics:
             metric.dataset_meta = meta
+
+    def count_samples(self, samples: int) -> None:
+        """Set how many samples the next batch has, for metrics that can't tell from the batch itself."""
+        for metric in self.metrics:
+            if isinstance(metric, LossMetric):
+                metric.samples = samples
 
     def process(self, data_samples: Any, data_batch: Any | None = None) -> None:
         """Pass one batch and the model's prediction for it to every metric."""

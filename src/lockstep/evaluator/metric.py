@@ -43,8 +43,17 @@ class BaseMetric(ABC):
         self.collect_device = collect_device
         self.collect_dir = collect_dir
         self.prefix = prefix or self.default_prefix
-        self.dataset_meta: dict[str, Any] | None = None
+        self._dataset_meta: dict[str, Any] | None = None
         self.results: list[Any] = []
+
+    @property
+    def dataset_meta(self) -> dict[str, Any] | None:
+        """The `metainfo` of the dataset; None before the evaluation is built. A subclass may override the setter."""
+        return self._dataset_meta
+
+    @dataset_meta.setter
+    def dataset_meta(self, dataset_meta: dict[str, Any] | None) -> None:
+        self._dataset_meta = dataset_meta
 
     @abstractmethod
     def process(self, data_batch: Any, data_samples: Any) -> None:

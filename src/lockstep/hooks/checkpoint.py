@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint import is_checkpoint, remove
-from lockstep.errors import ConfigError, require_one_of
+from lockstep.errors import ConfigError, counted, require_one_of
 from lockstep.hooks.arguments import RULES, check_local, require_epochs, rule_of
 from lockstep.location import Location, locate
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook, is_due
 from lockstep.runner.run import Run, TrainRun
+from lockstep.strategy.native import NativeStrategy
 
 _KEY = "checkpoint_hook"
+_ITERATIONS = 1000  # from one checkpoint to the next, by iterations in a loop by epochs
+_USUAL = {"max_keep_ckpts": -1, "save_last": True, "save_best": None, "save_begin": 0, "out_dir": None}
 _logger = logging.getLogger(__name__)
 
 
@@ -30,8 +35,9 @@ class CheckpointHook(Hook):
     and `best_score_NAME`.
 
     Args:
-        interval: number of epochs, or iterations, from one checkpoint to the next; -1 for only the last one.
-        by_epoch: count epochs, else iterations.
+        interval: number of epochs, or iterations, from one checkpoint to the next; -1 for only the last one. By default
+            1 epoch; or, by iterations, as many as from one validation to the next, or 1000 in a loop by epochs.
+        by_epoch: count epochs, else iterations; by default as the loop does.
         save_optimizer: save the optimizer's state; a run that resumes without it starts with a new optimizer state.
         save_param_scheduler: from MMEngine; has no effect, because schedulers are always saved.
         out_dir: where checkpoints go instead of the run's folder: into `out_dir/WORK_DIR/RUN`, by the names of the
@@ -41,7 +47,8 @@ class CheckpointHook(Hook):
             same work_dir; -1 for all.
         save_last: always save at the end of training.
         save_best: the name of a metric, or several names. The best checkpoint by each is kept in addition to the
-            regular ones; `"auto"` takes the first metric of the first validation.
+            regular ones; `"auto"` takes the first metric of the first validation that is a number. A value that is not
+            finite is never the best. A metric must be in the first validation, and may be missing in later ones.
         rule: whether `"greater"` or `"less"` is better, for each metric or for all; by default inferred from the
             metric's name.
         greater_keys: parts of metric names for which greater is better, instead of the default ones.
@@ -60,8 +67,8 @@ class CheckpointHook(Hook):
 
     priority = "VERY_LOW"
 
-    interval: int = -1
-    by_epoch: bool = True
+    interval: int | None = None
+    by_epoch: bool | None = None
     save_optimizer: bool = True
     save_param_scheduler: bool = True
     out_dir: str | Path | None = None
@@ -94,28 +101,36 @@ class CheckpointHook(Hook):
         # By metric: the best value, the path of its checkpoint, and its name if this run has saved it.
         self._best: dict[str, dict[str, Any]] = {}
         self._metrics: dict[str, Any] = {}
+        self._seen: set[str] = set()  # names in `save_best` that some validation had
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save every few iterations, and after the last one."""
-        if self.by_epoch:
+        by_epoch, interval = self._cadence(runner)
+        if by_epoch:
             return
         loop = runner.train_loop
         done = loop.iter + 1
-        if is_due(done, self.interval, self.save_begin) or (self.save_last and done == loop.max_iters):
+        if is_due(done, interval, self.save_begin) or (self.save_last and done == loop.max_iters):
             self._save(runner, "iter_{}", done, epoch=loop.epoch, iteration=done)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Save every few epochs, and after the last one."""
-        if self.by_epoch and (
-            self.every_n_epochs(runner, self.interval, self.save_begin)
+        by_epoch, interval = self._cadence(runner)
+        if by_epoch and (
+            self.every_n_epochs(runner, interval, self.save_begin)
             or (self.save_last and self.is_last_train_epoch(runner))
         ):
             self._save(runner, "epoch_{}", runner.epoch + 1, epoch=runner.epoch + 1, iteration=runner.iter)
 
     def before_train(self, runner: TrainRun) -> None:
-        """Raise an error if epochs are to be counted in an iteration-based loop."""
+        """Log what is saved when; raise an error for epochs in a loop by iterations, or a state that can't be saved."""
         if self.by_epoch:
             require_epochs(runner, "CheckpointHook(by_epoch=False, interval=<iterations>)")
+        if self.save_optimizer and isinstance(runner.strategy, NativeStrategy):
+            runner.strategy.optim_state()
+        by_default = (True, 1) if runner.max_epochs is not None else (False, runner.val_interval)
+        if self._cadence(runner) != by_default or any(getattr(self, name) != usual for name, usual in _USUAL.items()):
+            _logger.info("checkpoints: %s", self._told(runner))
 
     def after_val_epoch(self, runner: Run, metrics: dict[str, Any] | None = None) -> None:
         """Keep the metrics until every hook has seen them, so that the checkpoint includes this validation."""
@@ -127,12 +142,20 @@ class CheckpointHook(Hook):
         if self.save_best is None or not metrics or not isinstance(runner, TrainRun):
             return
         if self.save_best == "auto":
-            self.save_best = next(iter(metrics))
+            self.save_best = next((name for name, value in metrics.items() if _is_number(value)), "auto")
         runner.saving.finish()  # which value is the best depends on whether the former one is saved
         for name in [self.save_best] if isinstance(self.save_best, str) else self.save_best:
-            if name not in metrics:
+            if name in metrics and not _is_number(metrics[name]):
+                raise ConfigError(f"`save_best` must be a metric with one number, but {name!r} is {metrics[name]!r}")
+            if name not in metrics and name not in self._seen:
                 raise ConfigError(f"`save_best` must be one of the metrics {', '.join(metrics)}, but is {name!r}")
-            self._save_if_best(runner, name, float(metrics[name]))
+            self._seen.add(name)
+            value = float(metrics.get(name, math.nan))
+            if math.isfinite(value):
+                self._save_if_best(runner, name, value)
+            else:
+                is_what = f"is {value}" if name in metrics else "is missing"
+                _logger.warning("%s %s in this validation, which therefore is not the best one by it", name, is_what)
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Add the best values so far to the checkpoint."""
@@ -145,7 +168,32 @@ class CheckpointHook(Hook):
         if runner.resume_from is not None:
             self._former = [str(run) for run in state.get("runs", [runner.resume_from.parent.name])]
         for name, best in state.get("best", {}).items():
+            self._seen.add(name)
             self._note_best(runner, name, best["value"], best["path"])
+
+    def _cadence(self, runner: TrainRun) -> tuple[bool, int]:
+        """Return whether epochs are counted, and how many of them, or iterations, are from one save to the next."""
+        by_epoch = runner.max_epochs is not None if self.by_epoch is None else self.by_epoch
+        if self.interval is not None:
+            return by_epoch, self.interval
+        if by_epoch:
+            return True, 1
+        return False, _ITERATIONS if runner.max_epochs is not None else runner.val_interval
+
+    def _told(self, runner: TrainRun) -> str:
+        """Return in words what is saved when, and what is kept."""
+        by_epoch, interval = self._cadence(runner)
+        times = []
+        if interval > 0:
+            begin = f" from {self.save_begin} on" if self.save_begin else ""
+            unit = "epoch" if by_epoch else "iteration"
+            times.append(f"every {unit if interval == 1 else counted(interval, unit)}{begin}")
+        times += ["at the end"] if self.save_last else []
+        kept = "all are kept" if self.max_keep_ckpts < 0 else f"the last {self.max_keep_ckpts} are kept"
+        best = [self.save_best] if isinstance(self.save_best, str) else list(self.save_best or ())
+        more = [f"the best by {', '.join(best)}"] if best else []
+        more += [f"in {self._folder(runner)}"] if self.out_dir is not None else []
+        return "; ".join([" and ".join(times) or "none regularly", kept, *more])
 
     def _save(self, runner: TrainRun, template: str, done: int, *, epoch: int, iteration: int) -> None:
         name = (self.filename_tmpl or template).format(done)
@@ -160,9 +208,8 @@ class CheckpointHook(Hook):
                 # This run itself is among the former ones once it has gone on under another strategy.
                 former = self._former_checkpoints(runner, template)
                 kept = list(dict.fromkeys([*former, *(folder / one for one in self._kept)]))
-                for old in kept[: -self.max_keep_ckpts]:
-                    _remove(old)
-            self._kept = self._kept[-self.max_keep_ckpts :] if self.max_keep_ckpts > 0 else self._kept
+                gone = {old for old in kept[: -self.max_keep_ckpts] if _remove(old)}
+                self._kept = [one for one in self._kept if folder / one not in gone]
 
         self._write(runner, name, end, epoch=epoch, iteration=iteration, is_last=True)
 
@@ -183,8 +230,10 @@ class CheckpointHook(Hook):
     def _save_if_best(self, runner: TrainRun, metric: str, value: float) -> None:
         rule = self.rules.get(metric, self.rules.get("")) or rule_of(metric, self.greater_keys, self.less_keys)
         former = self._best.get(metric)
-        if former is not None and not (value > former["value"] if rule == "greater" else value < former["value"]):
-            return
+        if former is not None and math.isfinite(former["value"]):
+            is_better = value > former["value"] if rule == "greater" else value < former["value"]
+            if not is_better:
+                return
         when = f"iter_{runner.iter}" if runner.max_epochs is None else f"epoch_{runner.epoch}"
         checkpoint = f"best_{metric.replace('/', '_')}_{when}"
         noted = dict(self._best)
@@ -218,11 +267,20 @@ class CheckpointHook(Hook):
         return locate(self.out_dir) / runner.work_dir.name / runner.run_dir.name
 
 
-def _remove(checkpoint: Location) -> None:
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) or getattr(value, "ndim", None) == 0
+
+
+def _remove(checkpoint: Location) -> bool:
+    """Remove a checkpoint; return False if another process reads it, so that it is to be tried again."""
     try:
-        remove(checkpoint)
+        if remove(checkpoint):
+            return True
+        _logger.info("%s is removed later: another process reads it", checkpoint)
+        return False
     except OSError as error:
         _logger.warning("%s should be removed, but could not be: %s", checkpoint, error)
+        return True
 
 
 def _rules(save_best: str | Sequence[str] | None, rule: str | Sequence[str] | None) -> dict[str, str | None]:

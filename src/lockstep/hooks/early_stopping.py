@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import ConfigError, require_count, require_one_of
+from lockstep.checkpoint.form import is_count
+from lockstep.errors import CheckpointError, ConfigError, require_count, require_one_of
 from lockstep.hooks.arguments import RULES, rule_of
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
@@ -78,6 +80,14 @@ class EarlyStoppingHook(Hook):
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore the best value and the number of validations since then."""
         saved = checkpoint["meta"].get(_KEY, {"best": None, "wait_count": 0})
+        if (
+            not isinstance(saved, Mapping)
+            or not isinstance(saved.get("best"), float | int | None)
+            or not is_count(saved.get("wait_count"))
+        ):
+            raise CheckpointError(
+                f"`meta.{_KEY}` of the checkpoint must be what EarlyStoppingHook saves, but is {saved!r:.100}"
+            )
         self.best, self.wait_count = saved["best"], saved["wait_count"]
 
     def _reason_to_stop(self, value: float) -> str | None:
@@ -85,12 +95,15 @@ class EarlyStoppingHook(Hook):
             return f"is {value}"
         if self.stopping_threshold is not None and self._gain(value, self.stopping_threshold) > 0:
             return f"is {value:g}, better than {self.stopping_threshold:g}"
-        if self.best is None or self._gain(value, self.best) > self.min_delta:
+        is_first = not math.isnan(value) and (self.best is None or math.isnan(self.best))
+        if is_first or (self.best is not None and self._gain(value, self.best) > self.min_delta):
             self.best, self.wait_count = value, 0
             return None
         self.wait_count += 1
         if self.wait_count < self.patience:
             return None
+        if self.best is None:
+            return f"was not a number in {self.patience} validations"
         return f"is not better than {self.best:g} by more than {self.min_delta:g} after {self.patience} validations"
 
     def _gain(self, value: float, former: float) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
+from lockstep.checkpoint.form import is_count
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.hooks.buffers import average_buffers
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.averaged import BaseAveragedModel
@@ -145,7 +146,10 @@ class EMAHook(Hook):
                 raise ConfigError(f"{said}, which `strict_load` of EMAHook asks for. Resume with strict_load=False")
             runner.logger.warning("%s: EMAHook begins anew from the weights that it has", said)
             return
-        if checkpoint["meta"][_KEY]["steps"] == 0:  # saved before averaging began
+        saved = checkpoint["meta"][_KEY]
+        if not isinstance(saved, Mapping) or not is_count(saved.get("steps")):
+            raise CheckpointError(f"`meta.{_KEY}` of the checkpoint must be what EMAHook saves, but is {saved!r:.100}")
+        if saved["steps"] == 0:  # saved before averaging began
             return
         self._build(runner)
         trained: dict[str, Tensor] = checkpoint.setdefault(_KEY, {})

@@ -24,6 +24,7 @@ from lockstep.logging.meters import Scalar, read_scalars, weighted_mean
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
+from lockstep.runner.same_options import digest_of, optimizer_options
 
 _PREFIX = "train/"
 # What a hook counts under `amounts/NAME` of the message hub, such as tokens, is recorded as `NAME_per_second`.
@@ -36,6 +37,7 @@ _READ_AFTER = 2
 _LAST_WAIT = timedelta(seconds=0.2)  # for the last record of a run that fails
 _RETURNED = "returned:"  # marks the model's values among the numbers that ranks send
 _WORK = "work"  # the samples of this rank's own work, beside them
+_OPTIONS = "options"  # what this rank updates its weights by, as a digest, and its learning rates
 
 
 class _Unwritten(NamedTuple):
@@ -118,9 +120,10 @@ class LoggerHook(Hook):
     record two iterations later. It writes the record after the first iteration that ends at least half a second later,
     and always before a validation, a checkpoint and the end of an epoch, and when the run fails.
 
-    With each record, the own work of all ranks is compared: a step without the wait for slower ranks. A warning names a
-    rank that keeps the others waiting, and at what: data, computing, or communication. `metrics.jsonl` gets a line for
-    it, and the visualizer the number of slow ranks.
+    With each record, the options of the optimizers are compared over ranks: a learning rate that only some ranks have
+    changed ends the training. The own work of all ranks is compared, too: a step without the wait for slower ranks. A
+    warning names a rank that keeps the others waiting, and at what: data, computing, or communication. `metrics.jsonl`
+    gets a line for it, and the visualizer the number of slow ranks.
 
     Args:
         interval: number of iterations from one record to the next. The end of an epoch also makes one.
@@ -136,7 +139,8 @@ class LoggerHook(Hook):
     **Cost**: per record a message of 4 KiB from each rank to rank 0.
 
     Raises:
-        ConfigError: an argument asks to keep records elsewhere, or is out of range.
+        ConfigError: an argument asks to keep records elsewhere, or is out of range. On rank 0, when it reads a record:
+            ranks have different options of the optimizers.
     """
 
     priority = "BELOW_NORMAL"
@@ -264,7 +268,8 @@ class LoggerHook(Hook):
             return
         self._read_record()
         work = {} if self._work is None else {_WORK: (self._work.host, self._work.take(iteration, waited))}
-        self._gathering = _Gathering(start_gather_object({**own(), **work}), record, iteration + _READ_AFTER)
+        options = {_OPTIONS: (digest_of(optimizer_options(runner, reads_device=False)), rates)}
+        self._gathering = _Gathering(start_gather_object({**own(), **work, **options}), record, iteration + _READ_AFTER)
 
     def _read_record(self, timeout: timedelta | None = None) -> None:
         """Complete the gathering of the last record; on rank 0, that can be written then."""
@@ -273,6 +278,9 @@ class LoggerHook(Hook):
         (pending, record, _), self._gathering = self._gathering, None
         gathered = pending.wait(timeout)
         if gathered is not None:
+            options = [numbers.pop(_OPTIONS) for numbers in gathered]
+            if timeout is None:  # else the run has an error of its own
+                _check_options(options, record.iteration)
             if self._work is not None:
                 self._tell_of_stragglers(record.runner, [numbers.pop(_WORK) for numbers in gathered])
             self._unwritten.append(record._replace(ranks=lambda: gathered))
@@ -361,6 +369,18 @@ def _shown(value: Any) -> str:
 def _first_rates(runner: TrainRun) -> dict[str, float]:
     """Return each optimizer's first learning rate: `{"lr": ...}`, or, for several, `{"generator.lr": ..., ...}`."""
     return {name: rates[0] for name, rates in runner.optim_wrapper.get_lr().items()}
+
+
+def _check_options(by_rank: Sequence[tuple[int, Mapping[str, float]]], iteration: int) -> None:
+    """Refuse to go on if ranks update their weights by different options. The other ranks get the error from rank 0."""
+    digest, rates = by_rank[0]
+    for rank, (other, other_rates) in enumerate(by_rank):
+        if other != digest:
+            raise ConfigError(
+                f"the options of the optimizer must be the same on all ranks, but are not after iteration {iteration}: "
+                f"rank {rank} of {len(by_rank)} has the learning rates {dict(other_rates)}, and rank 0 has "
+                f"{dict(rates)}, or another option differs. Change options in the same way on every rank"
+            )
 
 
 def _merge(ranks: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], set[str]]:

@@ -5,20 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.optim import ReduceOnPlateauLR
+from lockstep.optim import OptimWrapper, OptimWrapperDict, ReduceOnPlateauLR
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
+
+_KEY = "param_scheduler_hook"
 
 
 @HOOKS.register_module()
 class ParamSchedulerHook(Hook):
     """Step iteration-based schedulers after each iteration, and the others after each epoch.
 
-    A `ReduceOnPlateauLR` also receives the metrics of each validation.
+    Iterations whose update float16 has skipped do not count, as torch advises: a schedule follows the updates that were
+    made. A `ReduceOnPlateauLR` also receives the metrics of each validation.
+
+    **Source**: torch's documentation of automatic mixed precision, on `GradScaler` and schedulers (2.13).
     """
 
     priority = "LOW"
+
+    def __init__(self) -> None:
+        self._skipped: list[int] = []
+        self._held: list[float] = []  # by optimizer: iterations that are not to count
 
     def before_train(self, runner: TrainRun) -> None:
         """Raise an error if a scheduler waits for a plateau but nothing is validated."""
@@ -28,12 +37,36 @@ class ParamSchedulerHook(Hook):
                 f"`param_scheduler` must not have a {waiting[0].title} without a validation, whose metric "
                 f"{waiting[0].monitor!r} it waits for. Give `val_dataloader` and `val_evaluator`"
             )
+        self._skipped = [wrapper.skipped_updates for wrapper in _wrappers(runner)]
+        if len(self._held) != len(self._skipped):
+            self._held = [0.0] * len(self._skipped)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Step the schedulers that count iterations."""
+        idle = self._idle(runner)
         for scheduler in runner.param_schedulers:
-            if not scheduler.by_epoch:
+            if not scheduler.by_epoch and id(scheduler.optimizer) not in idle:
                 scheduler.step()
+
+    def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
+        """Add the iterations that are not to count."""
+        checkpoint["meta"][_KEY] = {"held": self._held}
+
+    def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
+        """Restore them."""
+        self._held = list(checkpoint["meta"].get(_KEY, {"held": []})["held"])
+
+    def _idle(self, runner: TrainRun) -> set[int]:
+        """Return the ids of optimizers for which this iteration does not count."""
+        idle = set()
+        for index, wrapper in enumerate(_wrappers(runner)):
+            skipped = wrapper.skipped_updates
+            self._held[index] += (skipped - self._skipped[index]) * wrapper.batches_per_update
+            self._skipped[index] = skipped
+            if self._held[index] >= 1:
+                self._held[index] -= 1
+                idle.add(id(wrapper.optimizer))
+        return idle
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Step the schedulers that count epochs."""
@@ -45,6 +78,11 @@ class ParamSchedulerHook(Hook):
         """Pass the metrics to the schedulers that wait for a plateau."""
         for scheduler in _waiting(runner):
             scheduler.observe(metrics or {})
+
+
+def _wrappers(runner: TrainRun) -> list[OptimWrapper]:
+    wrapper = runner.optim_wrapper
+    return list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
 
 
 def _waiting(runner: Run) -> list[ReduceOnPlateauLR]:

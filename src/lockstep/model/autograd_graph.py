@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,21 @@ def nodes_of(loss: Tensor) -> Iterator[Any]:
 def leaves_of(loss: Tensor) -> set[Tensor]:
     """Return the leaf tensors that gradients of `loss` flow into."""
     return {leaf for node in nodes_of(loss) if (leaf := getattr(node, "variable", None)) is not None}
+
+
+def reaches_none(loss: Tensor, parameters: Collection[int], most: int = 32) -> bool:
+    """Return whether a loss with a graph of at most `most` nodes, as of a zero, depends on none of the parameters.
+
+    Args:
+        loss: the loss.
+        parameters: the `id` of each parameter.
+        most: larger graphs are not searched, so that this is cheap enough for every step.
+    """
+    for count, node in enumerate(nodes_of(loss)):
+        leaf = getattr(node, "variable", None)
+        if count >= most or hides_leaves(node) or (leaf is not None and id(leaf) in parameters):
+            return False
+    return id(loss) not in parameters
 
 
 def hides_leaves(node: Any) -> bool:

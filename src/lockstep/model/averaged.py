@@ -50,13 +50,21 @@ class BaseAveragedModel(nn.Module, ABC):
         require_count("interval", interval)
         if is_sharded(model) and device is not None:
             raise ValueError(f"`device` must be None for a sharded model, whose shards stay in place, but is {device}")
-        copy = ShardedCopy(model) if is_sharded(model) else deepcopy(model)
+        copy = ShardedCopy(model) if is_sharded(model) else deepcopy(model, _computed(model))
         self.module = copy.requires_grad_(False)
         if device is not None:
             self.module.to(device)
         self.interval = interval
         self.update_buffers = update_buffers
         self.register_buffer("steps", torch.tensor(0, dtype=torch.int64, device="cpu"))
+
+    @property
+    def avg_parameters(self) -> dict[str, Tensor]:
+        """What is averaged, by name, for a subclass with its own `update_parameters`.
+
+        It is the parameters of the copy; with `update_buffers`, all of its state, integers included.
+        """
+        return self.module.state_dict() if self.update_buffers else dict(self.module.named_parameters())
 
     @abstractmethod
     def avg_func(self, averaged_param: Tensor, source_param: Tensor, steps: Tensor) -> None:
@@ -275,6 +283,15 @@ class ShardedCopy(nn.Module):
 def is_sharded(model: nn.Module) -> bool:
     """Return whether this rank holds only a part of some parameter."""
     return any(map(is_dtensor, model.parameters()))
+
+
+def _computed(model: nn.Module) -> dict[int, Any]:
+    """Return copies of tensors in attributes that were computed from parameters, by id, which deepcopy refuses to copy.
+
+    `torch.nn.utils.weight_norm` keeps such a tensor from each forward pass until the next one.
+    """
+    values = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    return {id(value): value.detach().clone() for value in values if not value.is_leaf}
 
 
 class _Pairs(NamedTuple):

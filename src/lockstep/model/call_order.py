@@ -18,6 +18,7 @@ from lockstep.errors import PeerError, caused_by, ranks_in_words
 # After the first passes of each kind, every fiftieth is compared.
 _EVERY = 50
 _END, _FAILED = -1, -2
+_BACKWARD = -10  # and below: a backward pass begins; what is below is the digest of what it will reach
 
 
 class CallOrder:
@@ -40,6 +41,7 @@ class CallOrder:
     Attributes:
         groups: the groups of the mesh's axes; collectives over one after the other reach all ranks.
         has_peers: whether there are several ranks.
+        is_sampled: whether the present pass is one of those that are compared if there are several ranks.
         is_compared: whether the present pass is compared.
 
     **Cost**: in a compared pass, four bytes from every rank to every rank for each call.
@@ -63,7 +65,7 @@ class CallOrder:
         self._counts: Counter[str] = Counter()
         self._last = ""
         self.has_peers = len(self._ranks) > 1
-        self.is_compared = False
+        self.is_sampled = self.is_compared = False
 
     @contextmanager
     def compared(self) -> Iterator[None]:
@@ -84,7 +86,8 @@ class CallOrder:
 
     def begin(self, kind: str) -> None:
         """Count a forward pass of a kind."""
-        self.is_compared = self.is_due(kind)
+        self.is_sampled = self.samples(kind)
+        self.is_compared = self.has_peers and self.is_sampled
         self._last = ""
 
     def call(self, index: int) -> None:
@@ -101,11 +104,11 @@ class CallOrder:
         """Meet the other ranks at the end of a pass; raises as `call` does."""
         self._meet(_FAILED if failed else _END)
 
-    def is_due(self, kind: str) -> bool:
-        """Count a pass of a kind, and return whether it must be compared."""
+    def samples(self, kind: str) -> bool:
+        """Count a pass of a kind, and return whether it must be compared if there are several ranks."""
         number = self._counts[kind]
         self._counts[kind] += 1
-        return self.has_peers and (number < self._first or number % _EVERY == 0 or check_mode() == "always")
+        return number < self._first or number % _EVERY == 0 or check_mode() == "always"
 
     def from_all(self, row: Tensor) -> Tensor:
         """Return every rank's row, in the order of the mesh. **Collective**: every rank."""
@@ -125,15 +128,18 @@ class CallOrder:
     def _meet(self, event: int) -> None:
         if not self.is_compared:
             return
-        events: list[int] = self.from_all(torch.tensor([event], dtype=torch.int32)).flatten().tolist()
+        events: list[int] = self.from_all(torch.tensor([event])).flatten().tolist()
         if all(other == event for other in events) and event != _FAILED:
             return
         self.is_compared = False
         if event == _FAILED:  # this rank already raises its own error
             return
+        raise self._mismatch(events)
+
+    def _mismatch(self, events: Sequence[int]) -> Exception:
         if _FAILED in events:
             rank = self._ranks[events.index(_FAILED)]
-            raise PeerError(
+            return PeerError(
                 f"this rank can't go on, because rank {rank} failed in the forward pass: see its own error",
                 rank=rank,
                 cause="an error in the forward pass",
@@ -144,9 +150,23 @@ class CallOrder:
         last = f" after `{self._last}`" if self._last else ""
         units = [self._names[other] for other in dict.fromkeys(events) if other >= 0]
         error = self._error(f"{self._rule}, but the forward pass {does}{last}. {self._remedy(units)}")
-        raise caused_by(error, self.unlike_most(events))
+        return caused_by(error, self.unlike_most(events))
+
+    def meet_in_backward(self, digest: int) -> bool:
+        """Meet the other ranks before a backward pass, and return whether all have the same digest of 32 bits.
+
+        Raises:
+            Exception: of class `error`, on every rank, if some are in a forward pass.
+            PeerError: as for `call`.
+        """
+        events: list[int] = self.from_all(torch.tensor([_BACKWARD - digest])).flatten().tolist()
+        if any(other > _BACKWARD for other in events):
+            raise self._mismatch(events)
+        return len(set(events)) == 1
 
     def _told(self, event: int) -> str:
+        if event <= _BACKWARD:
+            return "is left out before a backward pass"
         if event == _END:
             return "ends"
         return f"calls `{self._names[event]}`" if self._names[event] else "calls the whole"

@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from time import perf_counter
 from typing import Any, NoReturn
@@ -17,12 +17,17 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size, is_main_process
+from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, listed, message_of
+from lockstep.groups import resolve
 from lockstep.model import steps
-from lockstep.model.autograd_graph import hides_leaves, leaves_of, nodes_of
+from lockstep.model.autograd_graph import hides_leaves, leaves_of, nodes_of, reaches_none
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
-from lockstep.model.wrapper import ModelWrapper
+from lockstep.model.drift import OWN_STEP, DriftCheck, refuse_max_norm
+from lockstep.model.wrapper import ModelWrapper, note_no_backward
 from lockstep.registry import MODEL_WRAPPERS
+from lockstep.transport.handles import waiting
+from lockstep.watch.failures import backend_errors_translated
 
 _logger = logging.getLogger(__name__)
 
@@ -32,9 +37,8 @@ _BUFFERS_ARGUMENT = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-# In the first synchronised backward passes, ranks compare what the loss depends on. If the module defines its own
-# `train_step`, ranks also compare their parameters in the first steps, and then at this interval.
-_FIRST_CHECKED, _CHECK_INTERVAL = 3, 500
+# In the first synchronised backward passes, ranks compare what the loss depends on.
+_FIRST_CHECKED = 3
 # After this many changes of the trainable parameters, searching for unused parameters is cheaper than rebuilding DDP.
 _MOST_CHANGES = 4
 
@@ -68,9 +72,12 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     **Collective**: every rank of the group; the parameters of rank 0 are sent to the others.
 
     **Raises**: `ConfigError`, on every rank before the backward pass, if trainable parameters get no gradient on some
-    rank and `find_unused_parameters` is off.
+    rank and `find_unused_parameters` is off, or if an embedding has `max_norm` and there are several ranks;
+    `DivergenceError`, on every rank after a step, if replicas are no longer equal, as after a layer has written its
+    weights in the forward pass.
 
-    **Cost**: besides the gradients, 8 bytes in each of the first three backward passes.
+    **Cost**: besides the gradients, 8 bytes in each of the first three backward passes; and after the first three
+    updates, and after every 500th, 8 bytes for each parameter, see `lockstep.model.drift.DriftCheck`.
     """
 
     prepares_backward = True
@@ -94,6 +101,8 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             kwargs[_BUFFERS_ARGUMENT] = kwargs.pop("broadcast_buffers")
         kwargs.setdefault("gradient_as_bucket_view", True)  # docs/decisions/0010
         self.clock = ExchangeClock()
+        if get_world_size(kwargs.get("process_group")) > 1:
+            refuse_max_norm(module, "where each rank has its own batch, so that replicas would differ")
         if steps.calls_parts(module) and not kwargs.get("static_graph"):
             kwargs.setdefault("find_unused_parameters", True)
         self._replicate(module, kwargs, comm_hook)
@@ -101,14 +110,19 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self._named_anomalous: set[str] = set()
         self._trains_itself = steps.defines_step(module, "train_step")
         self._expects_gradients = False
-        self._synced_backwards = self._changes = self._steps = 0
+        self._synced_backwards = self._changes = 0
+        self._has_averaged = False
+        self._drift = DriftCheck(self._replicated, self.process_group, OWN_STEP if self._trains_itself else _ELSEWHERE)
 
     def _replicate(self, module: nn.Module, options: Mapping[str, Any], comm_hook: HookConfig | None) -> None:
         super().__init__(module, **options)
         if comm_hook is not None:
             register_comm_hook(self, comm_hook)
         self._options, self._comm_hook = options, comm_hook
+        self._comm = resolve(self.process_group)
         self._parameters_seen = list(module.parameters())
+        self._has_met, self._will_meet = bool(options.get("find_unused_parameters")), False
+        self._ids = set(map(id, self._parameters_seen))
         self._exchanged = [parameter.requires_grad for parameter in self._parameters_seen]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,9 +131,21 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             self._follow_trainability()
             self._expects_gradients = self.require_backward_grad_sync
         try:
+            if self._will_meet and torch.is_grad_enabled():
+                with self._meeting():
+                    return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            self._explain(error)
+            with backend_errors_translated():
+                self._explain(error)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Record the forward pass after the first exchange, in which torch broadcasts its buckets, as a call."""
+        self._will_meet = False
+        check_call("forward_pass", self._comm, check="carried")
+        with waiting(self._comm) if self.device_type == "cpu" else nullcontext():
+            yield
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Let `hook` exchange the gradients, and time it; see torch's `DistributedDataParallel`."""
@@ -127,19 +153,21 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:
-        """Follow changes of `requires_grad`; after a step of the user's own, check the parameters now and then.
+        """Follow changes of `requires_grad`; after the step, check now and then that replicas are equal.
 
-        **Collective**: every rank of the group, unless inside `no_sync`.
+        **Collective**: every rank of the group.
 
         Raises:
-            RuntimeError: the step updated parameters with gradients that were not averaged.
+            DivergenceError: on every rank, if replicas differ.
         """
         self._follow_trainability()
-        yield
-        if self._trains_itself:
-            if self._steps < _FIRST_CHECKED or self._steps % _CHECK_INTERVAL == 0:
-                self._check_alike()
-            self._steps += 1
+        before = getattr(optim_wrapper, "inner_count", None)
+        self._has_averaged = False
+        # A step of the user's own may also update without a backward pass that averages gradients.
+        with self._drift.step(lambda: self._has_averaged or self._trains_itself):
+            yield
+            if before is not None and optim_wrapper.inner_count == before:
+                note_no_backward(self._comm)
 
     @contextmanager
     def backward_context(self, loss: Tensor, *, syncs: bool) -> Iterator[None]:
@@ -149,23 +177,46 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             loss: the loss on which the backward pass runs.
             syncs: whether the pass averages gradients.
         """
+        self._drift.note_forward()
         if self.detect_anomalous_params:
             self._report_anomalous(loss)
         if self._trains_itself:
             # Forward passes of this step, if any, have prepared backward passes from their own outputs only.
             syncs, self._expects_gradients = syncs or self._expects_gradients, False
+        self._has_averaged |= syncs
         if syncs and self._synced_backwards < _FIRST_CHECKED:
             self._synced_backwards += 1
             self._check_all_reached(loss)
+        if syncs:
+            # Recorded, so that a rank that makes no such pass, or one more, is found; see `note_no_backward`.
+            check_call("backward_pass", self._comm, check="carried")
+            self._will_meet, self._has_met = not self._has_met, True
         try:
-            if syncs and self._trains_itself:
+            if syncs and reaches_none(loss, self._ids):
+                self._contribute_nothing()
+            elif syncs and self._trains_itself:
                 self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
             if self.device_type == "cpu":
                 self.clock.begin(loss)
-            yield
+            with waiting(self._comm) if syncs and self.device_type == "cpu" else nullcontext():
+                yield
             self.clock.end()
         except RuntimeError as error:
             self._explain(error)
+
+    def _contribute_nothing(self) -> None:
+        """Take part in the exchange of gradients with zeros: torch begins it only when some gradient is computed.
+
+        Raises:
+            ConfigError: `find_unused_parameters` is off.
+        """
+        averaged = self._averaged()
+        if not self.find_unused_parameters:
+            rank, size = get_rank(self.process_group), get_world_size(self.process_group)
+            raise ConfigError(_unused([name for name, _ in averaged], rank, size))
+        nothing = averaged[0][1].flatten()[:1].sum() * 0
+        self.reducer.prepare_for_backward([nothing])
+        nothing.backward()  # type: ignore[no-untyped-call]
 
     def _follow_trainability(self) -> None:
         """Start exchanging the gradients of unfrozen parameters, and stop exchanging those of frozen ones."""
@@ -235,21 +286,9 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         rank, size = get_rank(self.process_group), get_world_size(self.process_group)
         raise ConfigError(_unused(unused, rank, size)) from error
 
-    def _check_alike(self) -> None:
-        """Compare the trained parameters of all ranks, which stay equal only if gradients are averaged."""
-        named = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        sums = torch.stack([_checksum(parameter) for _, parameter in named])
-        first, *others = all_gather(sums, group=self.process_group)
-        for rank, other in enumerate(others, start=1):
-            if not torch.equal(first, other):
-                name = named[int((first != other).nonzero()[0])][0]
-                raise RuntimeError(
-                    f"`{name}` must be the same on all ranks, but differs between rank 0 and rank {rank} of "
-                    f"{len(others) + 1} after a training step of {type(self.module).__name__}, which has updated it "
-                    "with gradients that were not averaged over ranks. Let the optim wrapper run the backward pass: "
-                    "optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and optim_wrapper.step(); in "
-                    "the loop of a Session, session.step(loss)"
-                )
+    def _replicated(self) -> list[tuple[str, nn.Parameter]]:
+        ignored = self.parameters_to_ignore
+        return [(name, own) for name, own in self.module.named_parameters() if name not in ignored]
 
     def _report_anomalous(self, loss: Tensor) -> None:
         names = [name for name in self._unreached(loss) if name not in self._named_anomalous]
@@ -262,17 +301,18 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             )  # fmt: skip
 
 
+_ELSEWHERE = (
+    "Its gradients are averaged, so that something else has changed it: an option of the optimizer, a hook, or random "
+    "numbers in the update, which must be the same on every rank"
+)
+
+
 def _unused(names: Sequence[str], rank: int, world_size: int) -> str:
     return (
         f"the loss must depend on every trainable parameter, but not on {len(names)} of them on rank {rank} of "
         f"{world_size}: {listed(names, most=8)}. Freeze them with requires_grad_(False), or let DDP search for them in "
         "every step: strategy=dict(type='ddp', find_unused_parameters=True)"
     )
-
-
-def _checksum(parameter: Tensor) -> Tensor:
-    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-    return values.double().sum().nan_to_num(nan=0.0)
 
 
 class ExchangeClock:

@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError, did_you_mean, wrong_type
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
 from lockstep.model.autograd_graph import on_backward
+from lockstep.model.drift import refuse_max_norm
 from lockstep.model.fsdp_arguments import Offload, Precision
 from lockstep.model.fsdp_consistency import Consistency
 from lockstep.model.fsdp_materialize import InitFunction, Materializer, broadcast_from_first
@@ -91,8 +92,9 @@ class MMFullyShardedDataParallel(ModelWrapper):
     Raises:
         TypeError: an argument has an unknown type, which the message names.
         ValueError: arguments contradict each other, or do not fit the number of ranks.
-        ConfigError: `tensor_parallel` does not fit the model or the number of ranks; an embedding has sparse gradients;
-            or a module owns parameters of two dtypes.
+        ConfigError: `tensor_parallel` does not fit the model or the number of ranks; an embedding has sparse gradients
+            or `max_norm`; or a module owns parameters of two dtypes. In a backward pass, on every rank: a parameter
+            was written in the forward pass, or by `parameter.data = values`, so that the change would be lost.
 
     **Source**: `torch.distributed.fsdp.fully_shard` (2.13). Zhao et al., PyTorch FSDP, VLDB 2023.
     """
@@ -139,6 +141,7 @@ class MMFullyShardedDataParallel(ModelWrapper):
         offload = arguments.read_offload(cpu_offload, device.type)
         sharding = arguments.read_sharding(sharding_strategy, reshard_after_forward)
         _refuse_sparse_gradients(module, ignored)
+        refuse_max_norm(module, "under FSDP, which would lose what it writes", ignored)
         units = choose_units(module, policy, ignored)
         self._trains_itself = steps.calls_parts(module)
         if self._trains_itself:

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress, takewhile
 from traceback import walk_tb
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from lockstep.dist import all_reduce
-from lockstep.errors import CollectiveMismatchError, listed, message_of
+from lockstep.errors import CollectiveMismatchError, ConfigError, listed, message_of
 from lockstep.model.autograd_graph import never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
+from lockstep.model.fsdp_sites import is_unit, parameter_at, sites_by_unit
+from lockstep.model.fsdp_writes import DATA_SET, IN_FORWARD, LostWrites
 from lockstep.model.parts import is_callable
 
 _FIRST = 6  # passes of each kind that are compared
 _MIXED = "mixed torch.Tensor and DTensor"
-
-
-# Where to find a parameter while its unit is gathered.
-Site: TypeAlias = tuple[nn.Module, str]
 
 
 class Consistency:
@@ -47,7 +44,8 @@ class Consistency:
         find_unused: allow different parameters of a unit to get gradients on different ranks. A rank without a gradient
             contributes zeros if another rank has one. Every backward pass is then compared.
 
-    **Cost**: in a compared forward pass, one integer from every rank to every rank for each unit. In a compared
+    **Cost**: in a compared forward pass, one integer from every rank to every rank for each unit, and two readings of
+    all gathered parameters, to find those that are written. In a compared
     backward pass, a walk over its graph, and one integer from every rank to every rank; with `find_unused` also an
     all_reduce of one byte for each parameter.
     """
@@ -55,7 +53,7 @@ class Consistency:
     def __init__(self, module: nn.Module, mesh: DeviceMesh, replicated: Collection[Tensor], find_unused: bool) -> None:
         self._find_unused = find_unused
         self._module = module
-        self._units = {unit: name for name, unit in module.named_modules() if _is_unit(unit)}
+        self._units = {unit: name for name, unit in module.named_modules() if is_unit(unit)}
         self._unit_names = list(self._units.values())
         self._order = CallOrder(
             self._unit_names,
@@ -66,6 +64,7 @@ class Consistency:
             mesh=mesh,
         )
         self._sites = sites_by_unit(module)
+        self._writes = LostWrites(self._sites)
         self._gathered: dict[Tensor, str] = {}  # of the units that have been called
         self._found: set[nn.Module] = set()
         whole = set(replicated)
@@ -82,6 +81,7 @@ class Consistency:
             # Before and after FSDP's own hooks; like those, they must be excluded from compilation.
             unit.register_forward_pre_hook(never_compiled(self._before_unit), prepend=True)
             unit.register_forward_pre_hook(never_compiled(self._find_gathered))
+            unit.register_forward_hook(never_compiled(self._before_release), prepend=True)
             unit.register_forward_hook(never_compiled(self._after_unit), always_call=True)
         if find_unused and self._order.has_peers:
             on_backward(module, self._require_preparation)
@@ -141,11 +141,14 @@ class Consistency:
         Raises:
             CollectiveMismatchError: on every rank, if the passes reach different units or, without `find_unused`,
                 different parameters.
+            ConfigError: on every rank, if a parameter was written where the change is lost; see `LostWrites`.
         """
         if self._window_is_due is None:
-            self._window_is_due = self._find_unused or self._order.is_due("backward")
+            self._window_is_due = self._order.samples("backward") or self._find_unused
         if self._window_is_due and self._order.has_peers:
             self._compare_graphs(loss, reduces)
+        elif self._window_is_due and (lost := self._writes.resolve()):
+            self._refuse_writes(lost)
         if reduces:
             self._window.clear()
             self._window_is_due = None
@@ -170,8 +173,10 @@ class Consistency:
         names = self._param_names if reduces and not self._find_unused else []
         of_units = [name in units for name in self._unit_names]
         of_params = [name in self._window for name in names]
-        digest = zlib.crc32(bytes(of_units + of_params))
-        if len(set(self._order.from_all(torch.tensor([digest])).flatten().tolist())) > 1:
+        lost = self._writes.resolve()
+        digest = zlib.crc32(bytes(of_units + of_params) + repr(sorted(lost.items())).encode())
+        if not self._order.meet_in_backward(digest) or lost:
+            self._refuse_writes(lost)
             self._refuse_graphs(of_units, of_params)
         if reduces and self._find_unused:
             self._contribute_zeros()
@@ -215,17 +220,22 @@ class Consistency:
             self._order.begin("with gradients" if torch.is_grad_enabled() else "without gradients")
         if self._order.is_compared:
             self._order.call(self._unit_names.index(self._units[module]))
+        if self._order.is_sampled:
+            self._writes.check_shards(module)
         self._open.append(module)
         self._called[self._units[module]] = None
 
     def _find_gathered(self, module: nn.Module, args: Any) -> None:
+        if self._order.is_sampled and torch._C._current_graph_task_id() == -1:
+            self._writes.begin(module)
         if module in self._found and not self._order.is_compared and not self._find_unused:
             return
         self._found.add(module)
-        for (owner, name), full_name in self._sites[module].items():
-            parameter = owner._parameters[name]
-            assert parameter is not None  # the parameter still exists
-            self._gathered[parameter] = full_name
+        for site, full_name in self._sites[module].items():
+            self._gathered[parameter_at(site)] = full_name
+
+    def _before_release(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._writes.end(module)
 
     def _after_unit(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or module not in self._open:
@@ -233,6 +243,22 @@ class Consistency:
         del self._open[self._open.index(module) :]
         if not self._open:
             self._order.end(failed=sys.exception() is not self._handled)
+
+    def _refuse_writes(self, lost: Mapping[str, str]) -> None:
+        """Raise an error if a write is lost on any rank. **Collective**: every rank of the mesh.
+
+        Args:
+            lost: this rank's, as `LostWrites.resolve` returns them.
+        """
+        kinds = ("", IN_FORWARD, DATA_SET)
+        own = torch.tensor([kinds.index(lost.get(name, "")) for name in self._param_names])
+        for name, column in zip(self._param_names, self._order.from_all(own).T.tolist(), strict=True):
+            if kind := max(column):
+                raise ConfigError(
+                    f"`{name}` must not be written where FSDP loses the change, but on "
+                    f"{self._order.ranks_with(kind, column)} it {kinds[kind]}, or use strategy 'ddp' if all ranks "
+                    "write the same"
+                )
 
     def _refuse_graphs(self, of_units: list[bool], of_params: list[bool]) -> NoReturn:
         """Raise an error that says which ranks reach what; all ranks know by now that there is a difference."""
@@ -265,26 +291,6 @@ class Consistency:
             f"{otherwise}, or make the part around them one unit: auto_wrap_policy=['{kind}'] with "
             "find_unused_parameters=True"
         )
-
-
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
-
-
-def sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[Site, str]]:
-    """Return, for each unit, where to find its sharded parameters, and their names as seen from `module`."""
-    sites: dict[nn.Module, dict[Site, str]] = {}
-    unit_of: dict[str, nn.Module] = {}
-    names: dict[Tensor, str] = {}
-    for name, part in module.named_modules():
-        unit = part if _is_unit(part) else unit_of[name.rpartition(".")[0]]
-        unit_of[name] = unit
-        own = sites.setdefault(unit, {})
-        for key, parameter in part.named_parameters(recurse=False):
-            if hasattr(parameter, "device_mesh"):
-                full_name = names.setdefault(parameter, f"{name}.{key}" if name else key)
-                own[part, key] = full_name
-    return sites
 
 
 def _around(module: nn.Module, units: Sequence[str]) -> nn.Module | None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import never_compiled
-from lockstep.model.fsdp_consistency import Site, sites_by_unit
+from lockstep.model.fsdp_sites import Site, parameter_at, sites_by_unit
 
 # What is the same for the shard and the original.
 _HARMLESS = frozenset(
@@ -63,7 +63,9 @@ class Originals:
             if former is not None:
                 _mark_replaced(former, name)
         for unit, sites in sites_by_unit(module).items():
-            _move_when_gathered(unit, {site: moved[parameter] for site in sites if (parameter := _at(site)) in moved})
+            _move_when_gathered(
+                unit, {site: moved[parameter] for site in sites if (parameter := parameter_at(site)) in moved}
+            )
         self._parameters.clear()
 
 
@@ -94,20 +96,13 @@ class _Attached:
         own.update({name: value for name, value in self._attributes.items() if name not in own})
 
 
-def _at(site: Site) -> nn.Parameter:
-    owner, name = site
-    parameter = owner._parameters[name]
-    assert parameter is not None
-    return parameter
-
-
 def _move_when_gathered(unit: nn.Module, attached: dict[Site, _Attached]) -> None:
     """Move what is attached to the gathered parameters of a unit, which exist from its first forward pass on."""
 
     def move(_: nn.Module, args: Any) -> None:
         handle.remove()
         for site, own in attached.items():
-            own.move_to(_at(site))
+            own.move_to(parameter_at(site))
 
     handle = unit.register_forward_pre_hook(never_compiled(move))
 

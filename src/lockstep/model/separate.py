@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.model.ddp import MMDistributedDataParallel
+from lockstep.model.drift import OWN_STEP, DriftCheck
 from lockstep.model.parts import callable_children
 from lockstep.model.wrapper import ModelWrapper, all_entered
 from lockstep.registry import MODEL_WRAPPERS
@@ -63,6 +64,20 @@ class MMSeparateDistributedDataParallel(ModelWrapper):
                 setattr(parent, name, wrapped)
                 self._parallel.append(wrapped)
         self.module = module
+        self._drift = DriftCheck(self._replicated, kwargs.get("process_group"), OWN_STEP)
+
+    def step_context(self, optim_wrapper: Any) -> AbstractContextManager[None]:
+        """Return the context of one step; after it, check now and then that replicas are equal; see `DriftCheck`."""
+        return self._drift.step(lambda: True)
+
+    def _replicated(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (f"{name}.{own_name}", own)
+            for name, part in self.module.named_modules()
+            if isinstance(part, MMDistributedDataParallel)
+            for own_name, own in part.module.named_parameters()
+            if own_name not in part.parameters_to_ignore
+        ]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let no child exchange gradients in the forward and backward passes inside."""

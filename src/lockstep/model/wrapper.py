@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.dist.consistency import check_call
+from lockstep.groups import Comm
 from lockstep.model import steps
 from lockstep.model.outside_loss import losses_of, predictions_of
 from lockstep.model.steps import ParseLosses, UpdatesParams
@@ -88,6 +90,18 @@ class ModelWrapper(nn.Module):
     def num_parameters(self) -> int:
         """Number of elements of all parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+def note_no_backward(comm: Comm) -> None:
+    """Record that this rank has made no backward pass in a training step, as a call that all ranks must make.
+
+    Nothing is sent. If other ranks have made one, which waits for this rank, the watch finds within seconds that the
+    calls differ, and names them on every rank; if none has, the calls are the same.
+
+    Raises:
+        CollectiveMismatchError: the calls of this rank are known to differ from those of others.
+    """
+    check_call("step_without_backward_pass", comm, "to leave out a batch, multiply its loss by 0", check="carried")
 
 
 @contextmanager

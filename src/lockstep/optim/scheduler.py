@@ -101,6 +101,12 @@ class ParamScheduler(ABC):
         if self.is_active:
             self.advance(self._count - self.begin)
 
+    def restart(self) -> None:
+        """Begin anew, from the values that the groups have now."""
+        self._count = 0
+        if self.begin == 0:
+            self.advance(0)
+
     @property
     def is_active(self) -> bool:
         """Whether the current count lies in the window."""
@@ -136,7 +142,12 @@ class ParamScheduler(ABC):
         The values are part of the optimizer's state; load that afterwards.
         """
         for name in self.kept:
-            setattr(self, f"_{name}", state[name])
+            present, saved = getattr(self, f"_{name}"), state[name]
+            if isinstance(present, list) and not (isinstance(saved, list) and all(map(_is_number, saved))):
+                raise ValueError(f"`{name}` of {self.title} must be a list of numbers, but is {saved!r:.100}")
+            if type(present) is int and type(saved) is not int:
+                raise ValueError(f"`{name}` of {self.title} must be a whole number, but is {saved!r:.100}")
+            setattr(self, f"_{name}", saved)
 
     def __repr__(self) -> str:
         unit = "epochs" if self.by_epoch else "batches"
@@ -190,6 +201,10 @@ class ParamScheduler(ABC):
             group[self.param_name] = value
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(eq=False, repr=False)
 class FormulaScheduler(ParamScheduler):
     """A schedule whose value is a formula of the time since it began and of the value that it began with.
@@ -230,6 +245,18 @@ class FormulaScheduler(ParamScheduler):
             self._base = self._moved(t - 1)
         self.set_values([slope * base + offset for base in self._base])
         self._last = self.get_last_value()  # read back: a tensor in the optimizer rounds it
+
+    def restart(self) -> None:
+        """Begin anew, from the values that the groups have now."""
+        self._base, self._last = [], []
+        super().restart()
+
+    def rescale(self, group: Mapping[str, Any], factor: float) -> None:
+        """Multiply the values that the formula continues from, for a group whose value has been multiplied."""
+        index = next(index for index, own in enumerate(self.optimizer.param_groups) if own is group)
+        if self._base:
+            self._base[index] *= factor
+            self._last[index] = self._read(group)
 
     def _moved(self, t: int) -> list[float]:
         """Return the first values for which the formula gives the current values at `t`."""

@@ -68,10 +68,12 @@ class TorchScheduler(ParamScheduler):
                 group.setdefault("initial_lr", group["lr"])
             self._inner = self._schedule(self.optimizer, **self._kwargs)
             return
-        with warnings.catch_warnings():
-            # torch warns if no optimizer step came first, which is normal when gradients are accumulated.
-            warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)")
-            self._inner.step()
+        step_quietly(self._inner)
+
+    def restart(self) -> None:
+        """Begin anew, from the values that the groups have now."""
+        self._inner = None
+        super().restart()
 
     @property
     def title(self) -> str:
@@ -94,6 +96,13 @@ class TorchScheduler(ParamScheduler):
 
     def _shown(self) -> list[str]:
         return [f"{name}={value!r}" for name, value in self._kwargs.items()]
+
+
+def step_quietly(schedule: LRScheduler) -> None:
+    """Step a schedule of torch, which warns if no optimizer step came first: normal when gradients are accumulated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)")
+        schedule.step()
 
 
 def _is_plain(value: Any) -> bool:

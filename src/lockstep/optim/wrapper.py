@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.dist import all_reduce
 from lockstep.errors import require_count, wrong_type
+from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
 from lockstep.optim.windows import Windows
@@ -38,6 +39,9 @@ class OptimWrapper:
 
     Subclasses for mixed precision override `optim_context`, `backward` and `step`.
 
+    An optimizer with `train` and `eval`, as schedule-free ones have, trains other weights than it evaluates: the loops
+    of a Runner and of a Session, and saves, call them; see `set_mode`.
+
     An optimizer that evaluates the loss itself, such as `LBFGS`, gets a closure; see `update_by_closure`. It is
     recognised by an attribute `needs_closure`, or by a parameter `closure` of its `step` that has no default.
 
@@ -53,6 +57,8 @@ class OptimWrapper:
         accumulative_counts: as given.
         clip_grad: as given, with its `type`; None if gradients are not clipped.
     """
+
+    _is_training = False
 
     def __init__(
         self,
@@ -212,7 +218,17 @@ class OptimWrapper:
         return loss / self._windows.length
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a scaled loss, and count the batch."""
+        """Add the gradients of a scaled loss, and count the batch.
+
+        Raises:
+            ValueError: the loss requires no gradient.
+        """
+        if not loss.requires_grad:
+            raise ValueError(
+                f"the loss must depend on the model's parameters, but requires no gradient ({this_rank()}). It may be "
+                "detached, computed under torch.no_grad(), or come from frozen parameters alone. For a batch that must "
+                "count for nothing, multiply its loss by 0"
+            )
         try:
             driver = self._driver
             with _NO_CONTEXT if driver is None else driver.backward_context(loss, syncs=self.should_sync()):
@@ -250,6 +266,38 @@ class OptimWrapper:
     def grad_norm(self) -> Tensor | None:
         """Norm of the gradients before clipping, at the last update that was not skipped; None without `max_norm`."""
         return self._grad_norm
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether an optimizer has `train` and `eval`: it trains other weights than it evaluates."""
+        return any(_has_modes(optimizer) for optimizer in self.optimizers)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the model has the weights that are trained, of such an optimizer."""
+        return any(group.get("train_mode", self._is_training) for group in self.param_groups)
+
+    def set_mode(self, *, training: bool) -> None:
+        """Let the model have the weights that are trained, or those that are to be evaluated and saved."""
+        self._is_training = training
+        for optimizer in self.optimizers:
+            if _has_modes(optimizer):
+                optimizer.train() if training else optimizer.eval()  # type: ignore[attr-defined]
+
+    @property
+    def skipped_updates(self) -> int:
+        """Number of updates that were skipped, as float16 does where gradients are not finite."""
+        return 0
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last update was skipped."""
+        return False
+
+    @property
+    def batches_per_update(self) -> float:
+        """How many iterations make up a window: `accumulative_counts`, unless each makes several backward passes."""
+        return self._windows.iterations
 
     @property
     def inner_count(self) -> int:
@@ -326,6 +374,10 @@ class OptimWrapper:
             self._grad_norm = clip_by_norm(params, **kwargs)
         else:
             clip_by_value(params, **kwargs)
+
+
+def _has_modes(optimizer: Optimizer) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

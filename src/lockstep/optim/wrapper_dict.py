@@ -134,6 +134,16 @@ class OptimWrapperDict(OptimWrapper):
         return None
 
     @property
+    def skipped_updates(self) -> int:
+        """Number of updates of all optimizers that were skipped."""
+        return sum(wrapper.skipped_updates for wrapper in self.values())
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the last update of some optimizer was skipped."""
+        return any(wrapper.has_skipped for wrapper in self.values())
+
+    @property
     def inner_count(self) -> int:
         """The largest number of backward passes of any wrapper."""
         return max(wrapper.inner_count for wrapper in self.values())

@@ -218,6 +218,9 @@ class Registry:
     def suggest(self, key: str) -> str:
         """Return, in words, where a `key` that `get` did not find was looked up, and the nearest name there."""
         module, _, name = key.rpartition(".")
+        scoped = next((other for other in self.root._family() if other.scope == module != self.scope), None)
+        if scoped is not None:
+            return scoped.suggest(name)
         if module in sys.modules:
             there = [own for own, value in vars(sys.modules[module]).items() if own[0] != "_" and callable(value)]
             return f"in the module `{module}`{did_you_mean(name, there)}"

@@ -18,6 +18,7 @@ _RANKS = "ranks.jsonl"
 MODES = ("val", "test")
 _LR_SEARCH = "lr_search"
 _STRAGGLER = "straggler"
+_MOST_NESTED = 50  # dicts and lists in one another
 _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
@@ -153,6 +154,15 @@ def _json_object(path: Path, faults: list[str]) -> Record:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
         return None
+    return value if _is_flat(value, _MOST_NESTED) else None
+
+
+def _is_flat(value: Any, most: int) -> bool:
+    """Return whether dicts and lists lie in one another at most so deep, and no number is too large for a float."""
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return most > 0 and all(_is_flat(item, most - 1) for item in items)
+    return not isinstance(value, int) or abs(value) < 10**300

@@ -28,6 +28,7 @@ Content: TypeAlias = Literal[
 
 ConfigDict: TypeAlias = Mapping[str, Any]
 
+RESUME_OPTIONS = ("config", "checkpoint")
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 DEFAULT_TRAIN_CFG: Mapping[str, Any] = {"by_epoch": True, "max_epochs": 3, "val_interval": 1}
 DEFAULT_OPTIM_WRAPPER: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "lr": 1e-3}}
@@ -39,7 +40,7 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "progress": {"type": "ProgressHook"},
     "param_scheduler": {"type": "ParamSchedulerHook"},
     "nan_check": {"type": "NaNCheckHook"},
-    "checkpoint": {"type": "CheckpointHook", "interval": 1},
+    "checkpoint": {"type": "CheckpointHook", "interval": None, "by_epoch": None},
 }
 
 
@@ -111,6 +112,7 @@ class RunnerArguments:
     log_processor: Any = None
     cfg: Any = None
     loss: Annotated[Any, Argument(holds="model")] = None
+    resume_options: Annotated[str, Argument("'config' or 'checkpoint'")] = "config"
     stop_signals: Annotated[Sequence[str], Argument("names of signals, as in ['SIGTERM'], or an empty list")] = (
         STOP_SIGNALS
     )
@@ -213,6 +215,9 @@ def misfits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"must be {argument.must_be}, but is {given[name]!r} of {type(given[name]).__name__}"
     if isinstance(given.get("model"), type) and (says := unmade_model(given["model"])) is not None:
         yield "model", says
+    word = given.get("resume_options", "config")
+    if isinstance(word, str) and word not in RESUME_OPTIONS:
+        yield "resume_options", f"must be 'config' or 'checkpoint', but is {word!r}{did_you_mean(word, RESUME_OPTIONS)}"
     levels, level = logging.getLevelNamesMapping(), given.get("log_level")
     if isinstance(level, str) and level not in levels:
         yield "log_level", f"must be a level of logging, but is {level!r}{did_you_mean(level, levels)}"

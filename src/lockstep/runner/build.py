@@ -216,12 +216,20 @@ def build_eval_loop(mode: Literal["val", "test"], run: Run, dataloader: Any) -> 
     """Return the loop that `val_cfg` and `val_evaluator`, or `test_cfg` and `test_evaluator`, describe."""
     cfg, given = getattr(run.args, f"{mode}_cfg"), getattr(run.args, f"{mode}_evaluator")
     loss = outside_loss(unwrap_model(run.model))
-    metrics = [] if loss is None else [LossMetric(loss)]
+    metrics = [] if loss is None else [LossMetric(loss, _count_of(run))]
     evaluator = Evaluator(metrics) if given is None else build_evaluator(given, *metrics)
     kind = {"val": "ValLoop", "test": "TestLoop"}[mode]
     loop: EvalLoop = LOOPS.build(cfg or {}, type=kind, runner=run, dataloader=dataloader, evaluator=evaluator)
     _refuse_own_steps(loop)
     return loop
+
+
+def _count_of(run: Run) -> Any:
+    """Return the `batch_size_of` of the training, by which its losses are weighted; None if it has none."""
+    if isinstance(run, TrainRun):
+        return getattr(run.train_loop, "batch_size_of", None)
+    cfg = run.args.train_cfg
+    return cfg.get("batch_size_of") if isinstance(cfg, Mapping) else getattr(cfg, "batch_size_of", None)
 
 
 def build_evaluator(evaluator: Any, *others: BaseMetric) -> Evaluator:

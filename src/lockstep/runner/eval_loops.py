@@ -9,15 +9,18 @@ from typing import Any, ClassVar
 
 import torch
 
+from lockstep.dataset import batch_size_of
+from lockstep.dataset.counted import CountedBatches
 from lockstep.dataset.sampler import DealingSampler
 from lockstep.dataset.sharded import drawn_from
+from lockstep.dataset.stream import check_alike
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.model import ModelWrapper, predict_step, step_of
 from lockstep.registry import LOOPS
 from lockstep.runner.run import Run
-from lockstep.runner.seeds import random_state_kept
+from lockstep.runner.seeds import part_ranks, random_state_kept
 from lockstep.runner.uneven_inputs import Passes, Turn
 
 
@@ -66,12 +69,15 @@ class EvalLoop:
     def run(self) -> dict[str, Any]:
         """Return the metrics, the same on every rank."""
         runner, mode = self.runner, self.mode
+        runner.set_optimizer_mode(training=False)
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         runner.model.eval()
         autocast = nullcontext() if self._dtype is None else torch.autocast(get_device(), dtype=self._dtype)
         kept = random_state_kept() if self.keeps_random_state else nullcontext()
         with kept, autocast, runner.agreement.evaluation():
+            if runner.iter == 0:  # else the training has done so
+                part_ranks(runner.args.randomness, runner.seed, runner.data_shard.rank)
             self._predict()
         self.metrics = self.evaluator.evaluate(self._size)
         self.at_iter = runner.iter
@@ -91,15 +97,19 @@ class EvalLoop:
             runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
             outputs = step(data_batch)
             if runner.data_shard.is_first:
+                self.evaluator.count_samples(turn.samples)
                 self.evaluator.process(data_samples=outputs, data_batch=data_batch)
             runner.call_hook(f"after_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
+        check_alike(self.dataloader)
 
     def _turns(self) -> Iterator[Turn]:
         """Yield batches, and stand-ins if the model's forward pass needs all ranks; see `Passes`."""
         model = self.runner.model
         if self.runner.world_size > 1 and isinstance(model, ModelWrapper) and model.forward_is_collective:
             return Passes(self.dataloader).turns()
-        return (Turn(batch, 0, 0.0, True) for batch in self.dataloader)
+        batches = CountedBatches(self.dataloader)
+        sizes = ((batch, batch_size_of(batch) if batches.samples is None else batches.samples) for batch in batches)
+        return (Turn(batch, size, size, True) for batch, size in sizes)
 
 
 @LOOPS.register_module()

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from lockstep.dataset import set_epoch
 from lockstep.errors import ConfigError, require_count
+from lockstep.groups import resolve
 from lockstep.launch.progress import iteration_teller
 from lockstep.model import train_step_of, unwrap_model
+from lockstep.model.wrapper import note_no_backward
 from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
 from lockstep.runner.run import TrainRun
+from lockstep.runner.same_options import check_same_options
+from lockstep.runner.seeds import part_ranks
 from lockstep.runner.switching import StrategySwitch
 from lockstep.runner.uneven_inputs import BEGINNING, Passes, Place, Turn, buffers_kept
 
@@ -38,6 +42,7 @@ class TrainLoop(ABC):
             of another size, has more or fewer iterations than `epoch_length`.
         samples: number of this rank's samples in the present batch that count; 0 if this rank has run out of batches
             and others have not.
+        batch_size_of: returns what a batch counts for; None for its number of samples.
         stop_training: set it to end the training after the present epoch or iteration.
         may_switch: whether the run may go on under another strategy between two iterations.
     """
@@ -58,6 +63,7 @@ class TrainLoop(ABC):
     ) -> None:
         self.runner = runner
         self.dataloader = dataloader
+        self.batch_size_of = batch_size_of
         self.passes = Passes(dataloader, batch_size_of)
         self.epoch_length = self.passes.length
         lengths = self.passes.lengths or [0]
@@ -78,6 +84,7 @@ class TrainLoop(ABC):
         self.samples = 0
         self.stop_training = False
         self._left_out: set[str] = set()
+        self._has_begun = False
 
     @abstractmethod
     def run(self) -> None:
@@ -123,11 +130,24 @@ class TrainLoop(ABC):
             self.runner.logger.info("nothing is left to train: the resumed training has completed %s", done)
 
     def _begin_training(self) -> None:
-        """Switch the model to training mode, and warn of parameters that require a gradient but will not be updated."""
+        """Switch the model to training mode, and check what it is updated by.
+
+        A warning names parameters that require a gradient but will not be updated.
+
+        **Collective**: every rank.
+
+        Raises:
+            ConfigError: on every rank, if options of optimizers or schedules differ between ranks.
+        """
         runner = self.runner
+        check_same_options(runner)
+        if not self._has_begun:
+            self._has_begun = True
+            part_ranks(runner.args.randomness, runner.seed + self.iter, runner.data_shard.rank)
         self._tell_iteration = iteration_teller()
         self._tell_iteration(self.iter)
         runner.model.train()
+        runner.set_optimizer_mode(training=True)
         names = [
             name for name in runner.optim_wrapper.left_out(unwrap_model(runner.model)) if name not in self._left_out
         ]
@@ -138,6 +158,11 @@ class TrainLoop(ABC):
                 "%s. Give it all parameters, or freeze these with requires_grad_(False)",
                 len(names), ", ".join(names),
             )  # fmt: skip
+
+    def _end_training(self) -> None:
+        """Warn of gradients that are not used, and let the model have the weights to evaluate."""
+        self.runner.optim_wrapper.warn_of_open_window()
+        self.runner.set_optimizer_mode(training=False)
 
     def _turns(self) -> Iterator[Turn]:
         """Return the turns of the present pass; between two updates, the training may stop or switch."""
@@ -152,6 +177,9 @@ class TrainLoop(ABC):
         """Yield the turns until another strategy is asked for."""
         self._leave_if_asked(may_switch)
         for turn in turns:
+            if self.max_epochs is not None and self.epoch_end is not None and self.iter >= self.epoch_end:
+                expected = self.epoch_end - self.epoch_begin
+                raise wrong_length(expected, f"has another one in epoch {self.epoch + 1}")
             yield turn
             if self.runner.next_strategy is not None:
                 self._leave_if_asked(may_switch)
@@ -179,11 +207,14 @@ class TrainLoop(ABC):
         optim_wrapper.begin_iteration(self.iter)
         optim_wrapper.count_samples(turn.samples, turn.mean_samples)
         runner.hooks.call("before_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch)
+        before = optim_wrapper.inner_count
         if turn.is_own:
             outputs = self._step(data_batch, optim_wrapper)
         else:
             with buffers_kept(runner.model):  # a stand-in changes neither gradients nor running statistics
                 outputs = self._step(data_batch, optim_wrapper)
+        if optim_wrapper.inner_count == before:
+            note_no_backward(resolve(None))
         outputs = _values_to_log(outputs)
         runner.hooks.call("after_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs)
         self.iter += 1
@@ -271,17 +302,20 @@ class EpochBasedTrainLoop(TrainLoop):
             self._run_epoch()
             self._validate_if_due(self.epoch, self.max_epochs)
             self._check_length(self.epoch_begin - begin, (end or 0) - begin)
-        self.runner.optim_wrapper.warn_of_open_window()
+        self._end_training()
         self.runner.call_hook("after_train")
 
     def _check_length(self, done: int, expected: int) -> None:
-        """Raise an error if an epoch was of another length: schedules and checkpoints rely on equal epochs."""
-        if self.epoch < self.max_epochs and not self.stop_training and done != expected:
-            raise ConfigError(
-                f"`train_dataloader` must have {expected} iterations in every epoch, as its length says, but "
-                f"had {done} in epoch {self.epoch}. Let the sampler's `__len__` say what it yields, the same in every "
-                "epoch, or use train_cfg=dict(by_epoch=False, max_iters=...)"
-            )
+        """Raise an error if an epoch was of another length: schedules and checkpoints rely on equal epochs.
+
+        After the last epoch, which has been trained, it is a warning.
+        """
+        if self.stop_training or done == expected:
+            return
+        error = wrong_length(expected, f"had {done} in epoch {self.epoch}")
+        if self.epoch < self.max_epochs:
+            raise error
+        self.runner.logger.warning("%s", error)
 
     def _run_epoch(self) -> None:
         self.runner.call_hook("before_train_epoch")
@@ -335,9 +369,18 @@ class IterBasedTrainLoop(TrainLoop):
             self._run_iter(self.iter, next(turns))
             if self.runner.val_loop is not None:
                 self._validate_if_due(self.iter, self.max_iters)
-        self.runner.optim_wrapper.warn_of_open_window()
+        self._end_training()
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
+
+
+def wrong_length(expected: int, what: str) -> ConfigError:
+    """Return the error for a loader that yields more or fewer batches than its length says."""
+    return ConfigError(
+        f"`train_dataloader` must have {expected} iterations in every epoch, as its length says, but {what}. Let "
+        "`__len__` of the sampler or the dataset say what it yields, the same in every epoch, or use "
+        "train_cfg=dict(by_epoch=False, max_iters=...)"
+    )
 
 
 def no_batches(loader: Any, name: str = "train_dataloader") -> ConfigError:

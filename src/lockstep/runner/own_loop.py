@@ -16,9 +16,10 @@ from lockstep.dataset import set_epoch
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator.evaluator import plain_value
+from lockstep.groups import resolve
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.preprocessor import move_to_device
-from lockstep.model.wrapper import driving, forwarded
+from lockstep.model.wrapper import driving, forwarded, note_no_backward
 from lockstep.optim import OptimWrapper
 from lockstep.runner.loops import DEFAULT_INTERVAL, TrainLoop, no_batches
 from lockstep.runner.run import TrainRun
@@ -69,6 +70,7 @@ class OwnLoop(TrainLoop):
         self._iterated = False  # since the last look at the count of backward passes
         self._counted = 0
         self._has_warned = False
+        self._counts_before: dict[str, Any] = {}  # of an epoch that is complete, but has not ended
         self._to_save: list[tuple[str | None, bool]] = []  # names, and whether in the background
 
     def run(self) -> None:
@@ -97,7 +99,7 @@ class OwnLoop(TrainLoop):
                 raise RuntimeError(
                     f"epoch {before} must go through the loader that session.prepare() returned, but did not begin to"
                 )
-        run.optim_wrapper.warn_of_open_window()
+        self._end_training()
         run.call_hook("after_train")
         run.call_hook("after_run")
 
@@ -121,7 +123,7 @@ class OwnLoop(TrainLoop):
                 yield from self._batches(self._endless_turns(), self.iter)
         self._save_what_was_asked_for()
         self._warn_of_missing_steps("the training")
-        run.optim_wrapper.warn_of_open_window()
+        self._end_training()
         run.call_hook("after_train_epoch")
         run.call_hook("after_train")
         run.call_hook("after_run")
@@ -135,7 +137,14 @@ class OwnLoop(TrainLoop):
         self._begin_training()
         with self.runner.saving.at_stop():
             yield from self._batches(self._turns(), self._begin.turns)
-        self._end_epoch()
+        self.runner.set_optimizer_mode(training=False)  # for a validation of the user's own
+        if not self.runner.param_schedulers:
+            self._end_epoch()
+            return
+        # The user's code may step its schedules now, which the checkpoint of this epoch must have. It counts already.
+        self._counts_before = {name: getattr(self, name) for name in ("epoch", "epoch_begin", "epoch_end", "_begin")}
+        self.iter = self.epoch_end or 0
+        self._complete_epoch()
 
     def _batches(self, turns: Iterator[Turn], start: int) -> Iterator[Any]:
         run, hooks = self.runner, self.runner.hooks
@@ -148,12 +157,14 @@ class OwnLoop(TrainLoop):
             run.optim_wrapper.begin_iteration(self.iter)
             run.optim_wrapper.count_samples(turn.samples, turn.mean_samples)
             hooks.call("before_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch)
-            self._is_stepping = True
+            self._is_stepping, before = True, run.optim_wrapper.inner_count
             try:
                 with nothing if is_plain else self._led(), nothing if turn.is_own else buffers_kept(run.model):
                     yield move_to_device(turn.batch, device)
             finally:
                 self._is_stepping = False
+            if run.optim_wrapper.inner_count == before:
+                note_no_backward(resolve(None))
             hooks.call("after_train_iter", run, batch_idx=batch_idx, data_batch=turn.batch, outputs=self._values)
             self._save_what_was_asked_for()
             self._iterated = True
@@ -171,7 +182,7 @@ class OwnLoop(TrainLoop):
         turns = Passes(loader).turns()
         if not self._is_stepping:  # in the midst of an iteration nothing can be saved
             turns = self.runner.agreement.points(turns, trains=False)
-        with self.runner.saving.at_stop(), random_state_kept(), context:
+        with self.runner.saving.at_stop(), random_state_kept(), self.runner.evaluated(), context:
             for turn in turns:
                 self.counts = turn.is_own
                 yield move_to_device(turn.batch, device)
@@ -225,6 +236,8 @@ class OwnLoop(TrainLoop):
         self._iterated, self._counted = False, count
 
     def _end_epoch(self) -> None:
+        vars(self).update(self._counts_before)
+        self._counts_before = {}
         self._save_what_was_asked_for()  # in an iteration that was left by `break`
         self._warn_of_missing_steps(f"epoch {self.epoch}")
         self._is_open = False

@@ -24,6 +24,7 @@ from lockstep.model import train_step_of, unwrap_model
 from lockstep.optim import OptimWrapperDict
 from lockstep.runner.loops import NO_BATCHES
 from lockstep.runner.run import TrainRun
+from lockstep.runner.seeds import part_ranks
 from lockstep.runner.uneven_inputs import Turn, buffers_kept
 from lockstep.tree import tree_map
 
@@ -56,7 +57,9 @@ def rehearse(run: TrainRun) -> Generator[Update]:
     """
     wrapper, step = run.optim_wrapper, train_step_of(run.model)
     wrapper.initialize_count_status(run.model)
+    part_ranks(run.args.randomness, run.seed, run.data_shard.rank)
     run.model.train()
+    run.set_optimizer_mode(training=True)
     total, samples, batch_size, has_loss = 0.0, 0, 0, True
     for index, turn in enumerate(_endless_turns(run)):
         wrapper.begin_iteration(index)

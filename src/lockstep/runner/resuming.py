@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lockstep.checkpoint import candidates, load_state, read_meta, remove_dead_drafts, verify, written_at
-from lockstep.checkpoint.files import DAMAGED
+from lockstep.checkpoint.files import DAMAGED, is_there
+from lockstep.checkpoint.hold import Hold
 from lockstep.checkpoint.together import on_all
 from lockstep.checkpoint.verify import fault_found_by
-from lockstep.dataset.random_state import set_random_state
+from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dist import all_gather_object, get_dist_info, get_rank, run_on_main
-from lockstep.errors import ConfigError, counted, listed
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted, listed
 from lockstep.launch.worker import RESUME_SINCE
 from lockstep.location import Location, RemotePath, locate
+from lockstep.model import unwrap_model
 from lockstep.optim.paramwise import param_sites
 from lockstep.optim.scheduler import FormulaScheduler
 from lockstep.runner.arguments import RunnerArguments
+from lockstep.runner.options import ResumedOptions
 from lockstep.runner.run import TrainRun
+from lockstep.runner.saved_form import check_resumable
 from lockstep.runner.seeds import seed_all
 from lockstep.runner.uneven_inputs import BEGINNING
-from lockstep.weights import Weights, checkpoint_at
+from lockstep.weights import Weights, checkpoint_at, sized_on_loading
 
+_MOST_STEPS = 2**60
+_SEARCHES = 3  # at most, while other runs remove what is found
 _logger = logging.getLogger(__name__)
 
 
@@ -77,7 +86,7 @@ def clear_drafts(folders: Sequence[Location]) -> None:
 
 
 def find_resumption(
-    load_from: Weights | None, folders: Sequence[Location], *, asked: bool = True
+    load_from: Weights | None, folders: Sequence[Location], *, asked: bool = True, hold: Hold | None = None
 ) -> tuple[Location | None, list[str]]:
     """Return the checkpoint to resume from, and what is wrong with those that would have come before it.
 
@@ -89,25 +98,27 @@ def find_resumption(
         load_from: where the user wants to resume from.
         folders: the work_dir, and further folders that hold its checkpoints.
         asked: whether the user wants to resume.
+        hold: takes the checkpoint on rank 0, so that no other run removes it before this one has read it.
 
     **Collective**: every rank; rank 0 looks.
 
     Raises:
         ConfigError: on every rank, if `load_from` is not a checkpoint, or if there are some and none is whole.
     """
+    hold = hold or Hold()
     began = os.environ.get(RESUME_SINCE)
     if began is not None:
-        found, faults = _newest(folders, since=float(began))
+        found, faults = _newest(folders, hold, since=float(began))
         if found is not None or not asked:
             return found, faults
     if not asked:
         return None, []
     if load_from is not None:
         named = run_on_main(lambda: checkpoint_at(load_from.path))
-        if fault := _fault_in(named):
+        if fault := _fault_in(named, hold):
             raise ConfigError(fault)
         return named, []
-    found, faults = _newest(folders)
+    found, faults = _newest(folders, hold)
     if found is None and faults:
         places = " or ".join(map(str, folders))
         raise ConfigError(
@@ -118,26 +129,38 @@ def find_resumption(
     return found, faults
 
 
-def _newest(folders: Sequence[Location], since: float = 0.0) -> tuple[Location | None, list[str]]:
+def _newest(
+    folders: Sequence[Location], hold: Hold, *, since: float = 0.0, without: Collection[Location] = ()
+) -> tuple[Location | None, list[str]]:
     """Return the last whole checkpoint, and the faults of later ones. **Collective**: every rank; rank 0 looks."""
-    faults: list[str] = []
-    search = (
-        (directory, fault)
-        for directory, fault in candidates(folders[0], folders[1:])
-        if since == 0.0 or written_at(directory) >= since
-    )
-    while (found := run_on_main(partial(next, search, None))) is not None:
-        directory, fault = found
-        fault = fault or _fault_in(directory)
-        if fault is None:
-            return directory, faults
-        faults.append(fault)
-    return None, faults
+    for _ in range(_SEARCHES):
+        passed: dict[Location, str] = {}
+        search = (
+            (directory, fault)
+            for directory, fault in candidates(folders[0], folders[1:])
+            if directory not in without and (since == 0.0 or written_at(directory) >= since)
+        )
+        while (found := run_on_main(partial(next, search, None))) is not None:
+            directory, fault = found
+            fault = fault or _fault_in(directory, hold)
+            if fault is None:
+                return directory, list(passed.values())
+            passed[directory] = fault
+        if not run_on_main(partial(_is_one_gone, [*passed])):
+            break  # else another run has removed it, and written a newer one before
+    return None, list(passed.values())
 
 
-def _fault_in(directory: Location) -> str | None:
+def _is_one_gone(directories: Sequence[Location]) -> bool:
+    return not all(map(is_there, directories))
+
+
+def _fault_in(directory: Location, hold: Hold) -> str | None:
     """Return what is wrong with a checkpoint, the same on every rank, or None. **Collective**."""
+    run_on_main(partial(hold.take, directory))
     own = fault_found_by(verify, directory, *get_dist_info())
+    if own is None and get_rank() == 0:
+        own = fault_found_by(check_resumable, directory)
     return next((one for one in all_gather_object(own) if one is not None), None)
 
 
@@ -151,11 +174,29 @@ def randomness_of(randomness: Mapping[str, Any] | None, resume_from: Location | 
 def resume_run(run: TrainRun, directory: Location) -> None:
     """Restore a built run to the state saved in a checkpoint.
 
+    If it turns out to be unusable only now, and was not named by the user, the newest other one is taken instead.
+
     **Collective**: every rank.
     """
-    for fault in run.skipped:
-        _logger.warning("not resumed from: %s", fault)
-    restore_run(run, read_meta(directory), partial(load_state, directory), directory)
+    passed: dict[Location, str] = {}
+    faults = list(run.skipped)
+    while True:
+        for fault in faults:
+            _logger.warning("not resumed from: %s", fault)
+        try:
+            resizable = {f"model.{name}" for name in sized_on_loading(unwrap_model(run.model))}
+            restore_run(run, read_meta(directory), partial(load_state, directory, resizable=resizable), directory)
+            break
+        except CheckpointError as error:
+            passed[directory] = str(error)
+            other = None
+            if run.args.resume and run.args.load_from is None:
+                other, faults = _newest(checkpoint_folders(run.args), run.hold, without=passed)
+            if other is None:
+                raise
+            faults.insert(0, str(error))
+            run.resume_from = directory = other
+    run.hold.release()
 
 
 def restore_run(
@@ -186,21 +227,31 @@ def restore_run(
         wanted["ranks"] = {str(rank): () for rank in needed}
     template = strategy.optim_template() if "optimizer" in wanted else {}
     state = load(wanted, template)
-    saved, present = len(meta["param_schedulers"]), len(run.param_schedulers)
-    if saved != present:
-        raise ConfigError(f"`param_scheduler` must have {saved} schedulers to resume from {origin}, but has {present}")
-    for scheduler, own_state in zip(run.param_schedulers, meta["param_schedulers"], strict=True):
-        scheduler.load_state_dict(own_state)
+    for name, entry in state.get("optimizer", {}).get("state", {}).items():
+        if isinstance(step := entry.get("step"), Tensor) and step.numel() == 1 and not 0 <= float(step) < _MOST_STEPS:
+            raise CheckpointError(f"{origin} says that the optimizer has updated {name!r} {float(step):g} times")
+    if has_own:
+        own_random = state["ranks"][str(run.rank)]["random"]
+        on_all(f"{origin} could not be restored", partial(_require_random_state, own_random, origin))
+    own_groups = wanted["optimizer"]["param_groups"] if "optimizer" in state else None
+    saved_groups = state["optimizer"]["param_groups"] if "optimizer" in state else []
+    with _restored(origin, "schedules, or options of the optimizer,"):
+        options = ResumedOptions(run, meta, own_groups, saved_groups, origin)
+        options.load_schedules()
     strategy.load_state(state["model"], state.get("optimizer"))
     if "optimizer" in state:
         _tell_of_new_parameters(run, wanted["optimizer"]["param_groups"], state["optimizer"], origin)
-    run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
+    with _restored(origin, "a scale of losses"):
+        run.optim_wrapper.load_extra_state(meta.get("optim_wrapper", {}))
     states = {int(rank): item for rank, item in state.pop("ranks", {}).items()}
     own = states.get(run.rank) if has_own else None
     iteration, position = meta["iter"], meta.get("position")
     if position is None:
         iteration, position = _position_of_first_format(run, meta, own, origin)
-    _restore_position(run, iteration, position, own, list(states.values()), origin)
+    with _restored(origin, "a position in the data"):
+        _restore_position(run, iteration, position, own, list(states.values()), origin)
+    with _restored(origin, "options of the optimizer"):
+        options.apply()
     into = position["batches"] if loop.max_epochs is not None else 0
     if run.val_loop is not None and (meta.get("validated_iter") or 0) >= meta["iter"] - into:
         run.val_loop.at_iter = loop.epoch_begin if loop.max_epochs is not None else loop.iter
@@ -211,6 +262,28 @@ def restore_run(
     into, total = position["samples"], position["total"]
     where = f", {into}{f' of {total}' if total else ''} {position['unit']} into the epoch" if into else ""
     _logger.info("resumed from %s: epoch %d, iter %d%s", origin, loop.epoch, loop.iter, where)
+
+
+@contextmanager
+def _restored(origin: Location, what: str) -> Iterator[None]:
+    """Say of values that all ranks have read that they are none that a run saves, if they turn out to be so."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, LockstepError):
+            raise
+        raise CheckpointError(f"{origin} has {what} that cannot be restored: {error!r}") from error
+
+
+def _require_random_state(saved: Mapping[str, Any], origin: Location) -> None:
+    """Check that the generators take a state, which they are given only when the loader is at its place."""
+    now = random_state()
+    try:
+        set_random_state(saved)
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"{origin} has a state of random generators that none of them takes: {error}") from error
+    finally:
+        set_random_state(now)
 
 
 def _restore_position(
@@ -326,7 +399,7 @@ def _tell_of_new_parameters(
 
 
 def _restart_random_state(run: TrainRun, saved_by: int) -> None:
-    """Seed the generators anew, because the checkpoint was saved by a different set of ranks."""
+    """Seed the generators anew, because the checkpoint was saved by a different set of ranks; see also `part_ranks`."""
     options = run.args.randomness or {}
     seed_all(run.seed + run.iter + (run.data_shard.rank if options.get("diff_rank_seed") else 0))
     _logger.info(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from lockstep.checkpoint.hold import Hold
 from lockstep.dataset import DataShard
 from lockstep.dist import infer_launcher
 from lockstep.errors import ConfigError
@@ -28,6 +30,7 @@ from lockstep.evaluator import Evaluator
 from lockstep.location import Location, locate
 from lockstep.logging import JsonLinesSink, MessageHub
 from lockstep.model import unwrap_model
+from lockstep.model.shards import reshard
 from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.agreement import Agreement
 from lockstep.runner.arguments import RunnerArguments
@@ -62,6 +65,7 @@ class Workspace:
         records: the run's `metrics.jsonl`; rank 0 writes to it.
         message_hub: holds values that the parts of a run share.
         skipped: what is wrong with checkpoints that it would rather have resumed from.
+        hold: keeps `resume_from` from being removed by other runs until it has been read.
         logger: shows messages on rank 0, and writes them to the run's folder.
     """
 
@@ -78,6 +82,7 @@ class Workspace:
     records: JsonLinesSink
     message_hub: MessageHub
     skipped: Sequence[str] = ()
+    hold: Hold = field(default_factory=Hold)
     logger: logging.Logger = _logger
 
     @property
@@ -209,6 +214,10 @@ class Run(Workspace):
 
     def save_pretrained(self, save_directory: str | Path, **options: Unpack[PretrainedOptions]) -> None:
         """Write the model for `from_pretrained`; see `Runner.save_pretrained`. **Collective**: every rank."""
+        with self.evaluated() if isinstance(self, TrainRun) else nullcontext():
+            self._save_pretrained(save_directory, options)
+
+    def _save_pretrained(self, save_directory: str | Path, options: PretrainedOptions) -> None:
         ema = options.get("ema")
         state: dict[str, Any] = self.strategy.model_state()
         if isinstance(self, TrainRun):
@@ -230,6 +239,9 @@ class Run(Workspace):
             "dataset_meta", partial(_attribute, run, "train_dataloader", "dataset", "metainfo")
         )
 
+    def set_optimizer_mode(self, *, training: bool) -> None:
+        """Let the model have the weights that its optimizer trains, or those to evaluate; here it has none."""
+
     def close(self) -> None:
         """Close the hooks and the visualizers."""
         self.hooks.close()
@@ -250,6 +262,8 @@ class TrainRun(Run):
         train_dataloader: this rank's shard of the training data.
         train_loop: the loop that trains.
         initial_lrs: the learning rate of each parameter group before a schedule acts.
+        first_options: all options of each parameter group before a schedule acts.
+        begun_with: what the config says of these options and of the schedules, in JSON values.
         saving: writes checkpoints.
         next_strategy: the strategy under which it goes on after this iteration; None for the present one.
     """
@@ -258,6 +272,8 @@ class TrainRun(Run):
     train_dataloader: Any
     train_loop: AnyTrainLoop = field(init=False)
     initial_lrs: list[Any] = field(default_factory=list)
+    first_options: list[dict[str, Any]] = field(default_factory=list)
+    begun_with: dict[str, Any] = field(default_factory=dict)
     next_strategy: Strategy | Mapping[str, Any] | str | None = None
     saving: Saving = field(init=False)
     make_train_loop: InitVar[Callable[[TrainRun], AnyTrainLoop]]
@@ -285,6 +301,23 @@ class TrainRun(Run):
     def max_iters(self) -> int:
         """Length of the training in iterations."""
         return self.train_loop.max_iters
+
+    def set_optimizer_mode(self, *, training: bool) -> None:
+        """Let the model have the weights that its optimizer trains, or those that it evaluates and saves."""
+        if self.optim_wrapper.has_modes:
+            reshard(unwrap_model(self.model))  # after a forward pass without a backward pass
+            self.optim_wrapper.set_mode(training=training)
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Let the model have the weights to evaluate; afterwards, those that it had."""
+        is_training = self.optim_wrapper.has_modes and self.optim_wrapper.is_training
+        self.set_optimizer_mode(training=False)
+        try:
+            yield
+        finally:
+            if is_training:
+                self.set_optimizer_mode(training=True)
 
     @property
     def val_begin(self) -> int:

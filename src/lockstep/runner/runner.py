@@ -23,7 +23,7 @@ from lockstep.masking import secrets_in
 from lockstep.model import unwrap_model
 from lockstep.optim import OptimWrapper
 from lockstep.registry import RUNNERS, in_default_scope
-from lockstep.runner import build, recording, resuming, start
+from lockstep.runner import build, options, recording, resuming, start
 from lockstep.runner.arguments import DEFAULT_OPTIM_WRAPPER, DEFAULT_TRAIN_CFG, RunnerArguments
 from lockstep.runner.data_workers import note_on_workers
 from lockstep.runner.hook import Hook, HookList
@@ -73,8 +73,11 @@ class Runner(PartsOfRun):
             open, such as `s3://BUCKET/NAME`.
         resume: resume from `load_from`, or from the last checkpoint in the work_dir, or in the `out_dir` of
             CheckpointHook, if there is one.
-        randomness: `seed`, `deterministic` and `diff_rank_seed`; without the last, all ranks draw the same dropout
-            masks.
+        resume_options: which options of the optimizer and which schedules hold after resuming: `"config"` for what the
+            config says now, where that is not what it said when the checkpoint was saved; `"checkpoint"` for what was
+            saved.
+        randomness: `seed`, `deterministic` and `diff_rank_seed`. By default, ranks build model and data from the same
+            random numbers, and then draw different ones for dropout and noise; with `diff_rank_seed=False` the same.
         compile: compile the model; under FSDP, compile each of its repeated blocks. A dict gives arguments for
             `torch.compile`.
         auto_scale_lr: with `enable=True`, multiply learning rates by the global batch size divided by
@@ -353,6 +356,7 @@ class Runner(PartsOfRun):
                 if self._run is not None:
                     self._run.close()
                 space.records.close()
+                space.hold.release()
             recording.print_summary(self.run, what, perf_counter() - began)
 
     def _train(self, run: TrainRun) -> bool:
@@ -422,10 +426,11 @@ class Runner(PartsOfRun):
         )
         if args.auto_scale_lr is not None:
             build.scale_lr(args.auto_scale_lr, run)
-        run.initial_lrs = [group.get("initial_lr", group.get("lr")) for group in optim_wrapper.param_groups]
+        options.begin_options(run)
         if param_schedulers is None:
             param_schedulers = build.build_schedulers(args.param_scheduler, run)
         run.param_schedulers = param_schedulers
+        options.begin_schedules(run)
         if args.val_dataloader is not None:
             self._make_eval_loop("val", run)
         return run

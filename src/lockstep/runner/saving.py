@@ -57,8 +57,27 @@ class Saving:
     ) -> None:
         """Save what resuming needs; see `TrainRun.save_checkpoint`. **Collective**: every rank."""
         self.finish()
+        with self._run.evaluated():
+            self._save(
+                directory, epoch, iteration, is_last=is_last, save_optimizer=save_optimizer, more=meta,
+                async_save=async_save, on_save_error=on_save_error, when_ended=when_ended,
+            )  # fmt: skip
+
+    def _save(
+        self,
+        directory: Location,
+        epoch: int,
+        iteration: int,
+        *,
+        is_last: bool,
+        save_optimizer: bool,
+        more: Mapping[str, Any],
+        async_save: bool,
+        on_save_error: Literal["raise", "warn"],
+        when_ended: Callable[[bool], None] | None,
+    ) -> None:
         run = self._run
-        state, meta = self._state(epoch, iteration, save_optimizer, meta)
+        state, meta = self._state(epoch, iteration, save_optimizer, more)
 
         def end(is_complete: bool) -> None:
             if is_complete and is_last and save_optimizer:
@@ -186,6 +205,7 @@ class Saving:
                 "validated_iter": None if run.val_loop is None else run.val_loop.at_iter,
                 "has_optimizer": save_optimizer,
                 "optim_wrapper": run.optim_wrapper.extra_state(),
+                "begun_with": run.begun_with,
                 "param_schedulers": [scheduler.state_dict() for scheduler in run.param_schedulers],
             },
         }

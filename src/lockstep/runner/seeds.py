@@ -20,11 +20,13 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
 
     Args:
         randomness: `seed`, the same on every rank, by default drawn by rank 0; `deterministic`, whether only
-            deterministic algorithms may be used; `diff_rank_seed`, whether each rank adds its number to the seed of the
-            global generators. By default it does not, as in MMEngine: the n-th samples of all ranks get the same
-            dropout mask, and, if they are augmented in this process, the same augmentation. In both cases, the order of
-            samples depends on `seed` alone, the random numbers of a data loader's workers depend on seed, rank and
-            epoch, and ranks that compute on the same samples together (tensor parallelism) draw the same numbers.
+            deterministic algorithms may be used; `diff_rank_seed`, whether ranks draw different random numbers. By
+            default they draw the same while model and data are built, and different ones from the first iteration on
+            (see `part_ranks`). True adds the rank to the seed now; False lets all ranks draw the same throughout, as
+            MMEngine does by default: the n-th samples of all ranks get the same dropout mask and the same noise. In all
+            cases, the order of samples depends on `seed` alone, the random numbers of a data loader's workers depend on
+            seed, rank and epoch, and ranks that compute on the same samples together (tensor parallelism) draw the same
+            numbers.
 
     **Collective**: every rank, if no seed is given.
     """
@@ -36,6 +38,20 @@ def set_randomness(randomness: Mapping[str, Any] | None) -> int:
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
     return seed
+
+
+def part_ranks(randomness: Mapping[str, Any] | None, seed: int, shard: int) -> None:
+    """Let ranks that compute on different samples draw different random numbers from now on, unless told otherwise.
+
+    Ranks with the first shard go on with the numbers of one process.
+
+    Args:
+        randomness: as for `set_randomness`.
+        seed: the seed, the same on every rank.
+        shard: the number of this rank's shard of the data.
+    """
+    if shard > 0 and (randomness or {}).get("diff_rank_seed") is None:
+        seed_all(seed + shard)
 
 
 def set_random_seed(seed: int | None = None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:

@@ -59,8 +59,9 @@ class Session:
             float32.
         resume: resume from `load_from`, or from the last checkpoint in the work_dir if there is one.
         load_from: a checkpoint, a folder or a file of weights; see `Runner`.
-        **options: further arguments of `Runner`: `launcher`, `env_cfg`, `randomness`, `visualizer`, `default_hooks`,
-            `custom_hooks`, `experiment_name`, `log_level`, `compile`, `default_scope`, `stop_signals`.
+        **options: further arguments of `Runner`: `launcher`, `env_cfg`, `resume_options`, `randomness`,
+            `visualizer`, `default_hooks`, `custom_hooks`, `experiment_name`, `log_level`, `compile`, `default_scope`,
+            `stop_signals`.
 
     **Collective**: every rank.
 
@@ -165,7 +166,8 @@ class Session:
             dataloader: a `DataLoader` over all data, or the config of one; see `build_dataloader`. Without a length,
                 as of a stream, it is gone through by `iterations`.
             schedulers: objects with `state_dict()` and `load_state_dict()` in JSON values, such as torch's schedulers
-                of learning rates. They are saved and resumed; the loop steps them.
+                of learning rates. They are saved and resumed; the loop steps them, and may do so after the batches of
+                an epoch, whose checkpoint is saved at the end of the loop's body then.
 
         Returns:
             The module, on its device; the optim wrapper; and the loader of this rank's batches, which are moved to the
@@ -265,8 +267,12 @@ class Session:
 
     @property
     def is_update(self) -> bool:
-        """Whether the last `step` ended in an update: the moment to step a scheduler that counts updates."""
-        return self.run.optim_wrapper.should_update()
+        """Whether the last `step` ended in an update: the moment to step a scheduler that counts updates.
+
+        False where float16 has skipped the update, because gradients were not finite.
+        """
+        wrapper = self.run.optim_wrapper
+        return wrapper.should_update() and not wrapper.has_skipped
 
     def log(self, **values: Any) -> None:
         """Record numbers or scalar tensors of the present iteration; records hold means over samples and ranks."""

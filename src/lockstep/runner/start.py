@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from lockstep.checkpoint.hold import Hold
 from lockstep.config import Config
 from lockstep.dist import get_dist_info, infer_launcher, init_dist, is_distributed, is_main_process, run_on_main
 from lockstep.errors import ConfigError, require_known
@@ -42,8 +43,11 @@ def open_workspace(
     if trains:
         resuming.check_writable(folders)
     resuming.clear_drafts(folders if trains else folders[:1])  # first of all: they may fill the disk
+    hold = Hold()
     resume_from, skipped = (
-        resuming.find_resumption(load_from, folders, asked=args.resume) if trains or args.resume else (None, [])
+        resuming.find_resumption(load_from, folders, asked=args.resume, hold=hold)
+        if trains or args.resume
+        else (None, [])
     )
     work_dir = Path(args.work_dir)
     run_dir = make_run_dir(work_dir, args.experiment_name, folders[1:] if trains else ())
@@ -61,6 +65,7 @@ def open_workspace(
         checkpoint_dir=folders[1] / run_dir.name if folders[1:] else run_dir,
         resume_from=resume_from,
         skipped=skipped,
+        hold=hold,
         console=open_console(speaks=rank == 0),
         records=JsonLinesSink(run_dir / "metrics.jsonl"),
         message_hub=message_hub,

@@ -24,9 +24,11 @@ from lockstep.dataset import (
     restore_position,
     without_batches,
 )
+from lockstep.dataset.counted import CountedBatches
 from lockstep.dataset.rank_aware import parts_of
+from lockstep.dataset.sampler import TOLD
 from lockstep.dataset.sharded import drawn_from
-from lockstep.dataset.stream import StreamLoader
+from lockstep.dataset.stream import StreamLoader, orders_differ
 from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
 
 _logger = logging.getLogger(__name__)
@@ -77,8 +79,8 @@ class Passes:
 
     Args:
         loader: this rank's shard of the data.
-        count: returns the size of a batch, if that is not the sampler's number of samples: for instance the number of
-            tokens. If it is given, the ranks exchange the size of every batch.
+        count: returns the size of a batch, if that is not its number of samples: for instance the number of tokens. If
+            it is given, the ranks exchange the size of every batch.
 
     **Collective**: every rank makes it and goes through it. **Cost**: at the beginning, one all_gather_object of a few
     numbers; then, for each batch whose size is not known in advance, one all_gather of 8 bytes.
@@ -102,21 +104,26 @@ class Passes:
 
     def __init__(self, loader: Any, count: Callable[[Any], int] | None = None) -> None:
         self._loader = loader
-        self._count = count or batch_size_of
+        self._count = count
         self._rank, self._world_size = get_rank(), get_world_size()
         own = amount_of(loader) if count is None else None
-        told = all_gather_object((own, length_of(loader), deal_of(loader), _shard_of(loader), _layout_of(loader)))
-        amounts, lengths, deals, self._shards, layouts = (list(column) for column in zip(*told, strict=True))
+        self._is_stream = isinstance(loader, StreamLoader)
+        compares = self._is_stream and loader.dataset.compares
+        told = all_gather_object(
+            (own, length_of(loader), deal_of(loader), _shard_of(loader), _layout_of(loader), compares)
+        )
+        amounts, lengths, deals, self._shards, layouts, compare = (list(column) for column in zip(*told, strict=True))
+        self._compares = all(compare)
         self._layout = [self._world_size, *(layouts[:1] if layouts.count(layouts[0]) == len(layouts) else layouts)]
         self._amounts: list[Amount] | None = None if None in amounts else amounts
         self.lengths: list[int] | None = None if None in lengths else lengths
         self.length = None if self.lengths is None else max(self.lengths)
         self.is_resumable = all(getattr(part, "resumable", True) for part in parts_of(drawn_from(loader)[0]))
         self.deal = deals[0] if self.is_resumable and all(deal == deals[0] for deal in deals) else None
-        self._is_stream = isinstance(loader, StreamLoader)
         self._begin = BEGINNING
         self._resumption: _Resumption | None = None
         self._stand_in: Any = _NONE
+        self._batches: CountedBatches | None = None  # of the last pass
         self._all_have_a_batch = False
 
     def turns(self, begin: Place = BEGINNING) -> Iterator[Turn]:
@@ -133,12 +140,12 @@ class Passes:
                 if index < full:
                     samples = size
                 else:
-                    samples = int(self._count(batch)) if amount is None else amount.size_of(index)
+                    samples = self._size_of(batch, batches) if amount is None else amount.size_of(index)
                 yield Turn(batch, samples, samples, True)
         except Exception:
             if not getattr(self._loader, "persistent_workers", False):
                 # Else its workers live as long as the error is held, and then take torch five seconds each to end.
-                getattr(batches, "_shutdown_workers", _nothing)()
+                batches.shut_down()
             raise
 
     def position(self, epoch: int, turns: int) -> dict[str, Any]:
@@ -217,7 +224,13 @@ class Passes:
         position = None if own is None or self.deal is not None else own["position"]
         self._begin, self._resumption = begin, _Resumption(position, known, head, then)
 
-    def _opened(self, begin: Place) -> tuple[Iterator[Any], list[Amount] | None, int]:
+    def _size_of(self, batch: Any, batches: CountedBatches) -> int:
+        """Return what a batch counts for: as it was asked for, else its number of samples."""
+        if self._count is not None:
+            return int(self._count(batch))  # perhaps a tensor
+        return batch_size_of(batch) if batches.samples is None else batches.samples
+
+    def _opened(self, begin: Place) -> tuple[CountedBatches, list[Amount] | None, int]:
         """Return the batches from `begin` on, the ranks' amounts, and the number of the first of these batches."""
         resumption, self._resumption = self._resumption or _Resumption(), None
         loader, amounts, first, discarded = self._loader, self._amounts, begin.turns, 0
@@ -231,7 +244,7 @@ class Passes:
             loader = without_batches(loader, begin.turns)
             if loader is None:
                 loader, discarded = self._loader, begin.turns
-        batches: Iterator[Any] = iter(loader)
+        batches = self._batches = CountedBatches(loader, self._batches)
         if discarded:
             _logger.warning(
                 "%d batches of %s are read and discarded, to go on after them. Datasets with state_dict and "
@@ -242,10 +255,14 @@ class Passes:
         resumption.then()
         return batches, amounts, first
 
-    def _turns_in_step(self, batches: Iterator[Any], amounts: Sequence[Amount] | None, first: int) -> Iterator[Turn]:
+    def _turns_in_step(self, batches: CountedBatches, amounts: Sequence[Amount] | None, first: int) -> Iterator[Turn]:
         for index in count(first):
             batch = next(batches, _NONE)
-            sizes = self._sizes(amounts, index, batch)
+            if amounts is not None:
+                sizes: Sequence[int | None] = [amount.size_of(index) or None for amount in amounts]
+            else:
+                own = _UNKNOWN if batch is _NONE else self._size_of(batch, batches)
+                sizes = self._told_sizes(own, compares=self._compares and index < first + TOLD)
             if all(size is None for size in sizes):
                 return
             is_own = batch is not _NONE
@@ -255,13 +272,17 @@ class Passes:
             known = [size or 0 for size in sizes]
             yield Turn(self._stand_in, known[self._rank], sum(known) / self._world_size, is_own)
 
-    def _sizes(self, amounts: Sequence[Amount] | None, index: int, batch: Any) -> Sequence[int | None]:
-        """Return the number of samples in each rank's batch; None for ranks that have run out."""
-        if amounts is not None:
-            return [amount.size_of(index) or None for amount in amounts]
-        own = _UNKNOWN if batch is _NONE else int(self._count(batch))  # perhaps a tensor
-        told = [int(size) for size in all_gather(torch.tensor(own))]
-        return [None if size == _UNKNOWN else size for size in told]
+    def _told_sizes(self, own: int, *, compares: bool) -> list[int | None]:
+        """Return the number of samples in each rank's batch; None for ranks that have run out.
+
+        With `compares`, the ranks also compare the first samples of the stream.
+        """
+        row = [own, *[*self._loader.head, *[_UNKNOWN] * TOLD][:TOLD]] if compares else [own]
+        told = [row.tolist() for row in all_gather(torch.tensor(row))]
+        for rank, (_, *head) in enumerate(told):
+            if any(now != then for now, then in zip(head, told[0][1:], strict=True) if _UNKNOWN not in (now, then)):
+                raise orders_differ(self._loader.dataset.dataset, f"between rank 0 and rank {rank}")
+        return [None if size == _UNKNOWN else size for size, *_ in told]
 
     def _serve(self, held: list[bool]) -> None:
         """Make sure that every rank has a batch to take its turn with; needed at the first turn only."""
@@ -274,14 +295,18 @@ class Passes:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers on exit, such as the running statistics of BatchNorm."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    """Restore the model's buffers on exit, such as the running statistics of BatchNorm, also if others replace them."""
+    held = [(module, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in before:
+            for buffer, value in values:
                 buffer.copy_(value)
+        for module, buffers in held:
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def _shard_of(loader: Any) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias, overload
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.dist import get_dist_info, get_world_size
 from lockstep.errors import ConfigError
+from lockstep.groups import this_rank
 from lockstep.model import compile_in_place
 from lockstep.optim import OptimWrapper, ParamScheduler, build_param_schedulers
 from lockstep.registry import MODELS, STRATEGIES
@@ -90,9 +92,11 @@ class Strategy(ABC):
         **Collective**: every rank, once.
 
         Raises:
-            ConfigError: `param_scheduler` is given without an optimizer, or with several.
+            ConfigError: `param_scheduler` is given without an optimizer, or with several; or a parameter of a lazy
+                module, such as `LazyLinear`, has no shape yet.
         """
         built: nn.Module = MODELS.build(model) if isinstance(model, Mapping) else model
+        _refuse_lazy(built)
         if compile is not False:
             options = compile if isinstance(compile, Mapping) else {}
             compile_in_place(built, self.compiled_parts(built), options)
@@ -172,6 +176,18 @@ class Strategy(ABC):
         model is prepared.
         """
         return get_dist_info()
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and is_lazy(tensor):
+                path = f"{prefix}.{name}" if prefix else name
+                raise ConfigError(
+                    f"`{path}` must have a shape before the model is prepared, but {type(module).__name__} takes it "
+                    f"from its first batch ({this_rank()}). Call the model once with a batch, under torch.no_grad(), "
+                    "before you hand it in"
+                )
 
 
 def build_strategy(strategy: Strategy | Mapping[str, Any] | str | None) -> Strategy:

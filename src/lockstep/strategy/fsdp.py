@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from lockstep.model.shards import reshard
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import OptimLike, Prepared
 from lockstep.strategy.native import NativeStrategy
+from lockstep.strategy.optimizer_trial import check_by_trial, shards
 
 _REFUSED = {
     LBFGS: "works on all parameters in one vector. Use AdamW or SGD",
@@ -74,7 +74,7 @@ class FSDPStrategy(NativeStrategy):
 
         Raises:
             ConfigError: the given optimizer already has a state, or has parameters of another model, or cannot update
-                shards correctly; see `_check_optimizer`.
+                shards correctly; see `_check_optimizer` and `check_by_trial`.
         """
         # By id: references to the tensors would keep the whole model in memory while it is sharded.
         names = {id(parameter): name for name, parameter in unwrap_model(model).named_parameters()}
@@ -83,6 +83,8 @@ class FSDPStrategy(NativeStrategy):
             for optimizer in wrapper.optimizers:
                 _hand_over(optimizer, self.core(), names)
                 _check_optimizer(optimizer, self.core())
+                if not type(optimizer).__module__.startswith("torch.optim."):
+                    check_by_trial(optimizer)
         if isinstance(model, MMFullyShardedDataParallel) and model.tensor_mesh is not None:
             sync_random_state(model.tensor_mesh)
         return model, wrapper
@@ -139,12 +141,14 @@ def _hand_over(optimizer: Optimizer, core: nn.Module, names: Mapping[int, str]) 
                 continue
             # The optimizer has kept this tensor alive, so no other tensor has its id.
             name = names.get(id(parameter))
-            if name is None or parameter in optimizer.state:
+            # Schedule-free optimizers leave an empty state where their `train` looks for one.
+            if name is None or optimizer.state.get(parameter):
                 what = "parameters of another model" if name is None else "a state already"
                 raise ConfigError(
                     f"`optimizer` must be new and made for the model that is sharded, but {type(optimizer).__name__} "
                     f"has {what}. Give its config instead, as in dict(type='{type(optimizer).__name__}', lr=...)"
                 )
+            optimizer.state.pop(parameter, None)
             group["params"][index] = present[name]
 
 
@@ -193,22 +197,16 @@ def _reason(optimizer: Optimizer, parameter: Tensor) -> str | None:
     for kind, reason in _REFUSED.items():
         if isinstance(optimizer, kind):
             return reason
-    if isinstance(optimizer, Muon) and parameter.shape[0] < _shards(parameter, 0):
+    if isinstance(optimizer, Muon) and parameter.shape[0] < shards(parameter, 0):
         return (
-            f"fails where there are more shards, {_shards(parameter, 0)}, than rows, {parameter.shape[0]}. Shard over "
+            f"fails where there are more shards, {shards(parameter, 0)}, than rows, {parameter.shape[0]}. Shard over "
             "fewer ranks with device_mesh=(replicas, shards)"
         )
     if parameter.is_complex() and not isinstance(optimizer, SGD):
-        uneven = [dim for dim, size in enumerate(parameter.shape) if size % _shards(parameter, dim)]
+        uneven = [dim for dim, size in enumerate(parameter.shape) if size % shards(parameter, dim)]
         if uneven:
             return (
                 f"goes wrong on complex numbers in uneven shards: dim {uneven[0]} has {parameter.shape[uneven[0]]} "
-                f"elements for {_shards(parameter, uneven[0])} ranks. Use SGD, a number of ranks that divides it"
+                f"elements for {shards(parameter, uneven[0])} ranks. Use SGD, a number of ranks that divides it"
             )
     return None
-
-
-def _shards(parameter: DTensor, dim: int) -> int:
-    """Return into how many shards a dim is divided, over all axes of the mesh."""
-    placements = enumerate(parameter.placements)
-    return prod(parameter.device_mesh.size(axis) for axis, placement in placements if placement.is_shard(dim))

@@ -57,6 +57,10 @@ class GradientFlow:
                     earliest[index] = min(number, earliest.get(index, number))
         return sorted(earliest, key=lambda index: (-earliest[index], index))
 
+    def reached(self, loss: Tensor) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that a loss reaches, with their names."""
+        return [(self.names[index], self.parameters[index]) for index in self.arrivals(loss)]
+
     def reach(self, loss: Tensor, indices: Iterable[int]) -> Tensor:
         """Return the loss, changed so that its backward pass gives these parameters gradients of 0."""
         parameters = [self.parameters[index] for index in indices]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection
+from itertools import chain
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
+from lockstep.groups import this_rank
 from lockstep.model import is_model_wrapper, unwrap_model
 from lockstep.optim import OptimWrapper, build_optim_wrapper
 from lockstep.strategy.base import ModelState, OptimLike, OptimState, Prepared, Strategy
@@ -32,7 +34,17 @@ class NativeStrategy(Strategy):
     _optim_wrapper: OptimWrapper | None = None
 
     def to_device(self, model: nn.Module) -> nn.Module:
-        """Return `model` on this rank's device."""
+        """Return `model` on this rank's device.
+
+        Raises:
+            ConfigError: a parameter or buffer is on the meta device.
+        """
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"`{name}` must have values, but is on the meta device ({this_rank()}). Use strategy 'fsdp', which "
+                    "materializes such a model part by part, or make it on a device"
+                )
         return model.to(torch.device(get_device()))
 
     @abstractmethod

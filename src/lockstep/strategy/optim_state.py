@@ -45,12 +45,14 @@ def read_optim_state(core: nn.Module, optimizers: Iterable[Optimizer]) -> OptimS
         own = _names_by_group(optimizer, names)
         by_index = list(chain(*own))
         packed = optimizer.state_dict()
-        for index, entry in packed["state"].items():
-            if not isinstance(index, int):
+        for name in [*sorted(packed.keys() - {"state", "param_groups"}), *packed.get("state", ())]:
+            if not isinstance(name, int):
                 raise ConfigError(
                     f"`optimizer` must keep its state by parameter, but {type(optimizer).__name__} also keeps "
-                    f"{index!r}, which has no name in a checkpoint. Keep it in a parameter's state, or in a group"
+                    f"{name!r}, which has no name in a checkpoint. Keep it in a parameter's state, or in a group; or "
+                    "save without the optimizer's state, by CheckpointHook(save_optimizer=False)"
                 )
+        for index, entry in packed["state"].items():
             if entry:
                 entries[by_index[index]] = dict(entry)
         groups += named_groups(packed["param_groups"], own)
@@ -99,10 +101,12 @@ def write_entries(
     packed = optimizer.state_dict()
     groups = [{**own, "params": group["params"]} for group, own in zip(packed["param_groups"], options, strict=True)]
     optimizer.load_state_dict({**packed, "state": dict(entries), "param_groups": groups})
+    # The entries themselves, wherever the optimizer keeps them: one that wraps another one has none in its `state`.
+    loaded = optimizer.state_dict()["state"]
     for index, entry in entries.items():
         # torch rounds all numbers to the parameter's dtype; NAdam's product of momenta loses most of its digits in
         # bfloat16. Source: `Optimizer._process_value_according_to_param_policy` (2.13).
-        held = optimizer.state[parameters[index]]
+        held = loaded[index]
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.shape != parameters[index].shape and held[key].dtype != value.dtype:
                 held[key] = value.to(held[key].device)
@@ -247,6 +251,11 @@ def find_misfit(
         wanted = first(parameters[name].dim())
         if wanted is not None:
             fits = wanted.keys() == entry.keys()
+            if fits and (other := [key for key in entry if _dims(entry[key]) != _dims(wanted[key])]):
+                return (
+                    f"the optimizer's state of {name!r} must have `{other[0]}` with {_dims(wanted[other[0]])} dims, as "
+                    f"{kind.__name__} keeps it, but it has {_dims(entry[other[0]])}. Resume from another checkpoint"
+                )
         else:
             wanted = dict.fromkeys(_ALWAYS[kind]) if kind in _ALWAYS else present
             fits = wanted is None or bool(wanted.keys() & entry.keys())
@@ -257,6 +266,11 @@ def find_misfit(
                 "`load_from` with resume=False"
             )
     return None
+
+
+def _dims(value: Any) -> int:
+    """Return the number of dims of a state's value; 0 also for a number, as some keep their count of steps."""
+    return value.dim() if isinstance(value, Tensor) else 0
 
 
 def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ _CALL = "_compiled_call_impl"  # what `nn.Module.__call__` looks for before anyt
 # Attributes that are the same for a part of a parameter and the whole, or do not depend on its values.
 _HARMLESS = frozenset(
     {"device", "dtype", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "is_cuda", "is_sparse", "names"}
-    | {"shape", "size", "dim", "ndim", "numel", "is_floating_point"}
+    | {"is_meta", "is_complex", "element_size", "shape", "size", "dim", "ndim", "numel", "is_floating_point"}
 )  # fmt: skip
 
 
@@ -129,12 +129,22 @@ class WholeParams(TorchFunctionMode):
     Args:
         core: the module that holds the parameters.
         problem: returns what is wrong with using a parameter in a function of that name; None if nothing is.
+        user: the method of the module that is checked, for messages.
+        owner: what may use the parameter instead, for messages.
     """
 
-    def __init__(self, core: nn.Module, problem: Callable[[Tensor, str], str | None]) -> None:
+    def __init__(
+        self,
+        core: nn.Module,
+        problem: Callable[[Tensor, str], str | None],
+        *,
+        user: str = "train_step",
+        owner: str = "the model's `forward`",
+    ) -> None:
         super().__init__()
         self._core = core
         self._problem = problem
+        self._user, self._owner = user, owner
         self._is_paused = False
 
     @contextmanager
@@ -163,7 +173,7 @@ class WholeParams(TorchFunctionMode):
             if isinstance(value, nn.Parameter) and (problem := self._problem(value, name)) is not None:
                 path = next((path for path, own in self._core.named_parameters() if own is value), "a parameter")
                 raise ConfigError(
-                    f"`train_step` of {type(self._core).__name__} must leave {path!r} to the model's `forward`, "
+                    f"`{self._user}` of {type(self._core).__name__} must leave {path!r} to {self._owner}, "
                     f"but used it in `{name}` ({this_rank()}): {problem}"
                 )
 
@@ -203,6 +213,18 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype, which: Iterable[int | str
         return tuple(map(cast, range(len(args)), args)), {key: cast(key, value) for key, value in kwargs.items()}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def called_by(package: str, besides: str) -> bool:
+    """Return whether code of a package has called torch, other than that of the module `besides` in it."""
+    frame: FrameType | None = sys._getframe(2)
+    passed = ("torch", "lockstep", besides)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not any(name == other or name.startswith(f"{other}.") for other in passed):
+            return bool(name.startswith(f"{package}."))
+        frame = frame.f_back
+    return False
 
 
 def called_from(package: str) -> bool:

@@ -12,6 +12,10 @@ from torch.optim import LBFGS, Optimizer
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
 
+_ELEMENTWISE = (
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD,
+    torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
+)  # fmt: skip
 _CHANGES = {"unfrozen": False, "frozen": True}  # and whether a parameter was trained before
 
 
@@ -62,6 +66,15 @@ def leave_out_frozen(optimizer: Optimizer) -> None:
             "`optimizer` must have parameters that require a gradient, but all of its parameters are frozen. Unfreeze "
             "some, or call val() or test() instead of train()"
         )
+
+
+def updates_elementwise(optimizer: Optimizer | None) -> bool:
+    """Return whether an optimizer is known to update each element independently.
+
+    Parameters that an engine has concatenated and cut then give the same result. An optimizer's class says so by an
+    attribute of its own, `is_elementwise`, that is True; of torch's optimizers it is known.
+    """
+    return type(optimizer) in _ELEMENTWISE or vars(type(optimizer)).get("is_elementwise") is True
 
 
 def refuse_lbfgs(optimizer: Optimizer | None, engine: str) -> None:

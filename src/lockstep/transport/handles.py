@@ -82,7 +82,7 @@ class PairwiseHandle(Handle):
             self.is_completed()  # a receive that times out itself closes all connections of the group (gloo)
         if self._outcome is None:
             return self._complete()
-        with _waiting(self._comm):
+        with waiting(self._comm):
             try:
                 return self._outcome.result(None if timeout is None else timeout.total_seconds())
             except TimeoutError as error:
@@ -155,7 +155,7 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
 
 
 @contextmanager
-def _waiting(comm: Comm) -> Iterator[None]:
+def waiting(comm: Comm) -> Iterator[None]:
     """Let the watch know that this rank waits, as `wait_for` does."""
     calls = comm.calls
     if calls is not None:

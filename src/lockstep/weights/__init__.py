@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.location import RemotePath, locate
-from lockstep.weights.description import describe_model
+from lockstep.weights.description import describe_model, sized_on_loading
 from lockstep.weights.export import Exported, export_checkpoint
 from lockstep.weights.loading import Weights, load_checkpoint, load_weights
 from lockstep.weights.saving import save_pretrained
@@ -24,5 +24,6 @@ __all__ = [
     "locate",
     "open_source",
     "save_pretrained",
+    "sized_on_loading",
     "told_left_out",
 ]

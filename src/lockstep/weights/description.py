@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.errors import ConfigError, error_in_words
 
@@ -66,6 +67,21 @@ def tied_names(model: nn.Module) -> list[list[str]]:
         for name in getattr(module, "all_tied_weights_keys", None) or ()
     }
     return [sorted(same, key=filled.__contains__) for same in names.values() if len(same) > 1]
+
+
+def sized_on_loading(model: nn.Module) -> set[str]:
+    """Return the names of the buffers whose modules load them in a way of their own, and may resize them.
+
+    Those are the observers of quantization-aware training, and others that size a buffer at the first batch. Batch
+    norms override only what they do with old files.
+    """
+    usual = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        if type(module)._load_from_state_dict not in usual
+        for name, _ in module.named_buffers(recurse=False)
+    }
 
 
 def _pretrained_within(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:

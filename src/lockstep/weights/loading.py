@@ -164,12 +164,13 @@ def _own_rows(tensor: Tensor) -> slice | None:
 def _renamed(stored: Mapping[str, Any], weights: Weights, own: Mapping[str, Any]) -> dict[str, str]:
     """Return the names under which weights are loaded, each with its name where it is stored."""
     origins = {}
+    plain = {_without_compiled(name): name for name in own}
     for stored_name in stored:
         name = stored_name
         if weights.revise_keys is not REVISE_KEYS or name not in own:
             for pattern, replacement in weights.revise_keys:
                 name = re.sub(pattern, replacement, name)
-        origins[name] = stored_name
+        origins[name if name in own else plain.get(_without_compiled(name), name)] = stored_name
     if any(name in own for name in origins):
         return origins
     if prefix := _missing_prefix(own, origins):
@@ -181,6 +182,11 @@ def _renamed(stored: Mapping[str, Any], weights: Weights, own: Mapping[str, Any]
         )
         return {name.removeprefix(prefix): origin for name, origin in origins.items()}
     return origins
+
+
+def _without_compiled(name: str) -> str:
+    """Return a name without the parts that `torch.compile` of a module, also of an inner one, puts into it."""
+    return name.replace("_orig_mod.", "")
 
 
 def _missing_prefix(long: Mapping[str, Any], short: Mapping[str, Any]) -> str | None:

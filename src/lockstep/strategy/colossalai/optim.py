@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from lockstep.errors import ConfigError
 from lockstep.optim import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.strategy.gradient_flow import GradientFlow
+from lockstep.strategy.held_gradients import HeldGradients
+from lockstep.strategy.masters import Masters
 
 
 class Drive(NamedTuple):
@@ -25,6 +27,8 @@ class Drive(NamedTuple):
             `backward` with.
         flow: finds the parameters that losses reach; needed with ZeRO.
         sends_as_they_come: whether ZeRO sends gradients during the backward pass, in the order in which they arrive.
+        masters: its master weights.
+        held: stands for the gradients that ZeRO holds.
     """
 
     engine: Any
@@ -33,6 +37,8 @@ class Drive(NamedTuple):
     in_pipeline: bool
     flow: GradientFlow | None
     sends_as_they_come: bool
+    masters: Masters
+    held: HeldGradients
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -49,6 +55,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
     """
 
     _drive: Drive | None = None
+    _goes_on = False  # from a backward pass to the update, without code of the user's between
 
     @classmethod
     def of(cls, wrapper: OptimWrapper) -> ColossalAIOptimWrapper:
@@ -78,7 +85,7 @@ class ColossalAIOptimWrapper(OptimWrapper):
 
         Raises:
             ConfigError: ZeRO sends gradients as they arrive, and the ranks' losses reach different parameters, or the
-                same ones in a different order.
+                same ones in a different order; or the gradients of an earlier pass were changed.
             RuntimeError: the model is in stages, which have no loss to call `backward` with; call `train_step`.
         """
         drive = self._attached()
@@ -87,6 +94,8 @@ class ColossalAIOptimWrapper(OptimWrapper):
                 "a model with `pp_size` above 1 must be trained by its `train_step`, because forward and backward "
                 "passes of its stages are one, but `update_params` or `backward` was called"
             )
+        drive.held.release()
+        reached = [] if self._goes_on or drive.flow is None else drive.flow.reached(loss)
         if drive.flow is not None and drive.engine.require_grad_sync:
             if drive.sends_as_they_come:
                 drive.flow.check_order(loss, "Use stage=1 with overlap_communication=False, or strategy 'ddp'")
@@ -94,6 +103,17 @@ class ColossalAIOptimWrapper(OptimWrapper):
                 loss = drive.flow.reach_alike(loss)
         drive.engine.backward(loss, **kwargs)
         self._windows.add()
+        drive.held.hold(reached)
+
+    def update_params(
+        self, loss: Tensor, step_kwargs: Mapping[str, Any] | None = None, zero_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Run the backward pass; at the end of a window update the parameters and clear the gradients."""
+        self._goes_on = True
+        try:
+            super().update_params(loss, step_kwargs, zero_kwargs)
+        finally:
+            self._goes_on = False
 
     def update_by(self, model: nn.Module, run: Callable[[float], None]) -> None:
         """Do what `update_params` does, for a pipeline that runs forward and backward passes together.
@@ -114,16 +134,21 @@ class ColossalAIOptimWrapper(OptimWrapper):
     def step(self, **kwargs: Any) -> None:
         """Clip the gradients, then let the optimizer update the parameters."""
         drive = self._attached()
+        drive.held.release()
         self._even_out()
         if self.clip_grad is not None and not drive.clips:
             self._clip_grad()
+        drive.masters.follow()
         drive.engine.step(**kwargs)
+        drive.masters.record()
         if self.clip_grad is not None and drive.clips:
             self._grad_norm = torch.tensor(float(drive.engine.get_grad_norm()))
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
-        self._attached().engine.zero_grad(**kwargs)
+        drive = self._attached()
+        drive.held.drop()
+        drive.engine.zero_grad(**kwargs)
 
     def left_out(self, model: nn.Module) -> list[str]:
         """Return an empty list: the engine holds other tensors, and refuses parameters that it does not train."""

@@ -14,7 +14,7 @@ from lockstep.device import get_device
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError, did_you_mean, require_count
 from lockstep.strategy.colossalai.pipeline import Cutting
-from lockstep.strategy.trainable import check_kinds, refuse_lbfgs
+from lockstep.strategy.trainable import check_kinds, refuse_lbfgs, updates_elementwise
 
 _CLASSES: Mapping[str, str] = {
     "ddp": "TorchDDPPlugin",
@@ -44,8 +44,8 @@ _REFUSED: Mapping[str, str] = {
         "strategy='fsdp', which is PyTorch's FSDP as well"
     ),
 }
-# Optimizers that use a parameter as a whole, not each of its numbers independently.
-_WHOLE_PARAMETERS = frozenset({"Adafactor", "Muon", "SparseAdam"})
+# ColossalAI's optimizers that update each element independently, as those of torch do that are known.
+_ELEMENTWISE = frozenset({"CPUAdam", "FusedAdam", "FusedSGD", "HybridAdam"})
 
 
 class PluginChoice:
@@ -105,12 +105,12 @@ class PluginChoice:
         Raises:
             ConfigError: the model, the optimizer or the number of ranks does not fit.
         """
-        name = type(optimizer).__name__
         refuse_lbfgs(optimizer, "ColossalAI")
-        if (self.zero_stage or self.tp_size * self.pp_size > 1) and name in _WHOLE_PARAMETERS:
+        if (self.zero_stage or self.tp_size * self.pp_size > 1) and not _is_elementwise(optimizer):
             raise ConfigError(
-                f"`optimizer` must update each number by itself, because {self.kind!r} hands it shards, but is {name}. "
-                "Use AdamW or SGD, or plugin='ddp'"
+                f"`optimizer` must update each number by itself, because {self.kind!r} hands it shards, but is "
+                f"{type(optimizer).__name__}, which is not known to do so. Use AdamW or SGD, plugin='ddp' or strategy "
+                "'ddp', or set `is_elementwise = True` on its class if it does"
             )
         if self.clips:
             engine = f"ColossalAI's {self.kind!r}"
@@ -204,6 +204,12 @@ class PluginChoice:
             )
         for name, value in given.items():
             require_count(name, value)
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    is_colossalais = kind.__module__.startswith("colossalai.") and kind.__name__ in _ELEMENTWISE
+    return is_colossalais or updates_elementwise(optimizer)
 
 
 def name_and_options(plugin: Any) -> tuple[str, dict[str, Any]]:

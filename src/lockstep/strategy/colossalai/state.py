@@ -16,6 +16,7 @@ from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.colossalai.engine import gather_like, is_split, split_like
 from lockstep.strategy.engine_strategy import require_names
+from lockstep.strategy.masters import Masters, newer
 from lockstep.strategy.resharding import shard_rows, template_of_rows
 
 
@@ -47,6 +48,22 @@ class StateTranslator:
         self._masters: dict[int, Tensor] = get_masters() or {}
         # The ranks over which ZeRO has sharded a parameter.
         self._zero_groups: Mapping[Tensor, Any] = getattr(engine, "param_to_pg", {})
+
+    def masters(self, *, offloads: bool) -> Masters:
+        """Return this rank's master weights, which the optimizer updates.
+
+        Args:
+            offloads: whether they are in CPU memory.
+        """
+        named = [(name, own) for name, own in self._core.named_parameters() if id(own) in self._masters]
+        pairs = []
+        for _, param in named:
+            weights, master = param.detach().flatten(), self._masters[id(param)].flatten()
+            group = self._zero_groups.get(param)
+            if group is not None:  # padded to a multiple of the number of ranks
+                weights = weights[group.rank() * master.numel() :][: master.numel()]
+            pairs.append((master[: weights.numel()], weights))
+        return Masters("ColossalAI", named, pairs, offloads=offloads)
 
     def model_state(self) -> ModelState:
         """Return the model's state, in the precision in which it is trained. **Collective**: every rank."""
@@ -213,18 +230,23 @@ class StateTranslator:
             return own
         master = self._masters.get(id(own))
         if master is not None and master.dtype != own.dtype:
-            return self._kept(own, master)
+            return self._kept(own, master, own.detach())
         # ZeRO's shards are not needed here: the tensor that the model computes with is whole.
         return self._portion(gather_like(own.detach(), own, self._tp_group)) if is_split(own) else own.detach()
 
-    def _kept(self, param: Tensor, tensor: Tensor) -> Tensor:
-        """Return the whole tensor of one in the trained form of `param`; if it had to be gathered, this rank's rows."""
+    def _kept(self, param: Tensor, tensor: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the whole tensor of one in the trained form of `param`; if it had to be gathered, this rank's rows.
+
+        If `tensor` is a master, `weights` are the model's, which may have been written since the last update.
+        """
         group = self._zero_groups.get(param)
+        if group is not None:
+            flat = torch.cat(all_gather(tensor.detach().flatten(), group=group))
+            tensor = flat[: param.numel()].view(param.shape)
+        if weights is not None:
+            tensor = newer(tensor, weights)
         if group is None and not is_split(param):
             return tensor.detach()
-        if group is not None:
-            flat = torch.cat(all_gather(tensor.flatten(), group=group))
-            tensor = flat[: param.numel()].view(param.shape)
         return self._portion(gather_like(tensor, param, self._tp_group))
 
     def _own_shard(self, param: Tensor, full: Tensor) -> Tensor:

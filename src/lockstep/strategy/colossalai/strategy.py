@@ -28,6 +28,7 @@ from lockstep.strategy.colossalai.stages import Inventory, PipelineStateTranslat
 from lockstep.strategy.colossalai.state import StateTranslator
 from lockstep.strategy.engine_strategy import EngineStrategy
 from lockstep.strategy.gradient_flow import GradientFlow
+from lockstep.strategy.held_gradients import HeldGradients
 from lockstep.strategy.own_steps import WholeParams, called_from, cast_inputs, cast_parts
 from lockstep.strategy.trainable import leave_out_frozen, max_norm_of
 
@@ -134,6 +135,8 @@ class ColossalAIStrategy(EngineStrategy):
                 in_pipeline=in_pipeline,
                 flow=GradientFlow(model) if self._choice.zero_stage and not in_pipeline else None,
                 sends_as_they_come=self._choice.zero_stage == 2 or bool(options.get("overlap_communication", True)),
+                held=HeldGradients("ColossalAI"),
+                masters=translator.masters(offloads=bool(options.get("cpu_offload"))),
             )
             wrapper.attach(drive)
         cast_inputs(model, self._choice.dtype)

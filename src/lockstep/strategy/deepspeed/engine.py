@@ -17,18 +17,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.device import get_device
 from lockstep.dist import broadcast, get_backend, get_local_rank, get_rank, get_world_size, init_dist, is_distributed
 from lockstep.engines import adopt_group, load_engine, undisturbed
-from lockstep.errors import ConfigError, message_of
+from lockstep.errors import ConfigError, listed, message_of
+from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper, steps
 from lockstep.model.autograd_graph import refuse_second_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.registry import MODEL_WRAPPERS
-from lockstep.strategy.own_steps import OwnStep, WholeParams, called_from, cast_inputs, cast_parts
+from lockstep.strategy.own_steps import OwnStep, WholeParams, called_by, called_from, cast_inputs, cast_parts
 from lockstep.strategy.trainable import TrainableParams
 
 _RULE = (
     "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters from all"
 )
 _REMEDY = "Let every rank call all of them, or use stage=1"
+_FIRST, _EVERY = 3, 50  # forward passes at stage 3 in which uses of parameters are checked
 
 
 def join_engine() -> None:
@@ -140,13 +142,36 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
             self._own_step = OwnStep(self, self.module, model, guard, always=True)
         cast_parts(self.module, dtype)
         self._order = _watch_calls(self.module) if self.forward_is_collective else None
+        self._passes = 0
+        self._inner_guard: WholeParams | None = None
+        self._placeholders: Placeholders | None = None
+        if self.forward_is_collective:
+            self._inner_guard = WholeParams(
+                self.module, _problem_of_placeholders, user="forward", owner="the module that holds it"
+            )
+            self._placeholders = Placeholders(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model through the engine, which also runs the backward pass."""
+        """Call the model through the engine, which also runs the backward pass.
+
+        Raises:
+            ConfigError: at stage 3, the model uses a parameter outside of the module that holds it, where it is not
+                gathered, or calls a module with other weights, or the ranks call different layers; checked in the first
+                passes and every fiftieth.
+        """
         own_step = nullcontext() if self._own_step is None else self._own_step.forward()
         order = nullcontext() if self._order is None else self._order.compared()
-        with self._local_rank_known(), own_step, order:
-            return self.model(*args, **kwargs)
+        with self._local_rank_known(), own_step, order, self._whole_params():
+            try:
+                return self.model(*args, **kwargs)
+            except AttributeError as error:
+                if "no attribute 'ds_" not in message_of(error):  # of a tensor that has taken a parameter's place
+                    raise
+                raise ConfigError(
+                    f"`forward` of {type(self.module).__name__} must call its modules with their own weights at ZeRO "
+                    f"stage 3, which gathers these, but calls one with others ({this_rank()}), as "
+                    "torch.func.functional_call does. Use stage=2, or strategy 'fsdp'"
+                ) from error
 
     @contextmanager
     def step_context(self, optim_wrapper: Any) -> Iterator[None]:
@@ -157,9 +182,11 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         Raises:
             RuntimeError: the user's own step bypasses the optim wrapper.
             ConfigError: at stage 3, it uses or changes parameters outside the model's `forward`, or the ranks call
-                different layers; or parameters have been frozen or unfrozen since the model was prepared.
+                different layers; or parameters have been frozen or unfrozen since the model was prepared, or at stage
+                3 written.
         """
         self._trainable.check()
+        self._check_placeholders()
         try:
             own_step = nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper)
             with self._local_rank_known(), own_step:
@@ -174,6 +201,7 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Compute in the same precision as the engine does in training."""
+        self._check_placeholders()
         with self._local_rank_known(), autocast_of(self.model):
             yield
 
@@ -181,6 +209,16 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
     def num_parameters(self) -> int:
         """Number of elements of all parameters, counting sharded ones in full."""
         return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.module.parameters())
+
+    def _whole_params(self) -> AbstractContextManager[Any]:
+        """Return the context that checks the uses of parameters in a forward pass, if it is due."""
+        number, self._passes = self._passes, self._passes + 1
+        is_due = number < _FIRST or number % _EVERY == 0
+        return self._inner_guard if is_due and self._inner_guard is not None else nullcontext()
+
+    def _check_placeholders(self) -> None:
+        if self._placeholders is not None:
+            self._placeholders.check()
 
     def _local_rank_known(self) -> AbstractContextManager[None]:
         return environ_with_local_rank() if self.forward_is_collective else nullcontext()
@@ -223,6 +261,60 @@ def _watch_calls(module: nn.Module) -> CallOrder:
     for index, layer in enumerate(layers.values()):
         layer.register_forward_pre_hook(lambda *_, index=index: order.call(index), prepend=True)
     return order
+
+
+class Placeholders:
+    """Notices what is written into parameters at stage 3 while they are not gathered, and would be lost.
+
+    A write in place through `parameter.data` is not seen.
+
+    Args:
+        module: the module, whose parameters the engine has replaced by empty tensors.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = {parameter: name for name, parameter in module.named_parameters() if hasattr(parameter, "ds_id")}
+        self._versions = {parameter: parameter._version for parameter in self._names}
+        for parameter in self._names:
+            # After each pass, and at the end of `GatheredParameters`, whose writes are kept.
+            parameter.partition = self._recording(parameter, parameter.partition)  # type: ignore[attr-defined]
+
+    def check(self) -> None:
+        """Check that no parameter has been written since it was last put in pieces.
+
+        Raises:
+            ConfigError: one has.
+        """
+        written = [name for parameter, name in self._names.items() if parameter._version != self._versions[parameter]]
+        if written:
+            raise ConfigError(
+                f"parameters must be written inside `deepspeed.zero.GatheredParameters(parameter, modifier_rank=0)` at "
+                f"ZeRO stage 3, where each rank has its share of them between forward passes, but {listed(written)} "
+                f"{'was' if len(written) == 1 else 'were'} written outside of it ({this_rank()}), which would be lost. "
+                "Write there, or use stage=2 or strategy 'fsdp'"
+            )
+
+    def _recording(self, own: nn.Parameter, partition: Callable[..., Any]) -> Callable[..., Any]:
+        def partition_and_record(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+            result = partition(param_list, *args, **kwargs)
+            for parameter in [own] if param_list is None else param_list:
+                self._versions[parameter] = parameter._version
+            return result
+
+        return partition_and_record
+
+
+def _problem_of_placeholders(parameter: Any, function: str) -> str | None:
+    """Return why a torch function called in the forward pass can't use a parameter at stage 3; None if it can."""
+    if not hasattr(parameter, "ds_numel") or parameter.numel() == parameter.ds_numel:
+        return None
+    # DeepSpeed's own `linear` takes the place of torch's.
+    if called_by("deepspeed", besides="deepspeed.runtime.zero.linear"):
+        return None
+    return (
+        "at ZeRO stage 3 a parameter is whole only while its own module runs. Look it up as an attribute of that "
+        "module whenever it is used, not in a list or by `named_parameters()`; or use stage=2"
+    )
 
 
 def _problem_of_partitions(parameter: Any, function: str) -> str | None:

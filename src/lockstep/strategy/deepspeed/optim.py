@@ -15,14 +15,17 @@ from torch.optim import Optimizer
 from lockstep.dist import all_reduce, get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, listed
+from lockstep.groups import this_rank
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
 from lockstep.strategy.deepspeed.engine import autocast_of
 from lockstep.strategy.gradient_flow import GradientFlow
+from lockstep.strategy.held_gradients import HeldGradients
 
 if TYPE_CHECKING:
     from lockstep.strategy.deepspeed.state import EngineState
+    from lockstep.strategy.masters import Masters
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +68,11 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
     _engine: Any = None
     _state: EngineState | None = None
+    _masters: Masters | None = None
     _went_back = False
+    _holds = False  # gradients since the last update
+    _is_summed = False  # over the ranks, since the last update
+    _goes_on = False  # to the update, without code of the user's between
     _flow: GradientFlow | None = None
     # Indices in the flow of the parameters reached in the first window; None after that window.
     _reached: set[int] | None = None
@@ -74,7 +81,9 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """Set the engine that this wrapper controls, and the view of its state."""
         self._engine = engine
         self._state = state
+        self._masters = state.masters
         self._flow, self._reached = GradientFlow(engine.module), set()
+        self._held = HeldGradients("DeepSpeed")
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Set how many batches there have been and will be; a scheduler of DeepSpeed's config continues from there."""
@@ -107,7 +116,11 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
         **Collective**: every rank.
         """
-        self.backward(self.scale_loss(loss))
+        self._goes_on = True
+        try:
+            self.backward(self.scale_loss(loss))
+        finally:
+            self._goes_on = False
         self.step(**(step_kwargs or {}))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -117,14 +130,21 @@ class DeepSpeedOptimWrapper(OptimWrapper):
 
         Raises:
             ConfigError: at stage 2, or at stage 1 with `overlap_comm`, the ranks' losses reach different parameters, or
-                the same ones in a different order.
+                the same ones in a different order; or the gradients of an earlier pass were changed, or can't be added
+                to.
         """
         ends = self.should_sync()
+        self._held.release()
         self.engine.set_gradient_accumulation_boundary(ends)
+        reached = [] if self._goes_on or self._flow is None or not self._by_zero else self._flow.reached(loss)
         loss = self._reconciled(loss, ends=ends)
+        earlier = self._summed()
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        self._add(earlier)
         self._windows.add()
-        self._went_back = True
+        self._went_back = self._holds = True
+        self._is_summed |= ends
+        self._held.hold(reached)
 
     def step(self, **kwargs: Any) -> None:
         """Let the engine update the parameters if a window ends here, and clear the gradients.
@@ -137,20 +157,36 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                 "`step` must follow `update_params` or `backward` of the optim wrapper, but neither was called: under "
                 "DeepSpeed gradients of a `loss.backward()` are lost. Call optim_wrapper.backward(loss)"
             )
+        self._held.release()
         self._went_back = False
         ends = self.should_update()
         if ends:
+            self._holds = self._is_summed = False
             self._even_out()
         wants_norm = ends and self.clip_grad is not None
-        by_engine = self.engine.zero_optimization_stage() > 0
+        by_engine = self._by_zero
         if wants_norm and not by_engine:  # at stage 0 the engine clips but does not report the norm
             self._grad_norm = gradient_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
+        if ends and self._masters is not None:
+            self._masters.follow()
         self.engine.step(**kwargs)
+        if ends and self._masters is not None:
+            self._masters.record()
         if wants_norm and by_engine:
             self._grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Clear the gradients. After an update, the engine does so automatically."""
+        """Clear the gradients. After an update, the engine does so automatically.
+
+        Raises:
+            ConfigError: ZeRO holds gradients of batches since the last update, which it would not clear.
+        """
+        if self._holds and self._by_zero:
+            raise ConfigError(
+                "`zero_grad` must not be called between a backward pass and the update under DeepSpeed's ZeRO, which "
+                f"would keep the gradients ({this_rank()}). For a batch that is to change nothing, pass a loss times "
+                "0; or use strategy 'ddp' or 'fsdp'"
+            )
         self.engine.optimizer.zero_grad(**kwargs)
 
     def left_out(self, model: nn.Module) -> list[str]:
@@ -178,6 +214,37 @@ class DeepSpeedOptimWrapper(OptimWrapper):
                 "strategy='deepspeed', or to DeepSpeedStrategy.prepare, and use the one that comes back"
             )
         return self._engine
+
+    @property
+    def _by_zero(self) -> bool:
+        """Whether ZeRO holds the gradients in pieces."""
+        return bool(self.engine.zero_optimization_stage() > 0)
+
+    def _summed(self) -> dict[int, list[Tensor]]:
+        """Return the gradients that have been summed over the ranks since the last update.
+
+        **Source**: `DeepSpeedZeroOptimizer` (0.19), of stages 1 and 2, which replaces them at the end of a window.
+
+        Raises:
+            ConfigError: they are in CPU memory, where nothing can be added to them.
+        """
+        if not self._is_summed or self.engine.zero_optimization_stage() not in (1, 2):
+            return {}
+        if self.engine.zero_cpu_offload():
+            raise ConfigError(
+                "`backward` must be called once before `step` under DeepSpeed's stages 1 and 2 with `offload`, which "
+                f"keep the last gradients only, but was called again ({this_rank()}). Add the losses and call it once, "
+                "or use stage=3"
+            )
+        summed = getattr(self.engine.optimizer, "averaged_gradients", {})  # BF16_Optimizer adds by itself
+        return {index: held for index, held in summed.items() if held is not None}
+
+    def _add(self, earlier: dict[int, list[Tensor]]) -> None:
+        """Add gradients of earlier backward passes to those that have replaced them."""
+        for index, gradients in earlier.items():
+            held = self.engine.optimizer.averaged_gradients[index]
+            if held is not gradients:
+                torch._foreach_add_(held, gradients)
 
     def _attached_state(self) -> EngineState:
         _ = self.engine

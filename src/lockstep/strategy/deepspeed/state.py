@@ -15,6 +15,7 @@ from lockstep.model.full_params import gather_full
 from lockstep.strategy import optim_state as canonical
 from lockstep.strategy.base import ModelState, OptimState
 from lockstep.strategy.engine_strategy import require_names
+from lockstep.strategy.masters import Masters, newer
 from lockstep.strategy.resharding import shard_rows, template_of_rows
 
 
@@ -28,6 +29,7 @@ class EngineState:
         engine: the engine.
         groups: for each group of the optimizer, the names of its parameters before ZeRO; empty if there is no
             optimizer.
+        offloads: whether the optimizer's state is in CPU memory.
 
     **Cost**: for `model_state` and `optim_state`, one all-reduce (stages 1, 2) or all-gather (stage 3) per parameter
     and entry of its state; CPU memory for each rank's rows of all tensors, and device memory for one whole tensor at a
@@ -38,15 +40,18 @@ class EngineState:
     (0.19).
     """
 
-    def __init__(self, engine: Any, groups: Sequence[Sequence[str]]) -> None:
+    def __init__(self, engine: Any, groups: Sequence[Sequence[str]], *, offloads: bool = False) -> None:
         self.engine = engine
         self._core: nn.Module = engine.module
         self._stage: int = engine.zero_optimization_stage()
         self._groups = groups
         self._doors = load_engine("deepspeed.utils")
+        self.masters = _masters_of(engine, offloads=offloads) if self._stage > 0 and groups else None
 
     def model_state(self) -> dict[str, Any]:
         """Return the model's state by canonical names; half-precision weights as their float32 masters."""
+        if self._stage == 3 and self.masters is not None:
+            self.masters.follow()
         whole: dict[int, Any] = {}  # tied weights are gathered once
         state: dict[str, Any] = {}
         for name, value in self._core.state_dict(keep_vars=True).items():
@@ -140,7 +145,8 @@ class EngineState:
         if not isinstance(value, nn.Parameter):
             return value
         if self._has_master(value) and (self._stage == 3 or value.dtype != torch.float32):
-            return shard_rows(self._doors.safe_get_full_fp32_param(value))
+            master = self._doors.safe_get_full_fp32_param(value)
+            return shard_rows(master if self._stage == 3 else newer(master, value.detach()))
         if _is_partitioned(value):
             with load_engine("deepspeed").zero.GatheredParameters(value):
                 return shard_rows(value.detach())
@@ -247,6 +253,28 @@ class _GroupState(NamedTuple):
     options: dict[str, Any]
     fills: dict[str, float]
     scalars: dict[str, Any]
+
+
+def _masters_of(engine: Any, *, offloads: bool) -> Masters:
+    """Return the masters of an engine's optimizer.
+
+    **Source**: `DeepSpeedZeroOptimizer`, `BF16_Optimizer`, `DeepSpeedZeroOptimizer_Stage3` (0.19). In float32 without
+    offloading, the masters of stage 3 are the pieces of the parameters themselves; on NVMe there are none in memory.
+    """
+    if engine.zero_optimization_stage() == 3:
+        zero = engine.optimizer
+        pieces = zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True)
+        in_memory = [pair for pair in pieces if pair[1] is not None and pair[0].numel() == pair[1].numel()]
+        return Masters("DeepSpeed", [], in_memory, offloads=offloads)
+    trained = [(name, own) for name, own in engine.module.named_parameters() if hasattr(own, "_hp_mapping")]
+    pairs = []
+    for _, parameter in trained:
+        fragment = parameter._hp_mapping
+        if fragment is not None:  # a part of the parameter is this rank's
+            address = fragment.lp_fragment_address
+            weights = parameter.detach().flatten().narrow(0, address.start, address.numel)
+            pairs.append((fragment.hp_fragment, weights))
+    return Masters("DeepSpeed", trained, pairs, offloads=offloads)
 
 
 def _copied(scalars: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:

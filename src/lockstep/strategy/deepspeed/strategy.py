@@ -29,15 +29,9 @@ from lockstep.strategy.deepspeed.optim import DeepSpeedOptimWrapper, read_optim
 from lockstep.strategy.deepspeed.state import EngineState
 from lockstep.strategy.engine_strategy import EngineStrategy
 from lockstep.strategy.own_steps import cast_inputs, cast_parts
-from lockstep.strategy.trainable import check_kinds, leave_out_frozen, refuse_lbfgs
+from lockstep.strategy.trainable import check_kinds, leave_out_frozen, refuse_lbfgs, updates_elementwise
 
 _UNTESTED = "zero_allow_untested_optimizer"
-
-# Optimizers that update each number independently, so concatenated and cut parameters give the same result.
-_ELEMENTWISE = (
-    torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD,
-    torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
-)  # fmt: skip
 
 
 @STRATEGIES.register_module(name=["DeepSpeedStrategy", "deepspeed"])
@@ -117,7 +111,7 @@ class DeepSpeedStrategy(EngineStrategy):
         )
         groups = _names_by_group(model, optimizer)
         engine = start_engine(model, optimizer, _with_optimizer_rules(config, optimizer))
-        state = EngineState(engine, groups)
+        state = EngineState(engine, groups, offloads=config_rules.offloads_optimizer(config))
         self._state, self._trains = state, True
         clipping = config[config_rules.CLIPPING]
         wrapper = DeepSpeedOptimWrapper(
@@ -210,7 +204,7 @@ def _with_optimizer_rules(config: Mapping[str, Any], optimizer: Optimizer | None
         if kind in ("adam", "adamw"):
             section["params"] = {"torch_adam": True, **section.get("params", {})}
         full["optimizer"] = section
-    elif type(optimizer) in _ELEMENTWISE:
+    elif updates_elementwise(optimizer):
         full.setdefault(_UNTESTED, True)
     elif config_rules.stage_of(full) > 0 and not (is_deepspeeds or full.get(_UNTESTED)):
         raise ConfigError(

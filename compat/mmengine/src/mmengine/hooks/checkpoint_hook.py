@@ -24,6 +24,8 @@ class CheckpointHook(lockstep.hooks.CheckpointHook):
     """Save the model, the optimizer and the progress of training; see `lockstep.hooks.CheckpointHook`.
 
     Args:
+        interval: by default only the last one is saved, as by MMEngine's.
+        by_epoch: the same as there.
         as_files: beside each checkpoint, write a file of its name into the work_dir, as in `epoch_1.pth`, from which
             MMEngine resumes. A file is removed as soon as its checkpoint has been. The file `last_checkpoint` names the
             checkpoint, from which a run here resumes.
@@ -31,6 +33,8 @@ class CheckpointHook(lockstep.hooks.CheckpointHook):
     **Cost**: of `as_files`, rank 0 reads the checkpoint and writes the file, while the others wait.
     """
 
+    interval: int | None = -1
+    by_epoch: bool | None = True
     as_files: bool = False
 
     def __post_init__(self) -> None:

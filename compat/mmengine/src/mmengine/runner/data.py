@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.dist import get_rank
+from lockstep.registry import default_scope
 from mmengine.dataset.utils import worker_init_fn
 from mmengine.registry import FUNCTIONS
 
@@ -25,8 +26,10 @@ def as_mmengine(cfg: Mapping[str, Any], seed: int | None, rank: int | None = Non
         seed: the run's seed; None for workers that seed themselves.
         rank: which rank's loader it is; by default this process's.
     """
+    if (scope := default_scope()) is not None:
+        FUNCTIONS._fill(scope)
     found = {"generator": None, **cfg}
-    found["collate_fn"] = _function(cfg.get("collate_fn", {"type": "pseudo_collate"}))
+    found["collate_fn"] = _in_own_scope(cfg.get("collate_fn", {"type": "pseudo_collate"}))
     is_silent = found.pop("disable_subprocess_warning", False)
     if "worker_init_fn" in cfg:
         found["worker_init_fn"] = _function(cfg["worker_init_fn"])
@@ -39,6 +42,16 @@ def as_mmengine(cfg: Mapping[str, Any], seed: int | None, rank: int | None = Non
             disable_subprocess_warning=is_silent,
         )
     return found
+
+
+def _in_own_scope(cfg: Any) -> Any:
+    """Return the config of a function whose name is looked up in MMEngine's registry, once the dataset has been built.
+
+    The package of the dataset may register it when it is imported.
+    """
+    if isinstance(cfg, Mapping) and isinstance(kind := cfg["type"], str) and "." not in kind:
+        return {**cfg, "type": f"{FUNCTIONS.scope}.{kind}"}
+    return cfg
 
 
 def _function(cfg: Any) -> Callable[..., Any] | None:

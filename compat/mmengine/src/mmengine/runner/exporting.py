@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from lockstep.checkpoint import load_state, read_infos, read_meta, read_tensors
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
 from lockstep.weights import find_checkpoint
+from mmengine.logging import HistoryBuffer
 from mmengine.runner.checkpoint import save_checkpoint
+from mmengine.runner.saved import KEY, regrouped
 from mmengine.version import __version__
 
 __all__ = ["export_checkpoint"]
@@ -42,6 +44,7 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
     if folder is None:
         raise ConfigError(f"`checkpoint` must be a checkpoint, the folder of a run or a work_dir, but is {checkpoint}")
     meta = read_meta(folder)
+    own = meta.get(KEY, {})
     state = OrderedDict(_tensors(folder, "model"))
     content: dict[str, Any] = {
         "meta": {
@@ -50,8 +53,13 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
             "mmengine_version": __version__,
         },
         "state_dict": state,
-        "message_hub": {name: OrderedDict() for name in ("log_scalars", "runtime_info", "resumed_keys")},
-        "param_schedulers": [_schedule(one) for one in meta["param_schedulers"]],
+        "message_hub": {
+            "log_scalars": OrderedDict(
+                (key, HistoryBuffer(values, [1] * len(values))) for key, values in own.get("log_scalars", {}).items()
+            ),
+            "runtime_info": OrderedDict(own.get("runtime_info", {})),
+            "resumed_keys": OrderedDict(),
+        },
     }
     if meta.get("ema", {}).get("steps"):
         trained = {**state, **_tensors(folder, "ema")}
@@ -59,22 +67,26 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
             {"steps": torch.tensor(meta["ema"]["steps"]), **{f"module.{name}": trained[name] for name in state}}
         )
     if several := _optimizers(meta.get("optim_wrapper", {})):
-        del content["param_schedulers"]
         _logger.warning(
             "%s gets no state of the optimizers %s and of their schedules: MMEngine's file has each apart, a "
             "checkpoint of lockstep does not. A training that resumes from the file begins with new ones",
             filename,
             listed(several),
         )
-    elif meta.get("has_optimizer", True):
-        saved = load_state(folder, {"optimizer": {}}, {})["optimizer"]
-        content["optimizer"] = _by_number(saved, [*state])
+    else:
+        groups = None
+        if meta.get("has_optimizer", True):
+            saved = load_state(folder, {"optimizer": {}}, {})["optimizer"]
+            alone = own.get("own_groups", [*state] if len(saved["param_groups"]) > 1 else [])
+            content["optimizer"], groups = _by_number(saved, alone)
+        content["param_schedulers"] = [_schedule(regrouped(one, groups)) for one in meta["param_schedulers"]]
     save_checkpoint(content, filename)
 
 
 def _optimizers(extra_states: Mapping[str, Any]) -> list[str]:
     """Return the names of several optimizers: each has an extra state of its own."""
-    are_several = "loss_scaler" not in extra_states and all(isinstance(one, Mapping) for one in extra_states.values())
+    is_one = not extra_states.keys().isdisjoint(("loss_scaler", "windows"))
+    are_several = not is_one and all(isinstance(one, Mapping) for one in extra_states.values())
     return list(extra_states) if are_several else []
 
 
@@ -82,20 +94,28 @@ def _tensors(folder: Location, part: str) -> dict[str, torch.Tensor]:
     return dict(read_tensors(folder, part, read_infos(folder, part)))
 
 
-def _by_number(saved: Mapping[str, Any], order: list[str]) -> dict[str, Any]:
-    """Return the state of an optimizer as torch has it, which counts the parameters in the order of the model.
+def _by_number(saved: Mapping[str, Any], alone: Sequence[str]) -> tuple[dict[str, Any], list[int]]:
+    """Return the state of an optimizer as torch has it, which counts the parameters.
 
-    As in MMEngine, all parameters are in one group, or each has its own if their options differ.
+    Args:
+        saved: the state.
+        alone: the parameters that are to have a group each, as in MMEngine with a `paramwise_cfg`; none for the groups
+            that are in `saved`.
+
+    Returns:
+        The state, and for each of its groups which one of `saved` it comes from.
     """
-    groups = [{**group, "params": list(group["params"])} for group in saved["param_groups"]]
-    options = {name: group for group in groups for name in group["params"]}
-    names = [name for name in order if name in options]
-    if len(groups) == 1:
-        packed = [{**groups[0], "params": list(range(len(names)))}]
-    else:
-        packed = [{**options[name], "params": [index]} for index, name in enumerate(names)]
-    state = {index: saved["state"][name] for index, name in enumerate(names) if name in saved["state"]}
-    return {"state": state, "param_groups": packed}
+    groups = saved["param_groups"]
+    place = {name: index for index, group in enumerate(groups) for name in group["params"]}
+    names = [name for name in alone or place if name in place]
+    number = {name: index for index, name in enumerate(names)}
+    source = [place[name] for name in names] if alone else list(range(len(groups)))
+    members = [[name] for name in names] if alone else [group["params"] for group in groups]
+    packed = [
+        {**groups[index], "params": [number[name] for name in own]} for index, own in zip(source, members, strict=True)
+    ]
+    state = {number[name]: entry for name, entry in saved["state"].items() if name in number}
+    return {"state": state, "param_groups": packed}, source
 
 
 def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:

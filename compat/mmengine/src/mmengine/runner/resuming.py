@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain, islice
@@ -17,15 +18,18 @@ from lockstep.errors import ConfigError, listed
 from lockstep.hooks import CheckpointHook
 from lockstep.location import locate
 from lockstep.optim import OptimWrapper, OptimWrapperDict
-from lockstep.optim.paramwise import param_sites
 from lockstep.runner.resuming import restore_run
 from lockstep.runner.run import TrainRun
 from lockstep.weights import find_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
+from mmengine.runner.saved import parameter_names, regrouped, restore_hub
 
 __all__ = ["MMEngineFile", "file_to_resume"]
 
 _logger = logging.getLogger(__name__)
+
+# Learning rates and times that a run here records elsewhere: their old values would be shown as the present ones.
+_IS_NOT_UPDATED = re.compile(r"train/(.*\.|base_)?lr|(val|test)/(data_)?time")
 
 
 def file_to_resume(load_from: str | Path | None, work_dir: str | Path) -> str | None:
@@ -94,12 +98,12 @@ class MMEngineFile:
             "position": self._position(run),
             "has_optimizer": "optimizer" in self._content,
             "optim_wrapper": {},
-            "param_schedulers": list(_schedulers(self._content.get("param_schedulers"), run.optim_wrapper)),
+            "param_schedulers": [],
             **self._best(run),
         }
         if "ema_state_dict" in self._content:
             meta["ema"] = {"steps": int(self._content["ema_state_dict"].get("steps", 0))}
-        restore_run(run, meta, partial(self._load, run), Path(self.path))
+        restore_run(run, meta, partial(self._load, run, meta), Path(self.path))
 
     def _position(self, run: TrainRun) -> dict[str, Any]:
         """Return the position in the data, as `Passes.position` does."""
@@ -110,7 +114,7 @@ class MMEngineFile:
         epoch, batches = divmod(done, length) if length else (0, done)
         return {**loop.passes.position(epoch, batches), "head": []}
 
-    def _load(self, run: TrainRun, wanted: dict[str, Any], layout: Any) -> dict[str, Any]:
+    def _load(self, run: TrainRun, meta: dict[str, Any], wanted: dict[str, Any], layout: Any) -> dict[str, Any]:
         """Fill the tensors of `wanted`, as `lockstep.checkpoint.load_state` does from a checkpoint of lockstep."""
         weights: Mapping[str, Any] = self._content["state_dict"]
         saved_ema: Mapping[str, Any] = self._content.get("ema_state_dict", {})
@@ -126,45 +130,56 @@ class MMEngineFile:
         found = {"model": {name: _filled(value, weights[name]) for name, value in wanted["model"].items()}}
         if "ema" in wanted:
             found["ema"] = {name: _filled(value, trained[name]) for name, value in wanted["ema"].items()}
+        schedules = self._content.get("param_schedulers")
         if "optimizer" in wanted:
-            found["optimizer"] = self._optimizers(run, wanted["optimizer"]["param_groups"])
+            groups = wanted["optimizer"]["param_groups"]
+            found["optimizer"], meta["param_schedulers"] = self._optimizers(run, groups, schedules)
+        else:
+            meta["param_schedulers"] = [regrouped(one, None) for one in _schedulers(schedules, run.optim_wrapper)]
         return found
 
-    def _optimizers(self, run: TrainRun, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the state of all optimizers in one; `groups` are those of the run, in the order of its optimizers."""
+    def _optimizers(
+        self, run: TrainRun, groups: Sequence[Mapping[str, Any]], schedules: Any
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the state of all optimizers in one, and the schedules.
+
+        Args:
+            run: the run.
+            groups: its parameter groups, in the order of its optimizers.
+            schedules: what was saved of the schedules.
+        """
         saved, wrapper = self._content["optimizer"], run.optim_wrapper
-        names, trained = list(dict.fromkeys(_names(run))), set(_names(run, trained_only=True))
+        names, trained = list(dict.fromkeys(parameter_names(run))), set(parameter_names(run, trained_only=True))
         if not isinstance(wrapper, OptimWrapperDict):
-            return _optimizer_by_name(saved, names, trained, groups, self.path)
+            state, source = _optimizer_by_name(saved, names, trained, groups, self.path)
+            return state, [regrouped(one, source) for one in _schedulers(schedules, wrapper)]
         if saved.keys() != wrapper.optim_wrappers.keys():
             raise ConfigError(
                 f"{self.path} must have a state of each optimizer of the training, which are {listed(wrapper)}, but "
                 f"has {listed(saved)}. Load the weights alone, without resume"
             )
         joined: dict[str, Any] = {"state": {}, "param_groups": []}
-        remaining = iter(groups)
+        remaining, found = iter(groups), []
+        is_shared = not isinstance(schedules, Mapping)
         for optimizer, one in wrapper.items():
             own = list(islice(remaining, len(one.param_groups)))
-            updated = list(chain.from_iterable(group["params"] for group in own))
-            sizes = [len(group["params"]) for group in saved[optimizer].get("param_groups", ())]
-            if sizes != [len(group["params"]) for group in own]:  # lockstep has joined groups
-                updated = sorted(updated, key=names.index)
-            state = _optimizer_by_name(saved[optimizer], updated, trained, own, f"{self.path}, {optimizer!r}")
+            updated = sorted(chain.from_iterable(group["params"] for group in own), key=names.index)
+            state, source = _optimizer_by_name(saved[optimizer], updated, trained, own, f"{self.path}, {optimizer!r}")
             joined["state"] |= state["state"]
             joined["param_groups"] += state["param_groups"]
-        return joined
+            found += [] if is_shared else [regrouped(each, source) for each in schedules.get(optimizer, ())]
+        return joined, [dict(each) for each in schedules or ()] if is_shared else found
 
     def _restore_hub(self, run: TrainRun) -> None:
-        """Give the run's hub the infos that were saved, except those that the run itself provides."""
+        """Give the run's hub the histories and infos that were saved."""
         hub = self._content.get("message_hub") or {}
-        provided = {"epoch", "iter", "max_epochs", "max_iters", "seed", "experiment_name", "dataset_meta", "cfg"}
-        for key, value in hub.get("runtime_info", {}).items():
-            if key not in provided:
-                run.message_hub.update_info(key, value)
-        for key, history in hub.get("log_scalars", {}).items():
-            if not key.startswith(("train/", "val/", "test/")):  # these are the logger's own
-                for value in history.data[0]:
-                    run.message_hub.update_scalar(key, float(value))
+        scalars = {
+            key: history.data[0].tolist()
+            for key, history in hub.get("log_scalars", {}).items()
+            if not _IS_NOT_UPDATED.fullmatch(key)
+        }
+        infos = {key: value for key, value in hub.get("runtime_info", {}).items() if key != "cfg"}
+        restore_hub(run, scalars, infos)
 
     def _best(self, run: TrainRun) -> dict[str, Any]:
         """Return the best value so far, as `CheckpointHook` saves it."""
@@ -193,27 +208,24 @@ def _filled(own: Any, saved: Any) -> Any:
     return own.copy_(saved)
 
 
-def _names(run: TrainRun, trained_only: bool = False) -> Iterator[str]:
-    """Yield the names of the parameters in the order of `model.parameters()`, which MMEngine's optimizers have."""
-    first: dict[Any, str] = {}
-    for site in param_sites(run.model):
-        if site.parameter.requires_grad or not trained_only:
-            yield first.setdefault(site.parameter, site.name)
-
-
 def _optimizer_by_name(
     saved: Mapping[str, Any], names: Sequence[str], trained: Set[str], groups: Sequence[Mapping[str, Any]], path: str
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[int]]:
     """Return the state of MMEngine's optimizer, which counts parameters, in lockstep's form, which names them.
 
     MMEngine has one group for all parameters, or one for each that is trained; lockstep joins those with the same
-    options, and those that are frozen are among them.
+    options, and those that are frozen are among them. A constructor of the user's own makes the same groups in both.
+
+    Returns:
+        The state, and for each group which of those that were saved it comes from.
     """
     if "state" not in saved or "param_groups" not in saved:
         raise ConfigError(
             f"the optimizer's state in {path} must be that of one optimizer, but has the keys {listed(saved)}. Give "
             "the training as many optimizers, by the same names, or load the weights alone, without resume"
         )
+    if [len(group["params"]) for group in saved["param_groups"]] == [len(group["params"]) for group in groups]:
+        names = list(chain.from_iterable(group["params"] for group in groups))
     order = list(chain.from_iterable(group["params"] for group in saved["param_groups"]))
     if len(order) != len(names):
         names = [name for name in names if name in trained]
@@ -224,7 +236,8 @@ def _optimizer_by_name(
         )
     by_name = dict(zip(names, order, strict=True))
     options = {index: group for group in saved["param_groups"] for index in group["params"]}
-    joined = []
+    place = {index: number for number, group in enumerate(saved["param_groups"]) for index in group["params"]}
+    joined, source = [], []
     for group in groups:
         given = [{**options[by_name[name]], "params": None} for name in group["params"] if name in by_name]
         if any(one != given[0] for one in given):
@@ -233,8 +246,9 @@ def _optimizer_by_name(
                 "here, but have different ones there"
             )
         joined.append({**(given[0] if given else group), "params": list(group["params"])})
+        source.append(next((place[by_name[name]] for name in group["params"] if name in by_name), 0))
     state = {name: saved["state"][index] for name, index in by_name.items() if saved["state"].get(index)}
-    return {"state": state, "param_groups": joined}
+    return {"state": state, "param_groups": joined}, source
 
 
 def _schedulers(saved: Any, wrapper: OptimWrapper) -> Iterator[Mapping[str, Any]]:

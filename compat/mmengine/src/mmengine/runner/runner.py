@@ -28,6 +28,7 @@ from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner.building import BuildsParts
 from mmengine.runner.data import as_mmengine
 from mmengine.runner.resuming import MMEngineFile, file_to_resume
+from mmengine.runner.saved import KEY, restore_hub, with_mmengines_keys
 
 __all__ = ["FlexibleRunner", "Runner"]
 
@@ -58,6 +59,17 @@ class _Run(_SeenByHooks, Run):
 @dataclass(kw_only=True, eq=False)
 class _TrainRun(_SeenByHooks, TrainRun):
     owner: Any = None
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call every hook at a point; see `lockstep.hooks.Hook`. Checkpoints also have MMEngine's keys and hub."""
+        checkpoint = kwargs.get("checkpoint", {})
+        if fn_name == "before_save_checkpoint" and "epoch" in checkpoint["meta"]:
+            with with_mmengines_keys(self, checkpoint):
+                super().call_hook(fn_name, **kwargs)
+            return
+        if fn_name == "after_load_checkpoint" and (own := checkpoint["meta"].get(KEY)):
+            restore_hub(self, own["log_scalars"], own["runtime_info"])
+        super().call_hook(fn_name, **kwargs)
 
 
 @RUNNERS.register_module()
@@ -93,7 +105,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         log_level: the lowest level of messages.
         visualizer: where records and images go.
         default_scope: the registry in which names are looked up first, from now on.
-        randomness: the seed.
+        randomness: the seed; `diff_rank_seed=True` lets ranks draw different random numbers.
         experiment_name: begins the name of the run's folder.
         cfg: the whole config.
         **others: the arguments that only lockstep has: `strategy`, `compile`, `loss`, `stop_signals`.
@@ -140,13 +152,15 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             given["model"] = {"data_preprocessor": data_preprocessor, **model}
             given["data_preprocessor"] = None
         given["cfg"] = Config({}) if cfg is None else cfg
+        # As in MMEngine, all ranks draw the same random numbers unless told otherwise.
+        given["randomness"] = {"diff_rank_seed": False, **(randomness or {})}
         start.join_ranks(launcher, env_cfg)
         self._file: MMEngineFile | None = None
         if resume and (path := file_to_resume(load_from, work_dir)) is not None:
             self._file = MMEngineFile(path)
             given.update(resume=False, load_from=None)
             if (randomness or {}).get("seed") is None and self._file.seed is not None:
-                given["randomness"] = {**(randomness or {}), "seed": self._file.seed}
+                given["randomness"] |= {"seed": self._file.seed}
         super().__init__(**given, **others)
         self._unprepared: tuple[Strategy, nn.Module] | None = None
         self._early_hooks: HookList | None = None

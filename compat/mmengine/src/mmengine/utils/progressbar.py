@@ -6,11 +6,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from multiprocessing import Pool
+from multiprocessing.pool import Pool as PoolOfProcesses
 from typing import Any, TextIO
 
 from mmengine.utils.timer import Timer
 
-__all__ = ["ProgressBar", "track_iter_progress", "track_parallel_progress", "track_progress"]
+__all__ = ["ProgressBar", "init_pool", "track_iter_progress", "track_parallel_progress", "track_progress"]
 
 
 class ProgressBar:
@@ -113,6 +114,13 @@ def track_iter_progress(tasks: Any, bar_width: int = 50, file: TextIO = sys.stdo
     return _tracked(items, ProgressBar(count, bar_width, file=file))
 
 
+def init_pool(
+    process_num: int, initializer: Callable[..., Any] | None = None, initargs: tuple[Any, ...] | None = None
+) -> PoolOfProcesses:
+    """Return a pool of processes, each of which calls `initializer` with `initargs` first."""
+    return Pool(process_num, initializer, initargs or ())
+
+
 def track_parallel_progress(
     func: Callable[..., Any],
     tasks: Any,
@@ -143,7 +151,7 @@ def track_parallel_progress(
     first = nproc * chunksize if skip_first else 0
     bar = ProgressBar(count - first, bar_width, start=False, file=file)
     results = []
-    with Pool(nproc, initializer, initargs or ()) as pool:
+    with init_pool(nproc, initializer, initargs) as pool:
         if not skip_first:
             bar.start()
         for result in (pool.imap if keep_order else pool.imap_unordered)(func, items, chunksize):

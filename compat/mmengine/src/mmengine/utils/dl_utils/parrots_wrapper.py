@@ -12,12 +12,14 @@ from torch.utils.data import DataLoader
 TORCH_VERSION = torch.__version__
 PoolDataLoader = DataLoader
 _ConvTransposeMixin = _ConvTransposeNd
+SyncBatchNorm_ = SyncBatchNorm
 
 __all__ = [
     "TORCH_VERSION",
     "DataLoader",
     "PoolDataLoader",
     "SyncBatchNorm",
+    "SyncBatchNorm_",
     "_AdaptiveAvgPoolNd",
     "_AdaptiveMaxPoolNd",
     "_AvgPoolNd",

@@ -1,0 +1,115 @@
+"""What checkpoints hold here beyond lockstep's: the message hub, and which parameters have a group of their own.
+
+While a checkpoint is made, hooks also find its parts under MMEngine's keys.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep.checkpoint.values import encode
+from lockstep.errors import ConfigError
+from lockstep.optim.paramwise import param_sites
+from lockstep.runner.run import TrainRun
+from mmengine.logging import HistoryBuffer
+
+__all__ = ["KEY", "parameter_names", "regrouped", "restore_hub", "with_mmengines_keys"]
+
+KEY = "mmengine"
+"""Where a checkpoint's metadata hold it."""
+
+# Scalars that lockstep counts for itself.
+_OWN = ("train/samples", "amounts/")
+# What a schedule of MMEngine keeps of each parameter group.
+_BY_GROUP = ("base_values", "_last_value", "min_values")
+
+
+@contextmanager
+def with_mmengines_keys(run: TrainRun, checkpoint: dict[str, Any]) -> Iterator[None]:
+    """Give a checkpoint that is being made the keys `state_dict`, `param_schedulers` and `message_hub`, for hooks.
+
+    What they put there instead is saved. `message_hub` has MMEngine's form.
+    """
+    meta, model = checkpoint["meta"], checkpoint["model"]
+    hub = OrderedDict(
+        log_scalars=OrderedDict(
+            (key, HistoryBuffer(*history.data))
+            for key, history in run.message_hub.log_scalars.items()
+            if history.values and not key.startswith(_OWN)
+        ),
+        runtime_info=OrderedDict(_infos(run)),
+        resumed_keys=OrderedDict(),
+    )
+    schedules = meta["param_schedulers"]
+    checkpoint.update(state_dict=model, param_schedulers=schedules, message_hub=hub)
+    yield
+    if (given := checkpoint.pop("state_dict")) is not model:
+        checkpoint["model"] = given
+    if (given := checkpoint.pop("param_schedulers")) is not schedules:
+        meta["param_schedulers"] = given
+    hub = checkpoint.pop("message_hub")
+    meta[KEY] = {
+        "log_scalars": {key: history.data[0].tolist() for key, history in hub["log_scalars"].items()},
+        "runtime_info": dict(hub["runtime_info"]),
+        "own_groups": _own_groups(run),
+    }
+
+
+def _infos(run: TrainRun) -> Iterator[tuple[str, Any]]:
+    """Yield the infos that were set, except what cannot be saved, and what the run itself provides."""
+    provided = run.message_hub._sources
+    for key, value in run.message_hub.runtime_info.items():
+        if key not in provided:
+            try:
+                encode(value)
+            except ConfigError:
+                continue
+            yield key, value
+
+
+def _own_groups(run: TrainRun) -> list[str]:
+    """Return the parameters that would have a group each in MMEngine; none if the groups are the same there."""
+    given = run.args.optim_wrapper
+    if not isinstance(given, Mapping) or not given.get("paramwise_cfg"):
+        return []
+    is_default = given.get("constructor") in (None, "DefaultOptimWrapperConstructor")
+    return list(dict.fromkeys(parameter_names(run, trained_only=True))) if is_default else []
+
+
+def parameter_names(run: TrainRun, trained_only: bool = False) -> Iterator[str]:
+    """Yield the names of the parameters in the order of `model.parameters()`, which MMEngine's optimizers have."""
+    first: dict[Any, str] = {}
+    for site in param_sites(run.model):
+        if site.parameter.requires_grad or not trained_only:
+            yield first.setdefault(site.parameter, site.name)
+
+
+def restore_hub(run: TrainRun, scalars: Mapping[str, Sequence[float]], infos: Mapping[str, Any]) -> None:
+    """Give a run's hub the histories and infos that were saved, except those that the run itself provides."""
+    hub = run.message_hub
+    for key, values in scalars.items():
+        if key in hub.log_scalars:
+            hub.log_scalars[key].values.clear()
+        for value in values:
+            hub.update_scalar(key, value)
+    for key, value in infos.items():
+        if key not in hub._sources:
+            hub.update_info(key, value)
+
+
+def regrouped(schedule: Mapping[str, Any], groups: Sequence[int] | None) -> dict[str, Any]:
+    """Return a schedule's state for other parameter groups.
+
+    Args:
+        schedule: the state.
+        groups: for each of the other groups, which of the schedule's it belongs to; None if that is not known. Then its
+            values by group are left out, and those of the optimizer's groups hold.
+    """
+    by_group = {key: schedule[key] for key in _BY_GROUP if isinstance(schedule.get(key), list)}
+    others = {key: value for key, value in schedule.items() if key not in by_group}
+    if groups is None:
+        return others
+    return others | {key: [values[index] for index in groups] for key, values in by_group.items()}

@@ -1,0 +1,134 @@
+"""Weights that are written in a forward pass, with what one rank's own batch makes of them: replicas drift apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.calls import unlike_most
+from lockstep.dist import all_gather, all_gather_object, get_world_size
+from lockstep.errors import ConfigError, DivergenceError, counted, ranks_in_words
+from lockstep.groups import GroupLike
+from lockstep.model.shards import own_shard
+
+# Updates after which replicas are compared: the first ones, and then at this interval.
+_FIRST, _INTERVAL = 3, 500
+
+
+class DriftCheck:
+    """Compares the parameters of all replicas, which stay equal only if each update is the same on every rank.
+
+    After the first three updates, and after every 500th, one checksum of each parameter is compared.
+
+    Args:
+        named: returns the parameters that must be equal, with their names, the same on every rank.
+        group: the ranks.
+        remedy: what to do if there is a difference whose cause is not known.
+
+    **Collective**: every rank of the group. **Cost**: per check, three readings of all parameters, and 8 bytes for each
+    of them from every rank.
+    """
+
+    def __init__(self, named: Callable[[], Sequence[tuple[str, Tensor]]], group: GroupLike, remedy: str) -> None:
+        self._named, self._group, self._remedy = named, group, remedy
+        self._has_peers = get_world_size(group) > 1
+        self._updates = 0
+        self._is_due = False
+        self._at_start: Tensor | None = None
+        self._written: Tensor | None = None
+
+    @contextmanager
+    def step(self, has_updated: Callable[[], bool]) -> Iterator[None]:
+        """Run a training step inside, and compare after it if that is due.
+
+        Args:
+            has_updated: returns, after the step, whether it may have updated the parameters.
+
+        Raises:
+            DivergenceError: on every rank, if replicas differ.
+        """
+        self._is_due = self._has_peers and (self._updates < _FIRST or self._updates % _INTERVAL == 0)
+        self._at_start = self._checksums() if self._is_due else None
+        yield
+        if has_updated():
+            self._updates += 1
+            if self._is_due:
+                self._compare()
+                self._written = None
+
+    def note_forward(self) -> None:
+        """Note what the step has written before its first backward pass."""
+        if self._at_start is not None:
+            changed = self._checksums() != self._at_start
+            self._written = changed if self._written is None else self._written | changed
+            self._at_start = None
+
+    def _checksums(self) -> Tensor:
+        sums = [checksum(tensor) for _, tensor in self._named()]
+        return torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.zeros(0)
+
+    def _compare(self) -> None:
+        by_rank = all_gather(self._checksums(), group=self._group)
+        if all(torch.equal(by_rank[0], other) for other in by_rank[1:]):
+            return
+        written = [] if self._written is None else self._written.nonzero().flatten().tolist()
+        written_anywhere = {place for places in all_gather_object(written, group=self._group) for place in places}
+        table = torch.stack(by_rank)
+        differing: list[int] = (table != table[0]).any(0).nonzero().flatten().tolist()
+        place = next((place for place in differing if place in written_anywhere), differing[0])
+        ranks = unlike_most(dict(enumerate(table[:, place].tolist())))
+        name = self._named()[place][0]
+        raise DivergenceError(
+            f"`{name}` must be the same on all ranks, but is not: {ranks_in_words(ranks)} of {len(by_rank)} "
+            f"{'differs' if len(ranks) == 1 else 'differ'} from the others after {counted(self._updates, 'update')}. "
+            + (_WRITTEN if place in written_anywhere else self._remedy),
+            name=name,
+            ranks=ranks,
+            iteration=self._updates,
+        )
+
+
+OWN_STEP = (
+    "The training step may have updated it with gradients that were not averaged over ranks. Let the optim wrapper "
+    "run the backward pass: optim_wrapper.update_params(loss), or optim_wrapper.backward(loss) and "
+    "optim_wrapper.step(); in the loop of a Session, session.step(loss)"
+)
+"""What to do if a training step of the user's own has let replicas drift apart."""
+_WRITTEN = (
+    "It was written in the forward pass, where each rank has its own batch. Write weights between steps, in the same "
+    "way on every rank, as in a hook; let a layer that initialises itself with its first batch do so before training, "
+    "with a batch that is the same on every rank; or train in one process with strategy 'single'"
+)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's elements in float64, as a scalar on its device; of a DTensor, of this rank's part.
+
+    NaN counts as 0, so that two equal tensors have equal checksums.
+    """
+    own = own_shard(tensor.detach())
+    own = torch.view_as_real(own) if own.is_complex() else own
+    return own.sum(dtype=torch.float64).nan_to_num(nan=0.0)
+
+
+def refuse_max_norm(module: nn.Module, why: str, ignored: Collection[nn.Module] = ()) -> None:
+    """Refuse embeddings that shorten the rows that they look up, in the forward pass.
+
+    Args:
+        module: the model.
+        why: what becomes of that on this strategy, the middle of a sentence.
+        ignored: modules that each rank has for itself.
+
+    Raises:
+        ConfigError: on every rank, naming the embedding.
+    """
+    for name, part in module.named_modules():
+        if part not in ignored and isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ConfigError(
+                f"`{name}.max_norm` must be None {why}, but is {part.max_norm}: {type(part).__name__} would shorten "
+                "the rows that it looks up in the forward pass. Shorten all rows in a hook after each update, with "
+                "torch.renorm(weight, 2, 0, max_norm), or use strategy 'single'"
+            )

@@ -1,0 +1,281 @@
+"""Options of the optimizer, and its schedules, in a run that resumes: as the config says now, or as they were saved."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.errors import CheckpointError, ConfigError, listed
+from lockstep.location import Location
+from lockstep.optim import FormulaScheduler, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
+from lockstep.optim.torch_schedules import step_quietly
+from lockstep.runner.run import TrainRun
+
+_logger = logging.getLogger(__name__)
+# What is no option: the parameters, how an update is computed, what schedules of torch note, and which of its weights a
+# schedule-free optimizer shows.
+_NO_OPTIONS = frozenset(
+    {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
+    | {"initial_lr", "max_lr", "min_lr", "train_mode"}
+)
+_MOST_COUNTS = 10**8  # of a schedule that is computed anew
+_PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs"})
+
+
+def begin_options(run: TrainRun) -> None:
+    """Note the options of the parameter groups as the config says them, before a schedule acts."""
+    groups = run.optim_wrapper.param_groups
+    run.first_options = [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
+    run.initial_lrs = [group.get("initial_lr", group.get("lr")) for group in groups]
+
+
+def begin_schedules(run: TrainRun) -> None:
+    """Note what the config says of options and schedules, in JSON values: what `resume` compares with."""
+    run.begun_with = {
+        "options": [dict(_plain_options(first)) for first in run.first_options],
+        "schedules": list(_descriptions(run)),
+    }
+
+
+class ResumedOptions:
+    """Decides the options and schedules of a run that resumes.
+
+    Args:
+        run: the run, built as its config says.
+        meta: the metadata of the checkpoint.
+        own: the run's parameter groups, with the names of their parameters; None if the checkpoint has no optimizer.
+        saved: those of the checkpoint.
+        origin: the checkpoint, for messages.
+    """
+
+    def __init__(
+        self,
+        run: TrainRun,
+        meta: Mapping[str, Any],
+        own: Sequence[Mapping[str, Any]] | None,
+        saved: Sequence[Mapping[str, Any]],
+        origin: Location,
+    ) -> None:
+        self.run, self.meta, self.origin = run, meta, origin
+        self.states: Sequence[Mapping[str, Any]] = meta["param_schedulers"]
+        self.begun_with: Mapping[str, Any] | None = meta.get("begun_with")
+        # By group: the options that the config has changed, each as it was and is.
+        self.changed: list[dict[str, tuple[Any, Any]]] = [{} for _ in run.first_options]
+        self.has_new_schedules = False
+        if self.begun_with is not None:
+            options = self.begun_with["options"]
+            for index, former in enumerate(_former_groups(own, saved, len(run.first_options), len(options))):
+                if former is not None and former < len(options):
+                    self.changed[index] = dict(_changes(options[former], run.begun_with["options"][index]))
+            self.has_new_schedules = self.begun_with["schedules"] != run.begun_with["schedules"]
+        elif len(self.states) != len(run.param_schedulers):
+            self.has_new_schedules = True
+        self.takes_config = run.args.resume_options == "config"
+        kinds = [type(scheduler) for scheduler in run.param_schedulers]
+        self.follows_metric = any(issubclass(kind, ReduceOnPlateauLR | ReduceLROnPlateau) for kind in kinds)
+        scheduled = {key for scheduler in run.param_schedulers for key in _scheduled(scheduler)}
+        is_stale = self.has_new_schedules or any(scheduled & changed.keys() for changed in self.changed)
+        # An optimizer that begins anew has the values of the schedules' beginning.
+        self.replays = (own is None or (self.takes_config and is_stale)) and not self.follows_metric
+        self.scheduled = scheduled
+
+    def load_schedules(self) -> None:
+        """Restore the states of the schedules.
+
+        Raises:
+            ConfigError: they are those of other schedules, and are to hold.
+        """
+        run, states = self.run, self.states
+        saved, present = len(states), len(run.param_schedulers)
+        if saved != present and not self.takes_config:
+            raise ConfigError(
+                f"`param_scheduler` must have {saved} schedulers to resume from {self.origin}, but has {present}. Give "
+                "resume_options='config' for the schedules that the config has now"
+            )
+        for index, scheduler in enumerate(run.param_schedulers):
+            state = states[index] if saved == present else None
+            if isinstance(scheduler, ParamScheduler):
+                done = self.meta["epoch"] if scheduler.by_epoch else self.meta["iter"]
+                own = scheduler.state_dict()
+                if state is None or (self.takes_config and state.keys() != own.keys()):
+                    state = {**own, "count": (state or {}).get("count", done)}
+            if state is not None and not (self.replays and _can_replay(scheduler)):
+                scheduler.load_state_dict(state)
+            elif isinstance(scheduler, ParamScheduler) and state is not None:
+                scheduler.load_state_dict({**scheduler.state_dict(), "count": state["count"]})
+
+    def apply(self) -> None:
+        """Set the options, once the optimizer's state is loaded, and say in one line which ones hold."""
+        run = self.run
+        if self.takes_config:
+            for index, group in enumerate(run.optim_wrapper.param_groups):
+                for key, (former, now) in self.changed[index].items():
+                    first = run.first_options[index][key]
+                    if self.follows_metric and key in self.scheduled:
+                        self._rescale(index, group, key, now, former)
+                    else:
+                        _set(group, key, first)
+        if self.replays:
+            self._replay()
+        _logger.info("%s", self._said())
+        if not self.takes_config and self.begun_with is not None:
+            run.begun_with = dict(self.begun_with)
+
+    def _rescale(self, index: int, group: dict[str, Any], key: str, now: Any, former: Any) -> None:
+        """Change a value that a schedule has reduced by a metric in the proportion in which the config changes it."""
+        if not isinstance(now, int | float) or not former:
+            _set(group, key, self.run.first_options[index][key])
+            return
+        _set(group, key, float(group[key]) * now / former)
+        for scheduler in self.run.param_schedulers:
+            if isinstance(scheduler, FormulaScheduler) and scheduler.param_name == key:
+                scheduler.rescale(group, now / former)
+
+    def _replay(self) -> None:
+        """Compute the schedules anew, from the values that the config has now, up to where the run is."""
+        run = self.run
+        for group, first in zip(run.optim_wrapper.param_groups, run.first_options, strict=True):
+            for key in self.scheduled & first.keys():
+                _set(group, key, first[key])
+            group.pop("initial_lr", None)
+            if "initial_lr" in first:
+                group["initial_lr"] = first["initial_lr"]
+        own = [one for one in run.param_schedulers if isinstance(one, ParamScheduler)]
+        counts = {id(one): one.state_dict()["count"] for one in own}
+        for one in own:
+            one.restart()
+        self._require_short(counts.values())
+        length = run.train_loop.epoch_length or 0
+        by_batch, by_epoch = ([one for one in own if one.by_epoch is kind] for kind in (False, True))
+        for done in range(1, max((counts[id(one)] for one in by_batch), default=0) + 1):
+            _step(one for one in by_batch if done <= counts[id(one)])
+            if length and done % length == 0:
+                _step(one for one in by_epoch if done // length <= counts[id(one)])
+        for one in by_epoch:
+            for _ in range(counts[id(one)] - one.state_dict()["count"]):
+                one.step()
+        schedulers: list[Any] = list(run.param_schedulers)  # a Session has the user's own
+        for index, scheduler in enumerate(schedulers):
+            if not isinstance(scheduler, ParamScheduler) and _can_replay(scheduler):
+                done = self.states[index]["last_epoch"] if index < len(self.states) else 0
+                self._require_short([done])
+                for _ in range(done - scheduler.last_epoch):
+                    step_quietly(scheduler)
+
+    def _require_short(self, counts: Iterable[int]) -> None:
+        if (most := max(counts, default=0)) > _MOST_COUNTS:
+            raise CheckpointError(f"{self.origin} says that a schedule has counted to {most}")
+
+    def _said(self) -> str:
+        changes = sorted({f"{key} {old} -> {new}" for group in self.changed for key, (old, new) in group.items()})
+        if self.has_new_schedules:
+            changes.append("the schedules")
+        if self.begun_with is None:
+            return (
+                f"{self.origin} does not say which options its config had: those of the optimizer go on as they were "
+                "saved"
+            )
+        if not changes:
+            return "the optimizer's options and schedules go on as they were saved: the config has the same"
+        if self.takes_config:
+            return (
+                f"the config has changed {listed(changes)}, which hold from here on; resume_options='checkpoint' keeps "
+                "what was saved"
+            )
+        return (
+            f"the config has changed {listed(changes)}, but what was saved holds, as resume_options='checkpoint' says"
+        )
+
+
+def _former_groups(
+    own: Sequence[Mapping[str, Any]] | None, saved: Sequence[Mapping[str, Any]], count: int, saved_count: int
+) -> Iterator[int | None]:
+    """Yield for each parameter group the index of the saved one that has its parameters; None for a new one."""
+    if own is None or len(own) != count or len(saved) != saved_count:
+        yield from (range(count) if count == saved_count else [None] * count)
+        return
+    owner = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    for index, group in enumerate(own):
+        same = index if index < saved_count and not saved[index]["params"] and not group["params"] else None
+        yield next((owner[name] for name in group["params"] if name in owner), same)
+
+
+def _plain_options(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if key in _NO_OPTIONS:
+            continue
+        if key == "lr":
+            value = options.get("initial_lr", value)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, list | tuple):
+            value = [float(one) if isinstance(one, Tensor) else one for one in value]
+        if all(one is None or isinstance(one, bool | int | float | str) for one in _elements(value)):
+            yield key, value
+
+
+def _elements(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _changes(former: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for key, value in now.items():
+        if key in former and repr(former[key]) != repr(value) and former[key] != value:  # NaN is the same NaN
+            yield key, (former[key], value)
+
+
+def _descriptions(run: TrainRun) -> Iterator[str]:
+    """Yield what the config says of each schedule: the same in a run whose batches have another size."""
+    given, epochs = run.args.param_scheduler, run.train_loop.max_epochs
+    configs = given if isinstance(given, list | tuple) else [given]
+    schedulers: list[Any] = list(run.param_schedulers)
+    for index, scheduler in enumerate(schedulers):
+        if isinstance(scheduler, ParamScheduler):
+            said: Any = scheduler
+            is_config = len(configs) == len(run.param_schedulers) and isinstance(configs[index], Mapping)
+            if is_config and not scheduler.by_epoch and epochs is not None:
+                said = f"{dict(configs[index])} in {epochs} epochs"
+        elif isinstance(scheduler, LRScheduler):
+            said = f"{type(scheduler).__name__} {_constants(scheduler.state_dict())}"
+        else:
+            said = type(scheduler).__name__
+        yield re.sub(r" at 0x[0-9a-f]+", "", str(said))
+
+
+def _constants(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _constants(item) for key, item in sorted(value.items(), key=str) if key not in _PROGRESS}
+    return [_constants(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _scheduled(scheduler: Any) -> Iterable[str]:
+    """Return the options that a schedule sets, under any of their names."""
+    if isinstance(scheduler, TorchScheduler | LRScheduler):
+        return "lr", "momentum", "betas"
+    if isinstance(scheduler, ParamScheduler):
+        return ("momentum", "betas") if scheduler.param_name == "momentum" else (scheduler.param_name,)
+    return ()
+
+
+def _can_replay(scheduler: Any) -> bool:
+    return isinstance(scheduler, ParamScheduler | LRScheduler)
+
+
+def _step(schedulers: Iterable[ParamScheduler]) -> None:
+    for scheduler in schedulers:
+        scheduler.step()
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(group.get(key), Tensor):  # a compiled or captured step reads this tensor
+        group[key].fill_(value)
+    else:
+        group[key] = value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,90 @@
+"""The options of optimizers and schedules, which must be the same on every rank: replicas and shards rely on it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.dist import all_gather, all_gather_object
+from lockstep.errors import ConfigError, listed
+from lockstep.model import ModelWrapper
+from lockstep.optim import OptimWrapperDict, ParamScheduler
+from lockstep.runner.run import TrainRun
+
+# Which implementation computes an update may depend on a rank's device.
+_LEFT_OUT = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+
+
+def check_same_options(run: TrainRun) -> None:
+    """Compare what each rank updates its weights by: options of the optimizer, schedules, accumulation, clipping.
+
+    **Collective**: every rank. **Cost**: 8 bytes from every rank.
+
+    Raises:
+        ConfigError: on every rank, naming what differs and its values.
+    """
+    if not run.distributed:
+        return
+    own = {**optimizer_options(run, reads_device=True), **dict(_schedules(run))}
+    digests = all_gather(torch.tensor(digest_of(own)))
+    if all(torch.equal(digests[0], other) for other in digests[1:]):
+        return
+    by_rank: list[dict[str, str]] = all_gather_object(own)
+    names = dict.fromkeys(name for options in by_rank for name in options)
+    name = next(name for name in names if len({options.get(name) for options in by_rank}) > 1)
+    values = [f"{options.get(name, 'missing')} on rank {rank}" for rank, options in enumerate(by_rank)]
+    raise ConfigError(
+        f"{name} must be the same on all ranks, because each rank updates its own weights by it, but is "
+        f"{listed(values, most=8)}. Set it in the same way on every rank"
+    )
+
+
+def optimizer_options(run: TrainRun, *, reads_device: bool) -> dict[str, str]:
+    """Return the options of all optimizers as text, by names for messages; of a pipeline's stage, none.
+
+    Args:
+        run: the run.
+        reads_device: also read options that are tensors on a device, and wait for it.
+    """
+    if isinstance(run.model, ModelWrapper) and run.model.is_stage:
+        return {}  # stages have different parameters, so that they may have different groups
+    found: dict[str, str] = {}
+    wrapper = run.optim_wrapper
+    for part in wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]:
+        kind = type(part.optimizer).__name__
+        found[f"`accumulative_counts` of the wrapper of {kind}"] = str(part.accumulative_counts)
+        found[f"`clip_grad` of the wrapper of {kind}"] = _text(part.clip_grad, reads_device)
+        for number, group in enumerate(part.param_groups):
+            for key, value in group.items():
+                if key not in _LEFT_OUT:
+                    found[f"`{key}` of parameter group {number} of {kind}"] = _text(value, reads_device)
+    return found
+
+
+def digest_of(options: Mapping[str, str]) -> int:
+    """Return a number of 63 bits that depends on all options."""
+    digest = hashlib.blake2b(repr([*options.items()]).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _schedules(run: TrainRun) -> Iterator[tuple[str, str]]:
+    for number, schedule in enumerate(run.param_schedulers):
+        if isinstance(schedule, ParamScheduler):
+            for key, value in vars(schedule).items():
+                name = f"`{key.strip('_')}` of schedule {number}, {type(schedule).__name__},"
+                yield name, _text(value, reads_device=False)
+
+
+def _text(value: Any, reads_device: bool) -> str:
+    """Return a value as text that is the same in every process; of an object, only its class."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist()) if reads_device or value.device.type == "cpu" else "a tensor"
+    if isinstance(value, Mapping):
+        return repr({key: _text(item, reads_device) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return repr([_text(item, reads_device) for item in value])
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__

@@ -1,0 +1,153 @@
+"""Trying an optimizer of unknown code on small tensors: whole ones, and the same ones in shards."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from copy import deepcopy
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lockstep.dataset.random_state import random_state, set_random_state
+from lockstep.errors import ConfigError, message_of
+from lockstep.model.full_params import gather_full, shard_like
+
+_STEPS = 3
+# An update may differ by this fraction of the largest one: optimizers round to bfloat16 inside. What is computed from
+# a part of a tensor instead of the whole differs by far more.
+_TOLERANCE = 0.03
+
+
+def shards(parameter: DTensor, dim: int) -> int:
+    """Return into how many shards a dim is divided, over all axes of the mesh."""
+    placements = enumerate(parameter.placements)
+    return prod(parameter.device_mesh.size(axis) for axis, placement in placements if placement.is_shard(dim))
+
+
+def check_by_trial(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that fails on shards, or updates them otherwise than whole tensors.
+
+    Copies of the optimizer make three updates of small random tensors with the options of its groups: of whole ones,
+    and of the same ones, sharded like its parameters. An optimizer that draws random numbers, or that does not work on
+    such tensors at all, is let through.
+
+    Args:
+        optimizer: new, and over the sharded parameters. It is not changed.
+
+    **Collective**: every rank, if the optimizer uses collectives. **Cost**: for each group, three updates of one tensor
+    of a few elements for each number of dimensions.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    sharded = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(isinstance(parameter, DTensor) and parameter.requires_grad for parameter in sharded):
+        return
+    state = random_state()
+    try:
+        _check(optimizer)
+    finally:
+        set_random_state(state)
+
+
+def _check(optimizer: Optimizer) -> None:
+    kind = type(optimizer).__name__
+    try:
+        whole, others = (_updates(optimizer, seed, sharded=False) for seed in (0, 1))
+    except Exception:  # whatever it needs, it is not known here
+        return
+    if not all(torch.equal(*pair) for pair in zip(whole, others, strict=True)):
+        return  # it draws random numbers
+    try:
+        in_shards = _updates(optimizer, 0, sharded=True)
+    except Exception as error:
+        first_line = message_of(error).partition("\n")[0]
+        raise ConfigError(
+            f"`optimizer` must be one that can update shards under FSDP, but {kind} can't: its first steps raise "
+            f"{type(error).__name__}: {first_line}. Use AdamW or SGD, or strategy 'ddp', which "
+            "keeps every parameter whole"
+        ) from error
+    for own, expected in zip(in_shards, whole, strict=True):
+        largest = float(expected.abs().max())
+        difference = float((own - expected).abs().max())
+        if not difference <= _TOLERANCE * largest:
+            raise ConfigError(
+                f"`optimizer` must update shards as it updates whole parameters under FSDP, but {kind} does not: in a "
+                f"trial on small tensors, its updates differ by {difference / (largest or 1):.0%}. It may compute "
+                "with this rank's shard, or with a sum of this rank's elements, as float(tensor.sum()) reads it; "
+                "tensor.sum().full_tensor() is the sum over all ranks. Use AdamW or SGD, or strategy 'ddp', which "
+                "keeps every parameter whole"
+            )
+
+
+def _updates(optimizer: Optimizer, seed: int, *, sharded: bool) -> list[Tensor]:
+    """Return the whole changes of the tensors that a copy of the optimizer has updated."""
+    generator = torch.Generator().manual_seed(0)
+    twins: dict[int, Any] = {}
+    tried: list[nn.Parameter] = []
+    kept: list[list[nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        by_dim: dict[int, nn.Parameter] = {}
+        for parameter in group["params"]:
+            twin = twins[id(parameter)] = _twin(parameter, generator, sharded)
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                by_dim.setdefault(parameter.dim(), twin)
+        kept.append([*by_dim.values()])
+        tried += by_dim.values()
+    copy = _copy(optimizer, twins)
+    copy.param_groups[:] = [
+        {**group, "params": own, **({"lr": group["lr"] or 0.01} if isinstance(group.get("lr"), float) else {})}
+        for group, own in zip(copy.param_groups, kept, strict=True)
+        if own
+    ]
+    if callable(train := getattr(copy, "train", None)):  # as schedule-free optimizers need
+        train()
+    before = [gather_full(twin.detach()).clone() for twin in tried]
+    torch.manual_seed(seed)
+    for _ in range(_STEPS):
+        for twin in tried:
+            gradient = torch.randn(twin.shape, generator=generator, dtype=torch.float32).to(twin.dtype)
+            twin.grad = shard_like(gradient.to(twin.device), twin)
+        copy.step()
+    return [gather_full(twin.detach()) - start for twin, start in zip(tried, before, strict=True)]
+
+
+def _twin(parameter: nn.Parameter, generator: torch.Generator, sharded: bool) -> nn.Parameter:
+    """Return a small random parameter of as many dimensions, and sharded likewise if asked to."""
+    shape = [min(size, 4) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        for dim, size in enumerate(parameter.shape):
+            if (count := shards(parameter, dim)) > 1:
+                shape[dim] = min(size, 3 * count - (size % count > 0))
+    value = torch.randn(shape, generator=generator, dtype=torch.float32).to(parameter.dtype)
+    value = shard_like(value, parameter) if sharded else value.to(parameter.device)
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def _copy(optimizer: Optimizer, twins: dict[int, Any]) -> Optimizer:
+    """Return a copy with other parameters, of an optimizer and of those inside it.
+
+    `deepcopy` would leave out the attributes of its class (torch 2.13).
+    """
+    copy: Optimizer = object.__new__(type(optimizer))
+    twins[id(optimizer)] = copy
+    for name, value in _attributes(optimizer):
+        if isinstance(value, Optimizer):
+            value = twins.get(id(value)) or _copy(value, twins)
+        elif name.endswith("_hooks"):
+            value = OrderedDict()
+        elif name == "state":
+            value = defaultdict(dict)
+        else:
+            value = deepcopy(value, twins)
+        vars(copy)[name] = value
+    return copy
+
+
+def _attributes(optimizer: Optimizer) -> Iterable[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(optimizer).items() if name != "step"]  # a scheduler may wrap `step`

@@ -1,0 +1,274 @@
+"""Streams that split themselves, or differ between ranks or workers: each sample is seen once, or there is an error."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lockstep.dataset import build_dataloader, set_epoch
+from lockstep.dataset.own_split import asks_for_rank, asks_for_worker
+from lockstep.dist import all_gather_object, get_rank, get_world_size, is_main_process
+from lockstep.errors import ConfigError
+from lockstep.runner import Runner
+from lockstep.runner.uneven_inputs import Passes
+from lockstep.testing import ranks
+
+NUMBERS = list(range(16))
+
+
+class Stream(IterableDataset[int]):
+    """Yields what it is given, through its stages."""
+
+    def __init__(self, items: Any = NUMBERS, *stages: Callable[[Any], Any]) -> None:
+        self.items, self.stages = items, list(stages)
+
+    def __iter__(self) -> Iterator[int]:
+        items = iter(self.items)
+        for stage in self.stages:
+            items = stage(items)
+        return iter(items)
+
+
+class ByVariable(Stream):
+    def __iter__(self) -> Iterator[int]:
+        return iter(NUMBERS[int(os.environ["RANK"]) :: 2])
+
+
+class ByCall(Stream):
+    def __iter__(self) -> Iterator[int]:
+        return iter(NUMBERS[torch.distributed.get_rank() :: 2])
+
+
+def own_part(items: Any) -> Any:
+    return list(items)[get_rank() :: get_world_size()]
+
+
+class ByFunction(Stream):
+    def __iter__(self) -> Iterator[int]:
+        yield from own_part(NUMBERS)
+
+
+class ByMethod(Stream):
+    @property
+    def mine(self) -> Any:
+        return own_part(NUMBERS)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.mine
+
+
+class OfAnAttribute(Stream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = SimpleNamespace(_rank=get_rank())
+
+
+def closed_over() -> Callable[[Any], Any]:
+    split = own_part
+    return lambda items: split(items)
+
+
+KNOWING: dict[str, Callable[[], Any]] = {
+    "variable": ByVariable,
+    "call": ByCall,
+    "function": ByFunction,
+    "method": ByMethod,
+    "attribute": OfAnAttribute,
+    "stage": lambda: Stream(NUMBERS, own_part),
+    "partial": lambda: Stream(NUMBERS, partial(own_part)),
+    "closure": lambda: Stream(NUMBERS, closed_over()),
+    "inner": lambda: Stream(ByFunction()),
+    "data": lambda: Stream(NUMBERS[get_rank() :: 2]),
+    "names": lambda: Stream([f"{number}.tar" for number in NUMBERS[get_rank() :: 2]]),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", KNOWING)
+def test_a_stream_that_may_split_itself_over_ranks_has_to_be_spoken_for(kind):
+    with pytest.raises(
+        ConfigError, match=r"`split` must be given beside the `dataset`.*rank \d of 2.*False if.*True if"
+    ):
+        build_dataloader({"dataset": KNOWING[kind]()}, seed=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["call", "function", "stage", "data"])
+def test_with_split_false_each_of_its_samples_is_seen_once(kind):
+    loader = build_dataloader({"dataset": KNOWING[kind](), "split": False}, seed=0)
+    assert sorted(number for part in all_gather_object([int(one) for one in loader]) for number in part) == NUMBERS
+
+
+class Speaking(Stream):
+    """Asks for nothing that decides what it yields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = get_rank() * 0
+        self.model = nn.Linear(1, 1)
+
+    def unused(self) -> Any:
+        return own_part(NUMBERS)
+
+    def __iter__(self) -> Iterator[int]:
+        if is_main_process():
+            random.random()
+        return super().__iter__()
+
+
+@ranks(2)
+def test_other_streams_are_split():
+    for dataset in (Stream(), Speaking(), Stream(NUMBERS, list), Stream(DataLoader(NUMBERS, batch_size=None))):
+        parts = all_gather_object([int(one) for one in build_dataloader({"dataset": dataset}, seed=0)])
+        assert parts == [NUMBERS[0::2], NUMBERS[1::2]]
+
+
+def own_of_worker(items: Any) -> Any:
+    info = get_worker_info()
+    return items if info is None else list(items)[info.id :: info.num_workers]
+
+
+def test_a_stage_that_splits_over_workers_is_found_in_one_process():
+    assert asks_for_worker(Stream(NUMBERS, own_of_worker))
+    assert not asks_for_worker(Stream())
+    assert not asks_for_rank(Stream(NUMBERS, own_of_worker))
+    loader = build_dataloader(
+        {"dataset": Stream(NUMBERS, own_of_worker), "num_workers": 2, "multiprocessing_context": "fork"}, seed=0
+    )
+    assert sorted(int(one) for one in loader) == NUMBERS
+
+
+def test_split_false_is_doubted_where_nothing_asks_for_the_worker(caplog):
+    build_dataloader({"dataset": Stream(), "split": False, "num_workers": 2}, seed=0)
+    assert "nothing in it asks for its worker" in caplog.text
+
+
+class Shuffling(Stream):
+    """Shuffles by generators that it has not seeded."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = [NUMBERS[index] for index in torch.randperm(len(NUMBERS))]
+        random.shuffle(order)
+        return iter(np.random.permutation(order).tolist())
+
+
+def seen(dataset: Any, workers: int, epochs: int = 2) -> list[list[int]]:
+    """Return what this rank sees in each epoch."""
+    context = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    loader = build_dataloader({"dataset": dataset, "batch_size": 2, **context}, seed=3)
+    random.seed(get_rank())
+    torch.manual_seed(get_rank())
+    np.random.seed(get_rank())
+    own = []
+    for epoch in range(epochs):
+        set_epoch(loader, epoch)
+        own.append([int(one) for turn in Passes(loader).turns() if turn.is_own for one in turn.batch])
+    return own
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_may_shuffle_by_the_global_generators(workers):
+    parts = all_gather_object(seen(Shuffling(), workers))
+    for epoch in range(2):
+        assert sorted(one for part in parts for one in part[epoch]) == NUMBERS
+    assert parts[0][0] != parts[0][1]
+    assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(get_rank()))
+
+
+class Private(Stream):
+    """Shuffles by a generator that is another one in each process and pass."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(os.urandom(8)).sample(NUMBERS, 16))
+
+
+@ranks(2)
+def test_an_order_of_each_ranks_own_is_an_error_on_every_rank():
+    with pytest.raises(ConfigError, match=r"Private must yield the same samples.*differ between rank 0 and rank 1"):
+        seen(Private(), workers=0)
+
+
+@ranks(1, 2)
+def test_an_order_of_each_workers_own_is_an_error():
+    with pytest.raises((ConfigError, RuntimeError), match=r"differ between"):
+        seen(Private(), workers=2)
+
+
+class Evaluated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, batch: Any, mode: str = "tensor") -> Any:
+        return self.linear(batch.float()[:, None])
+
+
+@ranks(2)
+def test_an_order_of_each_ranks_own_is_found_in_a_validation(tmp_path):
+    def loss(outputs: Any, batch: Any) -> Any:
+        return outputs.square().mean()
+
+    runner = Runner(
+        Evaluated(), tmp_path, loss=loss, val_dataloader={"dataset": Private(), "batch_size": 4}, log_level="ERROR"
+    )
+    with pytest.raises(ConfigError, match="differ between rank 0 and rank 1"):
+        runner.val()
+
+
+class Numbered(Shuffling):
+    """Draws a random number beside each sample; it can say where it is, if asked to."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((one, torch.rand(())) for one in super().__iter__())
+
+
+class Placed(Numbered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < 16:
+            self.next += 1
+            yield self.next - 1, torch.rand(())
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Numbered, Placed])
+def test_what_a_stream_draws_goes_on_after_a_resume(kind, workers):
+    def passes() -> Passes:
+        context = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        return Passes(build_dataloader({"dataset": kind(), "batch_size": 2, **context}, seed=3))
+
+    def texts(turns: Any) -> list[str]:
+        return [str(turn.batch) for turn in turns]
+
+    first = passes()
+    turns = first.turns()
+    begun = [next(turns) for _ in range(2)]
+    position, states = first.position(0, 2), all_gather_object(first.state())
+    rest = texts(turns)
+    again = passes()
+    place = again.place_of(position)
+    again.restore(place, states[get_rank()], states, position["head"], lambda: None)
+    torch.manual_seed(99)
+    assert texts(again.turns(place)) == rest
+    assert len(begun) + len(rest) == 16 // 2 // get_world_size()

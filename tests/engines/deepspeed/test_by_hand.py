@@ -1,0 +1,61 @@
+"""Several backward passes before an update, and changed gradients, under each stage of ZeRO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.testing import ranks, run_ranks
+
+from ..by_hand import ClearsGradients, ClipsByHand, DropsGradient, SeveralBackwards
+from ..own_steps import alone, train_own
+from .training import STAGES, strategy_of
+
+
+def train(kind: type[Any], stage: int, options: dict[str, Any]) -> list[float]:
+    return train_own(kind, strategy_of(f"zero{stage}", **options))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [*((stage, {}) for stage in STAGES), (3, {"offload": True})],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
+)
+def test_the_gradients_of_several_backward_passes_add_up(stage: int, options: dict, size: int):
+    losses = run_ranks(size, train, SeveralBackwards, stage, options)[0]
+    assert losses == pytest.approx(alone(SeveralBackwards), abs=1e-5, rel=0)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("accumulates_in", ["bf16", "fp32"])
+def test_they_add_up_in_half_precision(stage: int, accumulates_in: str):
+    options = {"bf16": True, "data_types": {"grad_accum_dtype": accumulates_in}}
+    losses = run_ranks(2, train, SeveralBackwards, stage, options)[0]
+    assert losses == pytest.approx(alone(SeveralBackwards), rel=0.02)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_with_offload_a_second_backward_pass_is_refused(stage: int):
+    with pytest.raises(ConfigError, match=r"`backward` must be called once before `step` under DeepSpeed's stages 1"):
+        train(SeveralBackwards, stage, {"offload": True})
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_is_dropped_or_used_is_named(stage: int):
+    with pytest.raises(ConfigError, match=r"was set: head\.weight .*use strategy 'ddp' or 'fsdp'"):
+        train(DropsGradient, stage, {})
+    with pytest.raises(ConfigError, match=r"`backbone\.weight\.grad` must not be used between .*Clip by `clip_grad`"):
+        train(ClipsByHand, stage, {})
+    with pytest.raises(ConfigError, match=r"`zero_grad` must not be called between a backward pass and the update"):
+        train(ClearsGradients, stage, {})
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", [DropsGradient, ClipsByHand])
+def test_at_stage_0_gradients_are_the_models_own(kind: type, size: int):
+    assert run_ranks(size, train, kind, 0, {})[0] == pytest.approx(alone(kind), abs=1e-5, rel=0)

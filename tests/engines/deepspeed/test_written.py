@@ -1,0 +1,91 @@
+"""Weights that something else than the optimizer writes, under each stage of ZeRO, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.engines import load_engine
+from lockstep.errors import ConfigError
+from lockstep.testing import ranks, run_ranks
+
+from ..own_steps import SGD, Plain, X, Y
+from ..training import whole
+from ..written import (
+    BOUND,
+    WRITES,
+    Initialises,
+    Renormalises,
+    nothing,
+    train_written,
+    trained_then_clamped,
+    written_alone,
+)
+from .training import strategy_of
+
+
+def train_all(stage: int, before: bool, **options: Any) -> list[list[float]]:
+    return [train_written(Plain, strategy_of(f"zero{stage}", **options), write, before=before) for write in WRITES]
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after-each", "before"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (1, True), (2, True)])
+def test_what_is_written_into_the_weights_is_trained_on(stage: int, offload: bool, size: int, before: bool):
+    options = {"offload": True} if offload else {}
+    for losses, write in zip(run_ranks(size, train_all, stage, before, **options)[0], WRITES, strict=True):
+        assert losses == pytest.approx(written_alone(Plain, write, before), abs=1e-5, rel=0), write
+
+
+def train_writing_forwards(stage: int) -> list[list[float]]:
+    return [train_written(kind, strategy_of(f"zero{stage}"), nothing) for kind in (Renormalises, Initialises)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_forward_that_writes_the_same_on_all_ranks_is_followed(stage: int, size: int):
+    for losses, kind in zip(
+        run_ranks(size, train_writing_forwards, stage)[0], (Renormalises, Initialises), strict=True
+    ):
+        assert losses == pytest.approx(written_alone(kind, nothing), abs=1e-5, rel=0), kind
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_in_half_precision_masters_keep_their_bits_where_nothing_was_written(stage: int):
+    trained, clamped, after = trained_then_clamped(strategy_of(f"zero{stage}", bf16=True))
+    for name, master in trained.items():
+        assert master.dtype == torch.float32
+        bound = torch.tensor(BOUND).bfloat16()
+        expected = torch.where(master.bfloat16().abs() > bound, master.sign() * bound, master)
+        assert torch.equal(clamped[name], expected), name
+        assert torch.equal(after[name], expected), name
+    assert not torch.equal(trained["backbone.weight"], clamped["backbone.weight"])
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"offload": True}], ids=["fp32", "bf16", "offload"])
+def test_at_stage_3_parameters_are_written_while_they_are_gathered(options: dict):
+    torch.manual_seed(3)
+    strategy = strategy_of("zero3", **options)
+    core = Plain()
+    model, optim_wrapper = strategy.prepare(core, SGD)
+    model.train_step((X[:8], Y[:8]), optim_wrapper)
+    with load_engine("deepspeed").zero.GatheredParameters(core.backbone.weight, modifier_rank=0):
+        core.backbone.weight.data.fill_(0.5)
+    assert whole(strategy.model_state())["backbone.weight"].eq(0.5).all()
+    optim_wrapper.param_groups[0]["lr"] = 0.0
+    model.train_step((X[:8], Y[:8]), optim_wrapper)
+    assert whole(strategy.model_state())["backbone.weight"].eq(0.5).all()
+
+
+@ranks(2)
+def test_weights_of_another_shape_are_refused_by_name():
+    core = Plain()
+    model, optim_wrapper = strategy_of("zero1").prepare(core, SGD)
+    core.head.weight.data = torch.zeros(1, 8).double()
+    core.double()
+    with pytest.raises(ConfigError, match=r"`backbone.weight.data` must keep its shape and dtype under DeepSpeed"):
+        model.train_step((X[:8].double(), Y[:8].double()), optim_wrapper)

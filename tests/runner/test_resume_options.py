@@ -1,0 +1,213 @@
+"""Options of the optimizer and schedules in a run that resumes: as the config says now, or as they were saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.runs import StopAfter
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Runner, Session
+from lockstep.dist import get_world_size
+from lockstep.errors import ConfigError
+from lockstep.evaluator import BaseMetric
+from lockstep.hooks import Hook
+from lockstep.testing import ranks
+
+X = torch.randn(16, 2, generator=torch.Generator().manual_seed(1))
+ADAM = {"type": "AdamW", "lr": 0.1, "weight_decay": 0.01, "betas": (0.9, 0.99)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, mode: str = "loss") -> Any:
+        return self.linear(x).square().mean()
+
+
+class Rates(Hook):
+    """Notes the options with which each iteration is made."""
+
+    def __init__(self) -> None:
+        self.by_iter: dict[int, dict[str, Any]] = {}
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        group = runner.optim_wrapper.param_groups[0]
+        self.by_iter[runner.iter] = {
+            key: group[key] for key in ("lr", "weight_decay", "betas", "momentum") if key in group
+        }
+
+    def lrs(self) -> list[float]:
+        return [options["lr"] for options in self.by_iter.values()]
+
+
+class Loss(BaseMetric):
+    """A metric that never improves."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results.append(0)
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        return {"loss": 1.0}
+
+
+def train(work_dir: Path, epochs: int, optimizer: Any = ADAM, schedule: Any = None, **changes: Any) -> tuple:
+    rates = Rates()
+    strategy = changes.pop("strategy", "single")
+    runner = Runner(
+        Net(),
+        work_dir,
+        train_dataloader={"dataset": TensorDataset(X), "batch_size": 4 // get_world_size()},
+        train_cfg={"max_epochs": epochs},
+        optim_wrapper={"optimizer": optimizer},
+        param_scheduler=schedule,
+        strategy="ddp" if strategy == "single" and get_world_size() > 1 else strategy,
+        custom_hooks=[rates, StopAfter(changes.pop("stop_after", None))],
+        randomness={"seed": 0},
+        visualizer=[],
+        **changes,
+    )
+    runner.train()
+    weights = runner.run.strategy.model_state().values()
+    log = (runner.run_dir / "log.txt").read_text() if runner.rank == 0 else ""
+    return rates, [getattr(one, "full_tensor", lambda one=one: one)().clone() for one in weights], log
+
+
+SCHEDULES = {
+    "cosine": {"type": "CosineAnnealingLR"},
+    "cosine by iteration": {"type": "CosineAnnealingLR", "by_epoch": False},
+    "poly": {"type": "PolyLR", "power": 0.9},
+    "warm-up and cosine": [
+        {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 3},
+        {"type": "CosineAnnealingLR", "begin": 1},
+    ],
+    "converted": {"type": "PolyLR", "convert_to_iter_based": True},
+    "torch's": {"type": torch.optim.lr_scheduler.CosineAnnealingLR},
+}
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@ranks(1, 2)
+def test_a_longer_training_has_the_rates_of_one_that_was_that_long_from_the_beginning(tmp_path, schedule, strategy):
+    straight, _, _ = train(tmp_path / "straight", 4, ADAM, SCHEDULES[schedule], strategy=strategy)
+    train(tmp_path / "halves", 2, ADAM, SCHEDULES[schedule], strategy=strategy)
+    resumed, _, log = train(tmp_path / "halves", 4, ADAM, SCHEDULES[schedule], strategy=strategy, resume=True)
+    assert resumed.lrs() == pytest.approx(straight.lrs()[8:], rel=1e-12)
+    assert not log or "the config has changed the schedules, which hold from here on" in log
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@ranks(1, 2)
+def test_options_that_the_config_changes_hold(tmp_path, strategy):
+    other = {"type": "AdamW", "lr": 0.2, "weight_decay": 0.05, "betas": (0.8, 0.99)}
+    train(tmp_path, 1, ADAM, strategy=strategy)
+    resumed, _, log = train(tmp_path, 2, other, strategy=strategy, resume=True)
+    assert resumed.by_iter[4] == {"lr": 0.2, "weight_decay": 0.05, "betas": (0.8, 0.99)}
+    again, _, _ = train(tmp_path, 3, other, strategy=strategy, resume=True)
+    assert again.by_iter[8] == resumed.by_iter[4]
+    assert not log or "lr 0.1 -> 0.2" in log
+
+
+@ranks(1, 2)
+def test_what_was_saved_holds_if_it_is_to(tmp_path):
+    other = {"type": "AdamW", "lr": 0.2, "weight_decay": 0.05, "betas": (0.8, 0.99)}
+    train(tmp_path, 2, ADAM, SCHEDULES["poly"])
+    options = {"resume": True, "resume_options": "checkpoint"}
+    resumed, _, log = train(tmp_path, 4, other, SCHEDULES["poly"], **options)
+    assert resumed.by_iter[8] == {"lr": 0.0, "weight_decay": 0.01, "betas": (0.9, 0.99)}
+    assert not log or "resume_options='checkpoint'" in log
+    # The config of that checkpoint is what holds, so that it has been changed here, too.
+    later, _, _ = train(tmp_path, 5, other, None, resume=True)
+    assert later.by_iter[16] == {"lr": 0.2, "weight_decay": 0.05, "betas": (0.8, 0.99)}
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+def test_a_config_that_stays_changes_nothing(tmp_path, schedule):
+    cfg = SCHEDULES.get(schedule)
+    hooks = {"checkpoint": {"by_epoch": False, "interval": 3}}
+    straight, weights, _ = train(tmp_path / "straight", 3, ADAM, cfg)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", 3, ADAM, cfg, default_hooks=hooks, stop_after=9)
+    resumed, again, log = train(tmp_path / "cut", 3, ADAM, cfg, resume=True)
+    assert resumed.lrs() == straight.lrs()[9:]
+    assert "go on as they were saved: the config has the same" in log
+    for one, other in zip(weights, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("cosine", "warm-up and cosine"), ("warm-up and cosine", "poly"), ("poly", "torch's")]
+)
+def test_other_schedules_go_on_where_they_would_be(tmp_path, before, after):
+    straight, _, _ = train(tmp_path / "straight", 3, ADAM, SCHEDULES[after])
+    train(tmp_path / "halves", 1, ADAM, SCHEDULES[before])
+    resumed, _, _ = train(tmp_path / "halves", 3, ADAM, SCHEDULES[after], resume=True)
+    assert resumed.lrs() == pytest.approx(straight.lrs()[4:], rel=1e-12)
+    if len(SCHEDULES[before]) != len(SCHEDULES[after]) or isinstance(SCHEDULES[before], list):
+        with pytest.raises(ConfigError, match=r"schedulers to resume from.*resume_options='config'"):
+            train(tmp_path / "halves", 4, ADAM, [], resume=True, resume_options="checkpoint")
+
+
+def test_a_rate_with_a_schedule_changes_with_the_config(tmp_path):
+    other = {**ADAM, "lr": 0.4}
+    straight, _, _ = train(tmp_path / "straight", 4, other, SCHEDULES["warm-up and cosine"])
+    train(tmp_path / "halves", 2, ADAM, SCHEDULES["warm-up and cosine"])
+    resumed, _, _ = train(tmp_path / "halves", 4, other, SCHEDULES["warm-up and cosine"], resume=True)
+    assert resumed.lrs() == pytest.approx(straight.lrs()[8:], rel=1e-12)
+
+
+def test_a_rate_that_follows_a_metric_changes_in_proportion(tmp_path):
+    schedule = {"type": "ReduceOnPlateauLR", "patience": 1, "factor": 0.5}
+    data = {"val_dataloader": {"dataset": TensorDataset(X), "batch_size": 4}, "val_evaluator": Loss()}
+    _, _, _ = train(tmp_path, 4, ADAM, schedule, **data)
+    resumed, _, _ = train(tmp_path, 5, {**ADAM, "lr": 1.0}, schedule, resume=True, **data)
+    assert resumed.by_iter[16]["lr"] == pytest.approx(0.5)
+
+
+def test_without_the_optimizers_state_a_schedule_goes_on(tmp_path):
+    straight, _, _ = train(tmp_path / "straight", 4, ADAM, SCHEDULES["poly"])
+    hooks = {"default_hooks": {"checkpoint": {"save_optimizer": False}}}
+    train(tmp_path / "halves", 2, ADAM, SCHEDULES["poly"], **hooks)
+    resumed, _, _ = train(tmp_path / "halves", 4, ADAM, SCHEDULES["poly"], resume=True)
+    assert resumed.lrs() == pytest.approx(straight.lrs()[8:], rel=1e-12)
+
+
+def loop_by_hand(work_dir: Path, epochs: int, lr: float, total: int, **options: Any) -> list[float]:
+    session = Session(work_dir, randomness={"seed": 0}, log_level="ERROR", **options)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], [2])
+    loader = DataLoader(TensorDataset(X), batch_size=4 // get_world_size())
+    model, optim, batches = session.prepare(model, optimizer, loader, schedulers=[schedule])
+    rates = []
+    for _ in session.epochs(epochs):
+        rates.append(optim.param_groups[0]["lr"])
+        for (x,) in batches:
+            session.step(model(x))
+        schedule.step()
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step")
+@pytest.mark.parametrize(("lr", "total"), [(0.2, 4), (0.2, 8), (0.6, 8)])
+@ranks(1, 2)
+def test_schedules_of_a_session_follow_the_script(tmp_path, lr, total):
+    straight = loop_by_hand(tmp_path / "straight", 6, lr, total)
+    loop_by_hand(tmp_path / "halves", 3, 0.2, 4)
+    resumed = loop_by_hand(tmp_path / "halves", 6, lr, total, resume=True)
+    assert resumed == pytest.approx(straight[3:], rel=1e-12)
+
+
+def test_another_word_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="`resume_options` must be 'config' or 'checkpoint', but is 'configs': did you"):
+        Runner(Net(), tmp_path, resume_options="configs")

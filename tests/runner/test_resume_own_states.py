@@ -1,0 +1,112 @@
+"""Resuming what modules keep beside their parameters: an extra state, and buffers that they size themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.runner import Runner, load_checkpoint
+from lockstep.testing import ranks
+
+
+class Net(nn.Module):
+    """Keeps new keys and a longer tensor as it trains, and a buffer that the first batch sizes."""
+
+    observed: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.names, self.seen = nn.Linear(3, 3), dict[str, int](), torch.zeros(0)
+        self.register_buffer("observed", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.names[f"call_{len(self.names)}"] = len(self.names)
+            self.seen = torch.cat([self.seen, torch.ones(1)])
+            self.observed.resize_(3).fill_(float(len(self.names)))
+        return self.linear(x)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"names": dict(self.names), "seen": self.seen, 7: (1, "x")}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.names, self.seen = dict(state["names"]), state["seen"].clone()
+        assert state[7] == (1, "x")
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        self.observed.resize_(state[f"{prefix}observed"].shape)
+        super()._load_from_state_dict(state, prefix, *others)
+
+
+class Recording(Net):
+    """Notes what it got before the first batch."""
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        super().set_extra_state(state)
+        self.got = len(self.names), len(self.seen)
+
+
+def trained(model: nn.Module, work_dir: Path, epochs: int, **arguments: Any) -> Runner:
+    x = torch.ones(8, 3)
+    data = {"dataset": torch.utils.data.TensorDataset(x, x), "batch_size": 2}
+    runner = Runner(
+        model, work_dir, loss=nn.MSELoss(), train_dataloader=data, train_cfg={"max_epochs": epochs},
+        default_hooks={"sync_buffers": None}, **arguments,
+    )  # fmt: skip
+    runner.train()
+    return runner
+
+
+def comes_back(work_dir: Path, strategy: str) -> None:
+    first = Net()
+    trained(first, work_dir, 1, strategy=strategy)
+    done = len(first.names)
+    second = Recording()
+    trained(second, work_dir, 2, resume=True, strategy=strategy)
+    assert second.got == (done, done)
+    assert len(second.names) == len(second.seen) == 2 * done
+    assert second.observed.tolist() == [2.0 * done] * 3
+
+
+def test_they_come_back_whole(tmp_path: Path) -> None:
+    comes_back(tmp_path, "single")
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_they_come_back_whole_on_two_ranks(tmp_path: Path, strategy: str) -> None:
+    comes_back(tmp_path / strategy, strategy)
+
+
+def quantized() -> nn.Module:
+    from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    model.qconfig = get_default_qat_qconfig("x86")  # type: ignore[assignment]
+    return prepare_qat(model.train())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*reduce_range:UserWarning")
+def test_observers_of_quantization_are_resumed(tmp_path: Path) -> None:
+    first, second = quantized(), quantized()
+    trained(first, tmp_path, 1)
+    trained(second, tmp_path, 1, resume=True)  # nothing is left to train
+    state = second.state_dict()
+    for name, value in first.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_the_weights_of_a_compiled_inner_module_are_loaded_both_ways(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
+    inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), torch.compile(nn.Linear(3, 1), backend="eager"))
+    for source, target in ((plain, inner), (inner, plain)):
+        with torch.no_grad():
+            source[2].weight.add_(1.0)
+        torch.save(source.state_dict(), tmp_path / "weights.pth")
+        load_checkpoint(target, tmp_path / "weights.pth", strict=True)
+        assert torch.equal(target[2].weight, source[2].weight)

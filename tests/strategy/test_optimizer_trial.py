@@ -1,0 +1,179 @@
+"""Optimizers of unknown code under FSDP: what goes wrong on shards is refused before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from lockstep.dist import get_rank, get_world_size
+from lockstep.errors import ConfigError
+from lockstep.strategy import FSDPStrategy
+from lockstep.testing import ranks
+
+INPUTS = torch.randn(8, 6, generator=torch.Generator().manual_seed(4))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(6, 5)
+        self.outer = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x))).square().mean()
+
+
+class Own(Optimizer):
+    """Divides each gradient by what `scale` says of it; keeps it in an attribute, as deepcopy would not."""
+
+    def __init__(self, params: Any, scale: Callable[[Tensor, Tensor], Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.scale = scale
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad / self.scale(parameter, parameter.grad), alpha=group["lr"])
+
+
+class Wrapping(Optimizer):
+    """Holds another optimizer, as Lookahead and SAM do."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__([{"params": group["params"]} for group in inner.param_groups], {})
+        self.param_groups = inner.param_groups
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+class NeedsTrainMode(SGD):
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def step(self) -> None:
+        assert self.training
+        super().step()
+
+
+class Noisy(SGD):
+    def step(self) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(torch.randn(()), alpha=1e-3)
+
+
+class ByIndex(SGD):
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data[parameter.grad > 0] = 0.0
+                torch.linalg.eigh(parameter.data.view(-1)[:4].view(2, 2))
+
+
+def root(total: float) -> float:
+    return total**0.5 + 1e-3
+
+
+def by_float(own: Tensor, gradient: Tensor) -> float:
+    return root(float((gradient**2).sum()))
+
+
+def by_shard(own: Tensor, gradient: Tensor) -> float:
+    return root(float(getattr(gradient, "_local_tensor", gradient).square().sum()))
+
+
+def by_tensor(own: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.norm() / own.norm()
+
+
+def by_full_sum(own: Tensor, gradient: Tensor) -> float:
+    total = gradient.square().sum()
+    return root(float(total.full_tensor() if isinstance(total, DTensor) else total))
+
+
+def make_own(params: list[Tensor]) -> Optimizer:
+    return Own(params, by_tensor)
+
+
+def make_with_full_sum(params: list[Tensor]) -> Optimizer:
+    return Own(params, by_full_sum)
+
+
+def make_with_groups(params: list[Tensor]) -> Optimizer:
+    return Own([{"params": params[:2], "lr": 0.0}, {"params": params[2:]}], by_tensor)
+
+
+def make_wrapping(params: list[Tensor]) -> Optimizer:
+    return Wrapping(AdamW(params, lr=0.1))
+
+
+def trained(make: Callable[[Any], Optimizer]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights after three steps in one process, and under FSDP."""
+    alone = Net()
+    optimizer = make(list(alone.parameters()))
+    strategy, net = FSDPStrategy(), Net()
+    given = make(list(net.parameters()))
+    state = torch.get_rng_state()
+    model, optim_wrapper = strategy.prepare(net, given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not given.state
+    assert getattr(given, "calls", 0) == 0
+    for _ in range(3):
+        optimizer.zero_grad()
+        alone(INPUTS).backward()
+        optimizer.step()
+        model.train_step(INPUTS[get_rank() :: get_world_size()].clone(), optim_wrapper)
+    state_dict = strategy.model_state()
+    return dict(alone.state_dict()), {name: value.full_tensor() for name, value in state_dict.items()}
+
+
+@ranks(2)
+@pytest.mark.parametrize("scale", [by_float, by_shard])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_an_optimizer_that_reads_a_part_for_the_whole_is_refused(is_inside: bool, scale: Callable[..., Any]):
+    net = Net()
+    optimizer = Own(net.parameters(), scale)
+    with pytest.raises(ConfigError, match=r"must update shards as it updates .* (Own|Wrapping) does not: .* by \d+%"):
+        FSDPStrategy().prepare(net, Wrapping(optimizer) if is_inside else optimizer)
+
+
+@ranks(1, 2)
+def test_an_optimizer_that_fails_on_shards_is_refused_with_its_error():
+    net = Net()
+    says = r"can update shards under FSDP, but ByIndex can't: its first steps raise \w+: .*, or strategy 'ddp'"
+    with pytest.raises(ConfigError, match=says):
+        FSDPStrategy().prepare(net, ByIndex(net.parameters(), lr=0.1))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("make", [make_own, make_with_full_sum, make_with_groups, make_wrapping])
+def test_what_is_let_through_trains_as_in_one_process(make: Callable[[Any], Optimizer]):
+    alone, sharded = trained(make)
+    for name, value in sharded.items():
+        assert torch.allclose(value, alone[name], atol=1e-5), name
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [NeedsTrainMode, Noisy])
+def test_modes_are_switched_and_random_numbers_are_let_through(kind: type):
+    net = Net()
+    given = kind(net.parameters(), lr=0.1)
+    FSDPStrategy().prepare(net, given)
+    assert not getattr(given, "training", False)
+    assert all(isinstance(own, DTensor) for own in given.param_groups[0]["params"])
