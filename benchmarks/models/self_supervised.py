@@ -197,7 +197,7 @@ ROWS = (
         Dino,
         data.vector_columns,
         dino_by_hand,
-        plan={"student.net.up": "colwise", "student.net.down": "rowwise"},
+        plan=PERCEPTRON,
         hooks=(Epochs,),
         epoch_by_hand=epoch_by_hand,
         note="a teacher that follows, a centre over all ranks; the last layer's gradient is set to None at first.",

@@ -95,7 +95,6 @@ ROWS = (
         "ActNorm",
         Normalized,
         data.vector_columns,
-        plan=PERCEPTRON,
         note="the forward pass of the first batch writes two parameters, from the samples of one rank.",
     ),
 )

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.checkpoint import find_last_checkpoint, load_state
 from lockstep.dist import all_gather_object, get_rank
@@ -58,3 +60,12 @@ def test_means_of_numbers_and_the_first_ranks_counts():
     assert [x.tolist() for x in whole] == [5, [0, 1], [True], []]
     assert wide.eq(middle).all()
     average_buffers([])
+
+
+@ranks(2)
+def test_means_of_buffers_that_tensor_parallelism_has_replicated():
+    mesh = init_device_mesh("cpu", (2,))
+    scale = DTensor.from_local(torch.tensor([1.0 + get_rank()]), mesh, [Replicate()], run_check=False)
+    count = DTensor.from_local(torch.tensor(5 + get_rank()), mesh, [Replicate()], run_check=False)
+    average_buffers([scale, count])
+    assert (scale.to_local().item(), count.to_local().item()) == (1.5, 5)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.dist import all_reduce_params, broadcast_tree
 from lockstep.model import ModelWrapper
+from lockstep.model.shards import own_shard
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -54,7 +55,7 @@ def average_buffers(buffers: Iterable[Tensor]) -> None:
     """
     floating: list[Tensor] = []
     whole: list[Tensor] = []
-    for buffer in buffers:
+    for buffer in map(own_shard, buffers):  # tensor parallelism makes DTensors of some, which each rank has whole
         (floating if buffer.is_floating_point() or buffer.is_complex() else whole).append(buffer)
     if floating:
         all_reduce_params(floating, op="mean")
