@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# What is imported is compiled then; compiling all of torch in each environment takes longer than installing it.
-INSTALL := -m pip install --quiet --no-compile --constraint constraints.txt
+INSTALL := -m pip install --quiet --constraint constraints.txt
 
 # SLICE=1 runs the few tests or cells of a long word that .ci/slices.mk names.
 include .ci/slices.mk
@@ -80,7 +79,7 @@ test-colossalai: .venv-colossalai/.ready  ## the ColossalAI strategy, in an envi
 	$(PYTHON) -m venv .venv-colossalai
 	.venv-colossalai/bin/python $(INSTALL) --editable '.[testing]' hypothesis \
 		--requirement requirements/colossalai-imports.txt --requirement requirements/models-colossalai.txt
-	.venv-colossalai/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/colossalai.txt
+	.venv-colossalai/bin/python -m pip install --quiet --no-deps --requirement requirements/colossalai.txt
 	@touch $@
 
 # Aim is built for Python 3.11 and 3.12 only.
@@ -201,14 +200,14 @@ mmengine-models: $(MMENGINE)  ## one model of each family of mmpretrain, mmdet a
 	$(PYTHON) -m venv .venv-mmengine
 	.venv-mmengine/bin/python $(INSTALL) --editable '.[testing]' --editable compat/mmengine \
 		--requirement requirements/mmengine.txt
-	.venv-mmengine/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/mmengine-packages.txt
+	.venv-mmengine/bin/python -m pip install --quiet --no-deps --requirement requirements/mmengine-packages.txt
 	@touch $@
 
 .venv-mmengine-reference/.ready: constraints.txt requirements/mmengine.txt requirements/mmengine-packages.txt
 	$(PYTHON) -m venv .venv-mmengine-reference
 	.venv-mmengine-reference/bin/python $(INSTALL) --requirement constraints.txt \
 		--requirement requirements/mmengine.txt
-	.venv-mmengine-reference/bin/python -m pip install --quiet --no-compile --no-deps mmengine==0.10.7 \
+	.venv-mmengine-reference/bin/python -m pip install --quiet --no-deps mmengine==0.10.7 \
 		--requirement requirements/mmengine-packages.txt
 	@touch $@
 

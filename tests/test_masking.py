@@ -14,7 +14,8 @@ SECRET = [
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "aws_secret_access_key", "secret_key", "private_key", "ssh_key"),
     *("password", "PASSWORD", "db_password", "passwd", "db_pwd", "passphrase", "MLFLOW_TRACKING_PASSWORD"),
     *("secret", "client_secret", "clientSecret", "secrets", "credentials", "credentials.user", "aws_credentials.x.y"),
-    *("Authorization", "SLURM_JWT", "AZURE_STORAGE_KEY", "account_key"),
+    *("Authorization", "SLURM_JWT", "AZURE_STORAGE_KEY", "account_key", "DB_PASS", "SMTP_PASS", "user_pass"),
+    *("PGPASSWORD", "PGPASSFILE_PASSWORD", "mypassword", "OPENAIAPIKEY", "X-Amz-Signature", "X-Amz-Security-Token"),
 ]  # fmt: skip
 NO_SECRET = [
     *("tokens_of", "num_tokens", "tokenizer", "tokenizer.name", "pad_token_id", "token_type_ids", "pad_token"),
@@ -23,6 +24,16 @@ NO_SECRET = [
     *("use_cls_token", "num_image_tokens", "token.type", "key", "keys", "key_padding_mask", "sort_key", "monitor_key"),
     *("num_heads_key", "primary_key", "keyframe", "secretary", "credential_file", "password_file", "secret_dim"),
     *("passing", "PWD", "OLDPWD", "author", "auth", "api_url", "access_mode", "keep", "passes"),
+    *(
+        "pass_through",
+        "forward_pass",
+        "num_passes",
+        "high_pass",
+        "signature",
+        "input_signature",
+        "token_count",
+        "signal",
+    ),
     *("lr", "weight_decay", "key_value_heads", "num_key_value_heads", "token_ids", "tokenize", "api_key_name", ""),
 ]
 
@@ -78,6 +89,26 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
         ("https://x/y?user=me&token=abc&z=1", "https://x/y?user=me&token=***&z=1"),
         ("AccountKey=abc==;x", "AccountKey=***;x"),
         ("password=12345", "password=***"),
+        ("init_kwargs=dict(api_key='abc', mode='online')", "init_kwargs=dict(api_key='***', mode='online')"),
+        ('f(g=h(x=[dict(token="abc")]))', 'f(g=h(x=[dict(token="***")]))'),
+        ("init=partial(login, password=sesame, n=3)", "init=partial(login, password=***, n=3)"),
+        ("a: 1\npassword: sesame\nb: 2", "a: 1\npassword: ***\nb: 2"),
+        ("  - api_key: abc123  ", "  - api_key: ***  "),
+        ("the server says: wrong token: abc123", "the server says: wrong token: ***"),
+        ("DB_PASS=sesame PGPASSWORD=12345 psql", "DB_PASS=*** PGPASSWORD=*** psql"),
+        ("https://0a1b2c3d@o1.ingest.example/7 x", "https://***@o1.ingest.example/7 x"),
+        ("git+https://abcdef@host/repo.git", "git+https://***@host/repo.git"),
+        (
+            "https://host/a@b https://host?x=a@b https://git@host/x",
+            "https://host/a@b https://host?x=a@b https://git@host/x",
+        ),
+        ("https://b/x?X-Amz-Date=1&X-Amz-Signature=abc&y=2", "https://b/x?X-Amz-Date=1&X-Amz-Signature=***&y=2"),
+        ("https://b/x?sv=1&sig=a%2Fb%3D&y=2", "https://b/x?sv=1&sig=***&y=2"),
+        ("pass_through=1 token_count: 12", "pass_through=1 token_count: 12"),
+        ("token_count: 12\ntokenizer=gpt2\ntokenizer: gpt2", "token_count: 12\ntokenizer=gpt2\ntokenizer: gpt2"),
+        ("forward_pass=2 signature=f(x) sig=4 monkey=ape", "forward_pass=2 signature=f(x) sig=4 monkey=ape"),
+        ("    token: str\n    password: str | None = None", "    token: str\n    password: str | None = None"),
+        ("token: 12\npad_token: <pad>\npassword: 12", "token: 12\npad_token: <pad>\npassword: ***"),
         ("token=12 token=None api_key=True", "token=12 token=None api_key=True"),
         ("password = getpass(prompt)", "password = getpass(prompt)"),
         ("the token: where it is", "the token: where it is"),
@@ -158,3 +189,9 @@ def test_control_characters_are_written_out(text: str, shown: str):
 
 def test_a_value_cannot_look_like_further_lines():
     assert printable("1\nall is well", lines=False) == r"1\nall is well"
+
+
+@pytest.mark.parametrize("part", ["key", "a=", "key-", "x: ", "key ://", "key'"])
+def test_a_long_text_takes_a_time_that_does_not_grow_with_its_square(part):
+    text = part * 10**5 + "key"
+    assert mask_text(text) == text

@@ -256,7 +256,7 @@ def locate(path: str | Location) -> Location:
     if isinstance(path, Path) and _LIKE_URL.match(str(path)):
         raise ConfigError(f"a URL must be given as a string, but is {path!r}, a path on the disk")
     if not isinstance(path, str) or not _URL.match(path):
-        return path if isinstance(path, RemotePath) else Path(os.path.expanduser(path))
+        return path if isinstance(path, RemotePath) else Path(on_disk(path))
     protocol, _, inner = path.partition("://")
     if protocol in _PACKAGES:
         path = f"{protocol}://{re.sub('//+', '/', inner)}"
@@ -275,6 +275,16 @@ def locate(path: str | Location) -> Location:
     if protocol in ("file", "local"):
         return Path(inner)
     return RemotePath(path.rstrip("/") if inner.strip("/") else path, inner, fs)
+
+
+def on_disk(path: str | Path) -> str:
+    """Return a path on the disk: `~` is the user's home, and letters that the locale lacks are written in UTF-8."""
+    text = os.path.expanduser(path)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return os.fsdecode(text.encode("utf-8", "surrogateescape"))
+    return text
 
 
 def require_disk(path: str | Path, argument: str) -> None:

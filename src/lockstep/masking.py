@@ -22,7 +22,29 @@ _SECRET = {
     *("apikey", "authkey", "accesskey", "secretkey", "privatekey", "apitoken", "authtoken", "authorization", "jwt"),
     *("credential", "credentials", "passcode", "passphrase", "passwd", "password", "passwords", "secret", "secrets"),
 }
-_PASSWORDS = (["passcode"], ["passwd"], ["password"], ["pwd"])  # which may be numbers
+_PASSWORD_ENDS = ("pass", "passcode", "passwd", "password", "pwd")  # which may be numbers
+# What names may also end in without a break: PGPASSWORD, mypassword, OPENAIAPIKEY.
+_SECRET_ENDS = tuple(sorted(_SECRET - {"jwt"}))
+# Words before `pass`: `forward_pass` is none.
+_BEFORE_PASS = {
+    *(
+        "account",
+        "admin",
+        "amqp",
+        "api",
+        "app",
+        "auth",
+        "client",
+        "database",
+        "db",
+        "docker",
+        "elastic",
+        "email",
+        "ftp",
+    ),
+    *("git", "http", "https", "key", "keystore", "ldap", "login", "mail", "mongo", "mysql", "pg", "postgres"),
+    *("proxy", "redis", "registry", "root", "server", "service", "smtp", "sql", "ssh", "sudo", "user"),
+}
 # Words before `key` and before `token` that make it secret: `sort_key` and `pad_token` are not.
 _BEFORE_KEY = {
     *("access", "account", "api", "auth", "client", "deploy", "encryption", "license", "master", "private", "secret"),
@@ -39,7 +61,7 @@ _NO_SECRETS = {"", MASK, "None", "none", "null", "True", "true", "False", "false
 
 # A text with none of these has no secret that `mask_text` recognises. Most lines of a log have none.
 _HINTS = (
-    *("key", "token", "secret", "pass", "pwd", "credential", "auth", "jwt", "://", "bearer", "basic", "wandb"),
+    *("key", "token", "secret", "pass", "pwd", "credential", "auth", "jwt", "://", "bearer", "basic", "wandb", "sig"),
     *("hf_", "akia", "asia", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat", "glpat-", "sk-", "xox", "aiza"),
     *("nvapi-", "eyj"),
 )
@@ -53,15 +75,25 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s/'\"@:]*):([^\s/'\"]+)@")
+_IN_URL = re.compile(r"((?<![\w+.-])[A-Za-z0-9+.-]++://[^\s/'\"@:]*):([^\s/'\"]+)@")
+# A key in place of a user and a password; `git` and such are users.
+_KEY_IN_URL = re.compile(r"\b((?:[a-z]+\+)?(?:https?|wss?)://)(?!git@|oauth2@|\*\*\*@)[^\s/?#'\"@:]+@", re.IGNORECASE)
+_SIGNED_URL = re.compile(r"([?&](?:sig|signature)=)[^\s&#'\"]+", re.IGNORECASE)
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}")
 _WANDB = re.compile(r"(wandb[^\n]{0,40}?)\b[0-9a-f]{40}\b", re.IGNORECASE)
 _QUOTED = r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\""
-_ASSIGNED = re.compile(
-    # name=value, 'name': 'value', --name value; a colon or a space alone is also what sentences have.
-    rf"(?P<left>(?P<name>[A-Za-z_][\w.-]*)['\"]?\]?(?:\s*=\s*|\s*:\s*(?=['\"])))(?P<value>{_QUOTED}|[^\s'\",;&)\]}}]+)"
-    rf"|(?P<option>(?<![\w-])--?(?P<of>[A-Za-z][\w.-]*)\s+)(?P<given>{_QUOTED}|[^\s'\"-][^\s'\"]*)"
+# name=value, 'name': 'value', and `name: value` if the line ends with the value: a colon alone is also what sentences
+# have. Each run of letters is looked at once, so that the time does not grow with its square.
+_NAMED = re.compile(
+    r"(?<![\w.-])[\d.-]*+(?P<name>[A-Za-z_][\w.-]*+)['\"]?\]?"
+    r"(?:\s*=\s*|\s*:\s*(?=['\"])|:[ \t]+(?=[^\s'\"#]+[ \t]*$))",
+    re.MULTILINE,
 )
+_VALUE = re.compile(rf"{_QUOTED}|[^\s'\",;&)\]}}]+")
+_OPTION = re.compile(
+    rf"(?P<left>(?<![\w-])--?(?P<name>[A-Za-z][\w.-]*+)\s+)(?P<value>{_QUOTED}|[^\s'\"-][^\s'\"]*)"
+)  # --name value
+_TYPES = {"Any", "None", "Path", "SecretStr", "bool", "bytes", "float", "int", "object", "str"}  # of annotations
 
 
 def is_secret_name(name: str) -> bool:
@@ -78,11 +110,15 @@ def is_secret_name(name: str) -> bool:
     if words[-2:] == ["key", "id"]:  # of AWS
         words.pop()
     before, last = ["", *words][-2:] if words else ("", "")
+    if last == "pass":
+        return before in _BEFORE_PASS
+    if last == "signature":
+        return before in ("amz", "goog")  # of URLs that are signed
     if last in ("token", "tokens"):
         return words == ["token"] or before in _BEFORE_TOKEN
     if last == "pwd":
         return before != ""  # PWD alone is the current folder
-    return last in _SECRET or (last in ("key", "keys") and before in _BEFORE_KEY)
+    return last.endswith(_SECRET_ENDS) or last == "jwt" or (last in ("key", "keys") and before in _BEFORE_KEY)
 
 
 def _words(name: str) -> list[str]:
@@ -107,8 +143,10 @@ def mask_text(text: str, secrets: Iterable[str] = ()) -> str:
     if not any(hint in lowered for hint in _HINTS):
         return text
     text = _IN_URL.sub(rf"\1:{MASK}@", text)
+    text = _KEY_IN_URL.sub(rf"\1{MASK}@", text)
+    text = _SIGNED_URL.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1 {MASK}", text)
-    text = _ASSIGNED.sub(_without_value, text)
+    text = _OPTION.sub(lambda it: it["left"] + _masked(it["name"], it["value"]), _without_values(text))
     text = _WANDB.sub(rf"\1{MASK}", text)
     return _FORMS.sub(MASK, text)
 
@@ -180,7 +218,7 @@ def secrets_in(value: Any) -> set[str]:
 
 def is_masked(value: Any) -> bool:
     """Return whether a value is a string from which a secret was removed."""
-    return isinstance(value, str) and (value == MASK or f":{MASK}@" in value)
+    return isinstance(value, str) and (value == MASK or f"{MASK}@" in value)
 
 
 def _secrets(value: Any, name: str) -> Iterator[str]:
@@ -208,7 +246,7 @@ def _is_plain_secret(value: object, name: str) -> bool:
     """Return whether a value that is no string is a secret."""
     if not is_secret_name(name) or isinstance(value, bool):
         return False
-    return isinstance(value, bytes) or (isinstance(value, int | float) and _words(name)[-1:] in _PASSWORDS)
+    return isinstance(value, bytes) or (isinstance(value, int | float) and _is_password(name))
 
 
 def _looks_random(text: str) -> bool:
@@ -219,25 +257,33 @@ def _looks_random(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9+/=_-]{20,}", text) is not None and all(re.search(kind, text) for kind in kinds)
 
 
-def _without_value(found: re.Match[str]) -> str:
-    name, left, value = found["name"], found["left"], found["value"]
-    if name is None:
-        name, left, value = found["of"], found["option"], found["given"]
+def _without_values(text: str) -> str:
+    """Mask the values of secret names; those of other names may hold such assignments: dict(api_key=...)."""
+    parts, done, start = [], 0, 0
+    while (named := _NAMED.search(text, start)) is not None:
+        start = named.end()
+        if is_secret_name(named["name"]) and (value := _VALUE.match(text, start)) is not None:
+            parts += [text[done:start], _masked(named["name"], value[0])]
+            done = start = value.end()
+    return "".join([*parts, text[done:]])
+
+
+def _masked(name: str, value: str) -> str:
+    """Return what to show of a value, quoted or not, that has a name."""
     quote = value[0] if value[0] in "'\"" else ""
     plain = value[1:-1] if quote else value
-    if (
-        plain in _NO_SECRETS
-        or _SPECIAL_TOKEN.fullmatch(plain)
-        or (not quote and _is_code(plain, name))
-        or not is_secret_name(name)
-    ):
-        # The value of a name that says nothing may itself be such an assignment: --cfg-options api_key=...
-        return left + _ASSIGNED.sub(_without_value, value) if "=" in value and len(value) < len(found[0]) else found[0]
-    return f"{left}{quote}{MASK}{quote}"
+    is_plain = plain in _NO_SECRETS or _SPECIAL_TOKEN.fullmatch(plain) or (not quote and _is_code(plain, name))
+    return value if is_plain or not is_secret_name(name) else f"{quote}{MASK}{quote}"
 
 
 def _is_code(value: str, name: str) -> bool:
     """Return whether a value without quotes is a number or the beginning of an expression, not a secret."""
+    if value in _TYPES:
+        return True
     if re.fullmatch(r"[\d.+-]+", value):
-        return _words(name)[-1:] not in _PASSWORDS
+        return not _is_password(name)
     return value[0] in "([{<" or re.match(r"[A-Za-z_][\w.]*\(", value) is not None
+
+
+def _is_password(name: str) -> bool:
+    return "".join(_words(name)[-1:]).endswith(_PASSWORD_ENDS)

@@ -47,7 +47,7 @@ def train(work_dir: Path, epochs: int, **arguments: Any) -> Runner:
         optim_wrapper={"optimizer": {"type": "AdamW", "lr": 0.01}},
         param_scheduler={"type": "LinearLR", "start_factor": 0.1, "by_epoch": True},
         custom_hooks=[{"type": "EMAHook"}],
-        default_hooks={"progress": None},
+        default_hooks={"progress": None, "nan_check": None},  # whose weights a stranger chooses may train to nothing
         visualizer=[],
         **arguments,
     )

@@ -80,3 +80,34 @@ def test_an_error_without_words_reaches_all_ranks_and_the_launcher(scripts):
     assert shown in out
     assert "error: rank 1 raised Mute (pid " in err
     assert f'script.py", line {line}, in refuse' in err
+
+
+def test_a_message_forges_no_line_and_steers_no_terminal(scripts):
+    forged = r"boom\nrank 0 was stopped.\n\x1b[2J\x1b]0;title\x07\rlockstep: all is well"
+    script = scripts.write(f"""
+        import os
+        if os.environ["RANK"] == "1":
+            raise type("Odd\\nlockstep: well", (ValueError,), {{}})("{forged}")
+    """)
+    _, _, err = scripts.run(script, "--nproc", "2", "--log-dir", "logs")
+    log = (scripts.folder / "logs" / "rank_1.log").read_text()
+    assert r"error: rank 1 raised Odd\nlockstep: well (pid " in err
+    for shown in (err, log):
+        assert "boom\n    rank 0 was stopped.\n    \\x1b[2J\\x1b]0;title\\x07\\rlockstep: all is well" in shown
+        assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in shown)
+
+
+def test_what_a_rank_prints_to_a_full_disk_does_not_end_it(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_3.log").symlink_to("/dev/full")
+    done = as_rank(tmp_path, "print('x' * 100000)\nprint('\\ud800')\nopen('done', 'w')", log_dir=tmp_path / "logs")
+    assert done.returncode == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_bytes_of_no_encoding_pass(scripts):
+    script = scripts.write("import os\nos.write(1, b'\\xff\\xfe\\x00 raw\\n')")
+    job = scripts.start(script, "--nproc", "1")
+    job.stdout.reconfigure(errors="surrogateescape")
+    assert job.communicate(timeout=90)[0] == "\udcff\udcfe\x00 raw\n"
+    assert job.returncode == 0

@@ -1,4 +1,4 @@
-"""Small data sets of noise, in the forms that the configs of mmpretrain, mmseg and mmdet expect on a disk."""
+"""Small data sets of noise, in the forms that the configs of packages for MMEngine expect on a disk."""
 
 import hashlib
 import json
@@ -76,3 +76,35 @@ def coco(root: Path, train: int = 16, val: int = 4, size: int = 96) -> None:
         categories = [{"id": 1, "name": "person"}, {"id": 2, "name": "bicycle"}]
         content = {"images": images, "annotations": boxes, "categories": categories}
         (root / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))
+
+
+def people(root: Path, size: int = 96) -> None:
+    """Write the annotations of one person with 17 keypoints in each image that `coco` has written, for mmpose."""
+    random = np.random.default_rng(1)
+    for split in ("train2017", "val2017"):
+        content = json.loads((root / "annotations" / f"instances_{split}.json").read_text())
+        for one in content["annotations"]:
+            x, y, width, height = one["bbox"]
+            points = np.stack([x + random.random(17) * width, y + random.random(17) * height, np.full(17, 2)], 1)
+            one |= {"category_id": 1, "num_keypoints": 17, "keypoints": points.flatten().tolist()}
+        names = [f"point {number}" for number in range(17)]
+        content["categories"] = [{"id": 1, "name": "person", "keypoints": names, "skeleton": []}]
+        (root / "annotations" / f"person_keypoints_{split}.json").write_text(json.dumps(content))
+
+
+def skeletons(file: Path, train: int = 8, val: int = 2) -> None:
+    """Write the movements of one person of 17 joints in each sample, as mmaction2 reads them."""
+    random = np.random.default_rng(2)
+    annotations = []
+    for number in range(train + val):
+        points = random.random((1, 60, 17, 2)).cumsum(1) + 100
+        annotations.append({
+            "frame_dir": f"sample{number}", "label": number % 4, "img_shape": (200, 200), "original_shape": (200, 200),
+            "total_frames": 60, "keypoint": points.astype(np.float16),
+            "keypoint_score": np.ones((1, 60, 17), np.float16),
+        })  # fmt: skip
+    names = [one["frame_dir"] for one in annotations]
+    file.parent.mkdir(parents=True)
+    file.write_bytes(
+        pickle.dumps({"split": {"xsub_train": names[:train], "xsub_val": names[train:]}, "annotations": annotations})
+    )

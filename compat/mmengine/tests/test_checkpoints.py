@@ -230,7 +230,7 @@ def test_a_training_with_several_groups_resumes_from_the_other_with_its_schedule
     assert trained(sys.executable, "ours")["losses"] == whole
     theirs = str(tmp_path / "theirs" / "work" / "epoch_2.pth")
     ours = tmp_path / "ours" / "work"
-    export_checkpoint(next(ours.glob("*/epoch_2")), tmp_path / "ours.pth")
+    export_checkpoint(next(ours.glob("*/epoch_2")), tmp_path / "ours.pth", histories=True)
     for python, folder, file in (
         (sys.executable, "ours_from_theirs", theirs),
         (REFERENCE, "theirs_from_ours", str(tmp_path / "ours.pth")),

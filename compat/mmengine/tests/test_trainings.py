@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 from environments import REFERENCE, run
-from synthetic import cifar10, coco, drive
-from trainings import CLASSIFIER, DETECTOR, SEGMENTOR, YOLOX, losses, metrics, start
+from synthetic import cifar10, coco, drive, people, skeletons
+from trainings import (
+    ACTION,
+    CLASSIFIER,
+    DETECTOR,
+    POSE,
+    SEGMENTOR,
+    YOLOX,
+    losses,
+    metrics,
+    start,
+)
 
 import lockstep.weights
 from mmengine.runner import CheckpointLoader, export_checkpoint
@@ -23,6 +33,8 @@ def folder(tmp_path: Path) -> Path:
     cifar10(tmp_path / "data" / "cifar10", train=160, test=20)
     drive(tmp_path / "data" / "DRIVE", train=8, val=2)
     coco(tmp_path / "data" / "coco", train=8, val=2)
+    people(tmp_path / "data" / "coco")
+    skeletons(tmp_path / "data" / "skeleton" / "ntu60_2d.pkl")
     return tmp_path
 
 
@@ -65,6 +77,10 @@ LENGTHS = {
     "RetinaNet": (DETECTOR, "train_cfg.max_epochs=1", "train_cfg.max_epochs=2"),
     "YOLOX": (YOLOX, "train_cfg.max_epochs=2", "train_cfg.max_epochs=3"),
 }
+ON_ONE_RANK = {
+    "pose": (POSE, "train_cfg.max_epochs=2", "train_cfg.max_epochs=3"),
+    "skeletons": (ACTION, "train_cfg.max_epochs=2", "train_cfg.max_epochs=3"),
+}
 # mmdet's SyncNormHook concatenates weights, which FSDP shards, and buffers, and raises; one without effect replaces it.
 UNDER_FSDP = {"YOLOX": ["custom_hooks.1.type=EmptyCacheHook"]}
 LAYOUTS = {"one rank": (1, []), "two ranks, DDP": (2, []), "two ranks, FSDP": (2, [FSDP])}
@@ -72,7 +88,7 @@ LAYOUTS = {"one rank": (1, []), "two ranks, DDP": (2, []), "two ranks, FSDP": (2
 
 def trains(folder: Path, name: str, layout: str, *then: str) -> None:
     """Train, validate and save; then ``"resume"``, ``"test"`` the checkpoint, or train with ``"amp"``."""
-    task, short, long = LENGTHS[name]
+    task, short, long = (LENGTHS | ON_ONE_RANK)[name]
     ranks, wrapper = LAYOUTS[layout]
     wrapper = [*wrapper, *(UNDER_FSDP.get(name, []) if FSDP in wrapper else [])]
 
@@ -109,6 +125,8 @@ def trains(folder: Path, name: str, layout: str, *then: str) -> None:
         ("classifier", "two ranks, FSDP", "resume"),
         ("segmentor", "two ranks, DDP", "amp"),
         ("RetinaNet", "two ranks, FSDP", ""),
+        ("pose", "one rank", ""),
+        ("skeletons", "one rank", ""),
     ],
 )
 def test_it_trains_validates_and_saves(folder, name, layout, then):

@@ -1,4 +1,4 @@
-"""Starting `tools/train.py` and `tools/test.py` of mmpretrain, mmseg and mmdet, and reading what they have found."""
+"""Starting `tools/train.py` and `tools/test.py` of packages for MMEngine, and reading what they have found."""
 
 from __future__ import annotations
 
@@ -83,6 +83,26 @@ YOLOX = Task(
      "log_processor.window_size=1", "randomness.seed=3", *_NO_WORKERS],
 )  # fmt: skip
 
+_FOR_ALL = ["default_hooks.logger.interval=1", "log_processor.window_size=1", "randomness.seed=3", *_NO_WORKERS]
+POSE = Task(
+    "mmpose",
+    "body_2d_keypoint/topdown_heatmap/coco/td-hm_res50_8xb64-210e_coco-256x192.py",
+    ["model.backbone.depth=18", "model.backbone.init_cfg=None", "model.head.in_channels=512",
+     "model.head.deconv_out_channels=(16,16)", "model.head.deconv_kernel_sizes=(4,4)",
+     "train_dataloader.batch_size=2", "train_dataloader.dataset.pipeline.6.encoder.heatmap_size=(24,32)",
+     "model.head.decoder.heatmap_size=(24,32)", "val_dataloader.dataset.bbox_file=",
+     "test_dataloader.dataset.bbox_file=", "param_scheduler.0.end=3", "param_scheduler.1.milestones=[1]",
+     "train_cfg.val_interval=1", "default_hooks.checkpoint.interval=1", *_FOR_ALL],
+)  # fmt: skip
+ACTION = Task(
+    "mmaction",
+    "skeleton/stgcn/stgcn_8xb16-joint-u100-80e_ntu60-xsub-keypoint-2d.py",
+    ["model.backbone.base_channels=8", "model.cls_head.num_classes=4", "model.cls_head.in_channels=32",
+     "train_dataloader.batch_size=2", "train_dataloader.dataset.times=1", "test_dataloader.batch_size=2",
+     "train_dataloader.dataset.dataset.pipeline.2.clip_len=20", "val_dataloader.dataset.pipeline.2.clip_len=20",
+     "test_dataloader.dataset.pipeline.2.clip_len=20", "param_scheduler.0.T_max=2", *_FOR_ALL],
+)  # fmt: skip
+
 
 def start(
     tool: str,
@@ -126,7 +146,7 @@ def start(
         "OMP_NUM_THREADS": "1",
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0" if python == sys.executable else "1",
     }
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, f"{command}:\n{done.stdout[-3000:]}\n{done.stderr[-8000:]}"
     return done.stdout + done.stderr
 

@@ -27,7 +27,8 @@ class Failure(NamedTuple):
     def of(cls, error: Exception) -> Failure:
         """Return why this rank failed."""
         if isinstance(error, ConfigError):
-            return cls(get_rank(), ConfigError, message_of(error))
+            kind = CheckpointError if isinstance(error, CheckpointError) else ConfigError
+            return cls(get_rank(), kind, message_of(error))
         if isinstance(error, OSError):
             return cls(get_rank(), OSError, message_of(error), error.errno)
         return cls(get_rank(), RuntimeError, error_in_words(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+from lockstep.errors import message_of
 from lockstep.masking import mask_text, printable
 from lockstep.topology import topology_if_known
 
@@ -21,5 +22,7 @@ def print_error(error: Exception) -> None:
         # after that has a different error.
         time.sleep(_SECONDS_FOR_RANK_0)
     notes = getattr(error, "__notes__", ())
-    text = Text.assemble(("error: ", "bold red"), printable(mask_text("\n".join([str(error), *notes]))))
+    text = Text.assemble(
+        ("error: ", "bold red"), printable(mask_text("\n".join([message_of(error), *map(str, notes)])))
+    )
     Console(stderr=True, soft_wrap=True).print(text)

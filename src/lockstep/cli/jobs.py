@@ -214,7 +214,7 @@ class FindLR(Job):
             page = runner.run.run_dir / "report.html"
             write_page(read_run(page.parent), page)
             for name, text in {**_advice(found, runner), "picture": str(page)}.items():
-                runner.console.print(f"{name:7} {text}", soft_wrap=True)
+                runner.console.print(f"{name:7} {text}", markup=False, soft_wrap=True)
 
 
 def run_as_rank() -> None:
@@ -304,11 +304,12 @@ def _advice(found: LRSearch, runner: Runner) -> dict[str, str]:
 
 def _print_table(mode: Literal["val", "test"], metrics: Mapping[str, Any], runner: Runner) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     data = {"test": "test data", "val": "validation data"}[mode]
     units = getattr(runner, f"{mode}_evaluator").units
-    table = Table("metric", data, title=str(runner.args.load_from), title_justify="left")
+    table = Table("metric", data, title=Text(str(runner.args.load_from)), title_justify="left")
     for name, value in metrics.items():
         number = f"{value:.6g}" if isinstance(value, float) else str(value)
-        table.add_row(name, f"{number} {units.get(name, '')}".rstrip())
+        table.add_row(Text(name), Text(f"{number} {units.get(name, '')}".rstrip()))
     runner.console.print(table)

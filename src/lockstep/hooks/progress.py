@@ -167,7 +167,7 @@ class LiveDisplay:
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),  # metrics have names of the user's
             console=console,
             auto_refresh=False,
             transient=True,

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from lockstep.errors import Preempted
 from lockstep.launch.worker import rank_log
+from lockstep.masking import printable
 
 # Signals that end a rank from outside, or after a crash. An abort may follow the failure of another rank.
 _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -69,11 +70,11 @@ class Report:
             message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
             extra: dict[str, Any] = message["extraInfo"]
             return cls(
-                kind=str(extra.get("type", "an error")),
+                kind=printable(str(extra.get("type", "an error")), lines=False),
                 time=float(extra.get("time", extra["timestamp"])),
                 exit_code=int(extra.get("exitcode", 1)),
                 traceback=str(extra["py_callstack"]).rstrip(),
-                place=str(extra.get("place", "")),
+                place=printable(str(extra.get("place", "")), lines=False),
                 follows=extra.get("follows"),
                 failed_ranks=tuple(extra.get("failed_ranks", ())),
             )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from lockstep.masking import printable
+
 
 def say(text: str) -> None:
     """Print a line, marked as lockstep's."""
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+    print(f"lockstep: {printable(text)}", file=sys.stderr, flush=True)

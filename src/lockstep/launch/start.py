@@ -11,6 +11,7 @@ from lockstep.launch.job_spec import JobSpec
 from lockstep.launch.loading import loading_torch
 from lockstep.launch.network import interface_towards
 from lockstep.launch.notices import say
+from lockstep.output import outlive_output
 
 
 def launch(
@@ -51,6 +52,7 @@ def launch(
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
     if not command:
         raise ValueError("`command` must name a script, or -m and a module, but is empty")
+    outlive_output()
     logs = None if log_dir is None else os.fspath(log_dir)
     if logs is not None:
         try:

@@ -47,12 +47,14 @@ from lockstep.errors import (
     message_of,
     place_of,
 )
-from lockstep.masking import mask_text
+from lockstep.masking import mask_text, printable
+from lockstep.output import outlive_output
 
 _OUTER_PACKAGES = {"lockstep", "lockstep.cli", "lockstep.launch", "typer", "typer._click"}
 # What torch says in a script without lockstep where another rank does not come in time.
 _LATE = ("Timed out waiting", "wait timeout after")
 _MOST_SHOWN = 20_000  # characters of each end of a traceback
+_TRACEBACK = "Traceback (most recent call last):\n"
 _PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
 """At this signal a rank writes its stack to `stack_file`."""
@@ -69,6 +71,7 @@ def main(argv: list[str]) -> None:
     has_log = log_dir != "" and os.environ["LOCAL_RANK"] != "0"
     if has_log:
         _write_output_to(rank_log(log_dir, os.environ["RANK"]))
+    outlive_output()
     _write_by_lines()
     faulthandler.enable()
     _tell_stack()
@@ -88,7 +91,7 @@ def main(argv: list[str]) -> None:
         if not _record(error):
             raise
         if has_log:
-            sys.stderr.write(mask_text(_formatted(error)))
+            sys.stderr.write(printable(mask_text(_formatted(error))))
         sys.exit(code)
 
 
@@ -190,8 +193,19 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _formatted(error: BaseException) -> str:
-    """Return an error's traceback; of one that is very long, the beginning and the end."""
-    text = "".join(traceback.format_exception(error))
+    """Return an error's traceback; of one that is very long, the beginning and the end.
+
+    Further lines of its message, and its notes, are indented: none of them looks like a line of the launcher's.
+    """
+    parts, in_message = [], False
+    for part in traceback.format_exception(error):
+        if part[:1] in (" ", "\n") or part == _TRACEBACK:
+            in_message = False
+            parts.append(part)
+        else:
+            parts.append("    " * in_message + part.rstrip("\n").replace("\n", "\n    ") + "\n")
+            in_message = True
+    text = "".join(parts)
     more = len(text) - 2 * _MOST_SHOWN
     if more <= 0:
         return text

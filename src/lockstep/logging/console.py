@@ -12,14 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from lockstep.masking import mask_text
+from lockstep.masking import mask_text, printable
+from lockstep.output import outlive_output
 
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 
 
 def open_console(*, speaks: bool) -> Console:
     """Return a console on standard output; without `speaks`, it prints nothing."""
-    return Console(quiet=not speaks, highlight=False, soft_wrap=True)
+    outlive_output()
+    return _EncodedConsole(quiet=not speaks, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -83,6 +85,14 @@ def warnings_once(*, speaks: bool) -> Iterator[None]:
         warnings.showwarning = before
 
 
+class _EncodedConsole(Console):
+    """Draws in ASCII where standard output is; rich takes it for UTF-8."""
+
+    @property
+    def encoding(self) -> str:
+        return (getattr(self.file, "encoding", None) or "utf-8").lower()
+
+
 class _ConsoleHandler(logging.Handler):
     """Prints through a rich console, above a live progress bar if there is one."""
 
@@ -95,7 +105,7 @@ class _ConsoleHandler(logging.Handler):
         try:
             style = _STYLES.get(record.levelno, "")
             prefix = f"{record.levelname.lower()}: " if style else ""
-            self._console.print(Text(prefix + mask_text(record.getMessage(), self._secrets), style=style))
+            self._console.print(Text(prefix + printable(mask_text(record.getMessage(), self._secrets)), style=style))
         except Exception:
             self.handleError(record)
 
@@ -108,7 +118,8 @@ class _MaskingFormatter(logging.Formatter):
         self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        return mask_text(super().format(record), self._secrets)
+        # Further lines are indented, so that none looks like a record of its own.
+        return printable(mask_text(super().format(record), self._secrets)).replace("\n", "\n    ")
 
 
 def file_handler(file: Path, secrets: Collection[str] = ()) -> logging.Handler:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.logging.console import file_handler
+from lockstep.masking import mask_text, printable
 
 _ROOT = "lockstep"
 _USERS = f"{_ROOT}.user"
@@ -94,4 +95,4 @@ class _OutsideOfRuns(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print to the current standard error, unless a run in progress has its own handlers."""
         if not logging.getLogger(_ROOT).handlers:
-            print(self.format(record), file=sys.stderr)
+            print(printable(mask_text(self.format(record))), file=sys.stderr)

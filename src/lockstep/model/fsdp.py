@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
 from lockstep.errors import ConfigError, did_you_mean, wrong_type
+from lockstep.groups import this_rank
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
 from lockstep.model.autograd_graph import on_backward
@@ -27,6 +28,7 @@ from lockstep.model.fsdp_mesh import GroupsLike, MeshLike, make_meshes
 from lockstep.model.fsdp_originals import Originals
 from lockstep.model.fsdp_policies import choose_units, cut_by_dtype, directly_callable_parts
 from lockstep.model.fsdp_replicated import ReplicatedParameters
+from lockstep.model.fsdp_sites import is_unit
 from lockstep.model.full_params import full_parameters
 from lockstep.model.shards import reshard
 from lockstep.model.tensor_parallel import TensorParallel
@@ -166,6 +168,9 @@ class MMFullyShardedDataParallel(ModelWrapper):
         originals = Originals(module)
         scalars = _shard(module, precisions, ignored, materializer, parallel, shard)
         originals.hand_over(module)
+        for unit in filter(is_unit, module.modules()):
+            kind: Any = type(unit)
+            kind.__deepcopy__ = _refuse_copy  # torch's own raises a bare AssertionError
         broadcast_from_first([scalar.detach() for scalar in scalars], whole)
         self.module = module
         self._syncs_gradients = True
@@ -323,6 +328,15 @@ class MMFullyShardedDataParallel(ModelWrapper):
         assert isinstance(self.module, FSDPModule)
         self._syncs_gradients = syncs
         self.module.set_requires_gradient_sync(syncs)
+
+
+def _refuse_copy(module: nn.Module, memo: Any) -> NoReturn:
+    kind = type(module).__name__.removeprefix("FSDP")
+    raise ConfigError(
+        f"{kind} must not be copied once FSDP has sharded it ({this_rank()}). For an average of its weights, as timm's "
+        "ModelEma keeps it in a copy, use EMAHook or lockstep.model.ExponentialMovingAverage; for its weights, use its "
+        "state_dict()"
+    )
 
 
 def _refuse(kwargs: Mapping[str, Any], wrapper: type) -> None:

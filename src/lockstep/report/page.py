@@ -72,7 +72,7 @@ def write_page(run: Run, path: Path) -> None:
         ReportError: it cannot be written.
     """
     try:
-        path.write_text(page_html(run), encoding="utf-8")
+        path.write_text(page_html(run), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ReportError(f"the report cannot be written to `{path}`: {error.strerror}") from error
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_ar
 from torch import nn
 
 from lockstep.errors import ConfigError, did_you_mean, nearest, require_known
+from lockstep.location import on_disk
 from lockstep.strategy import Strategy
 
 # What an argument may hold in a config. `lockstep.lint` has a check for each.
@@ -123,7 +123,7 @@ class RunnerArguments:
             raise TypeError(f"`{name}` {says}")
         for name, says in mispaired(given):
             raise ConfigError(f"`{name}` {says}")
-        object.__setattr__(self, "work_dir", os.path.expanduser(self.work_dir))
+        object.__setattr__(self, "work_dir", on_disk(self.work_dir))
 
     @staticmethod
     def keywords_of(cfg: Mapping[str, Any]) -> dict[str, Any]:

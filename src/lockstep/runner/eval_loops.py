@@ -107,9 +107,7 @@ class EvalLoop:
         model = self.runner.model
         if self.runner.world_size > 1 and isinstance(model, ModelWrapper) and model.forward_is_collective:
             return Passes(self.dataloader).turns()
-        batches = CountedBatches(self.dataloader)
-        sizes = ((batch, batch_size_of(batch) if batches.samples is None else batches.samples) for batch in batches)
-        return (Turn(batch, size, size, True) for batch, size in sizes)
+        return _own_turns(CountedBatches(self.dataloader))
 
 
 @LOOPS.register_module()
@@ -125,6 +123,17 @@ class TestLoop(EvalLoop):
 
     __test__ = False  # pytest would take it for a test because of its name
     mode = "test"
+
+
+def _own_turns(batches: CountedBatches) -> Iterator[Turn]:
+    """Yield this rank's batches; if reading fails, end the workers first, which the error would keep alive."""
+    try:
+        for batch in batches:
+            size = batch_size_of(batch) if batches.samples is None else batches.samples
+            yield Turn(batch, size, size, True)
+    except Exception:
+        batches.shut_down()
+        raise
 
 
 def _half(dtype: str | torch.dtype | None) -> torch.dtype:

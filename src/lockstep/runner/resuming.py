@@ -116,12 +116,12 @@ def find_resumption(
     if load_from is not None:
         named = run_on_main(lambda: checkpoint_at(load_from.path))
         if fault := _fault_in(named, hold):
-            raise ConfigError(fault)
+            raise CheckpointError(fault)
         return named, []
     found, faults = _newest(folders, hold)
     if found is None and faults:
         places = " or ".join(map(str, folders))
-        raise ConfigError(
+        raise CheckpointError(
             f"resume=True must find a whole checkpoint in {places}, but none of those there is: "
             f"{' / '.join(fault.removesuffix(f'. {DAMAGED}') for fault in faults)}. Copy one of them again, or start "
             "anew without resume"

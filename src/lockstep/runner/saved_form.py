@@ -9,7 +9,19 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
-from lockstep.checkpoint.form import COUNT, FLAG, NUMBER, TENSOR, TEXT, WHOLE_NUMBER, Form, Kind, Whole, check_form
+from lockstep.checkpoint.form import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    TENSOR,
+    TEXT,
+    WHOLE_NUMBER,
+    Form,
+    Kind,
+    Whole,
+    check_form,
+    is_count,
+)
 from lockstep.checkpoint.loading import open_checkpoint
 from lockstep.checkpoint.values import tagged
 from lockstep.checkpoint.verify import is_old
@@ -26,6 +38,8 @@ def _is_option(node: Any) -> bool:
 
 
 _OPTION = Kind("a plain value, or a list of them", _is_option)
+# numpy takes any place in the words of its generator, and reads memory beyond them.
+_PLACE = Kind("a place in 624 words", lambda node: is_count(node) and node <= 624)
 _RATE = Kind("a number or a tensor", lambda node: NUMBER.fits(node) or TENSOR.fits(node))
 _WINDOWS: Form = Whole(backward_passes=COUNT, per_iteration=COUNT.or_none(), open=COUNT, updates=COUNT)
 
@@ -54,12 +68,11 @@ _META: Form = {
 _ALWAYS: Form = Whole(epoch=COUNT, iter=COUNT, seed=WHOLE_NUMBER, world_size=COUNT, param_schedulers=[{"*": _OPTION}])
 _OPTIMIZER: Form = Whole(state={"*": {}}, param_groups=[{"*": _OPTION, "lr": _RATE, "params": [TEXT]}])
 _RANK: Form = Whole(
-    random={
-        "python": Whole(version=COUNT, words=TENSOR, gauss=NUMBER.or_none()),
-        "torch": TENSOR,
-        "numpy": Whole(name=TEXT, words=TENSOR, position=COUNT, has_gauss=COUNT, gauss=NUMBER),
-        "device": TENSOR,
-    },
+    random=Whole(
+        python=Whole(version=COUNT, words=TENSOR, gauss=NUMBER.or_none()),
+        torch=TENSOR,
+        numpy=Whole(name=TEXT, words=TENSOR, position=_PLACE, has_gauss=COUNT, gauss=NUMBER),
+    ),
     data=Whole(position=None),
 )
 

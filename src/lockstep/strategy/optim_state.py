@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adagrad, Optimizer, SparseAdam
 
-from lockstep.errors import ConfigError, listed
+from lockstep.errors import CheckpointError, ConfigError, listed
 from lockstep.optim.paramwise import param_sites
 from lockstep.strategy.base import OptimState
 from lockstep.strategy.resharding import reshard_like
@@ -240,6 +240,9 @@ def find_misfit(
         options: the options of their group after loading.
         parameters: tensors with the same number of dims as the parameters, by name.
         entries: the entries by parameter name; None for a parameter without one.
+
+    Raises:
+        CheckpointError: an entry has the right names, but values of another kind, as no optimizer saves them.
     """
     kind = type(optimizer)
     # If `first_state` does not work, compare with the state of another parameter.
@@ -252,9 +255,9 @@ def find_misfit(
         if wanted is not None:
             fits = wanted.keys() == entry.keys()
             if fits and (other := [key for key in entry if _dims(entry[key]) != _dims(wanted[key])]):
-                return (
+                raise CheckpointError(
                     f"the optimizer's state of {name!r} must have `{other[0]}` with {_dims(wanted[other[0]])} dims, as "
-                    f"{kind.__name__} keeps it, but it has {_dims(entry[other[0]])}. Resume from another checkpoint"
+                    f"{kind.__name__} keeps it, but has another value there. Resume from another checkpoint"
                 )
         else:
             wanted = dict.fromkeys(_ALWAYS[kind]) if kind in _ALWAYS else present
@@ -269,8 +272,8 @@ def find_misfit(
 
 
 def _dims(value: Any) -> int:
-    """Return the number of dims of a state's value; 0 also for a number, as some keep their count of steps."""
-    return value.dim() if isinstance(value, Tensor) else 0
+    """Return the number of dims of a state's value: 0 for a number, as some keep their count of steps; else -1."""
+    return value.dim() if isinstance(value, Tensor) else 0 if isinstance(value, int | float) else -1
 
 
 def first_state(optimizer: Optimizer, options: Mapping[str, Any], dim: int) -> dict[str, Any] | None:

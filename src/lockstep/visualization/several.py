@@ -78,6 +78,9 @@ class Visualizers:
             if isinstance(part, Opens):
                 try:
                     part.open(folder)
+                except UnicodeEncodeError:  # the locale lacks letters of the folder's name
+                    with self._failure_as_warning(part):
+                        raise
                 except Exception as error:
                     error.add_note(f"while opening the visualizer {type(part).__name__}")
                     raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lockstep.hooks
@@ -40,6 +41,16 @@ class CheckpointHook(lockstep.hooks.CheckpointHook):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._files: list[str] = []
+        self._save_due: Callable[[], None] = lambda: None
+
+    def _save_checkpoint(self, runner: TrainRun) -> None:
+        """Save the regular checkpoint that is due; a subclass may do more. Does nothing when none is due."""
+        self._save_due()
+
+    def _save(self, runner: TrainRun, *args: Any, **kwargs: Any) -> None:
+        self._save_due = partial(super()._save, runner, *args, **kwargs)
+        self._save_checkpoint(runner)
+        self._save_due = lambda: None
 
     def _write(self, runner: TrainRun, name: str, end: Callable[[bool], None], **how: Any) -> None:
         def end_with_file(is_complete: bool) -> None:

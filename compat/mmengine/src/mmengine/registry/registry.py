@@ -74,6 +74,7 @@ class Registry(core.Registry):
     ) -> None:
         scope = scope or str(sys._getframe(1).f_globals["__name__"]).partition(".")[0]
         super().__init__(name, scope, parent, locations=locations)
+        self.module_dict: dict[str, Entry] = self._entries  # type: ignore[misc]  # which MMEngine's users change
         inherited = parent.build_func if isinstance(parent, Registry) else build_from_cfg
         self.build_func: Callable[..., Any] = build_func or inherited
 

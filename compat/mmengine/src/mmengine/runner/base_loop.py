@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
+from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
-__all__ = ["BaseLoop"]
+__all__ = ["BaseLoop", "note_metrics"]
+
+
+def note_metrics(loop: Any) -> None:
+    """Let the `run` that a class of loops defines, which returns metrics, leave them where a run looks for them."""
+    own = vars(loop).get("run")
+    if own is None:
+        return
+
+    @wraps(own)
+    def run(self: Any) -> Any:
+        metrics = own(self)
+        if isinstance(metrics, Mapping):
+            self.metrics, self.at_iter = dict(metrics), self.runner.iter
+            self.runner.last_evaluation = self
+        return metrics
+
+    loop.run = run
 
 
 class BaseLoop(metaclass=ABCMeta):
-    """Base class of loops; a subclass implements `run`.
+    """Base class of loops; a subclass implements `run`. One that trains counts in `_iter` and `_epoch`.
 
     Args:
         runner: whose loop it is.
         dataloader: a data loader, or the config of one.
     """
+
+    metrics: Mapping[str, Any] = {}
+    at_iter: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        note_metrics(cls)
 
     def __init__(self, runner: Any, dataloader: Any) -> None:
         self._runner = runner

@@ -19,12 +19,12 @@ from mmengine.runner.checkpoint import save_checkpoint
 from mmengine.runner.saved import KEY, regrouped
 from mmengine.version import __version__
 
-__all__ = ["export_checkpoint"]
+__all__ = ["export_checkpoint", "read_as_file"]
 
 _logger = logging.getLogger(__name__)
 
 
-def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
+def export_checkpoint(checkpoint: str | Location, filename: str | Path, histories: bool = False) -> None:
     """Write a checkpoint of lockstep as a file from which MMEngine, or another `Runner` of this package, resumes.
 
     It has the weights, averaged ones as `EMAHook` keeps them, the optimizer's state, the schedules, the epoch and the
@@ -34,6 +34,8 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
     Args:
         checkpoint: a checkpoint, the folder of a run, or a work_dir, of which the last checkpoint is taken.
         filename: a path or URL, as in ``epoch_3.pth``.
+        histories: also write the histories of the message hub, as MMEngine does. They are objects of a class, so with
+            torch 2.6 or later MMEngine reads the file only with ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``.
 
     **Cost**: memory for all that the checkpoint holds.
 
@@ -43,6 +45,14 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
     folder = find_checkpoint(locate(checkpoint))
     if folder is None:
         raise ConfigError(f"`checkpoint` must be a checkpoint, the folder of a run or a work_dir, but is {checkpoint}")
+    content = read_as_file(folder)
+    if not histories:
+        content["message_hub"]["log_scalars"] = OrderedDict()
+    save_checkpoint(content, filename)
+
+
+def read_as_file(folder: Location) -> dict[str, Any]:
+    """Return what a checkpoint of lockstep holds, in the form of MMEngine's file; see `export_checkpoint`."""
     meta = read_meta(folder)
     own = meta.get(KEY, {})
     state = OrderedDict(_tensors(folder, "model"))
@@ -68,9 +78,9 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
         )
     if several := _optimizers(meta.get("optim_wrapper", {})):
         _logger.warning(
-            "%s gets no state of the optimizers %s and of their schedules: MMEngine's file has each apart, a "
+            "%s as MMEngine's file has no state of the optimizers %s and of their schedules: that has each apart, a "
             "checkpoint of lockstep does not. A training that resumes from the file begins with new ones",
-            filename,
+            folder,
             listed(several),
         )
     else:
@@ -80,7 +90,7 @@ def export_checkpoint(checkpoint: str | Location, filename: str | Path) -> None:
             alone = own.get("own_groups", [*state] if len(saved["param_groups"]) > 1 else [])
             content["optimizer"], groups = _by_number(saved, alone)
         content["param_schedulers"] = [_schedule(regrouped(one, groups)) for one in meta["param_schedulers"]]
-    save_checkpoint(content, filename)
+    return content
 
 
 def _optimizers(extra_states: Mapping[str, Any]) -> list[str]:

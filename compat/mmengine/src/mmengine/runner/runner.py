@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,17 +17,23 @@ from torch.utils.data import DataLoader
 import lockstep.runner
 from lockstep.dataset import DataShard, build_dataloader
 from lockstep.dist import get_rank
+from lockstep.location import locate
 from lockstep.registry import in_default_scope
 from lockstep.runner import build, start
 from lockstep.runner.arguments import DEFAULT_HOOKS
 from lockstep.runner.hook import HookList
+from lockstep.runner.interfaces import AnyTrainLoop
 from lockstep.runner.loops import DEFAULT_INTERVAL
 from lockstep.runner.run import Run, TrainRun, Workspace
 from lockstep.strategy import Strategy, build_strategy
+from lockstep.weights import find_checkpoint
 from mmengine.config import Config
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner.building import BuildsParts
+from mmengine.runner.checkpoint import REVISE_KEYS, _load_checkpoint, _load_checkpoint_to_model
 from mmengine.runner.data import as_mmengine
+from mmengine.runner.exporting import read_as_file
+from mmengine.runner.loops import build_train_loop
 from mmengine.runner.resuming import MMEngineFile, file_to_resume
 from mmengine.runner.saved import KEY, restore_hub, with_mmengines_keys
 
@@ -152,6 +159,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             given["model"] = {"data_preprocessor": data_preprocessor, **model}
             given["data_preprocessor"] = None
         given["cfg"] = Config({}) if cfg is None else cfg
+        given["env_cfg"] = env_cfg = _with_backend(env_cfg)
         # As in MMEngine, all ranks draw the same random numbers unless told otherwise.
         given["randomness"] = {"diff_rank_seed": False, **(randomness or {})}
         start.join_ranks(launcher, env_cfg)
@@ -259,6 +267,24 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         if get_rank() == 0:
             self.cfg.dump(self.work_dir / Path(getattr(self.cfg, "filename", None) or f"{self.timestamp}.py").name)
 
+    def load_checkpoint(
+        self,
+        filename: str | Path,
+        map_location: Any = "cpu",
+        strict: bool | None = None,
+        revise_keys: Sequence[tuple[str, str]] = REVISE_KEYS,
+    ) -> Any:
+        """Load weights now, and return all that the checkpoint holds; see `lockstep.runner.Runner.load_checkpoint`.
+
+        Of a model that is to be trained, they are loaded once more after its weights have been initialised.
+        """
+        folder = find_checkpoint(locate(filename))
+        checkpoint = _load_checkpoint(filename, map_location) if folder is None else read_as_file(folder)
+        super().load_checkpoint(filename, map_location, strict, revise_keys)
+        if self._run is None:
+            _load_checkpoint_to_model(self.model, checkpoint, bool(strict), None, revise_keys)
+        return checkpoint
+
     def load_or_resume(self) -> None:
         """Load the weights or resume, as the arguments say, if that has not been done. **Collective**: every rank."""
         self.built()
@@ -287,6 +313,22 @@ class Runner(BuildsParts, lockstep.runner.Runner):
                 torch.empty((), dtype=torch.int64).random_()
             build.init_weights(model)
         return strategy, model
+
+    def _train_run(
+        self,
+        space: Workspace,
+        make_train_loop: Callable[[TrainRun], AnyTrainLoop] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> TrainRun:
+        cfg = self.args.train_cfg
+        if make_train_loop is None and isinstance(cfg, Mapping) and "type" in cfg:
+            make_train_loop = partial(build_train_loop, cfg)
+        return super()._train_run(space, make_train_loop, *args, **kwargs)
+
+    def _train(self, run: TrainRun) -> bool:
+        getattr(run.train_loop, "prepare_own", lambda: None)()
+        return super()._train(run)
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Any:
         optim_wrapper, parts = super()._prepare(*args, **kwargs)
@@ -370,3 +412,11 @@ class Runner(BuildsParts, lockstep.runner.Runner):
 @RUNNERS.register_module()
 class FlexibleRunner(Runner):
     """`Runner` under MMEngine's name of one that takes a strategy, as every `Runner` here does."""
+
+
+def _with_backend(env_cfg: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return `env_cfg` with a `backend` that is beside `dist_cfg`, as MMEngine's tutorial has it, inside of that."""
+    given = dict(env_cfg or {})
+    if "backend" in given:
+        given["dist_cfg"] = {"backend": given.pop("backend"), **(given.get("dist_cfg") or {})}
+    return given

@@ -1,0 +1,68 @@
+"""What turns out to be unusable only while a run is restored is passed over for an older checkpoint, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.dist import barrier, get_rank
+from lockstep.errors import CheckpointError
+from lockstep.hooks import Hook
+from lockstep.runner import Runner
+from lockstep.testing import ranks
+
+from .test_attacks import changed
+
+
+class Saves(Hook):
+    """Saves what no run saves, as a state of random generators or of the optimizer."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        if runner.epoch == 1 and self.what == "optimizer":
+            first = next(iter(checkpoint["optimizer"]["state"].values()))
+            first["exp_avg"] = torch.zeros(1, 1, 1)
+
+
+def trained(work_dir: Path, epochs: int, *hooks: Hook, **arguments: Any) -> Runner:
+    x = torch.ones(8, 3)
+    data = {"dataset": torch.utils.data.TensorDataset(x, x[:, :1]), "batch_size": 2}
+    runner = Runner(
+        nn.Linear(3, 1), work_dir, loss=nn.MSELoss(), train_dataloader=data, train_cfg={"max_epochs": epochs},
+        optim_wrapper={"optimizer": {"type": "AdamW"}}, custom_hooks=list(hooks), **arguments,
+    )  # fmt: skip
+    runner.train()
+    return runner
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", ["optimizer", "meta", "ranks"])
+def test_an_older_one_is_taken_on_every_rank(tmp_path: Path, where: str) -> None:
+    work_dir = tmp_path / where
+    first = trained(work_dir, 2, Saves(where))
+    if get_rank() == 0 and where != "optimizer":
+
+        def change(content: dict[str, Any]) -> None:
+            if where == "meta":
+                del content["meta"]["seed"]
+            else:
+                content["state"]["ranks"]["1"]["random"]["python"]["version"] = 99
+
+        changed(first.run_dir / "epoch_2", change)
+    barrier()
+    resumed = trained(work_dir, 3, resume=True)
+    assert resumed.run.resume_from == first.run_dir / "epoch_1"
+    assert resumed.epoch == 3
+
+
+def test_one_that_the_user_names_is_an_error(tmp_path: Path) -> None:
+    first = trained(tmp_path / "a", 2)
+    changed(first.run_dir / "epoch_2", lambda content: content["meta"].pop("seed"))
+    with pytest.raises(CheckpointError, match=r"epoch_2 must have what a run saves, but `meta` must have 'seed'"):
+        trained(tmp_path / "b", 3, load_from=first.run_dir / "epoch_2", resume=True)

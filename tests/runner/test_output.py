@@ -1,0 +1,95 @@
+"""Closed and full output, a reader that has gone, and a locale without the letters of a folder end no training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+SCRIPT = """
+    import sys
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    from lockstep import Runner
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x, y):
+            print("forward")
+            return (self.layer(x) - y).square().mean()
+
+    data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    runner = Runner(Net(), {work_dir}, DataLoader(data, 4), train_cfg=dict(max_epochs=1), {options})
+    runner.train()
+    assert runner.iter == 2
+"""
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+# How a shell starts it, the work_dir in the script, and what is in the environment.
+CASES = {
+    "full": ("{} >/dev/full 2>/dev/full", "'runs'", {}),
+    "closed": ("{} <&- >&- 2>&-", "'runs'", {}),
+    "unbuffered and full": ("{} >/dev/full", "'runs'", {"PYTHONUNBUFFERED": "1"}),
+    "the reader has gone": ("{} | true", "'runs'", {}),
+    "ASCII": ("{} runs_\u00e9", "sys.argv[1]", ASCII),
+    "ASCII, named in the script": ("{}", "'runs_\u00e9'", ASCII),
+}
+
+
+def job(folder: Path, case: str, launcher: str = "", options: str = "") -> subprocess.CompletedProcess[str]:
+    line, work_dir, env = CASES[case]
+    (folder / "script.py").write_text(dedent(SCRIPT).format(work_dir=work_dir, options=options), encoding="utf-8")
+    command = line.format(f"{sys.executable} {launcher} script.py")
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=folder, env=os.environ | env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_goes_on_to_its_end(tmp_path: Path, case: str) -> None:
+    done = job(tmp_path, case)
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.glob("runs*/*/log.txt")
+    assert "epoch 1/1" in log.read_text(encoding="utf-8")
+    assert log.parts[-3] == ("runs_\u00e9" if "ASCII" in case else "runs")
+    assert "ASCII" not in case or "trained in" in done.stdout
+
+
+@pytest.mark.parametrize("case", ["full", "closed"])
+def test_ranks_of_the_launcher_go_on_to_their_end(tmp_path: Path, case: str) -> None:
+    done = job(tmp_path, case, "-m lockstep launch --nproc 2", "launcher='pytorch'")
+    assert done.returncode == 0
+    assert len(list(tmp_path.glob("runs/*/epoch_1"))) == 1
+
+
+def test_a_report_is_written_for_a_name_that_the_locale_lacks(tmp_path: Path) -> None:
+    run = tmp_path / "runs_\u00e9" / "1"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"mode": "train", "iter": 1, "loss": 1.0, "\\ud800": 2.0}\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "report", str(run)], env=os.environ | ASCII, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (run / "report.html").stat().st_size > 1000
+
+
+def test_a_name_with_markup_is_shown_as_it_is() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from lockstep.hooks.progress import LiveDisplay
+
+    shown = StringIO()
+    display = LiveDisplay(Console(file=shown, force_terminal=True, width=80))
+    display.begin("training", 2)
+    display.show(1, "acc[/top1] 0.5")
+    display.close()
+    assert "acc[/top1] 0.5" in shown.getvalue()
