@@ -24,4 +24,4 @@ train_cfg = dict(by_epoch=False, max_iters=1400, val_interval=200)
 default_hooks = dict(checkpoint=dict(max_keep_ckpts=1))
 custom_hooks = [dict(type=ShowDrawings)]
 visualizer = dict(type=LocalVisualizer)  # writes images/drawings_ITER.png into the run's folder
-randomness = dict(seed=0, diff_rank_seed=True)  # each rank draws its own noise
+randomness = dict(seed=0)  # each rank draws its own noise

@@ -43,7 +43,7 @@ def main() -> None:
         optim_wrapper=dict(optimizer=dict(type="AdamW", lr=2e-3)),
         param_scheduler=dict(type="CosineAnnealingLR", by_epoch=False),
         train_cfg=dict(by_epoch=False, max_iters=args.pretraining_iters),
-        randomness=dict(seed=0, diff_rank_seed=True),  # each rank hides different patches
+        randomness=dict(seed=0),  # each rank hides different patches
     )
     pretraining.train()
 

@@ -13,7 +13,7 @@ session = Session(
     "work_dirs/rollouts",
     strategy=sys.argv[1] if sys.argv[1:] else None,
     clip_grad=dict(max_norm=1.0),
-    randomness=dict(seed=0, diff_rank_seed=True),  # each rank acts on random numbers of its own
+    randomness=dict(seed=0),  # each rank acts on random numbers of its own
 )
 policy = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 2))
 optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
