@@ -200,7 +200,9 @@ class EngineState:
             ConfigError: the entries belong to another optimizer, or values that must be shared differ.
         """
         entries = {name: state[name] for name in parameters if state.get(name)}
-        canonical.refuse(canonical.find_misfit(self._optimizer, options, parameters, entries))
+        # At stage 3 a parameter that is not gathered is an empty tensor with one dim.
+        whole = {name: torch.empty(_shape(parameter), device="meta") for name, parameter in parameters.items()}
+        canonical.refuse(canonical.find_misfit(self._optimizer, options, whole, entries))
         if not entries:
             return _GroupState(options, {}, {})
         name, entry = next(iter(entries.items()))
