@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
+from lockstep.dist import get_rank
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.testing import run_ranks
 
@@ -69,6 +70,36 @@ class Initialises(Plain):
     def forward(self, x: Any, y: Any = None, mode: str = "tensor") -> Any:
         self.set_from(x)
         return super().forward(x * self.scale, y, mode)
+
+
+class InitialisesByRank(Initialises):
+    """Sets a weight from its first batch, as ActNorm does."""
+
+    @torch.no_grad()
+    def set_from(self, x: Any) -> None:
+        if not self.is_set:
+            self.scale.copy_(1 / x.std(0))
+            self.is_set.fill_(True)
+
+
+class BoundedOnRank1(nn.Linear):
+    """Bounds its weights in each forward pass, on one rank."""
+
+    def forward(self, input: Any) -> Any:  # noqa: A002 - torch's name
+        if get_rank() == 1:
+            self.weight.data.clamp_(-BOUND / 2, BOUND / 2)
+        return super().forward(input)
+
+
+class BoundsOnRank1(Plain):
+    """Has a layer that writes on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = BoundedOnRank1(6, 8)
+
+
+BY_RANK = ((InitialisesByRank, "scale"), (BoundsOnRank1, "backbone.weight"))
 
 
 def nothing(_: Plain) -> None:

@@ -21,7 +21,8 @@ _FIRST, _INTERVAL = 3, 500
 class DriftCheck:
     """Compares the parameters of all replicas, which stay equal only if each update is the same on every rank.
 
-    After the first three updates, and after every 500th, one checksum of each parameter is compared.
+    After the first three updates, and after every 500th, one checksum of each parameter is compared; or before them, if
+    an engine lays replicas out so that an update makes them equal again, with a mixture of what was in them.
 
     Args:
         named: returns the parameters that must be equal, with their names, the same on every rank.
@@ -50,14 +51,24 @@ class DriftCheck:
         Raises:
             DivergenceError: on every rank, if replicas differ.
         """
-        self._is_due = self._has_peers and (self._updates < _FIRST or self._updates % _INTERVAL == 0)
+        self._is_due = self._due()
         self._at_start = self._checksums() if self._is_due else None
         yield
         if has_updated():
             self._updates += 1
             if self._is_due:
-                self._compare()
+                self._compare(f"after {counted(self._updates, 'update')}")
                 self._written = None
+
+    def before_update(self) -> None:
+        """Compare if that is due, where an engine is about to update.
+
+        Raises:
+            DivergenceError: on every rank, if replicas differ.
+        """
+        if self._due():
+            self._compare(f"before update {self._updates + 1}")
+        self._updates += 1
 
     def note_forward(self) -> None:
         """Note what the step has written before its first backward pass."""
@@ -66,11 +77,14 @@ class DriftCheck:
             self._written = changed if self._written is None else self._written | changed
             self._at_start = None
 
+    def _due(self) -> bool:
+        return self._has_peers and (self._updates < _FIRST or self._updates % _INTERVAL == 0)
+
     def _checksums(self) -> Tensor:
         sums = [checksum(tensor) for _, tensor in self._named()]
         return torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.zeros(0)
 
-    def _compare(self) -> None:
+    def _compare(self, when: str) -> None:
         by_rank = all_gather(self._checksums(), group=self._group)
         if all(torch.equal(by_rank[0], other) for other in by_rank[1:]):
             return
@@ -83,7 +97,7 @@ class DriftCheck:
         name = self._named()[place][0]
         raise DivergenceError(
             f"`{name}` must be the same on all ranks, but is not: {ranks_in_words(ranks)} of {len(by_rank)} "
-            f"{'differs' if len(ranks) == 1 else 'differ'} from the others after {counted(self._updates, 'update')}. "
+            f"{'differs' if len(ranks) == 1 else 'differ'} from the others {when}. "
             + (_WRITTEN if place in written_anywhere else self._remedy),
             name=name,
             ranks=ranks,
@@ -97,11 +111,14 @@ OWN_STEP = (
     "optim_wrapper.step(); in the loop of a Session, session.step(loss)"
 )
 """What to do if a training step of the user's own has let replicas drift apart."""
-_WRITTEN = (
-    "It was written in the forward pass, where each rank has its own batch. Write weights between steps, in the same "
-    "way on every rank, as in a hook; let a layer that initialises itself with its first batch do so before training, "
-    "with a batch that is the same on every rank; or train in one process with strategy 'single'"
+_ALIKE = (
+    "Write weights between steps, in the same way on every rank, as in a hook; let a layer that initialises itself "
+    "with its first batch do so before training, with a batch that is the same on every rank; or train in one process "
+    "with strategy 'single'"
 )
+_WRITTEN = f"It was written in the forward pass, where each rank has its own batch. {_ALIKE}"
+BY_RANK = f"Each rank has written other values, as in a forward pass, where each rank has its own batch. {_ALIKE}"
+"""What to do if replicas differ before an update of an engine's."""
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DivergenceError
 from lockstep.strategy import Strategy, build_strategy
 from lockstep.testing import ranks, run_ranks
 
 from ..own_steps import SGD, Plain, X, Y
 from ..written import (
     BOUND,
+    BY_RANK,
     WRITES,
     Initialises,
     Renormalises,
@@ -74,6 +76,24 @@ def test_in_half_precision_masters_keep_their_bits_where_nothing_was_written(plu
         assert torch.equal(clamped[name], expected), name
         assert torch.equal(after[name], expected), name
     assert not torch.equal(trained["backbone.weight"], clamped["backbone.weight"])
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", ["ddp", "zero1", "zero2", "hybrid"])
+@pytest.mark.parametrize(("kind", "name"), BY_RANK)
+def test_a_forward_that_writes_otherwise_on_each_rank_is_refused_at_the_first_update(kind: Any, name: str, plugin: str):
+    when = "after 1 update" if plugin == "ddp" else "before update 1"
+    with pytest.raises(
+        DivergenceError, match=rf"`{name}` .* rank 1 of 2 differs from the others {when}\. Each rank has written"
+    ):
+        train_written(kind, strategy_of(plugin), nothing)
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_an_embedding_with_a_maximum_norm_is_refused_at_once(plugin: str):
+    with pytest.raises(ConfigError, match=r"`0\.max_norm` must be None .*, but is 1\.0"):
+        strategy_of(plugin).prepare(nn.Sequential(nn.Embedding(5, 4, max_norm=1.0)), SGD)
 
 
 @ranks(2)

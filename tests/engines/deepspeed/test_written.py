@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from lockstep.engines import load_engine
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DivergenceError
 from lockstep.testing import ranks, run_ranks
 
 from ..own_steps import SGD, Plain, X, Y
 from ..training import whole
 from ..written import (
     BOUND,
+    BY_RANK,
     WRITES,
     Initialises,
     Renormalises,
@@ -79,6 +80,25 @@ def test_at_stage_3_parameters_are_written_while_they_are_gathered(options: dict
     optim_wrapper.param_groups[0]["lr"] = 0.0
     model.train_step((X[:8], Y[:8]), optim_wrapper)
     assert whole(strategy.model_state())["backbone.weight"].eq(0.5).all()
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("kind", "name"), BY_RANK)
+def test_a_forward_that_writes_otherwise_on_each_rank_is_refused_before_the_update(kind: Any, name: str, stage: int):
+    with pytest.raises(
+        DivergenceError,
+        match=rf"`{name}` .* rank 1 of 2 differs from the others before update 1\. Each rank has written",
+    ):
+        train_written(kind, strategy_of(f"zero{stage}"), nothing)
+
+
+@ranks(2)
+@pytest.mark.parametrize(("kind", "name"), BY_RANK)
+def test_at_stage_3_a_forward_that_writes_is_refused_on_every_rank(kind: Any, name: str):
+    where = "ranks 0, 1" if name == "scale" else "rank 1"
+    with pytest.raises(ConfigError, match=rf"`{name}` must not be written in the forward pass .* written on {where}\."):
+        train_written(kind, strategy_of("zero3"), nothing)
 
 
 @ranks(2)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.model import ModelWrapper, steps
+from lockstep.model.drift import DriftCheck
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.strategy.colossalai.engine import full_numel, is_split
 from lockstep.strategy.colossalai.pipeline import Pipeline
@@ -27,6 +28,7 @@ class ColossalAIModelWrapper(ModelWrapper):
         no_sync: returns the context in which gradients are not averaged; None if the plugin has none.
         pipeline: its stages; None if it is not in stages.
         guard: stops the model's own `train_step` from using part of a parameter as the whole; see `OwnStep`.
+        drift: compares replicas after a step; None if the optim wrapper does before an update.
         may_go_round: whether such a step may call `loss.backward()` without the optim wrapper.
     """
 
@@ -38,6 +40,7 @@ class ColossalAIModelWrapper(ModelWrapper):
         no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
         pipeline: Pipeline | None = None,
         guard: WholeParams | None = None,
+        drift: DriftCheck | None = None,
         *,
         may_go_round: bool = False,
     ) -> None:
@@ -47,6 +50,7 @@ class ColossalAIModelWrapper(ModelWrapper):
         self._booster = booster
         self._no_sync = no_sync
         self._pipeline = pipeline
+        self._drift = drift
         self.is_stage = pipeline is not None
         if self.is_stage or any(map(is_split, model.parameters())):
             self.partitioned = "ColossalAI's tensor parallelism and pipelines keep them in pieces. Use strategy 'fsdp'"
@@ -94,9 +98,11 @@ class ColossalAIModelWrapper(ModelWrapper):
             RuntimeError: the user's own step bypasses the optim wrapper.
             ConfigError: under tensor parallelism, it uses split parameters outside the model's `forward`; or parameters
                 have been frozen or unfrozen since the model was prepared.
+            DivergenceError: on every rank, if replicas differ.
         """
         self._trainable.check()
-        with nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper):
+        drift = nullcontext() if self._drift is None else self._drift.step(lambda: True)
+        with drift, nullcontext() if self._own_step is None else self._own_step.running(optim_wrapper):
             yield
 
     def val_step(self, data: Any) -> Any:

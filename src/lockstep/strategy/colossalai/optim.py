@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
+from lockstep.model.drift import DriftCheck
 from lockstep.optim import OptimWrapper
 from lockstep.registry import OPTIM_WRAPPERS
 from lockstep.strategy.gradient_flow import GradientFlow
@@ -28,6 +29,7 @@ class Drive(NamedTuple):
         flow: finds the parameters that losses reach; needed with ZeRO.
         sends_as_they_come: whether ZeRO sends gradients during the backward pass, in the order in which they arrive.
         masters: its master weights.
+        drift: compares replicas.
         held: stands for the gradients that ZeRO holds.
     """
 
@@ -38,6 +40,7 @@ class Drive(NamedTuple):
     flow: GradientFlow | None
     sends_as_they_come: bool
     masters: Masters
+    drift: DriftCheck
     held: HeldGradients
 
 
@@ -132,12 +135,17 @@ class ColossalAIOptimWrapper(OptimWrapper):
             self.zero_grad()
 
     def step(self, **kwargs: Any) -> None:
-        """Clip the gradients, then let the optimizer update the parameters."""
+        """Clip the gradients, then let the optimizer update the parameters.
+
+        Raises:
+            DivergenceError: on every rank with the same part of the model, if ranks have written other values into it.
+        """
         drive = self._attached()
         drive.held.release()
         self._even_out()
         if self.clip_grad is not None and not drive.clips:
             self._clip_grad()
+        drive.drift.before_update()
         drive.masters.follow()
         drive.engine.step(**kwargs)
         drive.masters.record()

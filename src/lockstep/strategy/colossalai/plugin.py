@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError, did_you_mean, require_count
+from lockstep.model.drift import refuse_max_norm
 from lockstep.strategy.colossalai.pipeline import Cutting
 from lockstep.strategy.trainable import check_kinds, refuse_lbfgs, updates_elementwise
 
@@ -115,6 +116,8 @@ class PluginChoice:
         if self.clips:
             engine = f"ColossalAI's {self.kind!r}"
             check_kinds(model, half=self.dtype != torch.float32, engine=engine, half_option="precision='bf16'")
+        elif get_world_size() > 1:
+            refuse_max_norm(model, "where each rank has its own batch, so that replicas would differ")
         if get_world_size() % (self.tp_size * self.pp_size):
             times = f" times `pp_size`, which is {self.pp_size}," if self.pp_size > 1 else ""
             raise ConfigError(

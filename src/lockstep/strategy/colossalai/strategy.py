@@ -16,6 +16,7 @@ from lockstep.device import get_device
 from lockstep.dist import broadcast, init_dist, is_distributed
 from lockstep.errors import ConfigError
 from lockstep.model import is_model_wrapper, outside_loss
+from lockstep.model.drift import BY_RANK, DriftCheck
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.optim import OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
@@ -127,6 +128,7 @@ class ColossalAIStrategy(EngineStrategy):
         engine.check_splits(model)
         if options.get("custom_policy") is None and not options.get("parallel_output"):
             engine.predict_whole_vocabulary(model)
+        drift = DriftCheck(lambda: list(model.named_parameters()), getattr(plugin, "dp_group", None), BY_RANK)
         if isinstance(wrapper, ColossalAIOptimWrapper):
             drive = Drive(
                 laid,
@@ -136,9 +138,12 @@ class ColossalAIStrategy(EngineStrategy):
                 flow=GradientFlow(model) if self._choice.zero_stage and not in_pipeline else None,
                 sends_as_they_come=self._choice.zero_stage == 2 or bool(options.get("overlap_communication", True)),
                 held=HeldGradients("ColossalAI"),
+                drift=drift,
                 masters=translator.masters(offloads=bool(options.get("cpu_offload"))),
             )
             wrapper.attach(drive)
+        else:
+            parts["drift"] = drift
         cast_inputs(model, self._choice.dtype)
         cast_parts(model, self._choice.dtype)
         if self._choice.tp_size * self._choice.pp_size > 1:

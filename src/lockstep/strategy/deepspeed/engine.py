@@ -15,13 +15,25 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.device import get_device
-from lockstep.dist import broadcast, get_backend, get_local_rank, get_rank, get_world_size, init_dist, is_distributed
+from lockstep.dist import (
+    all_gather_object,
+    broadcast,
+    get_backend,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    init_dist,
+    is_distributed,
+)
 from lockstep.engines import adopt_group, load_engine, undisturbed
-from lockstep.errors import ConfigError, listed, message_of
+from lockstep.errors import ConfigError, listed, message_of, ranks_in_words
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper, steps
-from lockstep.model.autograd_graph import refuse_second_backward
+from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.call_order import CallOrder
+from lockstep.model.fsdp_sites import Site
+from lockstep.model.fsdp_writes import LostWrites
+from lockstep.model.wrapper import all_entered
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.strategy.own_steps import OwnStep, WholeParams, called_by, called_from, cast_inputs, cast_parts
 from lockstep.strategy.trainable import TrainableParams
@@ -30,7 +42,7 @@ _RULE = (
     "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters from all"
 )
 _REMEDY = "Let every rank call all of them, or use stage=1"
-_FIRST, _EVERY = 3, 50  # forward passes at stage 3 in which uses of parameters are checked
+_FIRST, _EVERY = 3, 50  # forward passes at stage 3 in which uses of parameters and writes to them are checked
 
 
 def join_engine() -> None:
@@ -143,12 +155,11 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         cast_parts(self.module, dtype)
         self._order = _watch_calls(self.module) if self.forward_is_collective else None
         self._passes = 0
-        self._inner_guard: WholeParams | None = None
+        self._guards: list[AbstractContextManager[Any]] = []
         self._placeholders: Placeholders | None = None
         if self.forward_is_collective:
-            self._inner_guard = WholeParams(
-                self.module, _problem_of_placeholders, user="forward", owner="the module that holds it"
-            )
+            uses = WholeParams(self.module, _problem_of_placeholders, user="forward", owner="the module that holds it")
+            self._guards = [GatheredWrites(self.module), uses]
             self._placeholders = Placeholders(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,12 +167,12 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
 
         Raises:
             ConfigError: at stage 3, the model uses a parameter outside of the module that holds it, where it is not
-                gathered, or calls a module with other weights, or the ranks call different layers; checked in the first
-                passes and every fiftieth.
+                gathered, or writes one, or calls a module with other weights, or the ranks call different layers;
+                checked in the first passes and every fiftieth.
         """
         own_step = nullcontext() if self._own_step is None else self._own_step.forward()
         order = nullcontext() if self._order is None else self._order.compared()
-        with self._local_rank_known(), own_step, order, self._whole_params():
+        with self._local_rank_known(), own_step, order, self._guarded():
             try:
                 return self.model(*args, **kwargs)
             except AttributeError as error:
@@ -210,11 +221,11 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         """Number of elements of all parameters, counting sharded ones in full."""
         return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.module.parameters())
 
-    def _whole_params(self) -> AbstractContextManager[Any]:
-        """Return the context that checks the uses of parameters in a forward pass, if it is due."""
+    def _guarded(self) -> AbstractContextManager[Any]:
+        """Return the context that checks what a forward pass does with parameters, if it is due."""
         number, self._passes = self._passes, self._passes + 1
         is_due = number < _FIRST or number % _EVERY == 0
-        return self._inner_guard if is_due and self._inner_guard is not None else nullcontext()
+        return all_entered(self._guards) if is_due else nullcontext()
 
     def _check_placeholders(self) -> None:
         if self._placeholders is not None:
@@ -302,6 +313,61 @@ class Placeholders:
             return result
 
         return partition_and_record
+
+
+class GatheredWrites:
+    """A context that refuses writes to parameters at stage 3 in the forward pass inside, which would be lost.
+
+    Args:
+        module: the module, whose parameters the engine gathers before a layer's forward pass, and releases after it.
+
+    **Collective**: every rank, at the end of a pass with gradients.
+
+    **Cost**: in a pass inside, two readings of all parameters, one number of each read by the host, and the names of
+    those that were written from every rank.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._is_on = False
+        sites: dict[nn.Module, dict[Site, str]] = {}
+        for path, layer in module.named_modules():
+            held = [key for key, parameter in layer.named_parameters(recurse=False) if hasattr(parameter, "ds_id")]
+            if held:
+                sites[layer] = {(layer, key): f"{path}.{key}".lstrip(".") for key in held}
+                # After the engine's own hook before the pass, and before its hook after it.
+                layer.register_forward_pre_hook(never_compiled(self._before))
+                layer.register_forward_hook(never_compiled(self._after), prepend=True)
+        self._writes = LostWrites(sites)
+
+    def __enter__(self) -> None:
+        self._is_on = torch.is_grad_enabled()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Compare.
+
+        Raises:
+            ConfigError: on every rank, if a parameter was written on any.
+        """
+        was_on, self._is_on = self._is_on, False
+        if kind is not None or not was_on:
+            return
+        by_rank = all_gather_object(sorted(self._writes.resolve()))
+        if name := next((name for names in by_rank for name in names), None):
+            ranks = [rank for rank, names in enumerate(by_rank) if name in names]
+            raise ConfigError(
+                f"`{name}` must not be written in the forward pass at ZeRO stage 3, where it is a gathered copy that "
+                f"is released afterwards, but was written on {ranks_in_words(ranks)}. Write it between steps, inside "
+                "`deepspeed.zero.GatheredParameters(parameter, modifier_rank=0)`; or use stage=2, if all ranks write "
+                "the same"
+            )
+
+    def _before(self, layer: nn.Module, _: Any) -> None:
+        if self._is_on:
+            self._writes.begin(layer)
+
+    def _after(self, layer: nn.Module, *_: Any) -> None:
+        if self._is_on:
+            self._writes.end(layer)
 
 
 def _problem_of_placeholders(parameter: Any, function: str) -> str | None:

@@ -16,6 +16,7 @@ from lockstep.dist import all_reduce, get_rank
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, listed
 from lockstep.groups import this_rank
+from lockstep.model.drift import BY_RANK, DriftCheck
 from lockstep.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from lockstep.optim.clipping import gradient_norm
 from lockstep.registry import OPTIM_WRAPPERS, OPTIMIZERS
@@ -69,6 +70,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
     _engine: Any = None
     _state: EngineState | None = None
     _masters: Masters | None = None
+    _drift: DriftCheck | None = None  # None where ranks hold no replicas
     _went_back = False
     _holds = False  # gradients since the last update
     _is_summed = False  # over the ranks, since the last update
@@ -84,6 +86,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         self._masters = state.masters
         self._flow, self._reached = GradientFlow(engine.module), set()
         self._held = HeldGradients("DeepSpeed")
+        if engine.zero_optimization_stage() < 3:
+            self._drift = DriftCheck(lambda: list(engine.module.named_parameters()), None, BY_RANK)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int = 0, max_counts: int | None = None) -> None:
         """Set how many batches there have been and will be; a scheduler of DeepSpeed's config continues from there."""
@@ -150,6 +154,7 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         """Let the engine update the parameters if a window ends here, and clear the gradients.
 
         Raises:
+            DivergenceError: on every rank, if below stage 3 ranks have written other values into parameters.
             RuntimeError: this wrapper has run no backward pass since the last call.
         """
         if not self._went_back:
@@ -167,6 +172,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         by_engine = self._by_zero
         if wants_norm and not by_engine:  # at stage 0 the engine clips but does not report the norm
             self._grad_norm = gradient_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
+        if ends and self._drift is not None:
+            self._drift.before_update()
         if ends and self._masters is not None:
             self._masters.follow()
         self.engine.step(**kwargs)
