@@ -60,6 +60,11 @@ test-jobs: $(READY)  ## the commands, torchrun, mpirun, Slurm and two hosts for 
 test-gpu: $(READY)  ## the tests that need a GPU, where there is one
 	$(BIN)/python -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
 
+# Needs a C++ compiler; about a minute of it, the first time.
+.PHONY: test-device
+test-device: $(READY)  ## collectives and a training on a simulated accelerator, whose backend has NCCL's rules
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/build/torch_extensions $(BIN)/python -m pytest tests/device $(PYTEST_ARGS)
+
 .PHONY: test-deepspeed
 test-deepspeed: .venv-deepspeed/.ready  ## the DeepSpeed strategy, in an environment of its own
 	.venv-deepspeed/bin/python -m pytest $(if $(SLICE),$(SLICE_DEEPSPEED),tests/engines/deepspeed --min-rank-tests 45) $(PYTEST_ARGS)
@@ -245,4 +250,4 @@ fmt: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .venv-* work_dirs site dist
+	rm -rf $(VENV) .venv-* work_dirs build site dist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -72,7 +73,8 @@ def memory_stats(device: torch.device | str | int | None = None) -> MemoryStats:
     """Return this process's present memory, its peak memory, and the total memory.
 
     On an accelerator these are the caching allocator's figures and the size of the device's memory; on the CPU, the
-    resident set of the process, its high-water mark and the machine's physical memory.
+    resident set of the process, its high-water mark and the machine's physical memory. So they are on an accelerator
+    whose allocator keeps no figures; `MemoryStats.device` is then ``"cpu"``.
 
     Source: `torch.accelerator.memory_allocated`, `max_memory_allocated`, `get_memory_info` (torch 2.9); getrusage(2).
     """
@@ -80,6 +82,8 @@ def memory_stats(device: torch.device | str | int | None = None) -> MemoryStats:
     if isinstance(device, str):
         device = torch.device(device)
     if accelerator is None or (isinstance(device, torch.device) and device.type == "cpu"):
+        return _process_memory()
+    if not _keeps_figures(accelerator.type):
         return _process_memory()
     index = device.index if isinstance(device, torch.device) else device
     if index is None:
@@ -97,7 +101,8 @@ def peak_memory() -> int:
 
     On the CPU it may lag behind the present size, because the kernel updates the high-water mark lazily.
     """
-    if _accelerator() is not None:
+    accelerator = _accelerator()
+    if accelerator is not None and _keeps_figures(accelerator.type):
         return torch.accelerator.max_memory_allocated()
     return _peak_resident_bytes()
 
@@ -164,6 +169,16 @@ def copy_into(data: Tensor, result: Tensor) -> None:
 def _accelerator() -> torch.device | None:
     # check_available: a build with CUDA on a machine without a GPU has an accelerator type, but no device.
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+@cache
+def _keeps_figures(accelerator: str) -> bool:
+    # An allocator that is no `c10::DeviceAllocator`, as a third-party device may have, can't be asked (torch 2.13).
+    try:
+        torch.accelerator.memory_allocated()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_available(name: str) -> bool:

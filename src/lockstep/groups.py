@@ -41,9 +41,11 @@ _NATIVE_DEVICES = {
 }
 
 
-# Reductions that a backend can't run, by lockstep's names. For any other backend only the mean is doubtful.
-_MISSING_OPS = {"gloo": frozenset[str](), "nccl": frozenset({"band", "bor", "bxor"})}
-_MEAN_IN_DOUBT = frozenset({"mean"})
+# Reductions that a backend can't run, by lockstep's names. NCCL has no bits; of others, neither these nor the mean are
+# certain.
+_BITS = frozenset({"band", "bor", "bxor"})
+_MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": _BITS}
+_IN_DOUBT = _BITS | {"mean"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,7 +320,7 @@ def _describe(pg: ProcessGroup) -> Comm:
         comm_device = torch.device(accelerators[0], torch.accelerator.current_device_index())
     else:
         comm_device = torch.device("cpu")
-    missing = frozenset[str]().union(*(_MISSING_OPS.get(name, _MEAN_IN_DOUBT) for _, name in backends))
+    missing = frozenset[str]().union(*(_MISSING_OPS.get(name, _IN_DOUBT) for _, name in backends))
     backend = torch_dist.get_backend(pg)
     ranks = tuple(torch_dist.get_process_group_ranks(pg))
     calls = None if backend == "fake" else Calls()  # its ranks are not there

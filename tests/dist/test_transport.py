@@ -126,6 +126,14 @@ def test_tensors_are_reduced_and_broadcast(kind: type[Transport], numel: int, as
     assert torch.equal(data[3], torch.full((numel,), float(size)))
 
 
+@KINDS
+@ranks(2)
+def test_bits_are_reduced_into_one_rank_alone(kind: type[Transport]) -> None:
+    data = torch.tensor([1 << get_rank()])
+    reduce(data, 0, "bor", group_with(kind))
+    assert data.item() == (3 if get_rank() == 0 else 2)
+
+
 @SIZES
 @KINDS
 @ranks(1, 3)

@@ -7,6 +7,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.distributed import BarrierOptions
 
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call, report_refusals
@@ -233,5 +234,8 @@ def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
     """
     comm = resolve(group)
     check_call("barrier", comm)
-    works = [] if comm.pg is None else [comm.pg.barrier()]
-    return wait_unless_async(Handle(works, comm), async_op)
+    if comm.pg is None:
+        return wait_unless_async(Handle((), comm), async_op)
+    chosen = BarrierOptions()
+    chosen.device = comm.bytes_device  # torch takes the CPU for any backend but its own, also without one for the CPU
+    return wait_unless_async(Handle([comm.pg.barrier(chosen)], comm), async_op)

@@ -442,7 +442,7 @@ def _reduce(
     travelling = wire if plan.encode is None else plan.encode(wire)
     wire_op = plan.wire_op
     if wire_op in comm.missing_ops and wire_op in BIT_OPS:
-        return _reduce_bits(data, wire, travelling, plan, comm)
+        return _reduce_bits(data, wire, travelling, plan, comm, keeps=keeps)
     divides = wire_op in comm.missing_ops  # the mean
     work = start(travelling, "sum" if divides else wire_op)
 
@@ -455,15 +455,16 @@ def _reduce(
     return Handle([work], comm, finish)
 
 
-def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction, comm: Comm) -> Handle:
-    """Gather and combine locally, because NCCL has no bitwise operations."""
+def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction, comm: Comm, *, keeps: bool) -> Handle:
+    """Gather and combine locally, because NCCL and its kin have no bitwise operations."""
     assert comm.pg is not None
     parts = [torch.empty_like(travelling) for _ in range(comm.size)]
     work = comm.pg.allgather([parts], [travelling])
 
     def finish() -> None:
-        combine(parts, plan.wire_op, travelling)
-        _deliver(data, wire, travelling, plan, comm)
+        if keeps:
+            combine(parts, plan.wire_op, travelling)
+            _deliver(data, wire, travelling, plan, comm)
 
     return Handle([work], comm, finish)
 

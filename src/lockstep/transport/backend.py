@@ -148,22 +148,26 @@ class Transport:
 
     def _all_gather_headers(self, buffers: HeaderBuffers, meanwhile: Meanwhile) -> None:
         collective = getattr(self.pg, _ALL_GATHER_SINGLE)
-        self._move(buffers, collective, buffers.every_staged, buffers.own_staged, meanwhile=meanwhile)
+        tensors = (buffers.every_staged, buffers.own_staged)
+        self._move(buffers, buffers.own, buffers.every, collective, *tensors, meanwhile=meanwhile)
 
     def _gather_headers(self, buffers: HeaderBuffers, dst: int, following: Messages, meanwhile: Meanwhile) -> Handle:
-        outputs = [buffers.parts] if self.comm.rank == dst else []
-        chosen = _options(GatherOptions, rootRank=dst)
-        self._move(buffers, self.pg.gather, outputs, [buffers.own_staged], chosen, meanwhile=meanwhile)
+        is_dst, chosen = self.comm.rank == dst, _options(GatherOptions, rootRank=dst)
+        outputs, arriving = ([buffers.parts], buffers.every) if is_dst else ([], None)
+        sent = [buffers.own_staged]
+        self._move(buffers, buffers.own, arriving, self.pg.gather, outputs, sent, chosen, meanwhile=meanwhile)
         return self._send_and_receive([], following)
 
     def _scatter_headers(self, buffers: HeaderBuffers, src: int, following: Messages) -> Handle:
-        inputs = [buffers.parts] if self.comm.rank == src else []
-        self._move(buffers, self.pg.scatter, [buffers.own_staged], inputs, _options(ScatterOptions, rootRank=src))
+        is_src, chosen = self.comm.rank == src, _options(ScatterOptions, rootRank=src)
+        inputs, leaving = ([buffers.parts], buffers.every) if is_src else ([], None)
+        self._move(buffers, leaving, buffers.own, self.pg.scatter, [buffers.own_staged], inputs, chosen)
         return self._send_and_receive([], following)
 
     def _broadcast_header(self, buffers: HeaderBuffers, src: int) -> None:
+        leaving, arriving = (buffers.own, None) if self.comm.rank == src else (None, buffers.own)
         chosen = _options(BroadcastOptions, rootRank=src, asyncOp=False)
-        self._move(buffers, self.pg.broadcast, [buffers.own_staged], chosen)
+        self._move(buffers, leaving, arriving, self.pg.broadcast, [buffers.own_staged], chosen)
 
     def all_gather_segments(self, own: Sequence[Tensor], received: Sequence[Sequence[Tensor]]) -> Handle:
         """Give every rank every rank's segments, each once to each rank, without padding.
@@ -249,17 +253,22 @@ class Transport:
     def _move(
         self,
         buffers: HeaderBuffers,
+        leaving: HeaderMemory | None,
+        arriving: HeaderMemory | None,
         collective: Callable[..., Work | None],
         *arguments: object,
         meanwhile: Meanwhile = None,
     ) -> None:
-        """Move headers by one of the backend's collectives; `arguments` refer to the memory on the group's device."""
-        buffers.stage()
+        """Move headers by one of the backend's collectives; `arguments` refer to the memory on the group's device.
+
+        Only what this rank sends and receives is copied to and from that device: each copy back is a wait of the host.
+        """
+        buffers.stage(leaving)
         work = collective(*arguments)
         if meanwhile is not None:
             meanwhile()
         wait_for([work], self.comm)
-        buffers.fetch()
+        buffers.fetch(arriving)
 
     def _send_and_receive(self, receiving: Messages, sending: Messages) -> Handle:
         return PairwiseHandle(self._start(receiving, sending, self._segment_tag()), self.comm)

@@ -69,7 +69,9 @@ class HeaderBuffers:
         self.own, self.every = HeaderMemory(1, header_bytes), HeaderMemory(comm.size, header_bytes)
         on_cpu = [torch.frombuffer(x.data, dtype=torch.uint8) for x in (self.own, self.every)]
         self.own_staged, self.every_staged = staged = [x.to(comm.comm_device) for x in on_cpu]
-        self._copies = [] if comm.comm_device.type == "cpu" else list(zip(on_cpu, staged, strict=True))
+        self._copies: dict[HeaderMemory, tuple[Tensor, Tensor]] = {}
+        if comm.comm_device.type != "cpu":
+            self._copies = dict(zip((self.own, self.every), zip(on_cpu, staged, strict=True), strict=True))
         self.parts = list(torch.split(self.every_staged, header_bytes))
         self.of_others = {rank: part for rank, part in enumerate(self.parts) if rank != comm.rank}
         self.own_to_others = dict.fromkeys(self.of_others, self.own_staged)
@@ -80,15 +82,17 @@ class HeaderBuffers:
         """Copy this rank's header to its position among every rank's."""
         self.every.data[self._own_slice] = self.own.data
 
-    def stage(self) -> None:
-        """Copy the headers in this memory to the group's device."""
-        for memory, staged in self._copies:
-            staged.copy_(memory)
+    def stage(self, memory: HeaderMemory | None) -> None:
+        """Copy `own` or `every`, which is to be sent, to the group's device."""
+        if memory in self._copies:
+            on_cpu, staged = self._copies[memory]
+            staged.copy_(on_cpu)
 
-    def fetch(self) -> None:
-        """Copy the headers that arrived on the group's device into this memory."""
-        for memory, staged in self._copies:
-            memory.copy_(staged)
+    def fetch(self, memory: HeaderMemory | None) -> None:
+        """Copy what arrived on the group's device into `own` or `every`; the host waits for it."""
+        if memory in self._copies:
+            on_cpu, staged = self._copies[memory]
+            on_cpu.copy_(staged)
 
 
 def copy_all(data: Sequence[Tensor], results: Sequence[Tensor]) -> None:

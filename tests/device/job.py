@@ -1,0 +1,61 @@
+"""A rank on the simulated accelerator. Writes what it has found, as JSON; `test_device.py` says what is right.
+
+Usage: job.py BACKEND FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sim import simulator
+from torch import Tensor
+
+from lockstep import dist
+from lockstep.dist.consistency import FIRST_CALLS
+from lockstep.errors import DistError
+
+SIM = simulator()
+
+
+def plain(value: Any) -> Any:
+    """Return a value with lists in place of its tensors."""
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value.detach().cpu().tolist() if isinstance(value, Tensor) else value
+
+
+def main(backend: str, folder: Path) -> None:
+    dist.init_dist("pytorch", backend=backend, timeout=120)
+    from calls import CALLS  # with tensors on this rank's device
+
+    rank = dist.get_rank()
+    found: dict[str, Any] = {"device": str(dist.get_comm_device())}
+    for _ in range(FIRST_CALLS):  # which are compared, and so read the device
+        dist.sync_random_seed(0)
+    dist.check_collectives("off")
+    for name, call in CALLS.items():
+        try:
+            call.run(rank)
+            before = SIM.host_reads()
+            result = call.run(rank)  # again: the first call makes buffers
+            found[name] = [SIM.host_reads() - before, plain(result)]
+        except DistError:
+            raise  # the ranks are apart
+        except Exception as error:
+            found[name] = [-1, repr(error)]
+    results = folder / f"rank_{rank}.json"
+    results.write_text(json.dumps(found))
+    dist.check_collectives("sample")
+    from training import losses
+
+    found["training"] = losses(folder / "runs", SIM.host_reads)
+    results.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

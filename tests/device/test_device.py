@@ -1,0 +1,72 @@
+"""Collectives and a training on a simulated accelerator, whose backend has NCCL's rules: what is right, what is read.
+
+It shows that nothing goes over the CPU that should not, that no call waits for a `Work` that is not there, and how
+often the host waits for the device; not that it works on hardware.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.testing import run_ranks
+
+from . import training
+from .calls import CALLS
+
+HERE = Path(__file__).parent
+BACKENDS = {"alone": "simccl", "beside gloo": "cpu:gloo,sim:simccl"}
+
+
+def run(*words: object) -> None:
+    # torch compiles with ninja, which lies beside the Python of an environment.
+    built = os.environ.get("TORCH_EXTENSIONS_DIR", str(HERE.parents[1] / "build" / "torch_extensions"))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    env = os.environ | {"TORCH_EXTENSIONS_DIR": built, "PATH": path}
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    run(HERE / "sim.py")
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compiled: None) -> Any:
+    """What each rank of a job has found."""
+    folder = tmp_path_factory.mktemp("device")
+    job = (HERE / "job.py", "--nproc", 2, "--log-dir", folder, "--", BACKENDS[request.param], folder)
+    run("-m", "lockstep", "launch", *job)
+    return request.param, [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_right_and_reads_no_more_than_it_must(found: Any, name: str) -> None:
+    backend, ranks = found
+    call = CALLS[name]
+    reads = call.beside if backend == "beside gloo" and call.beside is not None else call.reads
+    assert [rank[name] for rank in ranks] == [list(pair) for pair in zip(reads, call.gives, strict=True)]
+
+
+def test_the_steps_of_a_training_read_nothing_but_the_first_three(found: Any) -> None:
+    assert [rank["training"][-1][2:] for rank in found[1]] == [[0] * 4, [0] * 4]
+
+
+def test_each_rank_has_its_own_device(found: Any) -> None:
+    assert [rank["device"] for rank in found[1]] == ["sim:0", "sim:1"]
+
+
+def test_a_training_under_ddp_has_the_losses_and_weights_of_the_cpu(found: Any, tmp_path: Path) -> None:
+    on_cpu = run_ranks(2, training.losses, tmp_path)
+    for rank, (_, losses, weights, _) in zip(found[1], on_cpu, strict=True):
+        device, own_losses, own_weights, _ = rank["training"]
+        assert device == "sim"
+        assert own_losses == pytest.approx(losses, abs=1e-6)
+        assert own_weights == pytest.approx(weights, abs=1e-6)

@@ -1,0 +1,67 @@
+"""A short training under DDP, on whatever device there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep import Runner
+from lockstep.hooks import Hook
+
+EPOCH = 4  # steps
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layers(x) - y).square().mean()}
+
+
+class Losses(Hook):
+    """Remembers the loss of each step, and how often the host had read the device by then."""
+
+    priority = "LOWEST"
+
+    def __init__(self, host_reads: Callable[[], int]) -> None:
+        self.host_reads = host_reads
+        self.seen: list[Tensor] = []
+        self.reads: list[int] = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        self.seen.append(outputs["loss"].detach().clone())
+        self.reads.append(self.host_reads())
+
+
+def losses(work_dir: Path, host_reads: Callable[[], int] = int) -> tuple[str, list[float], list[float], list[int]]:
+    """Return the kind of device, this rank's losses, the weights at the end, and how often each step reads the device.
+
+    The first step of an epoch is left out.
+    """
+    torch.manual_seed(0)
+    seen = Losses(host_reads)
+    runner = Runner(
+        Net(),
+        work_dir,
+        train_dataloader={
+            "dataset": TensorDataset(torch.arange(16.0 * EPOCH).view(-1, 2) / 64, torch.ones(8 * EPOCH, 1)),
+            "batch_size": 4,
+            "shuffle": False,
+        },
+        train_cfg={"max_epochs": 2},
+        optim_wrapper={"optimizer": {"type": "AdamW", "lr": 0.05}, "clip_grad": {"max_norm": 1.0}},
+        strategy="ddp",
+        custom_hooks=[seen],
+    )
+    model = runner.train()
+    weights = [value for parameter in model.parameters() for value in parameter.detach().cpu().flatten().tolist()]
+    reads = [after - before for before, after in pairwise(seen.reads)]
+    del reads[EPOCH - 1 :: EPOCH]
+    return seen.seen[0].device.type, [x.item() for x in seen.seen], weights, reads
