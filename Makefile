@@ -20,13 +20,15 @@ demo: $(READY)  ## train on real digits in two processes
 	$(BIN)/lockstep train examples/digits/config.py --nproc 2
 
 # Whole jobs, started as a user starts them, take minutes: they have a word of their own.
-JOBS := $(addprefix tests/,launchers examples launch cli runner/test_batch_size_finder.py runner/test_preemption.py)
+JOBS := $(addprefix tests/,launchers examples launch cli runner/test_batch_size_finder.py runner/test_preemption.py \
+	runner/test_output.py)
 # So do the combinations of what strategies can do, and of optimizers with them.
 LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals.py optim_state.py tensor_parallel.py \
-	compile.py) $(addprefix tests/model/test_,fsdp.py fsdp_consistency.py)
+	compile.py optimizer_trial.py) $(addprefix tests/model/test_,fsdp.py fsdp_consistency.py)
 
 # So do checkpoints that are damaged, attacked or resumed in another form, and weights in and out.
-CHECKPOINTS := $(addprefix tests/,checkpoint weights runner/test_position.py runner/test_resume_matrix.py)
+CHECKPOINTS := $(addprefix tests/,checkpoint weights runner/test_position.py runner/test_resume_matrix.py \
+	runner/test_resume_options.py runner/test_resume_own_states.py)
 
 # So do faults of every kind, each in a job of its own, and who is to blame for it.
 FAULTS := tests/faults

@@ -7,6 +7,9 @@ SLICE_CHECKPOINTS := tests/checkpoint/test_forms.py tests/checkpoint/test_attack
 	tests/checkpoint/test_publishing.py::test_a_kill_after_any_step_leaves_a_checkpoint \
 	tests/checkpoint/test_bucket.py::test_the_commands_take_urls \
 	tests/checkpoint/test_resuming_from.py::test_a_run_goes_on_from_an_older_one_and_says_so_on_every_rank \
+	tests/checkpoint/test_several_runs.py tests/checkpoint/test_falling_back.py \
+	tests/runner/test_resume_own_states.py::test_they_come_back_whole_on_two_ranks \
+	tests/runner/test_resume_options.py::test_options_that_the_config_changes_hold \
 	tests/runner/test_position.py::test_the_rest_of_an_epoch_is_dealt_anew \
 	tests/weights/test_export.py::test_each_form_holds_what_was_trained tests/weights/test_loading.py
 
@@ -16,7 +19,7 @@ SLICE_LAYOUTS := tests/model/test_fsdp.py::test_no_sync_reduces_nothing_until_th
 	tests/model/test_fsdp_consistency.py::test_a_parameter_without_gradient_on_every_rank_has_none_and_others_get_zeros \
 	tests/strategy/test_fsdp.py::test_a_checkpoint_of_one_strategy_is_loaded_by_another \
 	tests/strategy/test_fsdp_dtypes.py::test_units_are_cut_by_dtype_and_scalars_stay_whole \
-	tests/strategy/test_fsdp_refusals.py \
+	tests/strategy/test_fsdp_refusals.py tests/strategy/test_optimizer_trial.py \
 	tests/strategy/test_tensor_parallel.py::test_a_checkpoint_is_loaded_under_any_layout \
 	tests/strategy/test_compile.py::test_a_model_that_its_user_has_compiled_has_no_other_names \
 	tests/strategy/test_optim_state.py::test_ranks_go_on_as_if_they_had_not_stopped \
@@ -32,6 +35,7 @@ SLICE_JOBS := tests/launch/test_ledger.py \
 	tests/launchers/test_slurm.py::test_two_nodes_train tests/launchers/test_hosts.py::test_two_hosts_train_together \
 	tests/launchers/test_listening.py::test_lockstep_train_on_two_ranks_listens_on_loopback_alone \
 	tests/cli/test_train.py::test_two_ranks_are_started_and_train tests/cli/test_secrets.py \
+	tests/launch/test_odd_errors.py \
 	tests/cli/test_bad_input.py::test_a_hook_that_raises_on_one_rank_is_told_as_the_cause \
 	tests/cli/test_evaluate.py::test_two_ranks_give_the_same_table_once \
 	tests/cli/test_export.py::test_what_is_written_is_said \
@@ -61,16 +65,18 @@ SLICE_DEEPSPEED := tests/engines/deepspeed/test_parity.py::test_losses_and_gradi
 	tests/engines/deepspeed/test_state.py::test_a_checkpoint_of_one_strategy_is_loaded_by_another \
 	tests/engines/deepspeed/test_session.py::test_every_stage_computes_what_torch_does \
 	tests/engines/deepspeed/test_parameters.py::test_who_gets_no_gradient_is_named_once \
+	tests/engines/deepspeed/test_written.py::test_what_is_written_into_the_weights_is_trained_on \
 	tests/engines/deepspeed/test_refusals.py
 SLICE_COLOSSALAI := tests/engines/colossalai/test_parity.py::test_losses_and_global_gradient_norms_are_those_of_one_process \
 	tests/engines/colossalai/test_own_steps.py::test_a_train_step_of_the_models_own_is_the_one_that_runs \
 	tests/engines/colossalai/test_pipeline.py::test_a_checkpoint_of_one_process_is_resumed_and_the_other_way_round \
 	tests/engines/colossalai/test_session.py::test_every_plugin_computes_what_torch_does \
 	tests/engines/colossalai/test_states.py::test_a_checkpoint_of_pytorchs_strategies_is_resumed_and_the_other_way_round \
+	tests/engines/colossalai/test_written.py::test_what_is_written_into_the_weights_is_trained_on \
 	tests/engines/colossalai/test_strategy.py::test_models_that_would_go_wrong_are_refused_with_the_alternative
 
-# A transformer, experts, two optimizers, a step of the model's own; each engine, once in shards.
-SLICE_MODELS := --rows "Llama, GQA" GAN mixup "unused parameters" --columns single DDP-2 FSDP-2 ZeRO-3 "ColossalAI ZeRO-1"
+# A transformer, two optimizers, two updates for a batch, weights that a hook writes; each engine, once in shards.
+SLICE_MODELS := --rows "Llama, GQA" GAN "two steps" "clamped weights" "unused parameters" --columns single DDP-2 FSDP-2 ZeRO-3 "ColossalAI ZeRO-1"
 SLICE_PARITY := --out work_dirs/parity.md DDP-2 FSDP-2 "DeepSpeed 2" "ColossalAI zero1"
 SLICE_RESUME := --rows DDP-2 FSDP-3 --loops "by epoch" stream --ranks 1 2
 SLICE_DOCS := tests/pages -k "first-steps or own-loop or checkpoints or public_name or markup"
