@@ -15,7 +15,7 @@ SCRIPT = """
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
-    from lockstep import Runner
+    from lockstep import Runner, get_dist_info
 
     class Net(nn.Module):
         def __init__(self):
@@ -29,7 +29,7 @@ SCRIPT = """
     data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
     runner = Runner(Net(), {work_dir}, DataLoader(data, 4), train_cfg=dict(max_epochs=1), {options})
     runner.train()
-    assert runner.iter == 2
+    assert runner.iter * get_dist_info()[1] == 2
 """
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0"}
 # How a shell starts it, the work_dir in the script, and what is in the environment.

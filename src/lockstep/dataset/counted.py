@@ -19,24 +19,24 @@ class CountedBatches:
 
     Args:
         loader: the loader.
-        before: the iterator of the pass before, whose workers the loader may have kept.
+        drawn: the `drawn` of the pass before, from which workers that the loader has kept go on drawing.
 
     Attributes:
         samples: the number of samples in the last batch; None if it is not known.
+        drawn: what is drawn for the batches. It does not hold the iterator, whose workers end with the last reference.
     """
 
-    def __init__(self, loader: Any, before: CountedBatches | None = None) -> None:
+    def __init__(self, loader: Any, drawn: Drawn | None = None) -> None:
         self.samples: int | None = None
+        self.drawn: Drawn | None = None
         self._loader = loader
-        self._drawn: _Drawn | None = None
         name = "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
         if not _draws(loader):
             self._batches = iter(loader)
             return
         sampler = getattr(loader, name)
-        known = None if before is None else before._drawn
-        self._drawn = known if known is not None and known.sampler is sampler else _Drawn(sampler)
-        vars(loader)[name] = self._drawn  # torch allows no other way; workers that are kept go on drawing from it
+        self.drawn = drawn if drawn is not None and drawn.sampler is sampler else Drawn(sampler)
+        vars(loader)[name] = self.drawn  # torch allows no other way
         try:
             self._batches = iter(loader)
         finally:
@@ -47,8 +47,8 @@ class CountedBatches:
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        if self._drawn is not None:
-            self.samples = self._drawn.sizes.popleft() if self._drawn.sizes else None
+        if self.drawn is not None:
+            self.samples = self.drawn.sizes.popleft() if self.drawn.sizes else None
         elif isinstance(self._loader, StreamLoader):
             self.samples = self._loader.samples
         return batch
@@ -60,7 +60,7 @@ class CountedBatches:
             end()
 
 
-class _Drawn:
+class Drawn:
     """What a sampler draws for each batch; `sizes` are the numbers of samples in batches that are not complete yet."""
 
     def __init__(self, sampler: Any) -> None:

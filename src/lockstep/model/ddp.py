@@ -112,6 +112,19 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
         self._expects_gradients = False
         self._synced_backwards = self._changes = 0
         self._has_averaged = False
+        self._begin_drift_check()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what knows the group, as torch does; a copy joins the default group."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in state.items() if name not in ("_comm", "_drift")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._comm = resolve(self.process_group)
+        self._begin_drift_check()
+
+    def _begin_drift_check(self) -> None:
         self._drift = DriftCheck(self._replicated, self.process_group, OWN_STEP if self._trains_itself else _ELSEWHERE)
 
     def _replicate(self, module: nn.Module, options: Mapping[str, Any], comm_hook: HookConfig | None) -> None:

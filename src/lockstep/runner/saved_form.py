@@ -63,9 +63,10 @@ _META: Form = {
         layout=[_OPTION],
         held_by=COUNT.or_none(),
     ),
-    "checkpoint_hook": Whole(best={"*": Whole(value=NUMBER, path=TEXT)}, runs=[TEXT]),
+    "checkpoint_hook": {"best": {"*": Whole(value=NUMBER, path=TEXT)}, "runs": [TEXT]},  # "runs" is younger
 }
-_ALWAYS: Form = Whole(epoch=COUNT, iter=COUNT, seed=WHOLE_NUMBER, world_size=COUNT, param_schedulers=[{"*": _OPTION}])
+# Schedules of torch may hold those that they are made of.
+_ALWAYS: Form = Whole(epoch=COUNT, iter=COUNT, seed=WHOLE_NUMBER, world_size=COUNT, param_schedulers=[{}])
 _OPTIMIZER: Form = Whole(state={"*": {}}, param_groups=[{"*": _OPTION, "lr": _RATE, "params": [TEXT]}])
 _RANK: Form = Whole(
     random=Whole(

@@ -24,7 +24,7 @@ from lockstep.dataset import (
     restore_position,
     without_batches,
 )
-from lockstep.dataset.counted import CountedBatches
+from lockstep.dataset.counted import CountedBatches, Drawn
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import TOLD
 from lockstep.dataset.sharded import drawn_from
@@ -123,7 +123,7 @@ class Passes:
         self._begin = BEGINNING
         self._resumption: _Resumption | None = None
         self._stand_in: Any = _NONE
-        self._batches: CountedBatches | None = None  # of the last pass
+        self._drawn: Drawn | None = None  # in the last pass
         self._all_have_a_batch = False
 
     def turns(self, begin: Place = BEGINNING) -> Iterator[Turn]:
@@ -244,7 +244,8 @@ class Passes:
             loader = without_batches(loader, begin.turns)
             if loader is None:
                 loader, discarded = self._loader, begin.turns
-        batches = self._batches = CountedBatches(loader, self._batches)
+        batches = CountedBatches(loader, self._drawn)
+        self._drawn = batches.drawn
         if discarded:
             _logger.warning(
                 "%d batches of %s are read and discarded, to go on after them. Datasets with state_dict and "
