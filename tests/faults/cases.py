@@ -73,7 +73,7 @@ def late(of: str = _CALL, then: str = r"last call \d+(.|\n)* now in\n +File") ->
 IN_WORKER = r"has ended with ValueError: Caught ValueError in DataLoader worker process 0"
 BOOM = r"has ended with ValueError: boom"
 STOPPED = r"does not answer, because it is stopped \(process \d+ on "
-LEFT = r"CollectiveMismatchError: (.|\n)*\n  rank 1: has ended, after barrier\(\) at \S*job\.py:\d+"
+LEFT = r"CollectiveMismatchError: (.|\n)*\n +rank 1: has ended, after barrier\(\) at \S*job\.py:\d+"
 IN_LOOP = r"(last call|no call)(.|\n)* now in\n +File \"\S*job\.py\", line \d+, in loop_for_ever"
 OF_MEMORY = "the kernel has killed" if Path("/proc/vmstat").exists() else "run out of memory"
 BY_WHOM = "somebody else did" if Path("/proc/vmstat").exists() else "run out of memory"
@@ -202,7 +202,7 @@ def shows(text: str, case: str, ones: str = "1", others: str = "0[0-9, ]*") -> b
     """
     of_one, of_others = (CALLS | KNOWN_CALLS)[case]
     return all(
-        re.search(rf"\n(\[rank\d\]: )?  ranks? {who}: {call} at \S*mismatch\.py:\d+", text)
+        re.search(rf"\n(\[rank\d\]: )? +ranks? {who}: {call} at \S*mismatch\.py:\d+", text)
         for who, call in ((ones, of_one), (others, of_others))
     )
 
