@@ -227,6 +227,9 @@ def restore_run(
         wanted["ranks"] = {str(rank): () for rank in needed}
     template = strategy.optim_template() if "optimizer" in wanted else {}
     state = load(wanted, template)
+    for name, value in state["model"].items():
+        if isinstance(wanted["model"].get(name), Tensor) and not isinstance(value, Tensor):
+            raise CheckpointError(f"{origin} must have a tensor for {name!r}, but has a {type(value).__name__}")
     for name, entry in state.get("optimizer", {}).get("state", {}).items():
         if isinstance(step := entry.get("step"), Tensor) and step.numel() == 1 and not 0 <= float(step) < _MOST_STEPS:
             raise CheckpointError(f"{origin} says that the optimizer has updated {name!r} {float(step):g} times")
