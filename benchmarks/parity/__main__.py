@@ -41,6 +41,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         found = compare(rows, pythons, Path(folder))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_report(rows, found, arguments.out)
     broken = failures(rows, found)
     print("\n".join(broken) or "all within their tolerances")
