@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.dist import get_world_size
-from lockstep.model.versions import TensorVersions
+from lockstep.model.fsdp_writes import TensorVersions
 from lockstep.testing import ranks
 
 

@@ -57,27 +57,7 @@ class Saving:
     ) -> None:
         """Save what resuming needs; see `TrainRun.save_checkpoint`. **Collective**: every rank."""
         self.finish()
-        with self._run.evaluated():
-            self._save(
-                directory, epoch, iteration, is_last=is_last, save_optimizer=save_optimizer, more=meta,
-                async_save=async_save, on_save_error=on_save_error, when_ended=when_ended,
-            )  # fmt: skip
-
-    def _save(
-        self,
-        directory: Location,
-        epoch: int,
-        iteration: int,
-        *,
-        is_last: bool,
-        save_optimizer: bool,
-        more: Mapping[str, Any],
-        async_save: bool,
-        on_save_error: Literal["raise", "warn"],
-        when_ended: Callable[[bool], None] | None,
-    ) -> None:
         run = self._run
-        state, meta = self._state(epoch, iteration, save_optimizer, more)
 
         def end(is_complete: bool) -> None:
             if is_complete and is_last and save_optimizer:
@@ -89,13 +69,15 @@ class Saving:
 
         last_of = _root_of(run, directory) if is_last else None
         self._may_fail = on_save_error == "warn"
-        if async_save and self._can_save_in_background():
-            with self._ended_by(end, at_once=False):
-                self._background.start(directory, state, meta, last_of, self._ask_to_stop)
-                self._when_ended = end
-            return
-        with self._ended_by(end):
-            save_state(directory, state, meta, last_of)
+        with run.evaluated():
+            state, meta = self._state(epoch, iteration, save_optimizer, meta)
+            if async_save and self._can_save_in_background():
+                with self._ended_by(end, at_once=False):
+                    self._background.start(directory, state, meta, last_of, self._ask_to_stop)
+                    self._when_ended = end
+                return
+            with self._ended_by(end):
+                save_state(directory, state, meta, last_of)
 
     def collect(self) -> None:
         """Do what was to be done when the save in the background was complete, if it is. No collective."""
