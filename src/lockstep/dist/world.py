@@ -75,8 +75,9 @@ def init_dist(
         launcher: what started the ranks: ``"pytorch"`` (torchrun, lockstep launch), ``"slurm"``, ``"mpi"`` (OpenMPI,
             MPICH, Intel MPI, PMIx) or ``"none"`` (this process is a group of one). None asks the environment, as
             `infer_launcher` does.
-        backend: any backend of torch.distributed, or a map such as ``"cpu:gloo,cuda:nccl"``. None takes that map if
-            CUDA and NCCL are available, else gloo.
+        backend: any backend of torch.distributed, or a map such as ``"cpu:gloo,cuda:nccl"``. None takes gloo for
+            the CPU, and beside it the backend that torch has for this machine's accelerator. A backend that can't serve
+            the CPU, such as ``"nccl"``, gets gloo beside it, too.
         init_backend: ``"torch"``, or the engine that adopts the group: ``"deepspeed"``, ``"colossalai"``.
         timeout: how long a collective waits for a missing rank, in seconds or as a timedelta; None is 10 minutes, with
             every backend. A warning says after 30 seconds for whom a rank waits, and what that one does, then at
@@ -229,7 +230,7 @@ def is_one_node(topology: Topology) -> bool:
 
 def _checked_backend(backend: str | None) -> str:
     if backend is None:
-        return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and torch_dist.is_nccl_available() else "gloo"
+        return _default_backend()
     known = torch_dist.Backend.backend_list
     for entry in backend.split(","):
         name = entry.rpartition(":")[2].lower()
@@ -244,7 +245,21 @@ def _checked_backend(backend: str | None) -> str:
                 f"`backend` must be one that this build of torch has, but is {backend!r} and {name} is not there. "
                 "Leave it out, or use 'gloo'"
             )
+    devices = torch_dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+    if "cpu" not in devices and torch_dist.is_gloo_available():
+        return ",".join(["cpu:gloo", *(f"{device}:{backend.lower()}" for device in devices)])
     return backend
+
+
+def _default_backend() -> str:
+    """Return gloo for the CPU, and beside it what torch has for the accelerator of this machine."""
+    kind = get_device()
+    try:
+        own = torch_dist.get_default_backend_for_device(kind)
+    except ValueError:  # the accelerator's package has registered none
+        return "gloo"
+    is_available = getattr(torch_dist, f"is_{own}_available", lambda: True)
+    return "gloo" if own == "gloo" or not is_available() else f"cpu:gloo,{kind}:{own}"
 
 
 def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
