@@ -65,7 +65,9 @@ def main(how: str, folder: Path) -> None:
             found[name] = [-1, repr(error)]
     results.write_text(json.dumps(found))
     dist.check_collectives("sample")
-    from training import losses
+    from training import averaged, losses
+
+    found["averaged"] = averaged(dist.get_device())
 
     found["training"] = losses(folder / "runs", SIM.host_reads)
     results.write_text(json.dumps(found))

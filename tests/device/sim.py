@@ -27,7 +27,7 @@ def simulator() -> Any:
     module.device_count = lambda: DEVICES
     module.current_device = native.current_device
     module.set_device = lambda device: native.set_device(torch.device("sim", device).index)
-    module.synchronize = lambda device=None: None
+    module.synchronize = lambda device=None: native.synchronize()
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = module.manual_seed = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -79,3 +79,7 @@ def test_a_training_under_ddp_has_the_losses_and_weights_of_the_cpu(found: Any, 
         assert device == "sim"
         assert own_losses == pytest.approx(losses, abs=1e-6)
         assert own_weights == pytest.approx(weights, abs=1e-6)
+
+
+def test_an_average_on_the_cpu_waits_for_the_weights(found: Any) -> None:
+    assert [rank["averaged"] for rank in found[1]] == [training.averaged("cpu")] * 2
