@@ -16,13 +16,14 @@
 #include <torch/library.h>
 #include <torch/torch.h>
 
+#include <cstdlib>
 #include <limits>
 #include <set>
 
 namespace {
 
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
-constexpr c10::DeviceIndex kDevices = 4;
+const c10::DeviceIndex kDevices = std::getenv("SIM_DEVICES") ? std::atoi(std::getenv("SIM_DEVICES")) : 4;
 int64_t host_reads = 0;
 std::vector<std::pair<at::Tensor, at::Tensor>> under_way;  // copies to the host: what was sent, and where it goes
 c10::DeviceIndex current = 0;

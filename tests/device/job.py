@@ -1,7 +1,8 @@
 """A rank on the simulated accelerator. Writes what it has found, as JSON; `test_device.py` says what is right.
 
 Usage: job.py HOW FOLDER, where HOW says how the group is made: `alone`, by torch with the device's backend alone;
-`default`, by init_dist; `named`, by init_dist with the name of that backend, and then no more is tried.
+`default`, by init_dist; `named`, by init_dist with the name of that backend, and then no more is tried; `own` and
+`shared`, the same where each rank sees one device alone, its own or one for all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from lockstep import dist
 from lockstep.dist.consistency import FIRST_CALLS
 from lockstep.errors import DistError
 
+if sys.argv[1] in ("own", "shared"):
+    os.environ |= {"SIM_DEVICES": "1", "SIM_UUID": os.environ["RANK"] if sys.argv[1] == "own" else "one"}
 SIM = simulator()
 
 
@@ -40,12 +43,12 @@ def main(how: str, folder: Path) -> None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         torch_dist.init_process_group("simccl", timeout=timedelta(seconds=120))
     else:
-        dist.init_dist("pytorch", backend="simccl" if how == "named" else None, timeout=120)
+        dist.init_dist("pytorch", backend=None if how == "default" else "simccl", timeout=120)
     results = folder / f"rank_{dist.get_rank()}.json"
     config = torch_dist.get_backend_config(dist.get_default_group())
     found: dict[str, Any] = {"device": str(dist.get_comm_device()), "backends": str(config)}
     results.write_text(json.dumps(found))
-    if how == "named":
+    if how in ("named", "own"):
         return
     from calls import CALLS  # with tensors on this rank's device
 

@@ -72,6 +72,15 @@ def test_a_backend_that_is_named_has_gloo_beside_it(compiled: None, tmp_path: Pa
     assert [rank["backends"] for rank in run_job("named", tmp_path)] == [BESIDE] * 2
 
 
+def test_each_rank_may_see_its_own_device_alone(compiled: None, tmp_path: Path) -> None:
+    assert [rank["device"] for rank in run_job("own", tmp_path)] == ["sim:0", "sim:0"]
+
+
+def test_a_device_that_two_ranks_see_is_refused(compiled: None, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"each rank must have a sim device of its own, but rank [01] of 2"):
+        run_job("shared", tmp_path)
+
+
 def test_a_training_under_ddp_has_the_losses_and_weights_of_the_cpu(found: Any, tmp_path: Path) -> None:
     on_cpu = run_ranks(2, training.losses, tmp_path)
     for rank, (_, losses, weights, _) in zip(found[1], on_cpu, strict=True):

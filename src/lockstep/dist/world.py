@@ -127,6 +127,8 @@ def init_dist(
             _keep_on_loopback(backend, undo)
         try:
             met = _meet(topology, store, port, duration or _STORE_TIMEOUT, undo)
+            if device is not None and topology.local_size > 1:
+                _refuse_shared(device, topology, met)
             torch_dist.init_process_group(
                 backend,
                 timeout=duration or _TIMEOUT,
@@ -290,15 +292,33 @@ def _bind_device(topology: Topology, backend: str) -> torch.device | None:
         return None
     count = torch.accelerator.device_count()
     owns_device = "ccl" in backend
-    if owns_device and topology.local_rank >= count:
+    if owns_device and 1 < count <= topology.local_rank:
         raise TopologyError(
             f"`local_rank` must be below the number of {kind} devices, {count}, but is {topology.local_rank} "
             f"(rank {topology.rank} of {topology.world_size}). Start at most {count} ranks on this node, or use "
             "backend='gloo' to share devices"
         )
+    # A launcher may show each rank one device alone, as srun --gpus-per-task=1 does.
     index = topology.local_rank % count
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index) if owns_device else None
+
+
+def _refuse_shared(device: torch.device, topology: Topology, store: Store) -> None:
+    """Refuse a device that another rank has, where each rank sees one alone, by what the device says of itself.
+
+    Raises:
+        TopologyError: on all ranks that have the device but the first to ask.
+    """
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)(device)
+    uuid = getattr(properties, "uuid", None)
+    if torch.accelerator.device_count() > 1 or uuid is None:
+        return
+    if store.add(f"device/{socket.gethostname()}/{uuid}", 1) > 1:
+        raise TopologyError(
+            f"each rank must have a {device.type} device of its own, but rank {topology.rank} of {topology.world_size} "
+            "sees one alone, which another rank has. Start one rank for each device, or use backend='gloo' to share it"
+        )
 
 
 def _keep_on_loopback(backend: str, undo: ExitStack) -> None:
