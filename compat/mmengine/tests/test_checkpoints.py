@@ -241,6 +241,99 @@ def test_a_training_with_several_groups_resumes_from_the_other_with_its_schedule
         assert (on["hub"], on["info"]) == ([0, 1, 2, 3, 4, 5], [5]), folder
 
 
+# Trainings of two epochs that go on for four, with each kind of schedule.
+LONGER = """
+import torch
+from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+
+class Net(BaseModel):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Linear(2, 2)
+
+    def forward(self, inputs, mode="loss"):
+        loss = self.body(inputs).square().mean()
+        return {"loss": loss} if mode == "loss" else [float(loss)]
+
+class Worse(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results.append(1)
+
+    def compute_metrics(self, results):
+        Worse.value += 1.0
+        return {"worse": Worse.value}
+
+class Rates(Hook):
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        group = runner.optim_wrapper.optimizer.param_groups[0]
+        self.seen.append([float(one).hex() for one in (group["lr"], group["weight_decay"], *group["betas"])])
+
+cases = dict(
+    constant=dict(type="ConstantLR", factor=0.3),
+    linear=dict(type="LinearLR", start_factor=0.1),
+    cosine=dict(type="CosineAnnealingLR", eta_min=1e-3),
+    converted=dict(type="CosineAnnealingLR", convert_to_iter_based=True),
+    steps=dict(type="MultiStepLR", milestones=[1, 3]),
+    step=dict(type="StepLR", step_size=2),
+    poly=dict(type="PolyLR", power=0.9, by_epoch=False),
+    exponential=dict(type="ExponentialLR", gamma=0.9, by_epoch=False),
+    cycle=dict(type="OneCycleLR", eta_max=0.5, total_steps=13, by_epoch=False),
+    restarts=dict(type="CosineRestartLR", periods=[5, 8], restart_weights=[1, 0.5], eta_min=1e-3, by_epoch=False),
+    momentum=dict(type="CosineAnnealingMomentum", eta_min=0.2, by_epoch=False),
+    decay=dict(type="PolyParamScheduler", param_name="weight_decay", power=2, by_epoch=False),
+    two=[dict(type="LinearLR", start_factor=0.1, by_epoch=False, end=2), dict(type="CosineAnnealingLR", begin=1)],
+    plateau=dict(type="ReduceOnPlateauLR", monitor="worse", patience=1, factor=0.5),
+)
+torch.manual_seed(0)
+data = [dict(inputs=one) for one in torch.randn(12, 2)]
+first, epochs, resume, more = ARGUMENTS
+for name, schedule in cases.items():
+    Worse.value, rates = float(first), Rates()
+    rates.seen = answers[name] = []
+    Runner(
+        model=Net(), work_dir=f"{name}/work", train_dataloader=torch.utils.data.DataLoader(data, batch_size=4),
+        val_dataloader=torch.utils.data.DataLoader(data, batch_size=4), val_cfg=dict(), val_evaluator=[Worse()],
+        optim_wrapper=dict(optimizer=dict(type="AdamW", lr=0.1, weight_decay=0.05)), param_scheduler=schedule,
+        train_cfg=dict(by_epoch=True, max_epochs=epochs, val_interval=1), custom_hooks=[rates], visualizer=None,
+        load_from=resume and resume.replace("NAME", name), resume=bool(resume),
+        experiment_name=f"{name}_{epochs}", **more,
+    ).train()
+"""
+
+
+@pytest.mark.skipif(
+    not REFERENCE, reason="MMENGINE_REFERENCE must be the Python of an environment with MMEngine 0.10.7"
+)
+def test_a_training_that_is_longer_when_it_resumes_has_the_schedules_of_mmengine_or_of_the_config(tmp_path):
+    def rates(python, folder, first, epochs, resume=None, **more):
+        return run(python, LONGER.replace("ARGUMENTS", repr((first, epochs, resume, more))), tmp_path / folder)
+
+    short = rates(REFERENCE, "theirs", 0, 2)
+    assert rates(sys.executable, "ours", 0, 2) == short
+    file = str(tmp_path / "theirs" / "NAME" / "work" / "epoch_2.pth")
+    saved = rates(REFERENCE, "theirs_resumed", 2, 4, file)
+    assert len(saved) == 14
+    ours = {name: next((tmp_path / "ours" / name / "work").glob("*/epoch_2")) for name in saved}
+    link = tmp_path / "links"
+    link.mkdir()
+    for name, folder in ours.items():
+        (link / name).symlink_to(folder)
+        export_checkpoint(folder, tmp_path / f"{name}.pth")
+    assert rates(sys.executable, "ours_from_theirs", 2, 4, file) == saved
+    assert rates(REFERENCE, "theirs_from_ours", 2, 4, str(tmp_path / "NAME.pth")) == saved
+    assert rates(sys.executable, "ours_from_ours", 2, 4, str(link / "NAME")) == saved
+
+    whole = rates(REFERENCE, "theirs_whole", 0, 4)
+    as_config = rates(sys.executable, "as_config", 2, 4, str(link / "NAME"), resume_options="config")
+    assert as_config == {name: values[6:] for name, values in whole.items()}
+    differ = {name for name in whole if saved[name] != whole[name][6:]}
+    assert {"linear", "cosine", "converted", "poly", "momentum", "decay", "two"} <= differ
+
+
 def test_weights_that_do_not_fit_are_named_or_raised():
     state = net().state_dict()
     state["0.weight"] = torch.ones(5, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.errors import ConfigError
@@ -25,9 +26,10 @@ class ParamSchedulerHook(Hook):
 
     priority = "LOW"
 
-    def __init__(self) -> None:
-        self._skipped: list[int] = []
-        self._held: list[float] = []  # by optimizer: iterations that are not to count
+    # By optimizer: updates that have been skipped, and iterations that are not to count. Neither `__init__` nor
+    # `before_train` is relied upon: MMEngine's hook has none, so subclasses with their own call none.
+    _skipped: Sequence[int] = ()
+    _held: Sequence[float] = ()
 
     def before_train(self, runner: TrainRun) -> None:
         """Raise an error if a scheduler waits for a plateau but nothing is validated."""
@@ -38,8 +40,6 @@ class ParamSchedulerHook(Hook):
                 f"{waiting[0].monitor!r} it waits for. Give `val_dataloader` and `val_evaluator`"
             )
         self._skipped = [wrapper.skipped_updates for wrapper in _wrappers(runner)]
-        if len(self._held) != len(self._skipped):
-            self._held = [0.0] * len(self._skipped)
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Step the schedulers that count iterations."""
@@ -50,7 +50,7 @@ class ParamSchedulerHook(Hook):
 
     def before_save_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Add the iterations that are not to count."""
-        checkpoint["meta"][_KEY] = {"held": self._held}
+        checkpoint["meta"][_KEY] = {"held": list(self._held)}
 
     def after_load_checkpoint(self, runner: TrainRun, checkpoint: dict[str, Any]) -> None:
         """Restore them."""
@@ -58,14 +58,16 @@ class ParamSchedulerHook(Hook):
 
     def _idle(self, runner: TrainRun) -> set[int]:
         """Return the ids of optimizers for which this iteration does not count."""
+        wrappers = _wrappers(runner)
+        before, held = _one_for_each(wrappers, self._skipped), _one_for_each(wrappers, self._held)
+        skipped = [wrapper.skipped_updates for wrapper in wrappers]
         idle = set()
-        for index, wrapper in enumerate(_wrappers(runner)):
-            skipped = wrapper.skipped_updates
-            self._held[index] += (skipped - self._skipped[index]) * wrapper.batches_per_update
-            self._skipped[index] = skipped
-            if self._held[index] >= 1:
-                self._held[index] -= 1
+        for index, wrapper in enumerate(wrappers):
+            held[index] += (skipped[index] - before[index]) * wrapper.batches_per_update
+            if held[index] >= 1:
+                held[index] -= 1
                 idle.add(id(wrapper.optimizer))
+        self._skipped, self._held = skipped, held
         return idle
 
     def after_train_epoch(self, runner: TrainRun) -> None:
@@ -83,6 +85,10 @@ class ParamSchedulerHook(Hook):
 def _wrappers(runner: TrainRun) -> list[OptimWrapper]:
     wrapper = runner.optim_wrapper
     return list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+
+
+def _one_for_each(wrappers: Sequence[OptimWrapper], counts: Sequence[float]) -> list[float]:
+    return list(counts) if len(counts) == len(wrappers) else [0.0] * len(wrappers)
 
 
 def _waiting(runner: Run) -> list[ReduceOnPlateauLR]:

@@ -52,6 +52,8 @@ class ParamScheduler(ABC):
     needs_end: ClassVar[bool] = False
     # The attributes in the state, without their leading underscore; their values are JSON values.
     kept: ClassVar[tuple[str, ...]] = ("count",)
+    # The key of the state under which it has the counts so far.
+    count_key: ClassVar[str] = "count"
 
     optimizer: Optimizer
     by_epoch: bool = field(default=True, kw_only=True)
@@ -148,6 +150,10 @@ class ParamScheduler(ABC):
             if type(present) is int and type(saved) is not int:
                 raise ValueError(f"`{name}` of {self.title} must be a whole number, but is {saved!r:.100}")
             setattr(self, f"_{name}", saved)
+
+    def load_progress(self, state: Mapping[str, Any]) -> None:
+        """Restore how far a scheduler with other arguments was. A subclass whose state has arguments overrides this."""
+        self.load_state_dict(state)
 
     def __repr__(self) -> str:
         unit = "epochs" if self.by_epoch else "batches"

@@ -104,13 +104,15 @@ class ResumedOptions:
             state = states[index] if saved == present else None
             if isinstance(scheduler, ParamScheduler):
                 done = self.meta["epoch"] if scheduler.by_epoch else self.meta["iter"]
-                own = scheduler.state_dict()
-                if state is None or (self.takes_config and state.keys() != own.keys()):
-                    state = {**own, "count": (state or {}).get("count", done)}
+                own, key = scheduler.state_dict(), scheduler.count_key
+                if state is None or (self.takes_config and own.keys() - state.keys()):
+                    state = {**own, key: (state or {}).get(key, done)}
             if state is not None and not (self.replays and _can_replay(scheduler)):
-                scheduler.load_state_dict(state)
+                is_other = self.takes_config and self.has_new_schedules and isinstance(scheduler, ParamScheduler)
+                (scheduler.load_progress if is_other else scheduler.load_state_dict)(state)
             elif isinstance(scheduler, ParamScheduler) and state is not None:
-                scheduler.load_state_dict({**scheduler.state_dict(), "count": state["count"]})
+                key = scheduler.count_key
+                scheduler.load_state_dict({**scheduler.state_dict(), key: state[key]})
 
     def apply(self) -> None:
         """Set the options, once the optimizer's state is loaded, and say in one line which ones hold."""
@@ -143,13 +145,15 @@ class ResumedOptions:
         """Compute the schedules anew, from the values that the config has now, up to where the run is."""
         run = self.run
         for group, first in zip(run.optim_wrapper.param_groups, run.first_options, strict=True):
-            for key in self.scheduled & first.keys():
-                _set(group, key, first[key])
-            group.pop("initial_lr", None)
-            if "initial_lr" in first:
-                group["initial_lr"] = first["initial_lr"]
+            for key in self.scheduled:
+                if key in first:
+                    _set(group, key, first[key])
+                initial = f"initial_{key}"
+                group.pop(initial, None)
+                if initial in first:
+                    group[initial] = first[initial]
         own = [one for one in run.param_schedulers if isinstance(one, ParamScheduler)]
-        counts = {id(one): one.state_dict()["count"] for one in own}
+        counts = {id(one): one.state_dict()[one.count_key] for one in own}
         for one in own:
             one.restart()
         self._require_short(counts.values())
@@ -160,7 +164,7 @@ class ResumedOptions:
             if length and done % length == 0:
                 _step(one for one in by_epoch if done // length <= counts[id(one)])
         for one in by_epoch:
-            for _ in range(counts[id(one)] - one.state_dict()["count"]):
+            for _ in range(counts[id(one)] - one.state_dict()[one.count_key]):
                 one.step()
         schedulers: list[Any] = list(run.param_schedulers)  # a Session has the user's own
         for index, scheduler in enumerate(schedulers):

@@ -10,13 +10,14 @@ from documented.toys import Accuracy, Net, arguments, loader, training_only
 from environments import LOCKSTEP
 from torch import nn
 
+import mmengine.hooks
 from mmengine.config import ConfigDict
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook, LoggerHook
 from mmengine.hooks.test_time_aug_hook import PrepareTTAHook
 from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.model import BaseTTAModel
 from mmengine.registry import HOOKS, LOG_PROCESSORS, MODELS
-from mmengine.runner import LogProcessor, Runner, get_priority
+from mmengine.runner import LogProcessor, Runner, get_priority, set_random_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -199,6 +200,57 @@ def test_a_default_hook_is_removed_or_changed(tmp_path):
     )
     runner.train()
     assert not list(tmp_path.rglob("*epoch_*"))
+
+
+# The points of MMEngine's default hooks: a subclass calls `super()` in no others.
+POINTS_OF = {
+    "CheckpointHook": {"before_train", "after_train", "after_train_epoch", "after_train_iter", "after_val_epoch"},
+    "DistSamplerSeedHook": {"before_train_epoch"},
+    "IterTimerHook": {
+        "before_train",
+        *(f"{when}_{mode}_{what}" for when in ("before", "after") for mode in ("train", "val", "test")
+          for what in ("epoch", "iter")),
+    },
+    "LoggerHook": {
+        "before_run", "after_run", "after_train_iter", "after_val_iter", "after_test_iter", "after_val_epoch",
+        "after_test_epoch",
+    },
+    "ParamSchedulerHook": {"after_train_iter", "after_train_epoch", "after_val_epoch"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POINTS_OF)
+def test_a_subclass_calls_super_only_where_its_base_does_something(tmp_path, name):
+    base = getattr(mmengine.hooks, name)
+    if not LOCKSTEP:
+        every = {f"{when}_{mode}{what}" for when in ("before", "after") for mode in ("train", "val", "test")
+                 for what in ("", "_epoch", "_iter")} | {"before_run", "after_run"}  # fmt: skip
+        for_all = {f"_{when}_{what}": [f"{when}_{mode}_{what}" for mode in ("train", "val", "test")]
+                   for when in ("before", "after") for what in ("epoch", "iter")}  # fmt: skip
+        own = {point for point in every if getattr(base, point) is not getattr(Hook, point)}
+        own |= {one for short, points in for_all.items() for one in points
+                if getattr(base, short) is not getattr(Hook, short)}  # fmt: skip
+        assert own == POINTS_OF[name]
+
+    def nothing(self, runner, *args, **kwargs):
+        pass
+
+    points = [*POINTS, "before_save_checkpoint", "after_load_checkpoint"]
+    body = {point: nothing for point in points if point not in POINTS_OF[name]}
+    if name in ("DistSamplerSeedHook", "ParamSchedulerHook"):  # MMEngine's have no `__init__`
+        body["__init__"] = lambda self: None
+    slots = {"CheckpointHook": "checkpoint", "DistSamplerSeedHook": "sampler_seed", "IterTimerHook": "timer",
+             "LoggerHook": "logger", "ParamSchedulerHook": "param_scheduler"}  # fmt: skip
+    schedule = dict(type="LinearLR", start_factor=0.1, begin=0, end=5, by_epoch=False)
+
+    def trained(hooks, folder):
+        set_random_seed(0)
+        runner = Runner(**arguments(folder, model=Net(), param_scheduler=schedule, default_hooks=hooks))
+        runner.train()
+        return [one.detach().tolist() for one in runner.model.parameters()], runner.optim_wrapper.get_lr()
+
+    subclass = type("Own", (base,), body)
+    assert trained({slots[name]: subclass()}, tmp_path / "own") == trained({}, tmp_path / "plain")
 
 
 # Checkpoints.

@@ -107,7 +107,7 @@ def _read(file: Any, map_location: Any) -> Any:
         print_log(
             f"objects of {', '.join(sorted(strangers))} in the checkpoint are left out", "current", logging.WARNING
         )
-    safe: list[Any] = [*((entry, name) for name, entry in known.items()), *((_Empty, name) for name in strangers)]
+    safe: list[Any] = [*((entry, name) for name, entry in known.items()), *((Unread, name) for name in strangers)]
     with torch.serialization.safe_globals([*safe, *_dtypes()]):
         return torch.load(file, map_location=map_location, weights_only=True)
 
@@ -127,7 +127,7 @@ def _dtypes() -> Iterable[Any]:
     return [getattr(np.dtypes, name) for name in np.dtypes.__all__]
 
 
-class _Empty:
+class Unread:
     """In place of an object whose class is not known to be safe: takes any arguments and state, and keeps none."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:

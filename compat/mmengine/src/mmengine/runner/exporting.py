@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -129,4 +130,10 @@ def _by_number(saved: Mapping[str, Any], alone: Sequence[str]) -> tuple[dict[str
 
 
 def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {**state, "milestones": Counter(state["milestones"])} if "milestones" in state else {**state}
+    """Return a schedule's state with what is no JSON value."""
+    found = dict(state)
+    if "milestones" in state:
+        found["milestones"] = Counter(state["milestones"])
+    if "num_bad_epochs" in state and state["best"] is None:
+        found["best"] = -math.inf if state["rule"] == "greater" else math.inf
+    return found

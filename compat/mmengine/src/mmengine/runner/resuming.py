@@ -21,7 +21,7 @@ from lockstep.optim import OptimWrapper, OptimWrapperDict
 from lockstep.runner.resuming import restore_run
 from lockstep.runner.run import TrainRun
 from lockstep.weights import find_checkpoint
-from mmengine.runner.checkpoint import CheckpointLoader
+from mmengine.runner.checkpoint import CheckpointLoader, Unread
 from mmengine.runner.saved import parameter_names, regrouped, restore_hub
 
 __all__ = ["MMEngineFile", "file_to_resume"]
@@ -167,8 +167,10 @@ class MMEngineFile:
             state, source = _optimizer_by_name(saved[optimizer], updated, trained, own, f"{self.path}, {optimizer!r}")
             joined["state"] |= state["state"]
             joined["param_groups"] += state["param_groups"]
-            found += [] if is_shared else [regrouped(each, source) for each in schedules.get(optimizer, ())]
-        return joined, [dict(each) for each in schedules or ()] if is_shared else found
+            found += (
+                [] if is_shared else [regrouped(each, source) for each in _schedulers(schedules.get(optimizer), one)]
+            )
+        return joined, list(_schedulers(schedules, wrapper)) if is_shared else found
 
     def _restore_hub(self, run: TrainRun) -> None:
         """Give the run's hub the histories and infos that were saved."""
@@ -251,9 +253,13 @@ def _optimizer_by_name(
     return {"state": state, "param_groups": joined}, source
 
 
-def _schedulers(saved: Any, wrapper: OptimWrapper) -> Iterator[Mapping[str, Any]]:
-    """Yield the states of the schedules; those of several optimizers one after the other, in the order of the run."""
+def _schedulers(saved: Any, wrapper: OptimWrapper) -> Iterator[dict[str, Any]]:
+    """Yield the states of the schedules, without what could not be read, such as functions.
+
+    Those of several optimizers come one after the other, in the order of the run.
+    """
     if isinstance(saved, Mapping) and isinstance(wrapper, OptimWrapperDict):
         saved = list(chain.from_iterable(saved.get(name, ()) for name in wrapper))
-    for one in saved.values() if isinstance(saved, Mapping) else [saved or ()]:
-        yield from one
+    for states in saved.values() if isinstance(saved, Mapping) else [saved or ()]:
+        for state in states:
+            yield {key: value for key, value in state.items() if not isinstance(value, Unread)}

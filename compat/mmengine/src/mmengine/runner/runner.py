@@ -115,7 +115,9 @@ class Runner(BuildsParts, lockstep.runner.Runner):
         randomness: the seed; `diff_rank_seed=True` lets ranks draw different random numbers.
         experiment_name: begins the name of the run's folder.
         cfg: the whole config.
-        **others: the arguments that only lockstep has: `strategy`, `compile`, `loss`, `stop_signals`.
+        **others: the arguments that only lockstep has: `strategy`, `compile`, `loss`, `stop_signals`, `resume_options`,
+            which is `"checkpoint"` by default: as in MMEngine, a run that resumes has the optimizer's options and the
+            schedules that were saved.
 
     **Collective**: every rank of the job.
     """
@@ -169,7 +171,7 @@ class Runner(BuildsParts, lockstep.runner.Runner):
             given.update(resume=False, load_from=None)
             if (randomness or {}).get("seed") is None and self._file.seed is not None:
                 given["randomness"] |= {"seed": self._file.seed}
-        super().__init__(**given, **others)
+        super().__init__(**given, **{"resume_options": "checkpoint", **others})
         self._unprepared: tuple[Strategy, nn.Module] | None = None
         self._early_hooks: HookList | None = None
         if default_scope is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import lockstep.optim
 from mmengine.optim.scheduler import param_scheduler as schedules
@@ -51,7 +52,23 @@ def with_signature(cls: _Class) -> _Class:
 
 
 class PlateauMixin:
-    """Put before a schedule that follows a metric, it lets `step` take the metrics, as MMEngine's does."""
+    """Put before a schedule that follows a metric, it lets `step` take the metrics, as MMEngine's does.
+
+    Its state has MMEngine's form, except that without a best value that is None; a state of lockstep is read, too.
+    """
+
+    needs_end: ClassVar[bool] = True
+    count_key: ClassVar[str] = "_global_step"
+    _PROGRESS: ClassVar[Mapping[str, str]] = {
+        "_global_step": "count",
+        "best": "best",
+        "num_bad_epochs": "bad",
+        "cooldown_counter": "cooling",
+    }
+    _ARGUMENTS: ClassVar[Sequence[str]] = (
+        "begin", "end", "by_epoch", "param_name", "monitor", "rule", "factor", "patience", "threshold",
+        "threshold_rule", "cooldown", "eps",
+    )  # fmt: skip
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Count one epoch or batch; with metrics, compare them with the best so far, and perhaps lower the value.
@@ -61,6 +78,29 @@ class PlateauMixin:
         super().step()  # type: ignore[misc]
         if metrics is not None:
             self.observe(metrics)  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, the best value, and the arguments."""
+        own: Any = super()
+        progress = own.state_dict()
+        arguments = {name: getattr(self, name) for name in self._ARGUMENTS}
+        arguments |= {"end": arguments["end"] or schedules.INF, "min_values": own._by_group("min_value")}
+        return {**{name: progress[key] for name, key in self._PROGRESS.items()}, **arguments}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, here or of MMEngine's or lockstep's schedule."""
+        self.load_progress(state)
+        vars(self).update({name: state[name] for name in self._ARGUMENTS if name in state})
+        if "min_values" in state:
+            vars(self)["min_value"] = list(state["min_values"])
+
+    def load_progress(self, state: Mapping[str, Any]) -> None:
+        """Restore the counts and the best value."""
+        progress = {key: state[name if name in state else key] for name, key in self._PROGRESS.items()}
+        if isinstance(progress["best"], float) and math.isinf(progress["best"]):
+            progress["best"] = None
+        own: Any = super()
+        own.load_state_dict(progress)
 
 
 @PARAM_SCHEDULERS.register_module()

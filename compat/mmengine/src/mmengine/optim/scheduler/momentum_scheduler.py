@@ -36,10 +36,13 @@ class MomentumSchedulerMixin:
         inner = getattr(optimizer, "optimizer", optimizer)
         if "momentum" not in inner.defaults and "betas" not in inner.defaults:
             raise ValueError(f"the optimizer must have a `momentum` or `betas`, but {type(inner).__name__} has neither")
-        if "momentum" not in inner.defaults:
-            for group in inner.param_groups:
-                group["momentum"] = group["betas"][0]
         super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
+
+    def _begin(self, last_step: int) -> None:
+        if "momentum" not in self.optimizer.defaults:
+            for group in self.optimizer.param_groups:
+                group["momentum"] = group["betas"][0]
+        super()._begin(last_step)  # type: ignore[misc]
 
     def step(self) -> None:
         """Count one epoch or batch, and set the values for the next one."""

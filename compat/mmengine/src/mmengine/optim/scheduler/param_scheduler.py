@@ -21,6 +21,13 @@ from mmengine.registry import PARAM_SCHEDULERS
 INF = int(1e9)
 """The `end` of a schedule that has none."""
 
+# What a schedule counts and notes.
+_PROGRESS = frozenset({"base_values", "last_step", "_global_step", "_last_value"})
+# Beside it, what is no argument of a schedule, or what its text says anyhow.
+_NOT_SHOWN = _PROGRESS | {"optimizer", "begin", "end", "by_epoch", "verbose"}
+# Of a `OneCycleParamScheduler`, what follows from the arguments; here and in MMEngine.
+_PHASES = ("_phases", "_schedule_phases", "_cycle")
+
 __all__ = [
     "INF",
     "ConstantParamScheduler",
@@ -56,6 +63,7 @@ class _ParamScheduler(ParamScheduler):
 
     # `end` defaults to the end of the training.
     needs_end: ClassVar[bool] = True
+    count_key: ClassVar[str] = "_global_step"
 
     def __init__(
         self,
@@ -76,13 +84,17 @@ class _ParamScheduler(ParamScheduler):
         if end <= begin:
             raise ValueError(f"`end` must be above `begin`, but they are {end} and {begin}")
         self.begin, self.end, self.by_epoch, self.verbose = begin, end, by_epoch, verbose
-        first = f"initial_{param_name}"
-        for index, group in enumerate(optimizer.param_groups):
+        self._begin(last_step)
+
+    def _begin(self, last_step: int) -> None:
+        """Begin at the values that the groups have now."""
+        first = f"initial_{self.param_name}"
+        for index, group in enumerate(self.optimizer.param_groups):
             if last_step == -1:
                 group.setdefault(first, self._read(group))
             elif first not in group:
                 raise KeyError(f"parameter group {index} must have `{first}` to continue at `last_step` {last_step}")
-        self.base_values = [group[first] for group in optimizer.param_groups]
+        self.base_values = [group[first] for group in self.optimizer.param_groups]
         self.last_step = last_step
         self._global_step = -1
         self._last_value: list[float] = []
@@ -106,6 +118,10 @@ class _ParamScheduler(ParamScheduler):
             self.advance(self.last_step)
         self._last_value = super().get_last_value()
 
+    def restart(self) -> None:
+        """Begin anew, from the values that the groups have now."""
+        self._begin(-1)
+
     @property
     def is_active(self) -> bool:
         """Whether the current count lies in the window."""
@@ -121,12 +137,20 @@ class _ParamScheduler(ParamScheduler):
             print_log(f"`{self.param_name}` of group {group} is {value:.4e}", logger="current")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the optimizer."""
-        return {name: value for name, value in vars(self).items() if name != "optimizer"}
+        """Return everything but the optimizer, and functions, which no checkpoint holds."""
+        return {name: value for name, value in vars(self).items() if name != "optimizer" and not callable(value)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        vars(self).update(state)
+        vars(self).update({name: value for name, value in state.items() if not callable(value)})
+
+    def _shown(self) -> list[str]:
+        """Return what the arguments have set, as `name=value`."""
+        return [f"{name}={value!r}" for name, value in sorted(vars(self).items()) if name not in _NOT_SHOWN]
+
+    def load_progress(self, state: Mapping[str, Any]) -> None:
+        """Restore the counts and values of a scheduler with other arguments."""
+        self.load_state_dict({**self.state_dict(), **{name: state[name] for name in _PROGRESS if name in state}})
 
     @classmethod
     def build_iter_from_epoch(
@@ -469,13 +493,18 @@ class OneCycleParamScheduler(_ParamScheduler):
                 (second, "max", "initial"),
                 (self.total_steps - 1, "initial", "min"),
             ]
-        groups = getattr(optimizer, "optimizer", optimizer).param_groups
-        highs = list(eta_max) if isinstance(eta_max, Sequence) else [eta_max] * len(groups)
-        for group, high in zip(groups, highs, strict=True):
-            group[f"initial_{param_name}"] = high / div_factor
-            group[f"max_{param_name}"] = high
-            group[f"min_{param_name}"] = group[f"initial_{param_name}"] / final_div_factor
+        self._cycle = (eta_max, div_factor, final_div_factor)
         super().__init__(optimizer, param_name, **kwargs)
+
+    def _begin(self, last_step: int) -> None:
+        eta_max, div_factor, final_div_factor = self._cycle
+        groups = self.optimizer.param_groups if last_step == -1 else []
+        highs = list(eta_max) if isinstance(eta_max, Sequence) else [eta_max] * len(groups)
+        for group, high in zip(groups, highs, strict=last_step == -1):
+            group[f"initial_{self.param_name}"] = high / div_factor
+            group[f"max_{self.param_name}"] = high
+            group[f"min_{self.param_name}"] = group[f"initial_{self.param_name}"] / final_div_factor
+        super()._begin(last_step)
 
     def _get_value(self) -> list[float]:
         if self.last_step > self.total_steps:
@@ -496,11 +525,11 @@ class OneCycleParamScheduler(_ParamScheduler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; the phases follow from the arguments."""
-        super().load_state_dict({name: value for name, value in state.items() if name != "_phases"})
+        super().load_state_dict({name: value for name, value in state.items() if name not in _PHASES})
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the optimizer and the phases."""
-        return {name: value for name, value in super().state_dict().items() if name != "_phases"}
+        return {name: value for name, value in super().state_dict().items() if name not in _PHASES}
 
 
 def _length(arguments: Mapping[str, Any]) -> int:
