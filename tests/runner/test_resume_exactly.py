@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
 
 from lockstep.dist import all_gather_object, get_rank, get_world_size
-from lockstep.runner import Runner
+from lockstep.registry import LOOPS
+from lockstep.runner import Runner, ValLoop
 from lockstep.testing import ranks, run_ranks
 
 from ..runs import Losses
@@ -146,6 +147,38 @@ def test_the_numbers_that_are_drawn_go_on(kind, stop_after, tmp_path: Path):
     assert first | second == whole
     if get_world_size() > 1:
         assert len(set(all_gather_object(whole[0]))) == get_world_size()
+
+
+@LOOPS.register_module()
+class DrawingValLoop(ValLoop):
+    """A validation whose random numbers training then lacks, as MMEngine's."""
+
+    keeps_random_state = False
+
+
+LENGTHS = {
+    "epochs": ({"max_epochs": 3}, {"interval": 1}, "epoch_1", 4),
+    "iterations": (
+        {"by_epoch": False, "max_iters": 8, "val_interval": 2},
+        {"by_epoch": False, "interval": 2},
+        "iter_2",
+        2,
+    ),
+}
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("val_loop", ["ValLoop", "DrawingValLoop"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", ["samples", "own loader", "batch sampler"])
+def test_the_numbers_that_are_drawn_before_the_next_batch_are_drawn_again(kind, length, val_loop, tmp_path: Path):
+    """Validating, and opening a loader, draws numbers after a checkpoint: they come again when a run resumes."""
+    cfg, saving, name, done = LENGTHS[length]
+    changes = {"train_cfg": cfg, "default_hooks": {"checkpoint": saving}, "val_cfg": {"type": val_loop}, **VALIDATION}
+    whole = run(tmp_path / "whole", LOADERS[kind](), **changes)
+    (checkpoint,) = (tmp_path / "whole").glob(f"*/{name}")
+    resumed = run(tmp_path / "work", LOADERS[kind](), resume=True, load_from=checkpoint, **changes)
+    assert resumed == {step: loss for step, loss in whole.items() if step >= done}
 
 
 @ranks(2)

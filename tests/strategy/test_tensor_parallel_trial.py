@@ -42,6 +42,31 @@ class Fused(nn.Module):
         return self.o(silu(gate) * up)
 
 
+class Listed(Fused):
+    """The same, with its layers in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.q, self.o])
+        del self.q, self.o
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.layers[0](x).chunk(2, dim=-1)
+        return self.layers[1](silu(gate) * up)
+
+
+class Noisy(nn.Module):
+    """Adds noise to what the ranks compute in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.q(x)
+        return self.o(hidden + torch.randn(hidden.shape))
+
+
 class NormedHeads(FixedHeads):
     """Heads of a fixed width, and a norm whose weight each rank uses for its own."""
 
@@ -112,3 +137,14 @@ def test_a_module_that_returns_something_else_is_refused(block: type[nn.Module],
     options = {"auto_wrap_policy": [block.__name__]} if are_units else {}
     with pytest.raises(ConfigError, match=rf"split `blocks\.1` so that it returns.* {block.__name__} may divide"):
         _first_step(block, PLAN, **options)
+
+
+@ranks(2)
+def test_layers_in_a_list_are_tried_in_the_module_that_calls_them():
+    with pytest.raises(ConfigError, match=r"split `blocks\.1` so that it returns.* Listed may divide"):
+        _first_step(Listed, {"blocks.*.layers.0": "colwise", "blocks.*.layers.1": "rowwise"})
+
+
+@ranks(2)
+def test_a_module_that_draws_random_numbers_is_let_through():
+    _first_step(Noisy, {"blocks.*.q": "colwise", "blocks.*.o": "rowwise"})

@@ -135,3 +135,55 @@ def test_a_model_has_the_weights_losses_and_gradients_of_mmengine(both, script, 
     ours, theirs = both(BEGIN + script.replace("CONFIG", repr(config)).replace("SIZE", str(size)))
     for what in ("parameters", "weights", "losses", "gradients"):
         assert ours[what] == theirs[what], what
+
+
+# One model after the other, each from the same seed, as `build_models.py` builds and sums them up.
+WEIGHTS = """
+import importlib, logging
+import build_models
+importlib.import_module(PACKAGE + ".models")
+for config in CONFIGS:
+    cfg, model = build_models._build(PACKAGE, config)
+    answers[config] = {name: build_models._digest(one) for name, one in model.state_dict().items()}
+"""
+SEEDED = {
+    "mmpose": [
+        "body_2d_keypoint/topdown_heatmap/coco/td-hm_hrnet-w32_8xb64-210e_coco-256x192.py",
+        "body_2d_keypoint/topdown_heatmap/coco/td-hm_ViTPose-small_8xb64-210e_coco-256x192.py",
+        "body_2d_keypoint/topdown_regression/coco/td-reg_res50_8xb64-210e_coco-256x192.py",
+        "body_2d_keypoint/simcc/coco/simcc_res50_8xb64-210e_coco-256x192.py",
+        "body_2d_keypoint/rtmpose/coco/rtmpose-t_8xb256-420e_coco-256x192.py",
+        "body_2d_keypoint/rtmo/coco/rtmo-s_8xb32-600e_coco-640x640.py",
+    ],
+    "mmaction": [
+        "recognition/tsn/tsn_imagenet-pretrained-r50_8xb32-1x1x3-100e_kinetics400-rgb.py",
+        "recognition/slowonly/slowonly_r50_8xb16-4x16x1-256e_kinetics400-rgb.py",
+        "recognition/mvit/mvit-small-p244_32xb16-16x4x1-200e_kinetics400-rgb.py",
+        "recognition/x3d/x3d_s_13x6x1_facebook-kinetics400-rgb.py",
+        "localization/bmn/bmn_2xb8-400x100-9e_activitynet-feature.py",
+        "skeleton/stgcn/stgcn_8xb16-joint-u100-80e_ntu60-xsub-keypoint-2d.py",
+    ],
+    "mmocr": [
+        "textdet/dbnet/dbnet_resnet18_fpnc_1200e_icdar2015.py",
+        "textdet/maskrcnn/mask-rcnn_resnet50_fpn_160e_icdar2015.py",
+        "textrecog/crnn/crnn_mini-vgg_5e_mj.py",
+        "textrecog/satrn/satrn_shallow-small_5e_st_mj.py",
+        "textrecog/svtr/svtr-tiny_20e_st_mj.py",
+        "kie/sdmgr/sdmgr_unet16_60e_wildreceipt.py",
+    ],
+    "mmyolo": [
+        "yolov5/yolov5_n-v61_syncbn_fast_8xb16-300e_coco.py",
+        "yolov6/yolov6_n_syncbn_fast_8xb32-400e_coco.py",
+        "yolov7/yolov7_tiny_syncbn_fast_8x16b-300e_coco.py",
+        "yolov8/yolov8_n_syncbn_fast_8xb16-500e_coco.py",
+        "rtmdet/rtmdet_tiny_syncbn_fast_8xb32-300e_coco.py",
+        "ppyoloe/ppyoloe_plus_s_fast_8xb8-80e_coco.py",
+    ],
+}
+
+
+@pytest.mark.parametrize("package", SEEDED)
+def test_models_have_the_seeded_weights_of_mmengine(both, package):
+    ours, theirs = both(WEIGHTS.replace("PACKAGE", repr(package)).replace("CONFIGS", repr(SEEDED[package])))
+    assert ours == theirs
+    assert len(ours) == 6

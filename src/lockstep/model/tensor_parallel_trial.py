@@ -58,8 +58,9 @@ class PlanTrial:
     error. So one module of each kind is copied twice, with random weights, and one copy is split. Given the inputs of
     the module's own first call, both must agree on what they return and on the gradients of inputs and parameters.
 
-    Let through untried: modules that are compiled, need half precision or can't be copied, that get or return parts, as
-    under plans that split the sequence, and layers around which there is none but the whole model.
+    Let through untried: modules that are compiled, need half precision, draw random numbers or can't be copied, that
+    get or return parts, as under plans that split the sequence, and layers around which there is none but the whole
+    model.
 
     Args:
         model: its first forward pass with gradients ends the trial.
@@ -69,7 +70,7 @@ class PlanTrial:
         remedy: what to do about a parameter with the gradient of a part, given a pattern of the name of its module.
 
     **Collective**: the first forward pass that trains, among the ranks of the mesh. **Cost**: two copies of a module of
-    each kind until then, in float32; one forward and one backward pass of each; one all_reduce of a number for each of
+    each kind until then, in float32; three forward and backward passes of these; one all_reduce of a number for each of
     their parameters.
     """
 
@@ -153,11 +154,15 @@ def _regions_of(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[s
         if not _opens(style):
             continue
         around = name.rpartition(".")[0]
-        while around and not any(_closes(other) for other in _inside(around, styles).values()):
+        while around and not (_is_called(model, around) and any(map(_closes, _inside(around, styles).values()))):
             around = around.rpartition(".")[0]
         if around:
             regions[around] = _inside(around, styles)
     return regions
+
+
+def _is_called(model: nn.Module, name: str) -> bool:
+    return not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
 
 
 def _inside(around: str, styles: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
@@ -230,10 +235,13 @@ def _differences(region: _Region) -> Tensor:
     nothing = torch.zeros(2 + count, device=device)
     try:
         expected, found = (_outcome(module, region.inputs) for module in (region.whole, region.split))
+        others = _outcome(region.whole, region.inputs, seed=1)[0]
     except Exception:  # half precision is needed, or a size does not fit, which the module itself will say
         return nothing
     if [value.shape for part in expected for value in part] != [value.shape for part in found for value in part]:
         return nothing  # parts are returned
+    if _relative(list(zip(expected[0], others, strict=True))) > _TOLERANCE:
+        return nothing  # it draws random numbers, of which a part would draw others
     outputs, inputs, parameters = ([*zip(*parts, strict=True)] for parts in zip(expected, found, strict=True))
     gradients = [one for one, _ in inputs + parameters]
     usual = _size(gradients) / max(1, sum(one.numel() for one in gradients)) ** 0.5
@@ -258,8 +266,9 @@ def _size(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
-def _outcome(module: nn.Module, inputs: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _outcome(module: nn.Module, inputs: Any, seed: int = 0) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return what a module returns, and the gradients of its inputs and of its parameters, for one random gradient."""
+    module.zero_grad()
     args, kwargs = deepcopy(inputs)
     device = next(module.parameters()).device.type
     devices = [] if device == "cpu" else [torch.accelerator.current_device_index()]
@@ -267,7 +276,7 @@ def _outcome(module: nn.Module, inputs: Any) -> tuple[list[Tensor], list[Tensor]
         torch.random.fork_rng(devices, device_type=device if devices else "cuda"),
         torch.autocast(device, enabled=False),
     ):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         returned = module(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         graded = [output for output in outputs if output.requires_grad]

@@ -229,7 +229,8 @@ class TrainLoop(ABC):
         loop = self.runner.val_loop
         if done and loop is not None and loop.at_iter != self.iter and self._is_validation_due(done, last):
             self.runner.logger.info("validating first: the checkpoint was saved just before a validation")
-            loop.run()
+            with self.passes.drawing_on():
+                loop.run()
 
     def _validate_if_due(self, done: int, last: int) -> None:
         loop = self.runner.val_loop
@@ -296,6 +297,7 @@ class EpochBasedTrainLoop(TrainLoop):
         self._tell_if_complete(self.max_epochs - self.epoch, f"{self.epoch} of {self.max_epochs} epochs")
         self.runner.call_hook("before_train")
         if self.iter == self.epoch_begin:
+            self.passes.draw_on()
             self._make_up_validation(self.epoch, self.max_epochs)
         while self.epoch < self.max_epochs and not self.stop_training:
             begin, end = self.epoch_begin, self.epoch_end

@@ -300,9 +300,9 @@ def _restore_position(
     """Let the loop continue at the saved position, and say what is otherwise than if the run had never stopped."""
     loop = run.train_loop
     place, passes, deal = loop.restore(iteration, position), loop.passes, loop.passes.deal
-    then = (lambda: None) if own is None else partial(set_random_state, own["random"])
     begin = BEGINNING if place is None else place
-    passes.restore(begin, None if own is None else own["data"], [one["data"] for one in states], position["head"], then)
+    data, random = (None, None) if own is None else (own["data"], own["random"])
+    passes.restore(begin, data, [one["data"] for one in states], position["head"], random)
     if place is None:
         reason = (
             f"each of {counted(position['layout'][0], 'rank')} had an order of its own, which is another one on "

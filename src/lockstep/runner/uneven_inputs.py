@@ -25,6 +25,7 @@ from lockstep.dataset import (
     without_batches,
 )
 from lockstep.dataset.counted import CountedBatches, Drawn
+from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.rank_aware import parts_of
 from lockstep.dataset.sampler import TOLD
 from lockstep.dataset.sharded import drawn_from
@@ -209,7 +210,7 @@ class Passes:
         own: Mapping[str, Any] | None,
         states: Sequence[Mapping[str, Any]],
         head: Sequence[int],
-        then: Callable[[], None],
+        random: Mapping[str, Any] | None,
     ) -> None:
         """Let the next call of `turns`, which must begin at `begin`, use what was saved beside that place.
 
@@ -218,11 +219,27 @@ class Passes:
             own: what `state` returned on the same rank, from a job with as many ranks; None without one.
             states: what it returned on any ranks of that job, in any layout.
             head: that of the position.
-            then: called when the loader is at that place, before it yields a batch.
+            random: the state of the random generators at that place, which they are given once the loader is there:
+                before a pass begins, since beginning may draw a number, or else before it yields a batch.
         """
         known = [state["position"] for state in states if state.get("position") is not None]
         position = None if own is None or self.deal is not None else own["position"]
-        self._begin, self._resumption = begin, _Resumption(position, known, head, then)
+        self._begin, self._resumption = begin, _Resumption(position, known, head, random)
+
+    def draw_on(self) -> None:
+        """Give the random generators what was saved now: what draws a number before the next batch did so, too."""
+        if self._resumption is not None and self._resumption.random is not None:
+            set_random_state(self._resumption.random)
+            self._resumption = self._resumption._replace(random=None)
+
+    @contextmanager
+    def drawing_on(self) -> Iterator[None]:
+        """Draw the numbers that come after those that were saved, and let what comes in between draw none of them."""
+        is_pending = self._resumption is not None and self._resumption.random is not None
+        self.draw_on()
+        yield
+        if is_pending and self._resumption is not None:
+            self._resumption = self._resumption._replace(random=random_state())
 
     def _size_of(self, batch: Any, batches: CountedBatches) -> int:
         """Return what a batch counts for: as it was asked for, else its number of samples."""
@@ -234,6 +251,8 @@ class Passes:
         """Return the batches from `begin` on, the ranks' amounts, and the number of the first of these batches."""
         resumption, self._resumption = self._resumption or _Resumption(), None
         loader, amounts, first, discarded = self._loader, self._amounts, begin.turns, 0
+        if begin == BEGINNING and resumption.random is not None:
+            set_random_state(resumption.random)
         if self.deal is not None:
             first = 0
             if begin.items:
@@ -253,7 +272,8 @@ class Passes:
                 discarded, _described(loader),
             )  # fmt: skip
             next(islice(batches, discarded, discarded), None)
-        resumption.then()
+        if begin != BEGINNING and resumption.random is not None:
+            set_random_state(resumption.random)
         return batches, amounts, first
 
     def _turns_in_step(self, batches: CountedBatches, amounts: Sequence[Amount] | None, first: int) -> Iterator[Turn]:
@@ -332,14 +352,10 @@ def _described(loader: Any) -> str:
     return type(getattr(dataset, "dataset", dataset) or loader).__name__
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class _Resumption(NamedTuple):
     """What the first pass uses besides the place at which it begins; see `Passes.restore`."""
 
     position: Any = None
     states: Sequence[Mapping[str, Any]] = ()
     head: Sequence[int] = ()
-    then: Callable[[], None] = _nothing
+    random: Mapping[str, Any] | None = None
