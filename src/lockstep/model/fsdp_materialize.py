@@ -18,10 +18,12 @@ InitFunction: TypeAlias = Callable[[nn.Module], None]
 
 
 class Materializer:
-    """Gives the parts of a model their values, just before each is sharded.
+    """Gives the parts of a model their values, on their device, just before each is sharded.
+
+    So values are sent from device to device, and only one part at a time is whole there.
 
     Args:
-        device: the device on which parameters from the meta device are materialized.
+        device: the device on which the model is to be.
         init: called with each module that owns tensors on the meta device; must put those on `device`. By default they
             are allocated, and `reset_parameters` is called.
         mesh: the ranks that start with the values of its first rank; with None, each rank keeps its own values.
@@ -46,6 +48,7 @@ class Materializer:
             ValueError: a module has no `reset_parameters`, or a tensor is still on the meta device.
         """
         self._make(unit)
+        self._move(unit, ignored)
         if self._mesh is not None:
             tensors = [
                 tensor.detach()
@@ -75,6 +78,23 @@ class Materializer:
                     f"`param_init_fn` must put every parameter and buffer of a module on {self.device}, but {name!r} "
                     f"of {type(unit).__name__} is still on the meta device"
                 )
+
+
+    @torch.no_grad()
+    def _move(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
+        for parameter, owners in owners_of_parameters(unit).items():
+            if isinstance(parameter, DTensor) or parameter in ignored or parameter.device.type == self.device.type:
+                continue
+            try:
+                parameter.data = parameter.data.to(self.device)
+            except RuntimeError:  # devices of plug-ins do not allow it (2.13)
+                moved = nn.Parameter(parameter.data.to(self.device), parameter.requires_grad)
+                for owner, name in owners:
+                    setattr(owner, name, moved)
+        for module in unit.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not isinstance(buffer, DTensor) and buffer not in ignored:
+                    module._buffers[name] = buffer.to(self.device)
 
 
 def broadcast_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:
