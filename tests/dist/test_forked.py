@@ -58,9 +58,7 @@ def in_a_fork(call: Callable[[], Any]) -> str:
 def test_a_collective_raises_at_once_and_the_rank_goes_on(name: str):
     said = in_a_fork(CALLS[name])
     rank = dist.get_rank()
-    assert said.startswith(
-        "lockstep.errors.DistError: collectives must be called by the rank itself, but this process"
-    )
+    assert said.startswith("lockstep.errors.DistError: collectives must be called by the rank itself, but this process")
     assert f"was forked from rank {rank} of 2, as workers of a data loader are" in said
     assert dist.all_gather_object(rank) == [0, 1]
 

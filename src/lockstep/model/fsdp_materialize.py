@@ -79,7 +79,6 @@ class Materializer:
                     f"of {type(unit).__name__} is still on the meta device"
                 )
 
-
     @torch.no_grad()
     def _move(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
         for parameter, owners in owners_of_parameters(unit).items():
