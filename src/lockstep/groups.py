@@ -325,6 +325,8 @@ def _describe(pg: ProcessGroup) -> Comm:
     ranks = tuple(torch_dist.get_process_group_ranks(pg))
     calls = None if backend == "fake" else Calls()  # its ranks are not there
     if calls is not None and _is_forked:
+        if pg.size() == 1:
+            return SOLO
         calls.failure = Forked.of(f"rank {pg.rank()} of {pg.size()}")
     comm = _resolved[pg] = Comm(
         ref(pg), pg.rank(), pg.size(), backend, frozenset(devices), comm_device, missing, calls, ranks
@@ -336,9 +338,11 @@ _is_forked = False  # from a rank that had groups
 
 
 def _leave_groups_to_parent() -> None:
-    """Let collectives raise an error in a process that was forked from a rank."""
+    """Let collectives raise an error in a process that was forked from a rank; one rank alone needs no group."""
     global _is_forked
     _is_forked = torch_dist.is_initialized()
+    for pg in [pg for pg, comm in _resolved.items() if comm.size == 1]:
+        _resolved[pg] = SOLO
     for comm, calls in recorded_groups():
         calls.failure = Forked.of(comm.this_rank)
 

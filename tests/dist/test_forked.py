@@ -30,7 +30,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "all_reduce_dict": lambda: dist.all_reduce_dict({"x": 1}),
     "all_reduce_params": lambda: dist.all_reduce_params([ONE.clone()]),
     "all_reduce_tree": lambda: dist.all_reduce_tree([1]),
-    "collect_results": lambda: dist.collect_results([1], 2),
+    "collect_results": lambda: dist.collect_results([1], dist.get_world_size()),
     "sync_random_seed": dist.sync_random_seed,
     "main_process_first": lambda: dist.main_process_first().__enter__(),
     "run_on_main": lambda: dist.run_on_main(int),
@@ -73,6 +73,13 @@ def test_so_does_one_in_a_group_that_has_not_been_used():
 def test_a_forked_process_knows_its_rank():
     rank = dist.get_rank()
     assert in_a_fork(lambda: None if dist.get_rank() == rank else 1 / 0) == ""
+
+
+@pytest.mark.parametrize("name", CALLS)
+@ranks(1)
+def test_a_rank_alone_needs_no_others(name: str):
+    CALLS[name]()
+    assert in_a_fork(CALLS[name]) == ""
 
 
 class Reducing(Dataset[torch.Tensor]):

@@ -34,6 +34,7 @@ class Materializer:
         self._init = init
         self._mesh = mesh
         self._done: set[Tensor] = set()
+        self._moved: dict[Tensor, Tensor] = {}
 
     def materialize(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
         """Give values to a part of the model, except to parameters that are sharded already.
@@ -84,16 +85,21 @@ class Materializer:
         for parameter, owners in owners_of_parameters(unit).items():
             if isinstance(parameter, DTensor) or parameter in ignored or parameter.device.type == self.device.type:
                 continue
+            value = parameter.data.to(self.device)
             try:
-                parameter.data = parameter.data.to(self.device)
+                parameter.data = value
             except RuntimeError:  # devices of plug-ins do not allow it (2.13)
-                moved = nn.Parameter(parameter.data.to(self.device), parameter.requires_grad)
+                moved = nn.Parameter(value, parameter.requires_grad)
+                vars(moved).update(vars(parameter))
                 for owner, name in owners:
                     setattr(owner, name, moved)
         for module in unit.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and not isinstance(buffer, DTensor) and buffer not in ignored:
-                    module._buffers[name] = buffer.to(self.device)
+                if buffer is None or isinstance(buffer, DTensor) or buffer in ignored:
+                    continue
+                if buffer.device.type != self.device.type:  # modules may share it
+                    buffer = self._moved.setdefault(buffer, buffer.to(self.device))
+                    module._buffers[name] = buffer
 
 
 def broadcast_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:
