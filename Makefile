@@ -193,13 +193,13 @@ test-mmengine: $(MMENGINE)  ## packages that were written for MMEngine on lockst
 		.venv-mmengine-reference/bin/python -m pytest -c compat/mmengine/pyproject.toml -W ignore compat/mmengine/tests/documented $(PYTEST_ARGS)
 
 .PHONY: mmengine-trainings
-mmengine-trainings: $(MMENGINE)  ## mmpretrain, mmseg and mmdet train, validate, resume, test and train with AMP: one rank, two under DDP and FSDP
+mmengine-trainings: $(MMENGINE)  ## seven packages for MMEngine train, validate, resume, test and train with AMP: one rank, two under DDP and FSDP
 	MMENGINE_REFERENCE=$(CURDIR)/.venv-mmengine-reference/bin/python .venv-mmengine/bin/python -m pytest \
 		-c compat/mmengine/pyproject.toml compat/mmengine/tests/test_trainings.py -m matrix --durations=0 $(PYTEST_ARGS)
 
 # SHARE=K/N tries every N-th family, from the K-th on, with the configs of the page; MORE=1 those that are not on it yet.
 .PHONY: mmengine-models
-mmengine-models: $(MMENGINE)  ## one model of each family of mmpretrain, mmdet and mmseg, beside MMEngine: docs/mmengine-models.md
+mmengine-models: $(MMENGINE)  ## one model of each family of seven packages, beside MMEngine: docs/mmengine-models.md
 	.venv-mmengine/bin/python compat/mmengine/families.py --ours $(CURDIR)/.venv-mmengine/bin/python \
 		--theirs $(CURDIR)/.venv-mmengine-reference/bin/python $(if $(SHARE),--share $(SHARE)) $(if $(MORE),--missing)
 

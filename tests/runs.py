@@ -10,6 +10,12 @@ from lockstep.checkpoint.files import MANIFEST_FILE
 from lockstep.checkpoint.manifest import dump_manifest, read_manifest
 from lockstep.hooks import Hook
 
+# What a run resumes from must have, of a model alone.
+RESUMABLE: dict[str, Any] = {
+    "epoch": 0, "iter": 0, "seed": 0, "world_size": 1, "param_schedulers": [], "batches_into_epoch": 0,
+    "has_optimizer": False,
+}  # fmt: skip
+
 
 class StopAfter(Hook):
     """Ends a run as a crash would: after so many iterations, and what is saved there.

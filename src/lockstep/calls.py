@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lockstep.errors import CollectiveMismatchError, ranks_in_words
+from lockstep.errors import CollectiveMismatchError, DistError, ranks_in_words
 
 _KEPT = 2**14  # calls; a power of two
 _MARGIN = 256  # calls that this rank may make while its record is being read
@@ -74,9 +74,30 @@ class Failure(NamedTuple):
     text: str
     ranks: Sequence[int] = ()
 
-    def error(self) -> CollectiveMismatchError:
+    def error(self) -> DistError:
         """Return the error that says so."""
         return CollectiveMismatchError(self.text, failed_ranks=self.ranks)
+
+
+class Forked(Failure):
+    """Why a group can't be used in a process that was forked from a rank, such as a data loader's worker.
+
+    Its connections and threads are the rank's: torch would abort the process, or take messages that are the rank's.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, rank: str) -> Forked:
+        """Return the failure of a process that was forked from a rank."""
+        return cls(
+            f"collectives must be called by the rank itself, but this process was forked from {rank}, as workers of a "
+            "data loader are. Let the worker return what it has, and call the collective where the loader is iterated"
+        )
+
+    def error(self) -> DistError:
+        """Return the error that says so."""
+        return DistError(self.text)
 
 
 class Calls:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.calls import Calls
+from lockstep.calls import Calls, Forked
 from lockstep.device import get_device
 from lockstep.errors import DistError, TopologyError
 from lockstep.topology import Topology, infer_launcher, read_topology
@@ -324,10 +324,30 @@ def _describe(pg: ProcessGroup) -> Comm:
     backend = torch_dist.get_backend(pg)
     ranks = tuple(torch_dist.get_process_group_ranks(pg))
     calls = None if backend == "fake" else Calls()  # its ranks are not there
+    if calls is not None and _is_forked:
+        if pg.size() == 1:
+            return SOLO
+        calls.failure = Forked.of(f"rank {pg.rank()} of {pg.size()}")
     comm = _resolved[pg] = Comm(
         ref(pg), pg.rank(), pg.size(), backend, frozenset(devices), comm_device, missing, calls, ranks
     )
     return comm
+
+
+_is_forked = False  # from a rank that had groups
+
+
+def _leave_groups_to_parent() -> None:
+    """Let collectives raise an error in a process that was forked from a rank; one rank alone needs no group."""
+    global _is_forked
+    _is_forked = torch_dist.is_initialized()
+    for pg in [pg for pg, comm in _resolved.items() if comm.size == 1]:
+        _resolved[pg] = SOLO
+    for comm, calls in recorded_groups():
+        calls.failure = Forked.of(comm.this_rank)
+
+
+os.register_at_fork(after_in_child=_leave_groups_to_parent)
 
 
 def _initialised_local_group() -> ProcessGroup | None:

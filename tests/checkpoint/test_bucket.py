@@ -43,7 +43,7 @@ from lockstep.runner.resuming import find_resumption
 from lockstep.testing import ranks
 from lockstep.weights import export_checkpoint, load_checkpoint
 
-from ..runs import Losses
+from ..runs import RESUMABLE, Losses
 from .bucket import Bucket, watched
 
 # Does the same again and again in new processes, each of which dies before its K-th change of the bucket.
@@ -205,7 +205,7 @@ def test_a_run_goes_on_on_a_fresh_machine(strategy: str, async_save: bool, tmp_p
 def saved(root: Any, *numbers: int) -> None:
     for number in numbers:
         state = {"model": {"w": torch.full((3000,), float(number))}}
-        save_state(root / "run" / f"epoch_{number}", state, {"n": number}, last_of=root)
+        save_state(root / "run" / f"epoch_{number}", state, RESUMABLE, last_of=root)
 
 
 @pytest.mark.parametrize("on_disk", [1, 9])

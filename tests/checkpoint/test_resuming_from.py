@@ -25,7 +25,7 @@ from lockstep.runner import Runner
 from lockstep.runner.resuming import find_resumption
 from lockstep.testing import ranks
 
-from ..runs import Losses
+from ..runs import RESUMABLE, Losses
 
 
 def data() -> tuple[TensorDataset, nn.Module]:
@@ -73,7 +73,7 @@ def saved(work_dir: Path) -> list[Path]:
     for number, run in enumerate(["20260101_000000", "20260101_000000", "20260102_000000"], 1):
         made.append(work_dir / run / f"epoch_{number}")
         state = {"model": {"w": torch.full((300,), float(number))}, "ranks": {"0": {"n": number}}}
-        save_state(made[-1], state, {"n": number}, last_of=work_dir)
+        save_state(made[-1], state, RESUMABLE, last_of=work_dir)
     return made
 
 

@@ -74,6 +74,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   at::Allocator* getPinnedMemoryAllocator() const override { return at::getCPUAllocator(); }
   bool isPinnedPtr(const void*) const override { return false; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    auto* kept = storage.unsafeGetStorageImpl();
+    auto made = allocator.allocate(size);
+    if (auto both = std::min(size, kept->nbytes())) std::memcpy(made.get(), kept->data(), both);
+    kept->set_data_ptr_noswap(std::move(made));
+    kept->set_nbytes(size);
+  }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
   void setCurrentDevice(c10::DeviceIndex index) const override { current = index; }

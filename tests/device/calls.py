@@ -107,9 +107,7 @@ CALLS: dict[str, Call] = {
     "all_reduce, bool": Call(
         lambda rank: _changes(dist.all_reduce, 0, dtype=torch.bool)(rank - 1), ([True, False], [True, False]), (0, 0)
     ),
-    "all_reduce, a view": Call(
-        _changes(lambda x: dist.all_reduce(x[::2]), 2, 3), ([3, 2, 6], [3, 2, 6]), (0, 0)
-    ),
+    "all_reduce, a view": Call(_changes(lambda x: dist.all_reduce(x[::2]), 2, 3), ([3, 2, 6], [3, 2, 6]), (0, 0)),
     "reduce": Call(_changes(lambda x: dist.reduce(x, 0)), ([3, 4], [2, 2]), (0, 0)),
     "reduce, async": Call(_changes(lambda x: dist.reduce(x, 0, async_op=True)), ([3, 4], [2, 2]), (0, 0)),
     "reduce, bor": Call(_changes(lambda x: dist.reduce(x, 0, "bor"), dtype=I64), ([3, 2], [2, 2]), (0, 0)),
@@ -126,50 +124,64 @@ CALLS: dict[str, Call] = {
         ([[0], [10]], [[1], [11]]),
         (0, 0),
     ),
-    "all_gather": Call(lambda rank: dist.all_gather(on(1 + rank)), ([[1], [2]], [[1], [2]]), (2, 2)),
+    "all_gather": Call(lambda rank: dist.all_gather(on(1 + rank)), ([[1], [2]], [[1], [2]]), (1, 1), (0, 0)),
     "all_gather, filling": Call(
-        _fills(lambda out, rank: dist.all_gather(out, on(1 + rank))), ([[1], [2]], [[1], [2]]), (2, 2)
+        _fills(lambda out, rank: dist.all_gather(out, on(1 + rank))), ([[1], [2]], [[1], [2]]), (1, 1), (0, 0)
     ),
     "all_gather, uneven": Call(
-        lambda rank: dist.all_gather(on(*[1 + rank] * (1 + rank))), ([[1], [2, 2]], [[1], [2, 2]]), (2, 2)
+        lambda rank: dist.all_gather(on(*[1 + rank] * (1 + rank))), ([[1], [2, 2]], [[1], [2, 2]]), (1, 1), (0, 0)
     ),
-    "all_gather, large": Call(lambda rank: _last(dist.all_gather(_large(rank))), ([[1], [2]], [[1], [2]]), (1, 1)),
+    "all_gather, large": Call(
+        lambda rank: _last(dist.all_gather(_large(rank))), ([[1], [2]], [[1], [2]]), (1, 1), (0, 0)
+    ),
     "all_gather, filling, async": Call(
         lambda rank: _last(
             _fills(lambda out, rank: dist.all_gather(out, _large(rank), async_op=True), LARGE, LARGE + 1)(rank)
         ),
         ([[1], [2]], [[1], [2]]),
         (1, 1),
+        (0, 0),
     ),
-    "all_gather, sync_grads": Call(_gradients, ([4], [4]), (3, 3)),
-    "gather": Call(lambda rank: dist.gather(on(1 + rank), 1), ([], [[1], [2]]), (1, 2)),
-    "gather, large": Call(lambda rank: _last(dist.gather(_large(rank), 1)), ([], [[1], [2]]), (0, 1)),
-    "scatter": Call(lambda rank: _scattered(rank, False), ([5], [6]), (3, 1)),
-    "scatter, async": Call(lambda rank: _scattered(rank, True), ([5], [6]), (3, 1)),
-    "scatter, large": Call(lambda rank: _scattered(rank, False, LARGE), ([5], [6]), (1, 1)),
+    "all_gather, sync_grads": Call(_gradients, ([4], [4]), (2, 2), (0, 0)),
+    "gather": Call(lambda rank: dist.gather(on(1 + rank), 1), ([], [[1], [2]]), (0, 1), (0, 0)),
+    "gather, large": Call(lambda rank: _last(dist.gather(_large(rank), 1)), ([], [[1], [2]]), (0, 1), (0, 0)),
+    "scatter": Call(lambda rank: _scattered(rank, False), ([5], [6]), (1, 1), (0, 0)),
+    "scatter, async": Call(lambda rank: _scattered(rank, True), ([5], [6]), (1, 1), (0, 0)),
+    "scatter, large": Call(lambda rank: _scattered(rank, False, LARGE), ([5], [6]), (1, 1), (0, 0)),
     "all_reduce_params": Call(_changes(lambda x: dist.all_reduce_params([x[:1], x[1:]])), ([3, 4], [3, 4]), (0, 0)),
     "all_reduce_dict": Call(
-        lambda rank: dist.all_reduce_dict({"a": on(1 + rank), "b": rank})["a"], ([3], [3]), (4, 4)
+        lambda rank: dist.all_reduce_dict({"a": on(1 + rank), "b": rank})["a"], ([3], [3]), (2, 2), (1, 1)
     ),
-    "all_reduce_tree": Call(lambda rank: dist.all_reduce_tree([on(1 + rank), 2.0]), ([[3], 4.0], [[3], 4.0]), (4, 4)),
-    "all_gather_tree": Call(lambda rank: dist.all_gather_tree([on(rank)]), ([[[0]], [[1]]], [[[0]], [[1]]]), (2, 2)),
-    "broadcast_tree": Call(lambda rank: dist.broadcast_tree([on(rank)], 1), ([[1]], [[1]]), (1, 1)),
-    "all_gather_object": Call(lambda rank: dist.all_gather_object({"r": rank})[1]["r"], (1, 1), (1, 1)),
+    "all_reduce_dict, on the device": Call(
+        lambda rank: dist.all_reduce_dict({"a": on(1 + rank), "b": on(2)})["a"], ([3], [3]), (1, 1), (0, 0)
+    ),
+    "all_reduce_dict, of the CPU": Call(
+        lambda rank: dist.all_reduce_dict({"a": rank, "b": 1.0})["a"], (1, 1), (3, 3), (0, 0)
+    ),
+    "all_reduce_tree": Call(
+        lambda rank: dist.all_reduce_tree([on(1 + rank), 2.0]), ([[3], 4.0], [[3], 4.0]), (2, 2), (1, 1)
+    ),
+    "all_gather_tree": Call(
+        lambda rank: dist.all_gather_tree([on(rank)]), ([[[0]], [[1]]], [[[0]], [[1]]]), (2, 2), (1, 1)
+    ),
+    "broadcast_tree": Call(lambda rank: dist.broadcast_tree([on(rank)], 1), ([[1]], [[1]]), (1, 1), (0, 1)),
+    "all_gather_object": Call(lambda rank: dist.all_gather_object({"r": rank})[1]["r"], (1, 1), (1, 1), (0, 0)),
     "all_gather_object, large": Call(
         lambda rank: [x["x"][-1:] for x in dist.all_gather_object({"x": torch.full((2**15,), rank)})],
         ([[0], [1]], [[0], [1]]),
-        (3, 3), (1, 1),
+        (3, 3),
+        (0, 0),
     ),
-    "gather_object": Call(lambda rank: dist.gather_object("ab"[rank], 1), (None, ["a", "b"]), (1, 1)),
-    "broadcast_object": Call(lambda rank: dist.broadcast_object("ab"[rank], 1), ("b", "b"), (1, 0)),
-    "collect_results": Call(lambda rank: dist.collect_results([rank, rank + 2], 3), ([0, 1, 2], None), (2, 3)),
-    "run_on_main": Call(lambda rank: dist.run_on_main(lambda: rank), (0, 0), (0, 1)),
-    "sync_random_seed": Call(lambda rank: dist.sync_random_seed(7 + rank), (7, 7), (0, 1)),
+    "gather_object": Call(lambda rank: dist.gather_object("ab"[rank], 1), (None, ["a", "b"]), (1, 1), (0, 0)),
+    "broadcast_object": Call(lambda rank: dist.broadcast_object("ab"[rank], 1), ("b", "b"), (1, 0), (0, 0)),
+    "collect_results": Call(lambda rank: dist.collect_results([rank, rank + 2], 3), ([0, 1, 2], None), (2, 3), (0, 0)),
+    "run_on_main": Call(lambda rank: dist.run_on_main(lambda: rank), (0, 0), (0, 1), (0, 0)),
+    "sync_random_seed": Call(lambda rank: dist.sync_random_seed(7 + rank), (7, 7), (0, 1), (0, 0)),
     "barrier": Call(lambda rank: dist.barrier(), (None, None), (0, 0)),
     "all_reduce, of the CPU": Call(
         lambda rank: (x := torch.tensor([1.0 + rank]), dist.all_reduce(x))[0], ([3], [3]), (1, 1), (0, 0)
     ),
     "all_gather, of the CPU": Call(
-        lambda rank: dist.all_gather(torch.tensor([1.0 + rank])), ([[1], [2]], [[1], [2]]), (2, 2)
+        lambda rank: dist.all_gather(torch.tensor([1.0 + rank])), ([[1], [2]], [[1], [2]]), (3, 3), (0, 0)
     ),
-}  # fmt: skip
+}

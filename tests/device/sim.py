@@ -6,6 +6,7 @@ SIM_DEVICES says how many devices a process sees, 4 by default, and SIM_UUID wha
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,6 +15,35 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from torch.utils.cpp_extension import load
+
+
+class Stream:
+    """The one stream, in which everything runs in the order of the calls."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def synchronize(self) -> None:
+        simulator().synchronize()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+
+class Event:
+    """A point in that stream, which the host may wait for."""
+
+    def __init__(self, **options: Any) -> None: ...
+
+    def record(self, stream: Stream | None = None) -> None: ...
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None:
+        simulator().synchronize()
 
 
 @cache
@@ -31,6 +61,9 @@ def simulator() -> Any:
     module.current_device = native.current_device
     module.set_device = lambda device: native.set_device(torch.device("sim", device).index)
     module.synchronize = lambda device=None: native.synchronize()
+    module.Stream, module.Event = Stream, Event
+    module.current_stream = lambda device=None: Stream()
+    module.stream = lambda stream: nullcontext()
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = module.manual_seed = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()

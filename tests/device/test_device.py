@@ -77,7 +77,9 @@ def test_each_rank_may_see_its_own_device_alone(compiled: None, tmp_path: Path) 
 
 
 def test_a_device_that_two_ranks_see_is_refused(compiled: None, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"each rank must have a sim device of its own, but rank [01] of 2"):
+    with pytest.raises(
+        AssertionError, match=r"each rank must have a device of its own, but rank [01] of 2 sees one sim:0 alone"
+    ):
         run_job("shared", tmp_path)
 
 

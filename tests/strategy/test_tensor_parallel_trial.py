@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ConfigError
+from lockstep.model.full_params import gather_full
 from lockstep.strategy import FSDPStrategy
 from lockstep.testing import ranks
 
@@ -125,7 +129,7 @@ def test_a_plan_that_keeps_every_gradient_whole_is_taken(options: dict):
 @ranks(2)
 def test_a_weight_with_the_gradient_of_some_heads_is_refused(options: dict):
     with pytest.raises(
-        ConfigError, match=r"`blocks\.1\.norm\.weight` must get the gradient.*'blocks\.\*\.norm': 'repl"
+        ConfigError, match=r"`blocks\.0\.norm\.weight` must get the gradient.*'blocks\.\*\.norm': 'repl"
     ):
         _first_step(NormedHeads, PLAN, **options)
 
@@ -135,16 +139,63 @@ def test_a_weight_with_the_gradient_of_some_heads_is_refused(options: dict):
 @ranks(2)
 def test_a_module_that_returns_something_else_is_refused(block: type[nn.Module], are_units: bool):
     options = {"auto_wrap_policy": [block.__name__]} if are_units else {}
-    with pytest.raises(ConfigError, match=rf"split `blocks\.1` so that it returns.* {block.__name__} may divide"):
+    with pytest.raises(ConfigError, match=rf"split `blocks\.0` so that it returns.* {block.__name__} may divide"):
         _first_step(block, PLAN, **options)
 
 
 @ranks(2)
 def test_layers_in_a_list_are_tried_in_the_module_that_calls_them():
-    with pytest.raises(ConfigError, match=r"split `blocks\.1` so that it returns.* Listed may divide"):
+    with pytest.raises(ConfigError, match=r"split `blocks\.0` so that it returns.* Listed may divide"):
         _first_step(Listed, {"blocks.*.layers.0": "colwise", "blocks.*.layers.1": "rowwise"})
 
 
 @ranks(2)
 def test_a_module_that_draws_random_numbers_is_let_through():
     _first_step(Noisy, {"blocks.*.q": "colwise", "blocks.*.o": "rowwise"})
+
+
+def _weights(wrap: Callable[[nn.Module], Any]) -> list[float]:
+    """Return the sums of the weights after one step, of blocks with another `forward`."""
+    torch.manual_seed(0)
+    model = Model(NormedHeads)
+    for block in model.blocks:
+        block.forward = wrap(block)
+    plan = {**PLAN, "blocks.*.norm": "replicated_with_grad_allreduce"}
+    strategy = FSDPStrategy(
+        tensor_parallel={"degree": 2, "plan": plan}, auto_wrap_policy=["NormedHeads"], reshard_after_forward=False
+    )
+    laid, optimizer = strategy.prepare(model, {"optimizer": {"type": "SGD", "lr": 0.1}})
+    optimizer.update_params(laid(torch.randn(2, 5, WIDTH)))
+    return [float(whole.sum()) for whole in gather_full(strategy.model_state()).values()]
+
+
+def _bound(block: nn.Module) -> Any:
+    return type(block).forward.__get__(block)
+
+
+def _of_its_own(block: nn.Module) -> Any:
+    return partial(type(block).forward, block)
+
+
+def _recomputed(block: nn.Module) -> Any:
+    return partial(checkpoint, _bound(block), use_reentrant=False)
+
+
+@pytest.mark.parametrize("wrap", [_of_its_own, _recomputed])
+@ranks(2)
+def test_a_forward_of_the_instances_own_adds_no_gradients(wrap: Callable[[nn.Module], Any]):
+    """A copy of it would compute with the module itself."""
+    assert _weights(wrap) == pytest.approx(_weights(_bound), rel=1e-6)
+
+
+@ranks(2)
+def test_a_first_evaluation_does_not_end_the_trial():
+    torch.manual_seed(0)
+    strategy = FSDPStrategy(tensor_parallel={"degree": 2, "plan": PLAN})
+    model, _ = strategy.prepare(Model(FixedHeads), {"optimizer": {"type": "SGD", "lr": 0.1}})
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(2, 5, WIDTH))
+    model.train()
+    with pytest.raises(ConfigError, match="FixedHeads may divide"):
+        model(torch.randn(2, 5, WIDTH))

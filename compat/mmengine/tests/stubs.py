@@ -7,6 +7,7 @@
 * The compiled module of xtcocotools (mmpose) is built for numpy 1; that of pycocotools, which it comes from, is not.
 * imgaug (mmocr) asks numpy for lists of types that numpy 2 no longer has.
 * The wheel of mmaction2 lacks a folder with one model, DRN, which its own code imports.
+* MMEngine makes a CUDA device the present one when it joins several ranks: without CUDA, that does nothing here.
 * mmocr and mmyolo refuse mmcv 2.1, mmocr also mmdet 3.2 or later, which the other packages are tested with. They run
   with them: when they are imported, the two say that they are older.
 """
@@ -23,6 +24,9 @@ import torch
 library = torch.library.Library("torchvision", "FRAGMENT")
 for name in ("nms", "qnms"):
     library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+if not torch.cuda.is_available():
+    torch.cuda.set_device = lambda device: None
 
 
 def _operator(name):

@@ -79,14 +79,22 @@ def coco(root: Path, train: int = 16, val: int = 4, size: int = 96) -> None:
 
 
 def people(root: Path, size: int = 96) -> None:
-    """Write the annotations of one person with 17 keypoints in each image that `coco` has written, for mmpose."""
+    """Write the annotations of one person with 17 keypoints in each image that `coco` has written, for mmpose.
+
+    The person is said to be large, so that keypoints count as found although they are far away.
+    """
     random = np.random.default_rng(1)
     for split in ("train2017", "val2017"):
         content = json.loads((root / "annotations" / f"instances_{split}.json").read_text())
         for one in content["annotations"]:
             x, y, width, height = one["bbox"]
             points = np.stack([x + random.random(17) * width, y + random.random(17) * height, np.full(17, 2)], 1)
-            one |= {"category_id": 1, "num_keypoints": 17, "keypoints": points.flatten().tolist()}
+            one |= {
+                "category_id": 1,
+                "num_keypoints": 17,
+                "area": (8 * size) ** 2,
+                "keypoints": points.flatten().tolist(),
+            }
         names = [f"point {number}" for number in range(17)]
         content["categories"] = [{"id": 1, "name": "person", "keypoints": names, "skeleton": []}]
         (root / "annotations" / f"person_keypoints_{split}.json").write_text(json.dumps(content))
@@ -108,3 +116,21 @@ def skeletons(file: Path, train: int = 8, val: int = 2) -> None:
     file.write_bytes(
         pickle.dumps({"split": {"xsub_train": names[:train], "xsub_val": names[train:]}, "annotations": annotations})
     )
+
+
+def words(root: Path, count: int = 8) -> None:
+    """Write images with words, and their texts, as mmocr reads them.
+
+    They leave little room for blanks, so that something is read after a few iterations.
+    """
+    random = np.random.default_rng(3)
+    (root / "imgs").mkdir(parents=True)
+    samples = []
+    for number in range(count):
+        text = "ab" * int(random.integers(5, 9))
+        image = random.integers(0, 100, (32, 100, 3)).astype(np.uint8)
+        cv2.putText(image, text, (5, 25), cv2.FONT_HERSHEY_SIMPLEX, 0.3, (255, 255, 255), 2)
+        cv2.imwrite(str(root / "imgs" / f"{number}.png"), image)
+        samples.append({"img_path": f"{number}.png", "instances": [{"text": text}]})
+    metainfo = {"dataset_type": "TextRecogDataset", "task_name": "textrecog"}
+    (root / "labels.json").write_text(json.dumps({"metainfo": metainfo, "data_list": samples}))

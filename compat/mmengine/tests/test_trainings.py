@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from environments import REFERENCE, run
-from synthetic import cifar10, coco, drive, people, skeletons
+from synthetic import cifar10, coco, drive, people, skeletons, words
 from trainings import (
     ACTION,
     CLASSIFIER,
     DETECTOR,
+    NO_WORKERS,
     POSE,
+    READER,
     SEGMENTOR,
+    YOLOV5,
     YOLOX,
     losses,
     metrics,
@@ -35,6 +40,7 @@ def folder(tmp_path: Path) -> Path:
     coco(tmp_path / "data" / "coco", train=8, val=2)
     people(tmp_path / "data" / "coco")
     skeletons(tmp_path / "data" / "skeleton" / "ntu60_2d.pkl")
+    words(tmp_path / "tests" / "data" / "rec_toy_dataset")
     return tmp_path
 
 
@@ -76,45 +82,112 @@ LENGTHS = {
     "segmentor": (SEGMENTOR, "train_cfg.max_iters=4", "train_cfg.max_iters=6"),
     "RetinaNet": (DETECTOR, "train_cfg.max_epochs=1", "train_cfg.max_epochs=2"),
     "YOLOX": (YOLOX, "train_cfg.max_epochs=2", "train_cfg.max_epochs=3"),
-}
-ON_ONE_RANK = {
     "pose": (POSE, "train_cfg.max_epochs=2", "train_cfg.max_epochs=3"),
     "skeletons": (ACTION, "train_cfg.max_epochs=2", "train_cfg.max_epochs=3"),
+    "words": (READER, "train_cfg.max_epochs=2", "train_cfg.max_epochs=3"),
+    "YOLOv5": (YOLOV5, "train_cfg.max_epochs=2", "train_cfg.max_epochs=3"),
 }
+# Saves in the middle of an epoch, on one rank or on two.
+OFTEN = [f"default_hooks.checkpoint.{one}" for one in ("by_epoch=False", "interval=3", "max_keep_ckpts=-1")]
+# Of each package that is not compared in one longer training of its own.
+PACKAGES = ["skeletons", *(pytest.param(one, marks=pytest.mark.matrix) for one in ("pose", "words", "YOLOv5"))]
+
+
+@pytest.mark.skipif(
+    not REFERENCE, reason="MMENGINE_REFERENCE must be the Python of an environment with MMEngine 0.10.7"
+)
+@pytest.mark.parametrize("name", PACKAGES)
+def test_each_resumes_from_a_file_of_the_other(folder, name):
+    task, short, long = LENGTHS[name]
+
+    def trained(work_dir, length, python, file=None):
+        if file is not None:  # `--resume` looks it up there
+            (folder / work_dir).mkdir()
+            (folder / work_dir / "last_checkpoint").write_text(str(file))
+        resume = [] if file is None else ["--resume"]
+        start("train", task, folder, "--work-dir", work_dir, *resume, options=[length], python=python)
+        return losses(folder / work_dir)
+
+    theirs = trained("theirs", short, REFERENCE)
+    assert trained("ours", short, sys.executable) == theirs
+    file = folder / "theirs" / "epoch_2.pth"
+    on = trained("theirs_on", long, REFERENCE, file)
+    assert len(on) == 4
+    assert trained("ours_from_theirs", long, sys.executable, file) == on
+    export_checkpoint(folder / "ours", folder / "ours.pth")
+    assert trained("theirs_from_ours", long, REFERENCE, folder / "ours.pth") == on
+
+
+ON_TWO_RANKS = ["env_cfg.dist_cfg.backend=gloo", "model_wrapper_cfg.type=MMDistributedDataParallel"]
+# MMEngine gives DDP a device by itself, and torch's DDP takes no SyncBatchNorm on the CPU.
+THEIRS_ON_TWO_RANKS = ["model_wrapper_cfg.device_ids=None"]
+WITHOUT_SYNC = {"YOLOv5": ["model.use_syncbn=False"]}
+
+
+@pytest.mark.skipif(
+    not REFERENCE, reason="MMENGINE_REFERENCE must be the Python of an environment with MMEngine 0.10.7"
+)
+@pytest.mark.parametrize("name", PACKAGES)
+def test_each_rank_has_its_losses_of_mmengines_ddp(folder, name):
+    task, length, _ = LENGTHS[name]
+    note = "custom_imports = dict(imports=['rank_losses'])\ndefault_hooks = dict(noted=dict(type='RankLosses'))\n"
+    task = task._replace(more=task.more + note)
+    for work_dir, python, more in (("ours", sys.executable, []), ("theirs", REFERENCE, THEIRS_ON_TWO_RANKS)):
+        options = [length, *ON_TWO_RANKS, *WITHOUT_SYNC.get(name, []), *more]
+        start("train", task, folder, "--work-dir", work_dir, ranks=2, options=options, python=python)
+    ours, theirs = (
+        [(folder / work_dir / f"losses_{rank}.txt").read_text().split() for rank in (0, 1)]
+        for work_dir in ("ours", "theirs")
+    )
+    assert ours == theirs
+    assert [len(one) for one in ours] == [4, 4]
+
+
 # mmdet's SyncNormHook concatenates weights, which FSDP shards, and buffers, and raises; one without effect replaces it.
 UNDER_FSDP = {"YOLOX": ["custom_hooks.1.type=EmptyCacheHook"]}
+# Its model makes arrays of numpy, which has no bfloat16. So does that of "pose", which float16 makes slow on a CPU.
+AMP = {"skeletons": ["optim_wrapper.dtype=float16"]}
 LAYOUTS = {"one rank": (1, []), "two ranks, DDP": (2, []), "two ranks, FSDP": (2, [FSDP])}
 
 
 def trains(folder: Path, name: str, layout: str, *then: str) -> None:
     """Train, validate and save; then ``"resume"``, ``"test"`` the checkpoint, or train with ``"amp"``."""
-    task, short, long = (LENGTHS | ON_ONE_RANK)[name]
+    task, short, long = LENGTHS[name]
     ranks, wrapper = LAYOUTS[layout]
     wrapper = [*wrapper, *(UNDER_FSDP.get(name, []) if FSDP in wrapper else [])]
 
-    def trained(work_dir: str, length: str, *arguments: str) -> str:
-        said = start("train", task, folder, "--work-dir", work_dir, *arguments, ranks=ranks, options=[length, *wrapper])
+    def trained(work_dir: str, length: str, *arguments: str, options: Sequence[str] = ()) -> list[float]:
+        options = [length, *wrapper, *options]
+        start("train", task, folder, "--work-dir", work_dir, *arguments, ranks=ranks, options=options)
         found = losses(folder / work_dir)
         assert len(found) >= 2
         assert all(map(math.isfinite, found))
-        return said
+        return found
 
-    trained("work", short)
+    found = trained("work", short)
     saved = [manifest.parent for manifest in (folder / "work").glob("*/*/manifest.json")]
     assert saved
+    assert set(metrics(folder / "work", "val").values()) - {0.0, -1.0}
     if ranks == 1 and REFERENCE:  # a validation between, dropout, augmentations in the main process
         start("train", task, folder, "--work-dir", "theirs", options=[short], python=REFERENCE)
-        assert losses(folder / "work") == losses(folder / "theirs")
-        assert metrics(folder / "work", "val") == metrics(folder / "theirs", "val") != {}
+        assert found == losses(folder / "theirs")
+        assert metrics(folder / "work", "val") == metrics(folder / "theirs", "val")
     if "test" in then:
         options = [one.replace("val_dataloader", "test_dataloader") for one in task.options if "val_dataloader" in one]
         checkpoint = str(max(saved, key=lambda one: one.stat().st_mtime))
         start("test", task, folder, checkpoint, "--work-dir", "test", ranks=ranks, options=[*options, *wrapper])
         assert metrics(folder / "test", "test") == metrics(folder / "work", "val")
     if "resume" in then:
-        assert "resumed from" in trained("work", long, "--resume")
-    if "amp" in then:
-        trained("amp", short, "--amp")
+        still = NO_WORKERS if name == "classifier" else []  # the numbers that workers draw begin anew
+        first = trained("work", short, options=still) if still else found
+        whole = trained("whole", long, options=[*OFTEN, *still])
+        middle = next((folder / "whole").glob("*/iter_3"))
+        shutil.copytree(middle, folder / "middle" / middle.parent.name / middle.name)
+        for resumed, done in (("work", len(first)), ("middle", 3)):
+            assert trained(resumed, long, "--resume", options=still) == whole[done:]
+            assert metrics(folder / resumed, "val") == metrics(folder / "whole", "val")
+    if "amp" in then and name != "pose":
+        trained("amp", short, "--amp", options=AMP.get(name, []))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +198,11 @@ def trains(folder: Path, name: str, layout: str, *then: str) -> None:
         ("classifier", "two ranks, FSDP", "resume"),
         ("segmentor", "two ranks, DDP", "amp"),
         ("RetinaNet", "two ranks, FSDP", ""),
-        ("pose", "one rank", ""),
-        ("skeletons", "one rank", ""),
+        ("pose", "one rank", "resume"),
+        ("skeletons", "one rank", "resume"),
+        ("words", "one rank", "resume"),
+        ("YOLOv5", "one rank", "resume"),
+        ("skeletons", "two ranks, DDP", ""),
     ],
 )
 def test_it_trains_validates_and_saves(folder, name, layout, then):

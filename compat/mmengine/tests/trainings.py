@@ -31,14 +31,14 @@ class Task(NamedTuple):
     more: str = ""
 
 
-_NO_WORKERS = [
+NO_WORKERS = [
     f"{mode}_dataloader.{key}" for mode in ("train", "val") for key in ("num_workers=0", "persistent_workers=False")
 ]
 CLASSIFIER = Task(
     "mmpretrain",
     "resnet/resnet18_8xb16_cifar10.py",
     ["model.backbone.base_channels=8", "model.backbone.stem_channels=8", "model.head.in_channels=64",
-     "param_scheduler.milestones=[1]", "default_hooks.logger.interval=1"],
+     "param_scheduler.milestones=[1]", "param_scheduler.end=9", "default_hooks.logger.interval=1"],
     more="custom_imports = dict(imports=['own_cifar'])\n"
     "custom_hooks = [dict(type='EMAHook', momentum=0.01)]\n"
     "log_processor = dict(window_size=1)\n"
@@ -52,7 +52,7 @@ SEGMENTOR = Task(
      "train_dataloader.dataset.dataset.pipeline.2.scale=(64,64)", "val_dataloader.dataset.pipeline.1.scale=(64,64)",
      "train_dataloader.dataset.times=10", "train_cfg.max_iters=4", "train_cfg.val_interval=2",
      "default_hooks.checkpoint.interval=2", "default_hooks.logger.interval=1", "log_processor.window_size=1",
-     "randomness.seed=3", *_NO_WORKERS],
+     "randomness.seed=3", *NO_WORKERS],
 )  # fmt: skip
 DETECTOR = Task(
     "mmdet",
@@ -62,7 +62,7 @@ DETECTOR = Task(
      "model.test_cfg.score_thr=0.0",
      "train_dataloader.dataset.pipeline.2.scale=(96,96)", "val_dataloader.dataset.pipeline.1.scale=(96,96)",
      "train_cfg.max_epochs=1", "default_hooks.logger.interval=1", "log_processor.window_size=1", "randomness.seed=3",
-     *_NO_WORKERS],
+     *NO_WORKERS],
 )  # fmt: skip
 
 
@@ -80,10 +80,10 @@ YOLOX = Task(
      "test_dataloader.dataset.pipeline.1.scale=(96,96)",
      "train_dataloader.batch_size=2", "train_cfg.max_epochs=2", "train_cfg.val_interval=1",
      "custom_hooks.0.num_last_epochs=1", "default_hooks.checkpoint.interval=1", "default_hooks.logger.interval=1",
-     "log_processor.window_size=1", "randomness.seed=3", *_NO_WORKERS],
+     "log_processor.window_size=1", "randomness.seed=3", *NO_WORKERS],
 )  # fmt: skip
 
-_FOR_ALL = ["default_hooks.logger.interval=1", "log_processor.window_size=1", "randomness.seed=3", *_NO_WORKERS]
+_FOR_ALL = ["default_hooks.logger.interval=1", "log_processor.window_size=1", "randomness.seed=3", *NO_WORKERS]
 POSE = Task(
     "mmpose",
     "body_2d_keypoint/topdown_heatmap/coco/td-hm_res50_8xb64-210e_coco-256x192.py",
@@ -100,7 +100,28 @@ ACTION = Task(
     ["model.backbone.base_channels=8", "model.cls_head.num_classes=4", "model.cls_head.in_channels=32",
      "train_dataloader.batch_size=2", "train_dataloader.dataset.times=1", "test_dataloader.batch_size=2",
      "train_dataloader.dataset.dataset.pipeline.2.clip_len=20", "val_dataloader.dataset.pipeline.2.clip_len=20",
-     "test_dataloader.dataset.pipeline.2.clip_len=20", "param_scheduler.0.T_max=2", *_FOR_ALL],
+     "test_dataloader.dataset.pipeline.2.clip_len=20",
+     "param_scheduler.0.T_max=2", "param_scheduler.0.end=3", *_FOR_ALL],
+)  # fmt: skip
+READER = Task(
+    "mmocr",
+    "textrecog/crnn/crnn_mini-vgg_5e_toy.py",
+    ["train_dataloader.batch_size=2", "train_cfg.val_interval=1", *_FOR_ALL],
+)
+# Mosaic, parameter groups of its own, a hook that sets their rates, an average that updates itself.
+YOLOV5 = Task(
+    "mmyolo",
+    "yolov5/yolov5_n-v61_syncbn_fast_8xb16-300e_coco.py",
+    ["train_dataloader.batch_size=2", "train_dataloader.dataset.pipeline.2.img_scale=(96,96)",
+     "train_dataloader.dataset.pipeline.3.border=(-48,-48)", "train_dataloader.dataset.filter_cfg.min_size=1",
+     "val_dataloader.dataset.pipeline.1.scale=(96,96)", "val_dataloader.dataset.pipeline.2.scale=(96,96)",
+     "test_dataloader.dataset.pipeline.1.scale=(96,96)", "test_dataloader.dataset.pipeline.2.scale=(96,96)",
+     "val_dataloader.dataset.batch_shapes_cfg=None", "test_dataloader.dataset.batch_shapes_cfg=None",
+     "model.bbox_head.head_module.num_classes=2", "model.test_cfg.score_thr=0.0",
+     "default_hooks.param_scheduler.warmup_mim_iter=2", "default_hooks.param_scheduler.warmup_epochs=0",
+     "train_cfg.val_interval=1", "default_hooks.checkpoint.interval=1", *_FOR_ALL],
+    more="pipeline = [one for one in _base_.train_dataloader.dataset.pipeline if one['type'] != 'mmdet.Albu']\n"
+    "train_dataloader = dict(dataset=dict(pipeline=pipeline))\n",  # without albumentations
 )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def require_plain_file(path: Location, size: int | None = None) -> None:
     try:
         found = path.lstat()
     except OSError as error:
-        raise _missing(path, f"{wanted} ({error.strerror})") from error
+        raise _missing(path, wanted, f": {error.strerror}") from error
     if stat.S_ISLNK(found.st_mode):
         raise CheckpointError(
             f"{path} must be a file, but is a link: links are not followed in a checkpoint. Replace it by what it "
@@ -175,11 +175,11 @@ def removed(folder: Location) -> CheckpointError:
     )
 
 
-def _missing(path: Location, wanted: str) -> CheckpointError:
+def _missing(path: Location, wanted: str, why: str = "") -> CheckpointError:
     """Return the error for a file that is not there, because it was lost, or because the checkpoint was removed."""
     if not is_there(path.parent / MANIFEST_FILE) and not is_there(path.parent / ".metadata"):
         return removed(path.parent)
-    return CheckpointError(f"{path} must {wanted}, but is not there. {DAMAGED}")
+    return CheckpointError(f"{path} must {wanted}, but is not there{why}. {DAMAGED}")
 
 
 def _require_size(path: Location, found: int, size: int | None) -> None:

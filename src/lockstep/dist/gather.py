@@ -375,7 +375,7 @@ def _write_header(
     """
     try:
         _require_form(name, data, outputs, comm)
-        wire = comm.to_comm_device(data)
+        wire = comm.to_wire(data)
         header = header_of(wire, None if outputs is NOT_GIVEN else outputs)
         header.write(memory, 0, wire)
     except Exception as error:  # also where a device has no memory left

@@ -28,8 +28,9 @@ OBJECT_HEADER_BYTES = OBJECT_ROOM_BYTES + DIGEST_BYTES
 
 _CPU = torch.device("cpu")
 
-_OK, _FAILED = 0, 1
-# status, fingerprint of what the rank expects, dtype, number of dims; then the dims, then the tensor
+ON_CPU, _FAILED, ON_DEVICE = 0, 1, 2
+# status, which says where the tensor travels; fingerprint of what the rank expects; dtype; number of dims; then the
+# dims and the tensor
 _HEAD = struct.Struct("<4q")
 _MOST_DIMS = (TENSOR_ROOM_BYTES - _HEAD.size) // 8
 _FAILURE = struct.Struct("<2q")
@@ -48,18 +49,22 @@ class Header:
         dtype: dtype of its tensor.
         nbytes: bytes of its tensor.
         expected: fingerprint of what this rank expects to receive; 0 if it accepts anything.
+        on_cpu: whether the tensor travels from CPU to CPU, else between devices, where the host need not read it.
         failure: why this rank has nothing to send; None if it has something.
         encoded: all of this as bytes.
         is_inline: whether the tensor's bytes follow these in the same message; otherwise they have their own message.
     """
 
-    __slots__ = ("_model", "dtype", "encoded", "expected", "failure", "is_inline", "nbytes", "shape")
+    __slots__ = ("_model", "dtype", "encoded", "expected", "failure", "is_inline", "nbytes", "on_cpu", "shape")
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], expected: int, failure: str | None = None) -> None:
-        self.dtype, self.shape, self.expected, self.failure = dtype, shape, expected, failure
+    def __init__(
+        self, dtype: torch.dtype, shape: tuple[int, ...], expected: int, on_cpu: bool = True, failure: str | None = None
+    ) -> None:
+        self.dtype, self.shape, self.expected, self.on_cpu, self.failure = dtype, shape, expected, on_cpu, failure
         self.nbytes = prod(shape) * dtype.itemsize
-        self.encoded = struct.pack(f"<{4 + len(shape)}q", _OK, expected, _CODES[dtype], len(shape), *shape)
-        self.is_inline = len(self.encoded) + self.nbytes <= TENSOR_ROOM_BYTES
+        status = ON_CPU if on_cpu else ON_DEVICE
+        self.encoded = struct.pack(f"<{4 + len(shape)}q", status, expected, _CODES[dtype], len(shape), *shape)
+        self.is_inline = on_cpu and len(self.encoded) + self.nbytes <= TENSOR_ROOM_BYTES
         self._model: Tensor | None = None
 
     def write(self, memory: HeaderMemory, index: int, data: Tensor) -> None:
@@ -67,8 +72,7 @@ class Header:
         start = index * memory.header_bytes
         memory.data[start : start + len(self.encoded)] = self.encoded
         if self.is_inline and self.nbytes:
-            on_cpu = data if data.is_cpu else data.cpu()
-            memmove(memory.address + start + len(self.encoded), on_cpu.data_ptr(), self.nbytes)
+            memmove(memory.address + start + len(self.encoded), data.data_ptr(), self.nbytes)
 
     def fill(self, target: Tensor, memory: HeaderMemory, index: int) -> None:
         """Copy the inline tensor at position `index` into `target`, a contiguous CPU tensor."""
@@ -77,9 +81,9 @@ class Header:
             memmove(target.data_ptr(), source, self.nbytes)
 
     def tensor(self, memory: HeaderMemory, index: int, device: torch.device) -> Tensor:
-        """Return a new tensor: filled and on the CPU if inline, else empty, of the announced shape, on `device`."""
+        """Return a new tensor of the announced shape, where it travels; filled if inline, else empty."""
         if not self.is_inline:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
+            return torch.empty(self.shape, dtype=self.dtype, device=_CPU if self.on_cpu else device)
         (data,) = self.allocate(1)
         self.fill(data, memory, index)
         return data
@@ -93,8 +97,8 @@ class Header:
 
 
 @lru_cache(maxsize=1024)
-def _header(dtype: torch.dtype, shape: tuple[int, ...], expected: int) -> Header:
-    return Header(dtype, shape, expected)
+def _header(dtype: torch.dtype, shape: tuple[int, ...], expected: int, on_cpu: bool) -> Header:
+    return Header(dtype, shape, expected, on_cpu)
 
 
 def header_of(data: Tensor, expected: Sequence[Tensor] | None = None) -> Header:
@@ -106,8 +110,8 @@ def header_of(data: Tensor, expected: Sequence[Tensor] | None = None) -> Header:
     if len(shape) > _MOST_DIMS:
         raise ValueError(f"`data` must have at most {_MOST_DIMS} dims, but has {len(shape)}")
     if expected is None:
-        return _header(data.dtype, shape, 0)
-    return _header(data.dtype, shape, _fingerprint(tuple((x.dtype, x.shape) for x in expected)))
+        return _header(data.dtype, shape, 0, data.is_cpu)
+    return _header(data.dtype, shape, _fingerprint(tuple((x.dtype, x.shape) for x in expected)), data.is_cpu)
 
 
 def read_header(memory: HeaderMemory, index: int, likely: Header | None = None) -> Header:
@@ -118,9 +122,9 @@ def read_header(memory: HeaderMemory, index: int, likely: Header | None = None) 
         return likely
     status, expected, code, ndim = _HEAD.unpack_from(memory.data, start)
     if status == _FAILED:
-        return Header(torch.uint8, (), 0, decode_failure(memory.views[index]))
+        return Header(torch.uint8, (), 0, failure=decode_failure(memory.views[index]))
     shape = struct.unpack_from(f"<{ndim}q", memory.data, start + _HEAD.size)
-    return _header(_DTYPES[code], shape, expected)
+    return _header(_DTYPES[code], shape, expected, status == ON_CPU)
 
 
 def read_headers(memory: HeaderMemory, likely: Header | None = None) -> list[Header]:
@@ -259,7 +263,7 @@ def allocate_outputs(
     """
     destinations = []
     for rank, header in enumerate(headers):
-        arrives_on = _CPU if header.is_inline else comm.comm_device
+        arrives_on = _CPU if header.on_cpu else comm.comm_device
         output = None if outputs is None else outputs[rank]
         if output is None or output.device != arrives_on or not is_plain_memory(output):
             output = header.tensor(memory, rank, comm.comm_device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import struct
 import sys
 from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,8 @@ from lockstep.calls import grouped, unlike_most
 from lockstep.dist.consistency import check_call, report_refusals
 from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
 from lockstep.dist.header import (
+    ON_CPU,
+    ON_DEVICE,
     TENSOR_HEADER_BYTES,
     TENSOR_ROOM_BYTES,
     all_gather_header,
@@ -44,8 +47,10 @@ D = TypeVar("D", bound=MutableMapping[Any, Any])
 
 _ALONE_MIN_BYTES = 2**20
 _MIB = 2**20
+_CPU = torch.device("cpu")
+_STATUS = struct.Struct("<q")
 _DIGEST_BYTES = 32
-_HEAD_BYTES = 16 + _DIGEST_BYTES  # zeros, as in every header without a failure, then the digest
+_HEAD_BYTES = 16 + _DIGEST_BYTES  # the status, zeros, then the digest
 _NUMBERS = ((bool, torch.bool), (int, torch.int64), (float, torch.float64), (complex, torch.complex128))
 
 
@@ -363,8 +368,9 @@ def _reduce_leaves(
 ) -> list[Tensor]:
     """Return every leaf's reduction, in `dtype` or the leaf's own, on its device; some are views of one tensor.
 
-    If all leaves fit into the header that compares the structures, they travel in it, and each rank reduces them
-    locally, in rank order. This takes one exchange, instead of one plus one for each dtype.
+    If all leaves of all ranks are on the CPU and fit into the header that compares the structures, they travel in it,
+    and each rank reduces them locally, in rank order. This takes one exchange, instead of one plus one for each dtype.
+    What is on a device stays there.
 
     **Collective**: every rank, with the same structure; the leaves may be in any order.
     """
@@ -375,13 +381,17 @@ def _reduce_leaves(
         plan = _plan_of(structure)
         for bundle in plan.bundles:
             reduction(name, bundle.dtype)
+    is_on_cpu = "cpu" in comm.devices and all(x.is_cpu for x in tensors)
+    device = _CPU if is_on_cpu else comm.comm_device
     joined = []
     for bundle in plan.bundles:
         members = [tensors[index] for index in bundle.indices]
-        device = members[0].device if comm.pg is None else comm.comm_device
-        joined.append(_join([x if x.device == device else x.to(device) for x in members], bundle.is_uniform))
+        home = members[0].device if comm.pg is None else device
+        joined.append(_join([x if x.device == home else x.to(home) for x in members], bundle.is_uniform))
     headers = None if comm.pg is None else _exchange_structures(plan, joined, structure, comm)
-    if headers is None or not plan.is_inline:
+    if headers is None or not plan.is_inline or device.type != "cpu" or not _all_on_cpu(headers):
+        if headers is not None and is_on_cpu and not _all_on_cpu(headers):
+            joined = [one.to(comm.comm_device) for one in joined]
         for bundle, one in zip(plan.bundles, joined, strict=True):  # the headers have compared the calls
             start_reduction(one, None, reduction(name, bundle.dtype), comm, async_op=False).wait()
             transport_of(comm).keep_alive(one)
@@ -391,8 +401,10 @@ def _reduce_leaves(
             for bundle, one in zip(plan.bundles, joined, strict=True)
         ]
     reduced = list(tensors)
-    for bundle, one in zip(plan.bundles, joined, strict=True):
-        members = [tensors[index] for index in bundle.indices]
+    for bundle, reduced_one in zip(plan.bundles, joined, strict=True):
+        members, one = [tensors[index] for index in bundle.indices], reduced_one
+        if all(x.is_cpu for x in members):
+            one = one.cpu()  # in one read of the device
         for index, result in zip(bundle.indices, _part(one, members, bundle.is_uniform), strict=True):
             home = tensors[index].device
             reduced[index] = result if home == result.device else result.to(home)
@@ -403,15 +415,21 @@ def _exchange_structures(plan: _Plan, joined: Sequence[Tensor], structure: _Stru
     """Return every rank's header, once all ranks have reported reducible leaves of the same structure."""
     header = bytearray(TENSOR_HEADER_BYTES)
     header[: len(plan.head)] = plan.head
-    if plan.is_inline:
+    if any(one.device.type != "cpu" for one in joined):
+        _STATUS.pack_into(header, 0, ON_DEVICE)
+    elif plan.is_inline:
         for bundle, one in zip(plan.bundles, joined, strict=True):
             if bundle.numel:
-                header[bundle.offset : bundle.offset + one.nbytes] = bytes_of(one.cpu())
+                header[bundle.offset : bundle.offset + one.nbytes] = bytes_of(one)
     headers = all_gather_header(bytes(header), comm)
-    if not all(other.startswith(plan.head) for other in headers):
+    if not all(other.startswith(plan.head[_STATUS.size :], _STATUS.size) for other in headers):
         require_no_failure([decode_failure(other) for other in headers], comm)
         raise _mismatch(_lines(structure), comm)
     return headers
+
+
+def _all_on_cpu(headers: Sequence[bytes]) -> bool:
+    return all(_STATUS.unpack_from(header)[0] == ON_CPU for header in headers)
 
 
 def _reduce_inline(headers: Sequence[bytes], bundle: _Bundle, name: OpName, comm: Comm) -> Tensor:

@@ -110,7 +110,7 @@ def _send_parts(tensor: Tensor, scatter_list: Sequence[Tensor] | None, comm: Com
             raise ValueError(f"`scatter_list` must be a list on `src`, but is None ({comm.this_rank})")
         require_list("scatter_list", scatter_list, comm)
         require_tensor("tensor", tensor, is_filled=True)
-        wires = [comm.to_comm_device(entry) for entry in scatter_list]
+        wires = [comm.to_wire(entry) for entry in scatter_list]
         headers = [header_of(wire) for wire in wires]
     for rank, header in enumerate(headers):
         header.write(buffers.every, rank, wires[rank])

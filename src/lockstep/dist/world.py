@@ -77,7 +77,7 @@ def init_dist(
             `infer_launcher` does.
         backend: any backend of torch.distributed, or a map such as ``"cpu:gloo,cuda:nccl"``. None takes gloo for
             the CPU, and beside it the backend that torch has for this machine's accelerator. A backend that can't serve
-            the CPU, such as ``"nccl"``, gets gloo beside it, too.
+            the CPU, such as ``"nccl"``, gets gloo beside it, too; ``"cuda:nccl"`` does not.
         init_backend: ``"torch"``, or the engine that adopts the group: ``"deepspeed"``, ``"colossalai"``.
         timeout: how long a collective waits for a missing rank, in seconds or as a timedelta; None is 10 minutes, with
             every backend. A warning says after 30 seconds for whom a rank waits, and what that one does, then at
@@ -127,7 +127,7 @@ def init_dist(
             _keep_on_loopback(backend, undo)
         try:
             met = _meet(topology, store, port, duration or _STORE_TIMEOUT, undo)
-            if device is not None and topology.local_size > 1:
+            if topology.local_size > 1:
                 _refuse_shared(device, topology, met)
             torch_dist.init_process_group(
                 backend,
@@ -304,20 +304,26 @@ def _bind_device(topology: Topology, backend: str) -> torch.device | None:
     return torch.device(kind, index) if owns_device else None
 
 
-def _refuse_shared(device: torch.device, topology: Topology, store: Store) -> None:
-    """Refuse a device that another rank has, where each rank sees one alone, by what the device says of itself.
+def _refuse_shared(device: torch.device | None, topology: Topology, store: Store) -> None:
+    """Refuse devices that several ranks of this node have, where each rank sees one alone.
+
+    **Collective**: every rank of the node. **Cost**: a key in the store, and the keys of the node's other ranks.
 
     Raises:
-        TopologyError: on all ranks that have the device but the first to ask.
+        TopologyError: on all ranks of the node that see one device alone.
     """
-    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)(device)
-    uuid = getattr(properties, "uuid", None)
-    if torch.accelerator.device_count() > 1 or uuid is None:
-        return
-    if store.add(f"device/{socket.gethostname()}/{uuid}", 1) > 1:
+    uuid = ""
+    if device is not None and torch.accelerator.device_count() == 1:
+        properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+        # A device that does not say which it is may be shared.
+        uuid = str(getattr(properties, "uuid", None) or "unknown")
+    keys = [f"device/{topology.node_rank}/{local_rank}" for local_rank in range(topology.local_size)]
+    store.set(keys[topology.local_rank], uuid)
+    if uuid and [store.get(key).decode() for key in keys].count(uuid) > 1:
         raise TopologyError(
-            f"each rank must have a {device.type} device of its own, but rank {topology.rank} of {topology.world_size} "
-            "sees one alone, which another rank has. Start one rank for each device, or use backend='gloo' to share it"
+            f"each rank must have a device of its own, but rank {topology.rank} of {topology.world_size} sees one "
+            f"{device} alone, which other ranks of its node see, too. Start one rank for each device, or use "
+            "backend='gloo' to share it"
         )
 
 

@@ -18,10 +18,12 @@ InitFunction: TypeAlias = Callable[[nn.Module], None]
 
 
 class Materializer:
-    """Gives the parts of a model their values, just before each is sharded.
+    """Gives the parts of a model their values, on their device, just before each is sharded.
+
+    So values are sent from device to device, and only one part at a time is whole there.
 
     Args:
-        device: the device on which parameters from the meta device are materialized.
+        device: the device on which the model is to be.
         init: called with each module that owns tensors on the meta device; must put those on `device`. By default they
             are allocated, and `reset_parameters` is called.
         mesh: the ranks that start with the values of its first rank; with None, each rank keeps its own values.
@@ -32,6 +34,7 @@ class Materializer:
         self._init = init
         self._mesh = mesh
         self._done: set[Tensor] = set()
+        self._moved: dict[Tensor, Tensor] = {}
 
     def materialize(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
         """Give values to a part of the model, except to parameters that are sharded already.
@@ -46,6 +49,7 @@ class Materializer:
             ValueError: a module has no `reset_parameters`, or a tensor is still on the meta device.
         """
         self._make(unit)
+        self._move(unit, ignored)
         if self._mesh is not None:
             tensors = [
                 tensor.detach()
@@ -75,6 +79,27 @@ class Materializer:
                     f"`param_init_fn` must put every parameter and buffer of a module on {self.device}, but {name!r} "
                     f"of {type(unit).__name__} is still on the meta device"
                 )
+
+    @torch.no_grad()
+    def _move(self, unit: nn.Module, ignored: Collection[Tensor]) -> None:
+        for parameter, owners in owners_of_parameters(unit).items():
+            if isinstance(parameter, DTensor) or parameter in ignored or parameter.device.type == self.device.type:
+                continue
+            value = parameter.data.to(self.device)
+            try:
+                parameter.data = value
+            except RuntimeError:  # devices of plug-ins do not allow it (2.13)
+                moved = nn.Parameter(value, parameter.requires_grad)
+                vars(moved).update(vars(parameter))
+                for owner, name in owners:
+                    setattr(owner, name, moved)
+        for module in unit.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or isinstance(buffer, DTensor) or buffer in ignored:
+                    continue
+                if buffer.device.type != self.device.type:  # modules may share it
+                    buffer = self._moved.setdefault(buffer, buffer.to(self.device))
+                    module._buffers[name] = buffer
 
 
 def broadcast_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.dist import all_reduce
 from lockstep.errors import ConfigError
+from lockstep.model.parts import owners_of_parameters
 
 # Rounding and TF32 make differences of a thousandth of the norm; numbers of other heads differ by a tenth and more.
 _TOLERANCE = 0.01
@@ -38,15 +41,13 @@ class _Region:
     Attributes:
         name: in the model.
         styles: by the names of layers in the module; "" is the module itself.
-        whole: a copy of the module.
-        split: another one, whose layers are split.
+        copy: of the module, with its parameters on the meta device.
         inputs: positional and keyword arguments of the module's first call; None if there was none, or no copy of them.
     """
 
     name: str
     styles: Mapping[str, ParallelStyle]
-    whole: nn.Module
-    split: nn.Module
+    copy: nn.Module | None = None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
 
@@ -58,9 +59,9 @@ class PlanTrial:
     error. So one module of each kind is copied twice, with random weights, and one copy is split. Given the inputs of
     the module's own first call, both must agree on what they return and on the gradients of inputs and parameters.
 
-    Let through untried: modules that are compiled, need half precision, draw random numbers or can't be copied, that
-    get or return parts, as under plans that split the sequence, and layers around which there is none but the whole
-    model.
+    Let through untried: modules that run compiled, have a `forward` of the instance's own, share parameters, need half
+    precision, draw random numbers or can't be copied; that get or return nothing but parts, as under plans that split
+    the sequence; layers around which there is none but the whole model; and models whose `forward` is never called.
 
     Args:
         model: its first forward pass with gradients ends the trial.
@@ -69,9 +70,9 @@ class PlanTrial:
         split: splits a layer in a style over the mesh.
         remedy: what to do about a parameter with the gradient of a part, given a pattern of the name of its module.
 
-    **Collective**: the first forward pass that trains, among the ranks of the mesh. **Cost**: two copies of a module of
-    each kind until then, in float32; three forward and backward passes of these; one all_reduce of a number for each of
-    their parameters.
+    **Collective**: the first forward pass that trains, among the ranks of the mesh. **Cost**: until then, the inputs of
+    one module of each kind. Then, for one kind after the other, a whole and a split copy of it in float32, three
+    forward and two backward passes, and two all_reduce, of a number for each parameter.
     """
 
     def __init__(
@@ -85,46 +86,57 @@ class PlanTrial:
         self._model = model
         self._mesh = mesh
         self._split, self._remedy = split, remedy
-        self._regions: dict[object, _Region | None] = {}
-        self._waiting = _regions_of(model, styles)
+        self._regions = _regions_of(model, styles)
         self._hooks = [model.register_forward_hook(self._end)]
 
     def copy(self, part: nn.Module) -> None:
-        """Copy the modules of kinds not seen yet in a part of the model, which has values and is not split yet."""
+        """Copy the modules of each kind that are in a part of the model, which has values and is not split yet."""
         inside = set(part.modules())
-        for name in [name for name in self._waiting if self._model.get_submodule(name) in inside]:
-            module, styles = self._model.get_submodule(name), self._waiting.pop(name)
-            kind = type(module), tuple((layer, type(style)) for layer, style in styles.items())
-            if kind in self._regions or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-                continue
-            self._regions[kind] = None
-            try:
-                whole = _with_random_weights(module)
-                split = deepcopy(whole)
-                for layer, style in styles.items():
-                    self._split(split.get_submodule(layer), deepcopy(style), self._mesh)
-            except Exception:  # whatever it needs to be copied is not known here
-                continue
-            self._regions[kind] = region = _Region(name, styles, whole, split)
-            self._hooks.append(module.register_forward_pre_hook(_keeping_inputs(region), with_kwargs=True))
+        for region in self._regions:
+            module = self._model.get_submodule(region.name)
+            if region.copy is None and module in inside and _may_be_copied(module):
+                with suppress(Exception):  # whatever it needs to be copied is not known here
+                    region.copy = _without_weights(module)
+                    self._hooks.append(module.register_forward_pre_hook(_keeping_inputs(region), with_kwargs=True))
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         for hook in self._hooks:
             hook.remove()
-        regions = [region for region in self._regions.values() if region is not None and region.inputs is not None]
-        self._regions.clear()
-        for region in regions:
-            self._judge(region)
+        while self._regions:
+            self._judge(self._regions.pop(0))
 
     def _judge(self, region: _Region) -> None:
-        differences = _differences(region)
+        device = torch.device(self._mesh.device_type)
+        whole, has_run = None, torch.zeros(1, device=device)
+        with suppress(Exception):  # half precision is needed, or there is no memory for it
+            if region.copy is not None and region.inputs is not None:
+                whole = _Run(_with_random_weights(region.copy, device), region.inputs)
+                others = _Run(whole.module, region.inputs, seed=1).outputs
+                # What draws random numbers draws others for a part.
+                has_run += float(_relative(list(zip(whole.outputs, others, strict=True)))) < _TOLERANCE
+        all_reduce(has_run, "min", self._mesh)  # the other copy communicates
+        if whole is None or not has_run:
+            return
+        differences = torch.zeros(2 + sum(1 for _ in whole.module.parameters()), device=device)
+        try:
+            split = deepcopy(whole.module)
+            for layer, style in region.styles.items():
+                self._split(split.get_submodule(layer), deepcopy(style), self._mesh)
+            differences = _differences(whole, _Run(split, region.inputs))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a size does not fit, on any rank, which the module itself says
+            pass
         all_reduce(differences, "max", self._mesh)
-        names = [name for name, _ in region.whole.named_parameters()]
-        kind, where = type(region.whole).__name__, f"`{region.name}`"
+        self._require_none(region, whole.module, differences.tolist())
+
+    def _require_none(self, region: _Region, whole: nn.Module, differences: list[float]) -> None:
+        names = [name for name, _ in whole.named_parameters()]
+        kind, where = type(whole).__name__, f"`{region.name}`"
         layers = ", ".join(f"`{layer}`" for layer in region.styles if layer)
-        of_output, of_input, *of_parameters = differences.tolist()
+        of_output, of_input, *of_parameters = differences
         if of_output > _TOLERANCE:
             raise ConfigError(
                 f"`tensor_parallel` must split {where} so that it returns what it returns as a whole, but a copy of it "
@@ -147,9 +159,9 @@ class PlanTrial:
             )
 
 
-def _regions_of(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, dict[str, ParallelStyle]]:
-    """Return the styles inside the smallest modules around layers that return parts, by the module's name."""
-    regions = {}
+def _regions_of(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[_Region]:
+    """Return the smallest modules around layers that return parts, the first of each kind."""
+    regions: dict[object, _Region] = {}
     for name, style in styles.items():
         if not _opens(style):
             continue
@@ -157,8 +169,10 @@ def _regions_of(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[s
         while around and not (_is_called(model, around) and any(map(_closes, _inside(around, styles).values()))):
             around = around.rpartition(".")[0]
         if around:
-            regions[around] = _inside(around, styles)
-    return regions
+            inside = _inside(around, styles)
+            kind = type(model.get_submodule(around)), tuple((layer, type(style)) for layer, style in inside.items())
+            regions.setdefault(kind, _Region(around, inside))
+    return list(regions.values())
 
 
 def _is_called(model: nn.Module, name: str) -> bool:
@@ -183,26 +197,60 @@ def _is_whole(placement: object) -> bool:
     return isinstance(placement, Replicate)
 
 
-def _with_random_weights(module: nn.Module) -> nn.Module:
-    """Return a copy without hooks, in float32, for evaluation, with weights of a usual size, the same on every rank."""
-    hooks = {
+def _may_be_copied(module: nn.Module) -> bool:
+    has_own_forward = any("forward" in vars(part) and not _is_of_class(part) for part in module.modules())
+    has_ties = any(len(sites) > 1 for sites in owners_of_parameters(module).values())
+    return not has_own_forward and not has_ties and not any(isinstance(x, DTensor) for x in module.parameters())
+
+
+def _is_of_class(module: nn.Module) -> bool:
+    """Return whether what a module has in the place of `forward` is that of its class, compiled or recomputed."""
+    forward: Any = module.forward
+    while (inner := getattr(forward, "_torchdynamo_orig_callable", None)) is not None or (
+        isinstance(forward, partial) and forward.func is checkpoint
+    ):
+        forward = forward.args[0] if inner is None else inner
+    return getattr(forward, "__func__", None) is type(module).forward
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """Return a copy without hooks, for evaluation, whose parameters are in float32 and on the meta device."""
+    memo: dict[int, Any] = {
         id(value): type(value)()
         for part in module.modules()
         for name, value in vars(part).items()
         if name.endswith("_hooks") and isinstance(value, dict)
     }
-    copy = deepcopy(module, hooks).float().eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in copy.named_parameters():
-            if parameter.is_floating_point():
-                drawn = torch.randn(parameter.shape, generator=generator)
-                if parameter.dim() < 2:
-                    drawn = drawn / 10 + (0 if name.endswith("bias") else 1)
-                else:
-                    drawn /= parameter[0].numel() ** 0.5
-                parameter.copy_(drawn)
+    for parameter in module.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    copy = deepcopy(module, memo).float().eval()
+    for part in copy.modules():
+        vars(part).pop("forward", None)  # a function is not copied: it would compute with the module itself
     return copy
+
+
+@torch.no_grad()
+def _with_random_weights(copy: nn.Module, device: torch.device) -> nn.Module:
+    """Give a copy weights of a usual size, the same on every rank."""
+    with _seeded(0, device):
+        for parameter, sites in owners_of_parameters(copy).items():
+            drawn = torch.randn(parameter.shape, dtype=parameter.dtype, device=device)
+            if parameter.dim() < 2:
+                drawn = drawn / 10 + (0 if sites[0][1].endswith("bias") else 1)
+            else:
+                drawn /= parameter[0].numel() ** 0.5
+            for owner, name in sites:
+                setattr(owner, name, nn.Parameter(drawn, parameter.requires_grad))
+    return copy.to(device)
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
 
 
 def _keeping_inputs(region: _Region) -> Callable[..., None]:
@@ -213,10 +261,10 @@ def _keeping_inputs(region: _Region) -> Callable[..., None]:
         if torch.compiler.is_compiling() or region.inputs is not None:
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(isinstance(tensor, DTensor) for tensor in tensors):
-            return
-        with suppress(Exception):  # of an object that can't be copied, such as a cache that has been filled
-            region.inputs = deepcopy((args, kwargs), {id(tensor): _leaf(tensor) for tensor in tensors})
+        trains = module.training or torch.is_grad_enabled()  # recomputed modules run without gradients at first
+        if trains and not any(isinstance(tensor, DTensor) for tensor in tensors):
+            with suppress(Exception):  # of an object that can't be copied, such as a cache that has been filled
+                region.inputs = deepcopy((args, kwargs), {id(tensor): _leaf(tensor) for tensor in tensors})
 
     return keep
 
@@ -228,27 +276,49 @@ def _leaf(tensor: Tensor) -> Tensor:
     return leaf
 
 
-def _differences(region: _Region) -> Tensor:
+class _Run:
+    """A forward pass of a copy, on copies of its inputs.
+
+    Attributes:
+        module: the copy.
+        outputs: the floating-point tensors that it returns.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Any, seed: int = 0) -> None:
+        self.module = module
+        args, kwargs = deepcopy(inputs)
+        self._leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        device = next(module.parameters()).device
+        with _seeded(seed, device), torch.autocast(device.type, enabled=False):
+            leaves = tree_leaves(module(*args, **kwargs))
+        self._returned = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+        self.outputs = [_plain(x.detach()) for x in self._returned]
+
+    def gradients(self, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients of the inputs and of the parameters, for random gradients of some outputs."""
+        graded = [self._returned[index] for index in chosen if self._returned[index].requires_grad]
+        with _seeded(0, self.outputs[0].device):
+            # Of the shape alone: `randn_like` draws in the order of the strides, which may differ.
+            drawn = [torch.randn(x.shape, dtype=x.dtype, device=x.device) for x in graded]
+        torch.autograd.backward(graded, drawn)
+        return [*map(_gradient, self._leaves)], [*map(_gradient, self.module.parameters())]
+
+
+def _differences(whole: _Run, split: _Run) -> Tensor:
     """Return how far the split copy is from the whole one: in outputs, in gradients of inputs, of each parameter."""
-    count = sum(1 for _ in region.whole.parameters())
-    device = next(region.whole.parameters()).device
-    nothing = torch.zeros(2 + count, device=device)
-    try:
-        expected, found = (_outcome(module, region.inputs) for module in (region.whole, region.split))
-        others = _outcome(region.whole, region.inputs, seed=1)[0]
-    except Exception:  # half precision is needed, or a size does not fit, which the module itself will say
-        return nothing
-    if [value.shape for part in expected for value in part] != [value.shape for part in found for value in part]:
-        return nothing  # parts are returned
-    if _relative(list(zip(expected[0], others, strict=True))) > _TOLERANCE:
-        return nothing  # it draws random numbers, of which a part would draw others
-    outputs, inputs, parameters = ([*zip(*parts, strict=True)] for parts in zip(expected, found, strict=True))
+    outputs = list(zip(whole.outputs, split.outputs, strict=True))
+    chosen = [index for index, (one, other) in enumerate(outputs) if one.shape == other.shape]
+    if not chosen:  # nothing but parts is returned
+        return torch.zeros(2 + sum(1 for _ in whole.module.parameters()), device=whole.outputs[0].device)
+    inputs, parameters = (
+        [*zip(*pair, strict=True)] for pair in zip(whole.gradients(chosen), split.gradients(chosen), strict=True)
+    )
     gradients = [one for one, _ in inputs + parameters]
     usual = _size(gradients) / max(1, sum(one.numel() for one in gradients)) ** 0.5
     least = [_NEGLIGIBLE * usual * one.numel() ** 0.5 for one, _ in parameters]
     return torch.stack(
         [
-            _relative(outputs),
+            _relative([outputs[index] for index in chosen]),
             _relative(inputs),
             *(_relative([pair], floor) for pair, floor in zip(parameters, least, strict=True)),
         ]
@@ -264,27 +334,6 @@ def _relative(pairs: list[tuple[Tensor, Tensor]], floor: Tensor | float = 0.0) -
 def _size(tensors: list[Tensor]) -> Tensor:
     norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-
-
-def _outcome(module: nn.Module, inputs: Any, seed: int = 0) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return what a module returns, and the gradients of its inputs and of its parameters, for one random gradient."""
-    module.zero_grad()
-    args, kwargs = deepcopy(inputs)
-    device = next(module.parameters()).device.type
-    devices = [] if device == "cpu" else [torch.accelerator.current_device_index()]
-    with (
-        torch.random.fork_rng(devices, device_type=device if devices else "cuda"),
-        torch.autocast(device, enabled=False),
-    ):
-        torch.manual_seed(seed)
-        returned = module(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        graded = [output for output in outputs if output.requires_grad]
-        torch.manual_seed(0)
-        torch.autograd.backward(graded, [torch.randn_like(output) for output in graded])
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    of_inputs, of_parameters = ([_gradient(leaf) for leaf in tensors] for tensors in (leaves, module.parameters()))
-    return [_plain(output.detach()) for output in outputs], of_inputs, of_parameters
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -297,8 +297,8 @@ class EpochBasedTrainLoop(TrainLoop):
         self._tell_if_complete(self.max_epochs - self.epoch, f"{self.epoch} of {self.max_epochs} epochs")
         self.runner.call_hook("before_train")
         if self.iter == self.epoch_begin:
-            self.passes.draw_on()
             self._make_up_validation(self.epoch, self.max_epochs)
+            self.passes.draw_on()
         while self.epoch < self.max_epochs and not self.stop_training:
             begin, end = self.epoch_begin, self.epoch_end
             self._run_epoch()

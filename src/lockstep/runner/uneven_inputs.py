@@ -31,6 +31,7 @@ from lockstep.dataset.sampler import TOLD
 from lockstep.dataset.sharded import drawn_from
 from lockstep.dataset.stream import StreamLoader, orders_differ
 from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
+from lockstep.runner.seeds import random_state_kept
 
 _logger = logging.getLogger(__name__)
 _NONE = object()
@@ -228,18 +229,27 @@ class Passes:
 
     def draw_on(self) -> None:
         """Give the random generators what was saved now: what draws a number before the next batch did so, too."""
-        if self._resumption is not None and self._resumption.random is not None:
-            set_random_state(self._resumption.random)
-            self._resumption = self._resumption._replace(random=None)
+        if (saved := self._saved_random()) is not None:
+            set_random_state(saved)
+            self._keep_random(None)
 
     @contextmanager
     def drawing_on(self) -> Iterator[None]:
-        """Draw the numbers that come after those that were saved, and let what comes in between draw none of them."""
-        is_pending = self._resumption is not None and self._resumption.random is not None
-        self.draw_on()
+        """Draw the numbers that come after those that were saved; without them, those that come next stay the same."""
+        if (saved := self._saved_random()) is None:
+            with random_state_kept():
+                yield
+            return
+        set_random_state(saved)
         yield
-        if is_pending and self._resumption is not None:
-            self._resumption = self._resumption._replace(random=random_state())
+        self._keep_random(random_state())
+
+    def _saved_random(self) -> Mapping[str, Any] | None:
+        return None if self._resumption is None else self._resumption.random
+
+    def _keep_random(self, random: Mapping[str, Any] | None) -> None:
+        if self._resumption is not None:
+            self._resumption = self._resumption._replace(random=random)
 
     def _size_of(self, batch: Any, batches: CountedBatches) -> int:
         """Return what a batch counts for: as it was asked for, else its number of samples."""

@@ -68,9 +68,9 @@ class HeaderBuffers:
     def __init__(self, header_bytes: int, comm: Comm) -> None:
         self.own, self.every = HeaderMemory(1, header_bytes), HeaderMemory(comm.size, header_bytes)
         on_cpu = [torch.frombuffer(x.data, dtype=torch.uint8) for x in (self.own, self.every)]
-        self.own_staged, self.every_staged = staged = [x.to(comm.comm_device) for x in on_cpu]
+        self.own_staged, self.every_staged = staged = [x.to(comm.bytes_device) for x in on_cpu]
         self._copies: dict[HeaderMemory, tuple[Tensor, Tensor]] = {}
-        if comm.comm_device.type != "cpu":
+        if comm.bytes_device.type != "cpu":
             self._copies = dict(zip((self.own, self.every), zip(on_cpu, staged, strict=True), strict=True))
         self.parts = list(torch.split(self.every_staged, header_bytes))
         self.of_others = {rank: part for rank, part in enumerate(self.parts) if rank != comm.rank}
@@ -83,13 +83,13 @@ class HeaderBuffers:
         self.every.data[self._own_slice] = self.own.data
 
     def stage(self, memory: HeaderMemory | None) -> None:
-        """Copy `own` or `every`, which is to be sent, to the group's device."""
+        """Copy `own` or `every`, which is to be sent, to the device that carries them."""
         if memory in self._copies:
             on_cpu, staged = self._copies[memory]
             staged.copy_(on_cpu)
 
     def fetch(self, memory: HeaderMemory | None) -> None:
-        """Copy what arrived on the group's device into `own` or `every`; the host waits for it."""
+        """Copy what arrived on that device into `own` or `every`; the host waits for it."""
         if memory in self._copies:
             on_cpu, staged = self._copies[memory]
             on_cpu.copy_(staged)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from lockstep.errors import CollectiveMismatchError, DistError
+from lockstep.errors import DistError
 from lockstep.groups import Comm
 from lockstep.transport.handles import Handle, InFlight, PairwiseHandle, wait_for
 from lockstep.transport.memory import memmove
@@ -332,7 +332,7 @@ class SmallReduction(PairwiseHandle):
         self._exchange: Exchange | None = small.take(pg, room)
         super().__init__((), self._exchange.comm)
         self._small, self._data, self._op, self._room = small, data, op, room
-        self._error: CollectiveMismatchError | None = None
+        self._error: DistError | None = None
         small.in_flight.keep(self)
         self._exchange.start(pg, data)
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from lockstep.calls import Failure
 from lockstep.errors import (
     PEER_IS_GONE,
-    CollectiveMismatchError,
     CollectiveTimeoutError,
     DistError,
     PeerError,
@@ -28,7 +27,7 @@ _SILENT = ("Timed out", "timed out", "timeout", "Timeout")
 _OF_OTHERS = (f"{PeerError.__name__}:", f"{CollectiveTimeoutError.__name__}:")
 
 
-def mismatch(comm: Comm, *, all_know: bool = False) -> CollectiveMismatchError:
+def mismatch(comm: Comm, *, all_know: bool = False) -> DistError:
     """Return the error for ranks that have made different calls in a group; it shows the first that differs.
 
     Args:

@@ -231,6 +231,33 @@ def test_checkpoint_hooks_that_users_change(tmp_path):
     assert runner.model.layers[0].bias.tolist() == [4.5] * 8
 
 
+def test_what_hooks_add_to_a_checkpoint_comes_back(tmp_path):
+    loaded = []
+
+    class Keep(Hook):
+        def before_save_checkpoint(self, runner, checkpoint):
+            checkpoint["kept"] = {"count": runner.iter, "tensor": torch.arange(3.0), "names": ["a", "b"]}
+
+        def after_load_checkpoint(self, runner, checkpoint):
+            loaded.append(checkpoint["kept"])
+
+    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1))
+    trained(tmp_path, custom_hooks=[Keep()], default_hooks=hooks)
+    assert loaded == []
+    longer = dict(by_epoch=True, max_epochs=3)
+    trained(tmp_path, custom_hooks=[Keep()], default_hooks=hooks, resume=True, train_cfg=longer)
+    (kept,) = loaded
+    assert (kept["names"], kept["tensor"].tolist()) == (["a", "b"], [0.0, 1.0, 2.0])
+    assert kept["count"] in (5, 6)
+    if LOCKSTEP:
+        file = tmp_path / "a.pth"
+        from mmengine.runner import export_checkpoint
+
+        export_checkpoint(next(tmp_path.glob("*/epoch_2")), file)
+        trained(tmp_path / "file", custom_hooks=[Keep()], load_from=str(file), resume=True, train_cfg=longer)
+        assert (loaded[1]["names"], loaded[1]["count"]) == (kept["names"], kept["count"])
+
+
 def test_entries_of_a_registry_are_taken_out_and_put_in():
     registry = Registry("thing", scope="own_loops")
     registry.register_module(name="A", module=Net)

@@ -72,6 +72,8 @@ def read_as_file(folder: Location) -> dict[str, Any]:
             "resumed_keys": OrderedDict(),
         },
     }
+    if parts := own.get("parts"):  # that hooks have added
+        content |= load_state(folder, dict.fromkeys(parts), {})
     if meta.get("ema", {}).get("steps"):
         trained = {**state, **_tensors(folder, "ema")}
         content["ema_state_dict"] = OrderedDict(

@@ -28,6 +28,9 @@ __all__ = ["MMEngineFile", "file_to_resume"]
 
 _logger = logging.getLogger(__name__)
 
+# Of a file of MMEngine; further ones are of its hooks.
+_KEYS = frozenset({"meta", "state_dict", "ema_state_dict", "optimizer", "param_schedulers", "message_hub"})
+
 # Learning rates and times that a run here records elsewhere: their old values would be shown as the present ones.
 _IS_NOT_UPDATED = re.compile(r"train/(.*\.|base_)?lr|(val|test)/(data_)?time")
 
@@ -136,7 +139,7 @@ class MMEngineFile:
             found["optimizer"], meta["param_schedulers"] = self._optimizers(run, groups, schedules)
         else:
             meta["param_schedulers"] = [regrouped(one, None) for one in _schedulers(schedules, run.optim_wrapper)]
-        return found
+        return {**{key: value for key, value in self._content.items() if key not in _KEYS}, **found}
 
     def _optimizers(
         self, run: TrainRun, groups: Sequence[Mapping[str, Any]], schedules: Any

@@ -74,6 +74,9 @@ class _TrainRun(_SeenByHooks, TrainRun):
             with with_mmengines_keys(self, checkpoint):
                 super().call_hook(fn_name, **kwargs)
             return
+        if fn_name == "before_load_checkpoint":
+            for name in checkpoint["meta"].get(KEY, {}).get("parts", ()):
+                checkpoint.setdefault(name, None)  # asks for what hooks have added, whatever it is
         if fn_name == "after_load_checkpoint" and (own := checkpoint["meta"].get(KEY)):
             restore_hub(self, own["log_scalars"], own["runtime_info"])
         super().call_hook(fn_name, **kwargs)

@@ -23,6 +23,8 @@ KEY = "mmengine"
 
 # Scalars that lockstep counts for itself.
 _OWN = ("train/samples", "amounts/")
+# Parts of a checkpoint that lockstep's hooks add, and ask for by themselves.
+_OWN_PARTS = ("ema",)
 # What a schedule of MMEngine keeps of each parameter group.
 _BY_GROUP = ("base_values", "_last_value", "min_values")
 
@@ -31,9 +33,9 @@ _BY_GROUP = ("base_values", "_last_value", "min_values")
 def with_mmengines_keys(run: TrainRun, checkpoint: dict[str, Any]) -> Iterator[None]:
     """Give a checkpoint that is being made the keys `state_dict`, `param_schedulers` and `message_hub`, for hooks.
 
-    What they put there instead is saved. `message_hub` has MMEngine's form.
+    What they put there instead is saved, and so are other keys that they add. `message_hub` has MMEngine's form.
     """
-    meta, model = checkpoint["meta"], checkpoint["model"]
+    meta, model, known = checkpoint["meta"], checkpoint["model"], {*checkpoint, *_OWN_PARTS}
     hub = OrderedDict(
         log_scalars=OrderedDict(
             (key, HistoryBuffer(*history.data))
@@ -55,6 +57,7 @@ def with_mmengines_keys(run: TrainRun, checkpoint: dict[str, Any]) -> Iterator[N
         "log_scalars": {key: history.data[0].tolist() for key, history in hub["log_scalars"].items()},
         "runtime_info": dict(hub["runtime_info"]),
         "own_groups": _own_groups(run),
+        "parts": [name for name in checkpoint if name not in known],
     }
 
 
