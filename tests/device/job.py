@@ -68,11 +68,12 @@ def main(how: str, folder: Path) -> None:
             found[name] = [-1, repr(error)]
     results.write_text(json.dumps(found))
     dist.check_collectives("sample")
-    from training import averaged, losses
+    from training import STRATEGIES, averaged, losses
 
     found["averaged"] = averaged(dist.get_device())
 
-    found["training"] = losses(folder / "runs", SIM.host_reads)
+    for strategy in STRATEGIES:
+        found[strategy] = losses(folder / strategy, strategy, SIM.host_reads)
     results.write_text(json.dumps(found))
 
 
