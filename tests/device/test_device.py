@@ -67,11 +67,11 @@ def test_the_steps_of_a_training_read_nothing_but_the_first_ones(found: Any, str
 
 def test_each_rank_has_its_own_device_and_the_cpu_a_backend(found: Any) -> None:
     assert [rank["device"] for rank in found[1]] == ["sim:0", "sim:1"]
-    assert [rank["backends"] for rank in found[1]] == [BACKENDS[found[0]]] * 2
+    assert [rank["backends"] for rank in found[1]] == [["simccl", BACKENDS[found[0]]]] * 2
 
 
 def test_a_backend_that_is_named_has_gloo_beside_it(compiled: None, tmp_path: Path) -> None:
-    assert [rank["backends"] for rank in run_job("named", tmp_path)] == [BESIDE] * 2
+    assert [rank["backends"] for rank in run_job("named", tmp_path)] == [["simccl", BESIDE]] * 2
 
 
 def test_each_rank_may_see_its_own_device_alone(compiled: None, tmp_path: Path) -> None:
