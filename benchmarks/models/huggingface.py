@@ -71,6 +71,10 @@ def qwen2_moe() -> nn.Module:
     return transformers.Qwen2MoeForCausalLM(config)
 
 
+def qwen3() -> nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_DECODER, head_dim=8))
+
+
 def gemma2() -> nn.Module:
     config = transformers.Gemma2Config(
         **_DECODER, head_dim=8, query_pre_attn_scalar=8, sliding_window=8, pad_token_id=0
@@ -112,7 +116,7 @@ def mamba2() -> nn.Module:
 def rwkv() -> nn.Module:
     config = transformers.RwkvConfig(
         vocab_size=VOCABULARY, context_length=16, hidden_size=32, attention_hidden_size=32, intermediate_size=64,
-        num_hidden_layers=2, use_cache=False, bos_token_id=0, eos_token_id=0,
+        num_hidden_layers=2, rescale_every=1, use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return transformers.RwkvForCausalLM(config)
 

@@ -1,7 +1,8 @@
 // An accelerator without hardware: the device `sim` over host memory, and `simccl`, a backend with NCCL's rules.
 //
-// Every operator runs on the CPU, over the same memory. What the host reads of the device is counted. simccl refuses
-// tensors of the CPU, has no bit operations and no tags, and returns no Work for a synchronous call.
+// Every operator runs on the CPU, over the same memory. What the host reads of the device is counted. A copy to the host
+// that does not block arrives when the host waits for the device; until then there are NaN. simccl refuses tensors of the
+// CPU, has no bit operations and no tags, and returns no Work for a synchronous call.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -15,13 +16,16 @@
 #include <torch/library.h>
 #include <torch/torch.h>
 
+#include <cstdlib>
+#include <limits>
 #include <set>
 
 namespace {
 
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
-constexpr c10::DeviceIndex kDevices = 4;
+const c10::DeviceIndex kDevices = std::getenv("SIM_DEVICES") ? std::atoi(std::getenv("SIM_DEVICES")) : 4;
 int64_t host_reads = 0;
+std::vector<std::pair<at::Tensor, at::Tensor>> under_way;  // copies to the host: what was sent, and where it goes
 c10::DeviceIndex current = 0;
 
 struct Allocator final : c10::Allocator {
@@ -33,6 +37,10 @@ struct Allocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
 };
 Allocator allocator;
+
+void arrive() {
+  for (auto& [from, to] : std::exchange(under_way, {})) to.copy_(from);
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = kSim;
@@ -51,7 +59,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void*) const override { return under_way.empty(); }
+  bool queryStream(const c10::Stream&) const override { return under_way.empty(); }
+  void synchronizeEvent(void*) const override { arrive(); }
+  void synchronizeStream(const c10::Stream&) const override { arrive(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { arrive(); }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -60,6 +72,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return at::getCPUAllocator(); }
+  bool isPinnedPtr(const void*) const override { return false; }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
   void setCurrentDevice(c10::DeviceIndex index) const override { current = index; }
@@ -159,13 +173,24 @@ at::Tensor empty_strided(
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  host_reads += is_sim(from) && !is_sim(to) && !non_blocking;
+  bool to_host = is_sim(from) && !is_sim(to);
+  if (to_host && non_blocking) {
+    under_way.emplace_back(on_host(from).clone(), to.detach());
+    at::NoGradGuard no_grad;
+    if (to.is_floating_point()) under_way.back().second.fill_(std::numeric_limits<double>::quiet_NaN());
+    return to;
+  }
+  if (to_host) {
+    ++host_reads;
+    arrive();
+  }
   on_host(to).copy_(on_host(from));
   return to;
 }
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
   ++host_reads;
+  arrive();
   return on_host(tensor).item();
 }
 
@@ -306,6 +331,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return c10::make_intrusive<Simccl>(std::move(gloo));
   });
   m.def("host_reads", [] { return host_reads; });
+  m.def("synchronize", &arrive);
   m.def("current_device", [] { return static_cast<int>(current); });
   m.def("set_device", [](int index) { current = static_cast<c10::DeviceIndex>(index); });
 }

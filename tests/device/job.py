@@ -1,14 +1,21 @@
 """A rank on the simulated accelerator. Writes what it has found, as JSON; `test_device.py` says what is right.
 
-Usage: job.py BACKEND FOLDER
+Usage: job.py HOW FOLDER, where HOW says how the group is made: `alone`, by torch with the device's backend alone;
+`default`, by init_dist; `named`, by init_dist with the name of that backend, and then no more is tried; `own` and
+`shared`, the same where each rank sees one device alone, its own or one for all.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as torch_dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,6 +26,8 @@ from lockstep import dist
 from lockstep.dist.consistency import FIRST_CALLS
 from lockstep.errors import DistError
 
+if sys.argv[1] in ("own", "shared"):
+    os.environ |= {"SIM_DEVICES": "1", "SIM_UUID": os.environ["RANK"] if sys.argv[1] == "own" else "one"}
 SIM = simulator()
 
 
@@ -29,12 +38,21 @@ def plain(value: Any) -> Any:
     return value.detach().cpu().tolist() if isinstance(value, Tensor) else value
 
 
-def main(backend: str, folder: Path) -> None:
-    dist.init_dist("pytorch", backend=backend, timeout=120)
+def main(how: str, folder: Path) -> None:
+    if how == "alone":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        torch_dist.init_process_group("simccl", timeout=timedelta(seconds=120))
+    else:
+        dist.init_dist("pytorch", backend=None if how == "default" else "simccl", timeout=120)
+    results = folder / f"rank_{dist.get_rank()}.json"
+    config = torch_dist.get_backend_config(dist.get_default_group())
+    found: dict[str, Any] = {"device": str(dist.get_comm_device()), "backends": str(config)}
+    results.write_text(json.dumps(found))
+    if how in ("named", "own"):
+        return
     from calls import CALLS  # with tensors on this rank's device
 
     rank = dist.get_rank()
-    found: dict[str, Any] = {"device": str(dist.get_comm_device())}
     for _ in range(FIRST_CALLS):  # which are compared, and so read the device
         dist.sync_random_seed(0)
     dist.check_collectives("off")
@@ -48,10 +66,11 @@ def main(backend: str, folder: Path) -> None:
             raise  # the ranks are apart
         except Exception as error:
             found[name] = [-1, repr(error)]
-    results = folder / f"rank_{rank}.json"
     results.write_text(json.dumps(found))
     dist.check_collectives("sample")
-    from training import losses
+    from training import averaged, losses
+
+    found["averaged"] = averaged(dist.get_device())
 
     found["training"] = losses(folder / "runs", SIM.host_reads)
     results.write_text(json.dumps(found))

@@ -1,17 +1,19 @@
-"""The device `sim` and the backend `simccl` of accelerator.cpp, compiled at the first use, for this process."""
+"""The device `sim` and the backend `simccl` of accelerator.cpp, compiled at the first use, for this process.
+
+SIM_DEVICES says how many devices a process sees, 4 by default, and SIM_UUID what each says of itself.
+"""
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch.utils.cpp_extension import load
-
-DEVICES = 4
 
 
 @cache
@@ -24,10 +26,11 @@ def simulator() -> Any:
     module: Any = ModuleType("torch.sim")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
-    module.device_count = lambda: DEVICES
+    module.device_count = lambda: int(os.environ.get("SIM_DEVICES", "4"))
+    module.get_device_properties = lambda device=None: SimpleNamespace(uuid=os.environ.get("SIM_UUID"))
     module.current_device = native.current_device
     module.set_device = lambda device: native.set_device(torch.device("sim", device).index)
-    module.synchronize = lambda device=None: None
+    module.synchronize = lambda device=None: native.synchronize()
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = module.manual_seed = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -21,7 +21,8 @@ from . import training
 from .calls import CALLS
 
 HERE = Path(__file__).parent
-BACKENDS = {"alone": "simccl", "beside gloo": "cpu:gloo,sim:simccl"}
+BESIDE = "cpu:gloo,sim:simccl"
+BACKENDS = {"alone": "sim:simccl", "default": BESIDE}
 
 
 def run(*words: object) -> None:
@@ -41,17 +42,20 @@ def compiled() -> None:
 @pytest.fixture(scope="module", params=BACKENDS)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compiled: None) -> Any:
     """What each rank of a job has found."""
-    folder = tmp_path_factory.mktemp("device")
-    job = (HERE / "job.py", "--nproc", 2, "--log-dir", folder, "--", BACKENDS[request.param], folder)
+    return request.param, run_job(request.param, tmp_path_factory.mktemp("device"))
+
+
+def run_job(how: str, folder: Path) -> list[dict[str, Any]]:
+    job = (HERE / "job.py", "--nproc", 2, "--log-dir", folder, "--", how, folder)
     run("-m", "lockstep", "launch", *job)
-    return request.param, [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_right_and_reads_no_more_than_it_must(found: Any, name: str) -> None:
-    backend, ranks = found
+    how, ranks = found
     call = CALLS[name]
-    reads = call.beside if backend == "beside gloo" and call.beside is not None else call.reads
+    reads = call.beside if how != "alone" and call.beside is not None else call.reads
     assert [rank[name] for rank in ranks] == [list(pair) for pair in zip(reads, call.gives, strict=True)]
 
 
@@ -59,8 +63,22 @@ def test_the_steps_of_a_training_read_nothing_but_the_first_three(found: Any) ->
     assert [rank["training"][-1][2:] for rank in found[1]] == [[0] * 4, [0] * 4]
 
 
-def test_each_rank_has_its_own_device(found: Any) -> None:
+def test_each_rank_has_its_own_device_and_the_cpu_a_backend(found: Any) -> None:
     assert [rank["device"] for rank in found[1]] == ["sim:0", "sim:1"]
+    assert [rank["backends"] for rank in found[1]] == [BACKENDS[found[0]]] * 2
+
+
+def test_a_backend_that_is_named_has_gloo_beside_it(compiled: None, tmp_path: Path) -> None:
+    assert [rank["backends"] for rank in run_job("named", tmp_path)] == [BESIDE] * 2
+
+
+def test_each_rank_may_see_its_own_device_alone(compiled: None, tmp_path: Path) -> None:
+    assert [rank["device"] for rank in run_job("own", tmp_path)] == ["sim:0", "sim:0"]
+
+
+def test_a_device_that_two_ranks_see_is_refused(compiled: None, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"each rank must have a sim device of its own, but rank [01] of 2"):
+        run_job("shared", tmp_path)
 
 
 def test_a_training_under_ddp_has_the_losses_and_weights_of_the_cpu(found: Any, tmp_path: Path) -> None:
@@ -70,3 +88,7 @@ def test_a_training_under_ddp_has_the_losses_and_weights_of_the_cpu(found: Any, 
         assert device == "sim"
         assert own_losses == pytest.approx(losses, abs=1e-6)
         assert own_weights == pytest.approx(weights, abs=1e-6)
+
+
+def test_an_average_on_the_cpu_waits_for_the_weights(found: Any) -> None:
+    assert [rank["averaged"] for rank in found[1]] == [training.averaged("cpu")] * 2

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Runner
 from lockstep.hooks import Hook
+from lockstep.model import ExponentialMovingAverage
 
 EPOCH = 4  # steps
 
@@ -65,3 +66,18 @@ def losses(work_dir: Path, host_reads: Callable[[], int] = int) -> tuple[str, li
     reads = [after - before for before, after in pairwise(seen.reads)]
     del reads[EPOCH - 1 :: EPOCH]
     return seen.seen[0].device.type, [x.item() for x in seen.seen], weights, reads
+
+
+def averaged(device: str) -> list[float]:
+    """Return an average that is kept on the CPU, of a layer on a device whose weights grow."""
+    layer = nn.Linear(2, 1).to(device)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(1.0)
+    average = ExponentialMovingAverage(layer, momentum=0.5, device="cpu")
+    for _ in range(3):
+        average.update_parameters(layer)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.add_(1.0)
+    return [value for one in average.module.parameters() for value in one.detach().flatten().tolist()]

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import fsspec
@@ -187,7 +192,7 @@ def test_what_cannot_be_exported_says_why(
     with pytest.raises(ConfigError, match=says):
         export_checkpoint(**arguments)
     assert not Path("out").exists()
-    assert not list(Path().glob(".*.draft"))
+    assert not list(Path().glob(".*.draft*"))
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +204,25 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
     (folder / "draft" / ".metadata").write_text("")
     return folder
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_what_another_export_is_writing_is_left_alone_until_it_has_ended(
+    to: Any, trained_once: Path, tmp_path: Path
+) -> None:
+    says = "from lockstep.checkpoint.owner import name_of_draft as n; print(n('out'), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", says], stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdout is not None
+        draft = tmp_path / other.stdout.readline().strip()
+        draft.mkdir()
+        (draft / "half").write_text("")
+        export_checkpoint(trained_once / "work", tmp_path / "out", to=to)
+        assert (draft / "half").exists()
+        other.communicate("\n")
+    remove = shutil.rmtree if to == "safetensors" else os.unlink
+    remove(tmp_path / "out")
+    export_checkpoint(trained_once / "work", tmp_path / "out", to=to)
+    assert os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])

@@ -180,3 +180,27 @@ def test_a_run_resumes_from_the_folder_of_another(tmp_path: Path) -> None:
     first = load(written(tmp_path), tmp_path / "work")
     again = load(first.run_dir, tmp_path / "again", resume=True)
     assert "resumed from" in (again.run_dir / "log.txt").read_text()
+
+
+class Observer(nn.Module):
+    """Sizes a buffer by its first batch, as observers of quantization-aware training do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.tensor([]))
+        self.out = nn.Linear(2, 1)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if f"{prefix}least" in state_dict:
+            self.least = torch.empty_like(state_dict[f"{prefix}least"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_buffer_that_its_module_sizes_is_loaded(strict: bool, tmp_path: Path) -> None:
+    trained = Observer()
+    trained.least = torch.tensor([1.0, 2.0])
+    torch.save(trained.state_dict(), tmp_path / "weights.pth")
+    fresh = nn.Sequential(Observer())
+    load_checkpoint(fresh, tmp_path / "weights.pth", strict=strict)
+    assert fresh[0].least.tolist() == [1.0, 2.0]

@@ -75,8 +75,9 @@ def init_dist(
         launcher: what started the ranks: ``"pytorch"`` (torchrun, lockstep launch), ``"slurm"``, ``"mpi"`` (OpenMPI,
             MPICH, Intel MPI, PMIx) or ``"none"`` (this process is a group of one). None asks the environment, as
             `infer_launcher` does.
-        backend: any backend of torch.distributed, or a map such as ``"cpu:gloo,cuda:nccl"``. None takes that map if
-            CUDA and NCCL are available, else gloo.
+        backend: any backend of torch.distributed, or a map such as ``"cpu:gloo,cuda:nccl"``. None takes gloo for
+            the CPU, and beside it the backend that torch has for this machine's accelerator. A backend that can't serve
+            the CPU, such as ``"nccl"``, gets gloo beside it, too.
         init_backend: ``"torch"``, or the engine that adopts the group: ``"deepspeed"``, ``"colossalai"``.
         timeout: how long a collective waits for a missing rank, in seconds or as a timedelta; None is 10 minutes, with
             every backend. A warning says after 30 seconds for whom a rank waits, and what that one does, then at
@@ -126,6 +127,8 @@ def init_dist(
             _keep_on_loopback(backend, undo)
         try:
             met = _meet(topology, store, port, duration or _STORE_TIMEOUT, undo)
+            if device is not None and topology.local_size > 1:
+                _refuse_shared(device, topology, met)
             torch_dist.init_process_group(
                 backend,
                 timeout=duration or _TIMEOUT,
@@ -229,7 +232,7 @@ def is_one_node(topology: Topology) -> bool:
 
 def _checked_backend(backend: str | None) -> str:
     if backend is None:
-        return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and torch_dist.is_nccl_available() else "gloo"
+        return _default_backend()
     known = torch_dist.Backend.backend_list
     for entry in backend.split(","):
         name = entry.rpartition(":")[2].lower()
@@ -244,7 +247,21 @@ def _checked_backend(backend: str | None) -> str:
                 f"`backend` must be one that this build of torch has, but is {backend!r} and {name} is not there. "
                 "Leave it out, or use 'gloo'"
             )
+    devices = torch_dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+    if "cpu" not in devices and torch_dist.is_gloo_available():
+        return ",".join(["cpu:gloo", *(f"{device}:{backend.lower()}" for device in devices)])
     return backend
+
+
+def _default_backend() -> str:
+    """Return gloo for the CPU, and beside it what torch has for the accelerator of this machine."""
+    kind = get_device()
+    try:
+        own = torch_dist.get_default_backend_for_device(kind)
+    except ValueError:  # the accelerator's package has registered none
+        return "gloo"
+    is_available = getattr(torch_dist, f"is_{own}_available", lambda: True)
+    return "gloo" if own == "gloo" or not is_available() else f"cpu:gloo,{kind}:{own}"
 
 
 def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:
@@ -275,15 +292,33 @@ def _bind_device(topology: Topology, backend: str) -> torch.device | None:
         return None
     count = torch.accelerator.device_count()
     owns_device = "ccl" in backend
-    if owns_device and topology.local_rank >= count:
+    if owns_device and 1 < count <= topology.local_rank:
         raise TopologyError(
             f"`local_rank` must be below the number of {kind} devices, {count}, but is {topology.local_rank} "
             f"(rank {topology.rank} of {topology.world_size}). Start at most {count} ranks on this node, or use "
             "backend='gloo' to share devices"
         )
+    # A launcher may show each rank one device alone, as srun --gpus-per-task=1 does.
     index = topology.local_rank % count
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index) if owns_device else None
+
+
+def _refuse_shared(device: torch.device, topology: Topology, store: Store) -> None:
+    """Refuse a device that another rank has, where each rank sees one alone, by what the device says of itself.
+
+    Raises:
+        TopologyError: on all ranks that have the device but the first to ask.
+    """
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)(device)
+    uuid = getattr(properties, "uuid", None)
+    if torch.accelerator.device_count() > 1 or uuid is None:
+        return
+    if store.add(f"device/{socket.gethostname()}/{uuid}", 1) > 1:
+        raise TopologyError(
+            f"each rank must have a {device.type} device of its own, but rank {topology.rank} of {topology.world_size} "
+            "sees one alone, which another rank has. Start one rank for each device, or use backend='gloo' to share it"
+        )
 
 
 def _keep_on_loopback(backend: str, undo: ExitStack) -> None:

@@ -87,8 +87,8 @@ class BaseAveragedModel(nn.Module, ABC):
         Args:
             model: the model that is averaged, wrapped or not.
 
-        **Cost**: one pass over the weights, in a few kernels for all of them together; it does not wait for an
-        accelerator.
+        **Cost**: one pass over the weights, in a few kernels for all of them together; it waits for an accelerator only
+        if the average is on the CPU and the model is not.
 
         Raises:
             ValueError: `model` has weights of other shapes than the copy.
@@ -98,7 +98,7 @@ class BaseAveragedModel(nn.Module, ABC):
             averaged, copied = self._pairs_with(model)
             if steps:
                 pairs = zip(*averaged, strict=True)
-                source = [theirs.to(own.device, own.dtype, non_blocking=True) for own, theirs in pairs]
+                source = [theirs.to(own.device, own.dtype, non_blocking=not own.is_cpu) for own, theirs in pairs]
                 self._average(averaged.own, source, steps)
             else:
                 _copy(averaged)
@@ -323,4 +323,5 @@ def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 def _copy(pairs: _Pairs) -> None:
     if pairs.own:
-        torch._foreach_copy_(pairs.own, pairs.theirs, non_blocking=True)
+        # What arrives on the CPU is read there at once, without waiting.
+        torch._foreach_copy_(pairs.own, pairs.theirs, non_blocking=not any(own.is_cpu for own in pairs.own))

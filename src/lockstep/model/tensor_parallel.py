@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lockstep.errors import ConfigError
 from lockstep.model.parts import owners_of_parameters
 from lockstep.model.tensor_parallel_plan import Split, owner_of_layer, read_plan, split_of
+from lockstep.model.tensor_parallel_trial import PlanTrial
 
 
 class TensorParallel:
@@ -47,6 +48,7 @@ class TensorParallel:
             _check_module(model, name, split_of(style), mesh.size())
         self._styles = {model.get_submodule(name): style for name, style in styles.items()}
         self._names = {module: name for name, module in model.named_modules()}
+        self._trial = PlanTrial(model, styles, mesh, split_layer, _add_to_plan)
         self._ties = [sites for sites in owners_of_parameters(model).values() if len(sites) > 1]
 
     def apply(self, unit: nn.Module) -> None:
@@ -58,11 +60,11 @@ class TensorParallel:
             ConfigError: a parameter that several modules share would be split in different ways.
         """
         modules = list(unit.modules())
+        self._trial.copy(unit)
         for module in modules:
             style = self._styles.pop(module, None)
             if style is not None:
-                parallelize_module(module, self.mesh, style, src_data_rank=None)
-                module.register_forward_hook(_wait)
+                split_layer(module, style, self.mesh)
         inside = set(modules)
         for sites in self._ties:
             if all(owner in inside for owner, _ in sites):
@@ -84,6 +86,16 @@ class TensorParallel:
             )
         for owner, name in sites[1:]:
             setattr(owner, name, parameters[0])
+
+
+def split_layer(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Split a layer that has the same values on all ranks of a mesh; what it returns has arrived. Nothing is sent."""
+    parallelize_module(module, mesh, style, src_data_rank=None)
+    module.register_forward_hook(_wait)
+
+
+def _add_to_plan(pattern: str) -> str:
+    return f"Add {{{pattern!r}: 'replicated_with_grad_allreduce'}} to the plan"
 
 
 class _Waited(torch.autograd.Function):

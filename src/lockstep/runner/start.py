@@ -86,7 +86,8 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     arguments = dict(options.get("dist_cfg") or {})
     known = {**Arguments.of(init_dist).named, **Arguments.of(torch.distributed.init_process_group).named}
     require_known("env_cfg.dist_cfg", arguments, known)  # also where no group is made
-    torch.backends.cudnn.benchmark = bool(options.get("cudnn_benchmark", False))
+    if "cudnn_benchmark" in options:
+        torch.backends.cudnn.benchmark = bool(options["cudnn_benchmark"])
     start_method = (options.get("mp_cfg") or {}).get("mp_start_method")
     if start_method is not None:
         torch.multiprocessing.set_start_method(start_method, force=True)

@@ -72,16 +72,28 @@ class Masters:
             masters, sources = zip(*self._copies, strict=True)
             torch._foreach_copy_(masters, sources)
 
+    def check(self) -> None:
+        """Refuse parameters that the engine can't use.
+
+        Raises:
+            ConfigError: the `data` of a parameter was replaced by a tensor of another shape or dtype.
+        """
+        for name, parameter, home in self._homes:
+            self._check_form(name, parameter, home)
+
     def _bring_home(self, name: str, parameter: nn.Parameter, home: Tensor) -> None:
         """Copy a parameter whose `data` was replaced into the engine's memory, which the parameter uses again."""
+        self._check_form(name, parameter, home)
+        home.copy_(parameter.data)
+        parameter.data = home
+
+    def _check_form(self, name: str, parameter: nn.Parameter, home: Tensor) -> None:
         if parameter.shape != home.shape or parameter.dtype != home.dtype:
             raise ConfigError(
                 f"`{name}.data` must keep its shape and dtype under {self._engine}, which has laid it out in a buffer, "
                 f"but was replaced by {tuple(parameter.shape)} in {parameter.dtype} where {tuple(home.shape)} in "
                 f"{home.dtype} had been ({this_rank()}). Use strategy 'ddp'"
             )
-        home.copy_(parameter.data)
-        parameter.data = home
 
     def _sums_of_weights(self) -> Tensor:
         weights = [own for _, own in self._copies + self._rounded]

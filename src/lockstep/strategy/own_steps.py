@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
 from lockstep.model import steps
+from lockstep.model.wrapper import all_entered
 from lockstep.tree import tree_map
 
 _STEPS = ("train_step", "val_step", "test_step")
+_FIRST, _EVERY = 3, 50  # forward passes in which uses of parameters and writes to them are checked
 _CALL = "_compiled_call_impl"  # what `nn.Module.__call__` looks for before anything else
 # Attributes that are the same for a part of a parameter and the whole, or do not depend on its values.
 _HARMLESS = frozenset(
@@ -178,6 +180,20 @@ class WholeParams(TorchFunctionMode):
                 )
 
 
+class GuardedPasses:
+    """Contexts for the first forward passes and every fiftieth, which check what a pass does with parameters."""
+
+    def __init__(self, *guards: AbstractContextManager[Any]) -> None:
+        self._guards = guards
+        self._passes = 0
+
+    def next(self) -> AbstractContextManager[Any]:
+        """Return the context for the next forward pass."""
+        number, self._passes = self._passes, self._passes + 1
+        is_due = number < _FIRST or number % _EVERY == 0
+        return all_entered(self._guards) if is_due else nullcontext()
+
+
 def cast_parts(core: nn.Module, dtype: torch.dtype) -> None:
     """Let the parts of a model with its own steps accept inputs of any floating-point dtype, as the model does.
 
@@ -215,10 +231,10 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype, which: Iterable[int | str
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def called_by(package: str, besides: str) -> bool:
-    """Return whether code of a package has called torch, other than that of the module `besides` in it."""
+def called_by(package: str, *besides: str) -> bool:
+    """Return whether code of a package has called torch, other than that of the modules `besides` in it."""
     frame: FrameType | None = sys._getframe(2)
-    passed = ("torch", "lockstep", besides)
+    passed = ("torch", "lockstep", *besides)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if not any(name == other or name.startswith(f"{other}.") for other in passed):

@@ -20,7 +20,7 @@ from lockstep.location import Location, locate
 from lockstep.weights.safetensors_file import TensorInfo
 from lockstep.weights.selection import Selection, select
 from lockstep.weights.source import find_checkpoint
-from lockstep.weights.writing import MAX_SHARD_SIZE, SafetensorsWriter, check_new, plan_shards, read_size
+from lockstep.weights.writing import MAX_SHARD_SIZE, SafetensorsWriter, check_new, draft_of, plan_shards, read_size
 
 Target: TypeAlias = Literal["safetensors", "hf", "torch"]
 TARGETS: tuple[Target, ...] = ("safetensors", "hf", "torch")
@@ -192,7 +192,7 @@ def _write_torch(place: Location, chosen: Selection, weights: _CheckpointWeights
     read = {name: tensor.to(wanted[name]) for name, tensor in weights.read(wanted)}
     facts = {key: weights.meta[key] for key in ("epoch", "iter", "lockstep", "torch") if key in weights.meta}
     content = {"state_dict": {name: read[origin] for name, origin in chosen.origins.items()}, "meta": facts}
-    draft = place.with_name(f".{place.name}.draft") if isinstance(place, Path) else place
+    draft = draft_of(place) if isinstance(place, Path) else place
     try:
         if isinstance(draft, Path):
             draft.parent.mkdir(parents=True, exist_ok=True)

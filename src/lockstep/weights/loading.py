@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
 from lockstep.strategy import Strategy
-from lockstep.weights.description import tied_names
+from lockstep.weights.description import sized_on_loading, tied_names
 from lockstep.weights.source import Source, find_checkpoint, open_source
 
 REVISE_KEYS = ((r"^module\.", ""),)
@@ -114,6 +114,10 @@ def _filled(core: nn.Module, own: Mapping[str, Any], weights: Weights, *, strict
         source = open_source(weights.path)
         stored = {name: info.shape for name, info in source.tensors.items()}
     origins = _renamed(stored, weights, own)
+    for name in sized_on_loading(core) & origins.keys():
+        shape = stored[origins[name]]
+        if shape is not None and not _is_alike(own.get(name), shape):
+            own = {**own, name: own[name].new_empty(shape)}
     fitting = _fitting(own, {name: stored[origin] for name, origin in origins.items()}, ties, weights, strict=strict)
     if checkpoint is not None:
         wanted = {origins[name]: own[name] for name in fitting}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
+from lockstep.checkpoint.owner import DRAFT, is_alive, name_of_draft
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location
 from lockstep.weights.safetensors_file import TensorInfo, write_header, write_tensor
@@ -110,7 +112,7 @@ class SafetensorsWriter:
 
     def __post_init__(self) -> None:
         out = self.out.absolute() if isinstance(self.out, Path) else self.out
-        self._draft = out.with_name(f".{out.name}.draft") if isinstance(out, Path) else None
+        self._draft = draft_of(out) if isinstance(out, Path) else None
         self._waiting = [(file, name) for file, names in self.shards.items() for name in names]
         self._open: IO[bytes] | None = None
         self._written: list[Location] = []
@@ -168,7 +170,6 @@ class SafetensorsWriter:
         if self._draft is not None:
             place = self._draft / _plain(file)
             if not self._written:
-                shutil.rmtree(self._draft, ignore_errors=True)  # left behind by one that was killed
                 self._draft.mkdir(parents=True)
         self._written.append(place)
         return place.open("wb")
@@ -203,6 +204,19 @@ class SafetensorsWriter:
         if self.out.exists():
             self.out.rmdir()  # it was empty
         self._draft.rename(self.out)
+
+
+def draft_of(out: Path) -> Path:
+    """Return where this process writes what will be `out`, and remove what processes that were killed have left."""
+    draft = out.with_name(name_of_draft(out.name))
+    for left in out.parent.glob(f".{glob.escape(out.name)}.draft.*"):
+        owner = DRAFT.fullmatch(left.name)
+        if left == draft or (owner is not None and is_alive(owner) is False):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+    return draft
 
 
 def _plain(name: str) -> str:

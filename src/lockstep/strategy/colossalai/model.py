@@ -13,7 +13,7 @@ from lockstep.model.drift import DriftCheck
 from lockstep.registry import MODEL_WRAPPERS
 from lockstep.strategy.colossalai.engine import full_numel, is_split
 from lockstep.strategy.colossalai.pipeline import Pipeline
-from lockstep.strategy.own_steps import OwnStep, WholeParams
+from lockstep.strategy.own_steps import GuardedPasses, OwnStep, WholeParams
 from lockstep.strategy.trainable import TrainableParams
 
 
@@ -28,6 +28,7 @@ class ColossalAIModelWrapper(ModelWrapper):
         no_sync: returns the context in which gradients are not averaged; None if the plugin has none.
         pipeline: its stages; None if it is not in stages.
         guard: stops the model's own `train_step` from using part of a parameter as the whole; see `OwnStep`.
+        uses: stops the model's `forward` from using part of a parameter as the whole.
         drift: compares replicas after a step; None if the optim wrapper does before an update.
         may_go_round: whether such a step may call `loss.backward()` without the optim wrapper.
     """
@@ -40,6 +41,7 @@ class ColossalAIModelWrapper(ModelWrapper):
         no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
         pipeline: Pipeline | None = None,
         guard: WholeParams | None = None,
+        uses: WholeParams | None = None,
         drift: DriftCheck | None = None,
         *,
         may_go_round: bool = False,
@@ -54,6 +56,7 @@ class ColossalAIModelWrapper(ModelWrapper):
         self.is_stage = pipeline is not None
         if self.is_stage or any(map(is_split, model.parameters())):
             self.partitioned = "ColossalAI's tensor parallelism and pipelines keep them in pieces. Use strategy 'fsdp'"
+        self._guards = GuardedPasses(*([] if uses is None else [uses]))
         self._trainable = TrainableParams(model, "ColossalAI")
         self._own_step: OwnStep | None = None
         if pipeline is None and steps.defines_step(model, "train_step"):
@@ -71,13 +74,15 @@ class ColossalAIModelWrapper(ModelWrapper):
 
         Raises:
             RuntimeError: it is in stages, and a single stage cannot be called; call `train_step` or `val_step`.
+            ConfigError: under tensor parallelism, the model uses a split parameter outside of the layer that holds it;
+                checked in the first passes and every fiftieth.
         """
         if self._pipeline is not None:
             raise RuntimeError(
                 "a model with `pp_size` above 1 must be used by its `train_step`, `val_step` and `test_step`, because "
                 "this rank has only some of its layers, but was called"
             )
-        with nullcontext() if self._own_step is None else self._own_step.forward():
+        with nullcontext() if self._own_step is None else self._own_step.forward(), self._guards.next():
             return self.boosted(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lockstep.dataset.random_state import sync_random_state
@@ -17,7 +18,9 @@ from lockstep.dist import broadcast, init_dist, is_distributed
 from lockstep.errors import ConfigError
 from lockstep.model import is_model_wrapper, outside_loss
 from lockstep.model.drift import BY_RANK, DriftCheck
-from lockstep.model.tensor_parallel_plan import read_request
+from lockstep.model.tensor_parallel import split_layer
+from lockstep.model.tensor_parallel_plan import read_plan, read_request
+from lockstep.model.tensor_parallel_trial import PlanTrial
 from lockstep.optim import OptimWrapperDict, build_optim_wrapper
 from lockstep.registry import MODEL_WRAPPERS, STRATEGIES
 from lockstep.strategy.base import OptimLike, Prepared
@@ -30,7 +33,7 @@ from lockstep.strategy.colossalai.state import StateTranslator
 from lockstep.strategy.engine_strategy import EngineStrategy
 from lockstep.strategy.gradient_flow import GradientFlow
 from lockstep.strategy.held_gradients import HeldGradients
-from lockstep.strategy.own_steps import WholeParams, called_from, cast_inputs, cast_parts
+from lockstep.strategy.own_steps import WholeParams, called_by, called_from, cast_inputs, cast_parts
 from lockstep.strategy.trainable import leave_out_frozen, max_norm_of
 
 # ColossalAI's optimizer, the translator of its states, and the arguments of the model's wrapper.
@@ -84,6 +87,7 @@ class ColossalAIStrategy(EngineStrategy):
         name, options = name_and_options(plugin)
         options |= kwargs
         self._splits_by_plan = tensor_parallel is not None
+        self._plan_is_used = False
         self._plan: Mapping[str, Any] | None = None
         if self._splits_by_plan:
             options["tp_size"], self._plan = _read_tensor_parallel(tensor_parallel, options)
@@ -171,10 +175,19 @@ class ColossalAIStrategy(EngineStrategy):
 
     def _whole(self, plugin: Any, model: nn.Module, optimizer: Optimizer) -> _Laid:
         """Boost a model that has all its layers on each rank; see `_Laid`."""
+        if self._plan_is_used:
+            styles = read_plan(model, self._plan)
+            mesh = DeviceMesh.from_group(plugin.tp_group, get_device())
+            PlanTrial(model, styles, mesh, split_layer, lambda _: "Use strategy 'fsdp'").copy(model)
         booster, boosted, laid = engine.boost(plugin, model, optimizer)
         no_sync = None if self._choice.zero_stage == 2 else partial(booster.no_sync, boosted, laid)
-        guard = WholeParams(model, _problem_of_parts) if self._choice.tp_size > 1 else None
-        options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync, "guard": guard}
+        options = {"model_wrapper": boosted, "booster": booster, "no_sync": no_sync}
+        if self._choice.tp_size > 1:
+            options["guard"] = WholeParams(model, _problem_of_parts)
+            if self._choice.options.get("custom_policy") is None:  # whose layers may use their weights themselves
+                options["uses"] = WholeParams(
+                    model, _problem_outside_layers, user="forward", owner="the layer that holds it"
+                )
         options["may_go_round"] = self._choice.kind == "ddp"
         return laid, StateTranslator(model, laid, getattr(plugin, "tp_group", None)), options
 
@@ -226,6 +239,7 @@ class ColossalAIStrategy(EngineStrategy):
         if not self._splits_by_plan and engine.has_policy(model):
             _check_adapters(model)
             return {}
+        self._plan_is_used = True
         return {"custom_policy": engine.replacing_policy(engine.replacements(model, self._plan, choice.tp_size))}
 
 
@@ -268,6 +282,16 @@ def _check_adapters(model: nn.Module) -> None:
                 f"`tp_size` must be 1 for a model with adapters, because ColossalAI's policy would drop those of "
                 f"{path!r}, a {type(module).__name__}. Use plugin='lowlevel_zero', or strategy='fsdp'"
             )
+
+
+def _problem_outside_layers(param: Tensor, _: str) -> str | None:
+    """Return why a parameter can't be used in the forward pass, but by ColossalAI's layers; None if it can."""
+    if not engine.is_split(param) or called_by("colossalai"):
+        return None
+    return (
+        "with `tp_size` above 1 this rank has a part of it, which is whole only inside its layer. Leave the layer out "
+        "of the plan; or use plugin='lowlevel_zero', or strategy 'fsdp'"
+    )
 
 
 def _problem_of_parts(param: Tensor, _: str) -> str | None:

@@ -33,16 +33,22 @@ from lockstep.model.autograd_graph import never_compiled, refuse_second_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.fsdp_sites import Site
 from lockstep.model.fsdp_writes import LostWrites
-from lockstep.model.wrapper import all_entered
 from lockstep.registry import MODEL_WRAPPERS
-from lockstep.strategy.own_steps import OwnStep, WholeParams, called_by, called_from, cast_inputs, cast_parts
+from lockstep.strategy.own_steps import (
+    GuardedPasses,
+    OwnStep,
+    WholeParams,
+    called_by,
+    called_from,
+    cast_inputs,
+    cast_parts,
+)
 from lockstep.strategy.trainable import TrainableParams
 
 _RULE = (
     "every rank must call the same layers in the same order at ZeRO stage 3, which gathers their parameters from all"
 )
 _REMEDY = "Let every rank call all of them, or use stage=1"
-_FIRST, _EVERY = 3, 50  # forward passes at stage 3 in which uses of parameters and writes to them are checked
 
 
 def join_engine() -> None:
@@ -154,12 +160,11 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
             self._own_step = OwnStep(self, self.module, model, guard, always=True)
         cast_parts(self.module, dtype)
         self._order = _watch_calls(self.module) if self.forward_is_collective else None
-        self._passes = 0
-        self._guards: list[AbstractContextManager[Any]] = []
+        self._guards = GuardedPasses()
         self._placeholders: Placeholders | None = None
         if self.forward_is_collective:
             uses = WholeParams(self.module, _problem_of_placeholders, user="forward", owner="the module that holds it")
-            self._guards = [GatheredWrites(self.module), uses]
+            self._guards = GuardedPasses(GatheredWrites(self.module), uses)
             self._placeholders = Placeholders(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +177,7 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
         """
         own_step = nullcontext() if self._own_step is None else self._own_step.forward()
         order = nullcontext() if self._order is None else self._order.compared()
-        with self._local_rank_known(), own_step, order, self._guarded():
+        with self._local_rank_known(), own_step, order, self._guards.next():
             try:
                 return self.model(*args, **kwargs)
             except AttributeError as error:
@@ -220,12 +225,6 @@ class MMDeepSpeedEngineWrapper(ModelWrapper):
     def num_parameters(self) -> int:
         """Number of elements of all parameters, counting sharded ones in full."""
         return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.module.parameters())
-
-    def _guarded(self) -> AbstractContextManager[Any]:
-        """Return the context that checks what a forward pass does with parameters, if it is due."""
-        number, self._passes = self._passes, self._passes + 1
-        is_due = number < _FIRST or number % _EVERY == 0
-        return all_entered(self._guards) if is_due else nullcontext()
 
     def _check_placeholders(self) -> None:
         if self._placeholders is not None:
@@ -375,7 +374,7 @@ def _problem_of_placeholders(parameter: Any, function: str) -> str | None:
     if not hasattr(parameter, "ds_numel") or parameter.numel() == parameter.ds_numel:
         return None
     # DeepSpeed's own `linear` takes the place of torch's.
-    if called_by("deepspeed", besides="deepspeed.runtime.zero.linear"):
+    if called_by("deepspeed", "deepspeed.runtime.zero.linear"):
         return None
     return (
         "at ZeRO stage 3 a parameter is whole only while its own module runs. Look it up as an attribute of that "

@@ -143,7 +143,12 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         reached = [] if self._goes_on or self._flow is None or not self._by_zero else self._flow.reached(loss)
         loss = self._reconciled(loss, ends=ends)
         earlier = self._summed()
-        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        try:
+            self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        except Exception:
+            if self._masters is not None:
+                self._masters.check()  # of other shapes and dtypes, DeepSpeed fails with errors of its own
+            raise
         self._add(earlier)
         self._windows.add()
         self._went_back = self._holds = True

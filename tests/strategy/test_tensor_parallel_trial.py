@@ -1,0 +1,150 @@
+"""Plans under which a module would compute something else, or get the gradients of a part, are found at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from lockstep.errors import ConfigError
+from lockstep.strategy import FSDPStrategy
+from lockstep.testing import ranks
+
+WIDTH = 16
+
+
+class FixedHeads(nn.Module):
+    """Divides what it gets by a number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads_of_keys = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (self.heads_of_keys, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.o(scaled_dot_product_attention(self.norm(q), k, v).transpose(1, 2).flatten(2))
+
+
+class Fused(nn.Module):
+    """Cuts what one layer returns in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.q(x).chunk(2, dim=-1)
+        return self.o(silu(gate) * up)
+
+
+class Listed(Fused):
+    """The same, with its layers in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.q, self.o])
+        del self.q, self.o
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.layers[0](x).chunk(2, dim=-1)
+        return self.layers[1](silu(gate) * up)
+
+
+class Noisy(nn.Module):
+    """Adds noise to what the ranks compute in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.q(x)
+        return self.o(hidden + torch.randn(hidden.shape))
+
+
+class NormedHeads(FixedHeads):
+    """Heads of a fixed width, and a norm whose weight each rank uses for its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.o(scaled_dot_product_attention(self.norm(q), k, v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def _first_step(block: type[nn.Module], plan: dict[str, str], **options: Any) -> float:
+    torch.manual_seed(0)
+    strategy = FSDPStrategy(tensor_parallel={"degree": 2, "plan": plan}, **options)
+    model, optimizer = strategy.prepare(Model(block), {"optimizer": {"type": "SGD", "lr": 0.1}})
+    loss = model(torch.randn(2, 5, WIDTH))
+    optimizer.update_params(loss)
+    return float(loss.detach())
+
+
+def _alone(block: type[nn.Module]) -> float:
+    torch.manual_seed(0)
+    return float(Model(block)(torch.randn(2, 5, WIDTH)).detach())
+
+
+PLAN = {"blocks.*.[qkv]": "colwise", "blocks.*.o": "rowwise"}
+UNITS = [
+    {},
+    {"auto_wrap_policy": ["NormedHeads"]},
+    {"activation_checkpointing": ["NormedHeads"]},
+]
+
+
+@pytest.mark.parametrize("options", UNITS, ids=["whole", "units", "recomputing"])
+@ranks(2)
+def test_a_plan_that_keeps_every_gradient_whole_is_taken(options: dict):
+    plan = {**PLAN, "blocks.*.norm": "replicated_with_grad_allreduce"}
+    assert _first_step(NormedHeads, plan, **options) == pytest.approx(_alone(NormedHeads), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", UNITS, ids=["whole", "units", "recomputing"])
+@ranks(2)
+def test_a_weight_with_the_gradient_of_some_heads_is_refused(options: dict):
+    with pytest.raises(
+        ConfigError, match=r"`blocks\.1\.norm\.weight` must get the gradient.*'blocks\.\*\.norm': 'repl"
+    ):
+        _first_step(NormedHeads, PLAN, **options)
+
+
+@pytest.mark.parametrize("block", [FixedHeads, Fused])
+@pytest.mark.parametrize("are_units", [False, True])
+@ranks(2)
+def test_a_module_that_returns_something_else_is_refused(block: type[nn.Module], are_units: bool):
+    options = {"auto_wrap_policy": [block.__name__]} if are_units else {}
+    with pytest.raises(ConfigError, match=rf"split `blocks\.1` so that it returns.* {block.__name__} may divide"):
+        _first_step(block, PLAN, **options)
+
+
+@ranks(2)
+def test_layers_in_a_list_are_tried_in_the_module_that_calls_them():
+    with pytest.raises(ConfigError, match=r"split `blocks\.1` so that it returns.* Listed may divide"):
+        _first_step(Listed, {"blocks.*.layers.0": "colwise", "blocks.*.layers.1": "rowwise"})
+
+
+@ranks(2)
+def test_a_module_that_draws_random_numbers_is_let_through():
+    _first_step(Noisy, {"blocks.*.q": "colwise", "blocks.*.o": "rowwise"})
