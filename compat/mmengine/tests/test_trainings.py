@@ -166,7 +166,7 @@ def trains(folder: Path, name: str, layout: str, *then: str) -> None:
         options = [length, *wrapper, *options]
         start("train", task, folder, "--work-dir", work_dir, *arguments, ranks=ranks, options=options)
         found = losses(folder / work_dir)
-        assert len(found) >= 2
+        assert found
         assert all(map(math.isfinite, found))
         return found
 
