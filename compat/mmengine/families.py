@@ -1,10 +1,11 @@
-"""Are the models of mmpretrain, mmdet and mmseg the same on lockstep and on MMEngine? One of each family of configs.
+"""Are the models of packages for MMEngine the same on lockstep and on MMEngine? One of each family of configs.
 
     python compat/mmengine/families.py --ours .venv-mmengine/bin/python --theirs .venv-mmengine-reference/bin/python
 
-A family is a folder of a package's configs. Both environments build a model of it from the same seed, and take one
-step on a batch of noise (`tests/build_models.py`); parameters, initial weights, losses and gradients must be equal, bit
-by bit. Writes docs/mmengine-models.md. With ``--share K/N``, every N-th family is tried, and nothing is written.
+A family is a folder of a package's configs, in some packages of a kind of task. Both environments build a model of it
+from the same seed, and take one step on a batch of noise (`tests/build_models.py`); parameters, initial weights, losses
+and gradients must be equal, bit by bit. Writes docs/mmengine-models.md. With ``--share K/N``, every N-th family is
+tried, and nothing is written.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from typing import Any
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "mmengine-models.md"
 FOUND = HERE / "tests" / "reference" / "families.json"
-PACKAGES = ("mmpretrain", "mmdet", "mmseg")
-_NO_FAMILIES = {"_base_", "__pycache__", "common"}
+PACKAGES = ("mmpretrain", "mmdet", "mmseg", "mmpose", "mmaction", "mmocr", "mmyolo")
+_BY_TASK = ("mmpose", "mmaction", "mmocr")  # their families are in folders of tasks
+_NO_FAMILIES = {"_base_", "__pycache__", "common", "deploy", "razor"}
 _AT_ONCE = 4  # families that one process builds, so that what is found is kept if a run is cut
 BAD = ("differ", "fails here only")
 
 _HEAD = """# Models of packages that were written for MMEngine
 
-`make mmengine-models` builds one model of each family of mmpretrain 1.2.0, mmdet 3.3.0 and mmseg 1.2.2 on lockstep, and
-with MMEngine 0.10.7, from the same seed, and compares them bit by bit. A family is a folder of configs; the table names
-the config that was taken: of the first two, the first that could be built here in 15 seconds and 6 GB. Those whose
-names say that the model is small come first. Weights behind addresses are left out. What could be built takes one
-step: the losses of a batch of noise, or else the mean squares of the outputs, or of the features, and their gradients.
+`make mmengine-models` builds one model of each family of mmpretrain 1.2.0, mmdet 3.3.0, mmseg 1.2.2, mmpose 1.3.2,
+mmaction2 1.2.0, mmocr 1.0.1 and mmyolo 0.6.0 on lockstep, and with MMEngine 0.10.7, from the same seed, and compares
+them bit by bit. A family is a folder of configs; in mmpose, mmaction2 and mmocr it is in the folder of a task. The
+table names the config that was taken: of the first two, the first that could be built here in 15 seconds and 6 GB.
+Those whose names say that the model is small come first. Weights behind addresses are left out. What could be built
+takes one step: the losses of a batch of noise, or else the mean squares of the outputs, or of the features, and their
+gradients.
 
 What a model leaves as it was in memory is zero in both. Operators of mmcv are not built for the CPU here: `nms` and
 `roi_align` are stand-ins in plain torch (`compat/mmengine/tests/stubs.py`), the others raise.
@@ -81,8 +85,9 @@ def families(python: str) -> list[str]:
     for package in PACKAGES:
         script = f"from importlib.util import find_spec; print(find_spec({package!r}).origin)"
         origin = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-        folders = (Path(origin).parent / ".mim" / "configs").iterdir()
-        names += sorted(f"{package}/{one.name}" for one in folders if one.is_dir() and one.name not in _NO_FAMILIES)
+        root = Path(origin).parent / ".mim" / "configs"
+        folders = [one.relative_to(root) for one in root.glob("*/*" if package in _BY_TASK else "*") if one.is_dir()]
+        names += sorted(f"{package}/{one}" for one in folders if _NO_FAMILIES.isdisjoint(one.parts))
     return names
 
 

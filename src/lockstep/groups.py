@@ -172,8 +172,12 @@ def forget_groups() -> None:
 
 
 def get_backend(group: GroupLike = None) -> str | None:
-    """Return the name of the group's backend, or None where no group exists."""
-    return resolve(group).backend
+    """Return the name of the group's backend, of several that of its `get_comm_device`; None where no group exists."""
+    comm = resolve(group)
+    if comm.backend is None or ":" not in comm.backend:
+        return comm.backend
+    by_device = dict(entry.split(":") for entry in comm.backend.split(","))
+    return by_device.get(comm.comm_device.type, comm.backend)
 
 
 def get_rank(group: GroupLike = None) -> int:

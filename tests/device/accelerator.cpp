@@ -308,6 +308,24 @@ struct Simccl final : c10d::Backend {
     auto from = host(input);
     return ended(gloo_->_reduce_scatter_base(to, from, options), options, {output});
   }
+  Answer allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    auto to = host(outputs);
+    auto from = host(inputs);
+    return ended(gloo_->allgather_into_tensor_coalesced(to, from, options), options, outputs);
+  }
+  Answer reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+    no_bits(options.reduceOp);
+    auto to = host(outputs);
+    auto from = host(inputs);
+    return ended(gloo_->reduce_scatter_tensor_coalesced(to, from, options), options, outputs);
+  }
+  Answer allreduce_coalesced(Tensors& data, const c10d::AllreduceCoalescedOptions& options) override {
+    no_bits(options.reduceOp);
+    auto on_host = host(data);
+    return ended(gloo_->allreduce_coalesced(on_host, options), options, data);
+  }
   Answer alltoall_base(
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& received, std::vector<int64_t>& sent,
       const c10d::AllToAllOptions& options) override {

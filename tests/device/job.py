@@ -46,7 +46,7 @@ def main(how: str, folder: Path) -> None:
         dist.init_dist("pytorch", backend=None if how == "default" else "simccl", timeout=120)
     results = folder / f"rank_{dist.get_rank()}.json"
     config = torch_dist.get_backend_config(dist.get_default_group())
-    found: dict[str, Any] = {"device": str(dist.get_comm_device()), "backends": str(config)}
+    found: dict[str, Any] = {"device": str(dist.get_comm_device()), "backends": [dist.get_backend(), str(config)]}
     results.write_text(json.dumps(found))
     if how in ("named", "own"):
         return
@@ -68,11 +68,12 @@ def main(how: str, folder: Path) -> None:
             found[name] = [-1, repr(error)]
     results.write_text(json.dumps(found))
     dist.check_collectives("sample")
-    from training import averaged, losses
+    from training import STRATEGIES, averaged, losses
 
     found["averaged"] = averaged(dist.get_device())
 
-    found["training"] = losses(folder / "runs", SIM.host_reads)
+    for strategy in STRATEGIES:
+        found[strategy] = losses(folder / strategy, strategy, SIM.host_reads)
     results.write_text(json.dumps(found))
 
 

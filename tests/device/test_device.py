@@ -59,17 +59,19 @@ def test_a_call_is_right_and_reads_no_more_than_it_must(found: Any, name: str) -
     assert [rank[name] for rank in ranks] == [list(pair) for pair in zip(reads, call.gives, strict=True)]
 
 
-def test_the_steps_of_a_training_read_nothing_but_the_first_three(found: Any) -> None:
-    assert [rank["training"][-1][2:] for rank in found[1]] == [[0] * 4, [0] * 4]
+@pytest.mark.parametrize(("strategy", "first"), [("ddp", 2), ("fsdp", 4)])  # FSDP also compares units
+def test_the_steps_of_a_training_read_nothing_but_the_first_ones(found: Any, strategy: str, first: int) -> None:
+    rest = [rank[strategy][-1][first:] for rank in found[1]]
+    assert rest == [[0] * (6 - first)] * 2
 
 
 def test_each_rank_has_its_own_device_and_the_cpu_a_backend(found: Any) -> None:
     assert [rank["device"] for rank in found[1]] == ["sim:0", "sim:1"]
-    assert [rank["backends"] for rank in found[1]] == [BACKENDS[found[0]]] * 2
+    assert [rank["backends"] for rank in found[1]] == [["simccl", BACKENDS[found[0]]]] * 2
 
 
 def test_a_backend_that_is_named_has_gloo_beside_it(compiled: None, tmp_path: Path) -> None:
-    assert [rank["backends"] for rank in run_job("named", tmp_path)] == [BESIDE] * 2
+    assert [rank["backends"] for rank in run_job("named", tmp_path)] == [["simccl", BESIDE]] * 2
 
 
 def test_each_rank_may_see_its_own_device_alone(compiled: None, tmp_path: Path) -> None:
@@ -83,10 +85,11 @@ def test_a_device_that_two_ranks_see_is_refused(compiled: None, tmp_path: Path) 
         run_job("shared", tmp_path)
 
 
-def test_a_training_under_ddp_has_the_losses_and_weights_of_the_cpu(found: Any, tmp_path: Path) -> None:
-    on_cpu = run_ranks(2, training.losses, tmp_path)
+@pytest.mark.parametrize("strategy", training.STRATEGIES)
+def test_a_training_has_the_losses_and_weights_of_the_cpu(found: Any, strategy: str, tmp_path: Path) -> None:
+    on_cpu = run_ranks(2, training.losses, tmp_path, strategy)
     for rank, (_, losses, weights, _) in zip(found[1], on_cpu, strict=True):
-        device, own_losses, own_weights, _ = rank["training"]
+        device, own_losses, own_weights, _ = rank[strategy]
         assert device == "sim"
         assert own_losses == pytest.approx(losses, abs=1e-6)
         assert own_weights == pytest.approx(weights, abs=1e-6)

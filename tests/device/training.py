@@ -1,4 +1,4 @@
-"""A short training under DDP, on whatever device there is."""
+"""A short training, on whatever device there is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch.utils.data import TensorDataset
 from lockstep import Runner
 from lockstep.hooks import Hook
 from lockstep.model import ExponentialMovingAverage
+from lockstep.model.full_params import gather_full
 
+STRATEGIES = ("ddp", "fsdp")
 EPOCH = 4  # steps
 
 
@@ -41,7 +43,9 @@ class Losses(Hook):
         self.reads.append(self.host_reads())
 
 
-def losses(work_dir: Path, host_reads: Callable[[], int] = int) -> tuple[str, list[float], list[float], list[int]]:
+def losses(
+    work_dir: Path, strategy: str, host_reads: Callable[[], int] = int
+) -> tuple[str, list[float], list[float], list[int]]:
     """Return the kind of device, this rank's losses, the weights at the end, and how often each step reads the device.
 
     The first step of an epoch is left out.
@@ -58,11 +62,12 @@ def losses(work_dir: Path, host_reads: Callable[[], int] = int) -> tuple[str, li
         },
         train_cfg={"max_epochs": 2},
         optim_wrapper={"optimizer": {"type": "AdamW", "lr": 0.05}, "clip_grad": {"max_norm": 1.0}},
-        strategy="ddp",
+        strategy=strategy,
         custom_hooks=[seen],
     )
     model = runner.train()
-    weights = [value for parameter in model.parameters() for value in parameter.detach().cpu().flatten().tolist()]
+    whole = [gather_full(parameter.detach()).cpu() for parameter in model.parameters()]
+    weights = [value for one in whole for value in one.flatten().tolist()]
     reads = [after - before for before, after in pairwise(seen.reads)]
     del reads[EPOCH - 1 :: EPOCH]
     return seen.seen[0].device.type, [x.item() for x in seen.seen], weights, reads

@@ -153,7 +153,7 @@ def _step(package: str, cfg: Any, model: Any) -> dict[str, Any]:
     for key, value in {"iter": 1, "epoch": 0, "max_iters": 100, "max_epochs": 10}.items():
         MessageHub.get_current_instance().update_info(key, value)  # some models ask for them
     # Batches keep their small size, whatever the config pads its own to.
-    if package == "mmdet":
+    if package in ("mmdet", "mmyolo"):
         model.data_preprocessor.batch_augments = None
     state = {name: value.clone() for name, value in model.state_dict().items()}
     errors: dict[str, str] = {}
@@ -218,7 +218,8 @@ def _sentence(error: BaseException) -> str:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     where = traceback.extract_tb(error.__traceback__)[-1]
-    lines = str(error).strip().splitlines() or ["without a message"]
+    said = re.sub(r"/\S*/site-packages/", "", str(error))
+    lines = said.strip().splitlines() or ["without a message"]
     return f"{type(error).__name__}: {lines[0][:200]} ({Path(where.filename).name})"
 
 
@@ -234,7 +235,8 @@ def main() -> None:
     with target.open("w") as out:
         for one in wanted:
             name, _, named = one.partition("=")
-            found = try_family(*name.split("/"), named or None)
+            package, _, family = name.partition("/")
+            found = try_family(package, family, named or None)
             out.write(json.dumps({"family": name, **found}) + "\n")
             out.flush()
 
