@@ -59,9 +59,10 @@ class PlanTrial:
     error. So one module of each kind is copied twice, with random weights, and one copy is split. Given the inputs of
     the module's own first call, both must agree on what they return and on the gradients of inputs and parameters.
 
-    Let through untried: modules that run compiled, have a `forward` of the instance's own, share parameters, need half
-    precision, draw random numbers or can't be copied; that get or return nothing but parts, as under plans that split
-    the sequence; layers around which there is none but the whole model; and models whose `forward` is never called.
+    Let through untried: modules inside compiled ones; modules that have a `forward` of the instance's own, share
+    parameters, need half precision, draw random numbers or can't be copied; that get or return nothing but parts, as
+    under plans that split the sequence; layers around which there is none but the whole model; and models whose
+    `forward` is never called.
 
     Args:
         model: its first forward pass with gradients ends the trial.
@@ -94,10 +95,17 @@ class PlanTrial:
         inside = set(part.modules())
         for region in self._regions:
             module = self._model.get_submodule(region.name)
-            if region.copy is None and module in inside and _may_be_copied(module):
+            if region.copy is not None or module not in inside or self._runs_compiled(region.name):
+                continue
+            if _may_be_copied(module):
                 with suppress(Exception):  # whatever it needs to be copied is not known here
                     region.copy = _without_weights(module)
                     self._hooks.append(module.register_forward_pre_hook(_keeping_inputs(region), with_kwargs=True))
+
+    def _runs_compiled(self, name: str) -> bool:
+        """Return whether a module around this one is compiled, in which a hook would only make another graph."""
+        parts = name.split(".")
+        return any(_is_compiled(self._model.get_submodule(".".join(parts[:end]))) for end in range(len(parts)))
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -201,6 +209,13 @@ def _may_be_copied(module: nn.Module) -> bool:
     has_own_forward = any("forward" in vars(part) and not _is_of_class(part) for part in module.modules())
     has_ties = any(len(sites) > 1 for sites in owners_of_parameters(module).values())
     return not has_own_forward and not has_ties and not any(isinstance(x, DTensor) for x in module.parameters())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    forward: Any = module.forward
+    while isinstance(forward, partial) and forward.func is checkpoint:
+        forward = forward.args[0]
+    return hasattr(forward, "_torchdynamo_orig_callable") or module._compiled_call_impl is not None
 
 
 def _is_of_class(module: nn.Module) -> bool:
