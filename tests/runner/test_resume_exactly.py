@@ -182,6 +182,17 @@ def test_the_numbers_that_are_drawn_before_the_next_batch_are_drawn_again(kind, 
 
 
 @ranks(2)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_ranks_that_were_told_nothing_go_on_with_numbers_of_their_own(length, tmp_path: Path):
+    cfg, saving, name, done = LENGTHS[length]
+    changes = {"train_cfg": cfg, "default_hooks": {"checkpoint": saving}, "randomness": {"seed": 1}, **VALIDATION}
+    whole = run(tmp_path / "whole", LOADERS["samples"](), **changes)
+    (checkpoint,) = (tmp_path / "whole").glob(f"*/{name}")
+    resumed = run(tmp_path / "work", LOADERS["samples"](), resume=True, load_from=checkpoint, **changes)
+    assert resumed == {step: loss for step, loss in whole.items() if step >= done}
+
+
+@ranks(2)
 @pytest.mark.parametrize("has_length", [True, False])
 def test_a_stream_goes_on_without_going_through_the_past(has_length, tmp_path: Path):
     cfg = {"max_iters": 11, "val_interval": 100}

@@ -298,7 +298,7 @@ class EpochBasedTrainLoop(TrainLoop):
         self.runner.call_hook("before_train")
         if self.iter == self.epoch_begin:
             self._make_up_validation(self.epoch, self.max_epochs)
-            self.passes.draw_on()
+            self._has_begun |= self.passes.draw_on()  # ranks that go on draw different numbers already
         while self.epoch < self.max_epochs and not self.stop_training:
             begin, end = self.epoch_begin, self.epoch_end
             self._run_epoch()

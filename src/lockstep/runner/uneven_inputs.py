@@ -227,11 +227,17 @@ class Passes:
         position = None if own is None or self.deal is not None else own["position"]
         self._begin, self._resumption = begin, _Resumption(position, known, head, random)
 
-    def draw_on(self) -> None:
-        """Give the random generators what was saved now: what draws a number before the next batch did so, too."""
-        if (saved := self._saved_random()) is not None:
-            set_random_state(saved)
-            self._keep_random(None)
+    def draw_on(self) -> bool:
+        """Give the random generators what was saved now: what draws a number before the next batch did so, too.
+
+        Returns:
+            Whether there was something.
+        """
+        if (saved := self._saved_random()) is None:
+            return False
+        set_random_state(saved)
+        self._keep_random(None)
+        return True
 
     @contextmanager
     def drawing_on(self) -> Iterator[None]:
