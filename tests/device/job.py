@@ -68,9 +68,10 @@ def main(how: str, folder: Path) -> None:
             found[name] = [-1, repr(error)]
     results.write_text(json.dumps(found))
     dist.check_collectives("sample")
-    from training import STRATEGIES, averaged, losses
+    from training import STRATEGIES, averaged, losses, trial
 
     found["averaged"] = averaged(dist.get_device())
+    found["trial"] = trial(dist.get_device())
 
     for strategy in STRATEGIES:
         found[strategy] = losses(folder / strategy, strategy, SIM.host_reads)

@@ -97,3 +97,7 @@ def test_a_training_has_the_losses_and_weights_of_the_cpu(found: Any, strategy: 
 
 def test_an_average_on_the_cpu_waits_for_the_weights(found: Any) -> None:
     assert [rank["averaged"] for rank in found[1]] == [training.averaged("cpu")] * 2
+
+
+def test_copies_of_a_layer_are_compared_on_the_device(found: Any) -> None:
+    assert [rank["trial"] for rank in found[1]] == [[0.0] * 4] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from lockstep import Runner
 from lockstep.hooks import Hook
 from lockstep.model import ExponentialMovingAverage
 from lockstep.model.full_params import gather_full
+from lockstep.model.tensor_parallel_trial import _differences, _Run
 
 STRATEGIES = ("ddp", "fsdp")
 EPOCH = 4  # steps
@@ -86,3 +88,12 @@ def averaged(device: str) -> list[float]:
             for parameter in layer.parameters():
                 parameter.add_(1.0)
     return [value for one in average.module.parameters() for value in one.detach().flatten().tolist()]
+
+
+def trial(device: str) -> list[float]:
+    """Return how far a copy of a layer is from the layer, in the way in which plans are tried."""
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 3)
+    inputs = (torch.ones(4, 2, device=device),), {}
+    runs = [_Run(copy.deepcopy(layer).to(device), inputs) for _ in range(2)]
+    return _differences(*runs).tolist()

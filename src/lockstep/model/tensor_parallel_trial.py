@@ -279,9 +279,15 @@ def _keeping_inputs(region: _Region) -> Callable[..., None]:
         trains = module.training or torch.is_grad_enabled()  # recomputed modules run without gradients at first
         if trains and not any(isinstance(tensor, DTensor) for tensor in tensors):
             with suppress(Exception):  # of an object that can't be copied, such as a cache that has been filled
-                region.inputs = deepcopy((args, kwargs), {id(tensor): _leaf(tensor) for tensor in tensors})
+                region.inputs = _copied((args, kwargs))
 
     return keep
+
+
+def _copied(inputs: Any) -> Any:
+    """Return a copy of arguments, with tensors in float32, as leaves of a graph of their own."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return deepcopy(inputs, {id(tensor): _leaf(tensor) for tensor in tensors})
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -301,7 +307,7 @@ class _Run:
 
     def __init__(self, module: nn.Module, inputs: Any, seed: int = 0) -> None:
         self.module = module
-        args, kwargs = deepcopy(inputs)
+        args, kwargs = _copied(inputs)
         self._leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         device = next(module.parameters()).device
         with _seeded(seed, device), torch.autocast(device.type, enabled=False):
@@ -331,13 +337,12 @@ def _differences(whole: _Run, split: _Run) -> Tensor:
     gradients = [one for one, _ in inputs + parameters]
     usual = _size(gradients) / max(1, sum(one.numel() for one in gradients)) ** 0.5
     least = [_NEGLIGIBLE * usual * one.numel() ** 0.5 for one, _ in parameters]
-    return torch.stack(
-        [
-            _relative([outputs[index] for index in chosen]),
-            _relative(inputs),
-            *(_relative([pair], floor) for pair, floor in zip(parameters, least, strict=True)),
-        ]
-    )
+    found = [
+        _relative([outputs[index] for index in chosen]),
+        _relative(inputs),
+        *(_relative([pair], floor) for pair, floor in zip(parameters, least, strict=True)),
+    ]
+    return torch.stack([one.to(usual.device) for one in found])  # there may be no inputs with gradients
 
 
 def _relative(pairs: list[tuple[Tensor, Tensor]], floor: Tensor | float = 0.0) -> Tensor:
