@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from lockstep.errors import CollectiveMismatchError, DistError, ranks_in_words
 
@@ -108,6 +109,9 @@ class Calls:
         digest: 64 bits that depend on all of these calls and their order.
         waiting: the call that this rank waits for, by number; 0 if it does not wait.
         since: when it began to wait, by the monotonic clock.
+        running: the last call that runs on a device, or is asynchronous: its number, when it began, and what tells
+            whether it is complete; None if there is none.
+        inside: name of the block that this rank runs while the others wait for it; "" outside.
         began: when the last call began.
         failure: why this group can't be used further; None if it can.
         has_failed: whether a call has raised an error of which other ranks may not know.
@@ -115,7 +119,7 @@ class Calls:
 
     __slots__ = (
         "_codes", "_digests", "_fingerprints", "_indices", "_recent", "_seen", "_table", "began", "digest", "failure",
-        "has_failed", "number", "resets", "since", "waiting",
+        "has_failed", "inside", "number", "resets", "running", "since", "waiting",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -123,12 +127,14 @@ class Calls:
         self.failure: Failure | None = None
         self.has_failed = False
         self.waiting, self.since, self.began = 0, 0.0, 0.0
+        self.inside = ""
         self.reset()
 
     def reset(self) -> None:
         """Begin anew, after a mismatch that all ranks know of."""
         self.resets += 1
         self.number = self.digest = 0
+        self.running: tuple[int, float, Work | torch.Event] | None = None
         self._table: list[tuple[CodeType, int, _Key, str]] = []
         self._fingerprints: list[int] = []
         self._indices: dict[_Key, int] = {}
@@ -168,6 +174,26 @@ class Calls:
         self.number = number + 1
         self.began = monotonic()
         return is_new
+
+    def is_running(self) -> bool:
+        """Return whether the last call on a device is incomplete, without waiting for it; any thread may ask."""
+        running = self.running
+        if running is None:
+            return False
+        last = running[2]
+        with contextlib.suppress(RuntimeError):  # a call that has failed is told by whoever waits for it
+            if not (last.query() if isinstance(last, torch.Event) else last.is_completed()):
+                return True
+        if self.running is running:
+            self.running = None
+        return False
+
+    def unfinished(self) -> tuple[int, float]:
+        """Return number and beginning of the call that this rank waits for, or that runs on a device; 0 if none."""
+        waiting, since, running = self.waiting, self.since, self.running
+        if waiting:
+            return waiting, since
+        return (running[0], running[1]) if running is not None and self.is_running() else (0, 0.0)
 
     def digest_after(self, number: int) -> int | None:
         """Return the digest after the first `number` calls; None if it is not kept."""
