@@ -111,6 +111,7 @@ class Calls:
         since: when it began to wait, by the monotonic clock.
         running: the last call that runs on a device, or is asynchronous: its number, when it began, and what tells
             whether it is complete; None if there is none.
+        event: what marks the last call on a device that gave no `Work`; made at the first one.
         inside: name of the block that this rank runs while the others wait for it; "" outside.
         began: when the last call began.
         failure: why this group can't be used further; None if it can.
@@ -118,7 +119,7 @@ class Calls:
     """
 
     __slots__ = (
-        "_codes", "_digests", "_fingerprints", "_indices", "_recent", "_seen", "_table", "began", "digest", "failure",
+        "_digests", "_fingerprints", "_indices", "_recent", "_seen", "_table", "began", "digest", "event", "failure",
         "has_failed", "inside", "number", "resets", "running", "since", "waiting",
     )  # fmt: skip
 
@@ -128,6 +129,7 @@ class Calls:
         self.has_failed = False
         self.waiting, self.since, self.began = 0, 0.0, 0.0
         self.inside = ""
+        self.event: torch.Event | None = None
         self.reset()
 
     def reset(self) -> None:

@@ -416,7 +416,7 @@ def interrupt(comm: Comm) -> None:
     pg = comm.pg
     if pg is None:
         return
-    if "cpu" in comm.devices and comm.backend != "nccl":
+    if "cpu" in comm.devices:
         # gloo has no other way: a receive that times out closes all connections of the group (torch 2.13). One from a
         # rank that is gone fails without that.
         for step in range(1, comm.size):
