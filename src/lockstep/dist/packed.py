@@ -39,6 +39,7 @@ _CPU = torch.device("cpu")
 # What goes to one rank beside other calls: kinds of messages, which keep their order.
 _FIRST_BYTES = 1024
 _FIRST_TAG, _REST_TAG = 1, 2
+_unread: list[PendingGather] = []  # whose failure is on its way, while nobody waits for it
 
 
 class _Packed(NamedTuple):
@@ -255,7 +256,9 @@ class PendingGather:
         try:
             packed = _pack(obj, comm)
         except Exception as error:
-            self._send(_HEAD.pack(0, len(text := error_in_words(error).encode(errors="replace")), 0, 0) + text, dst)
+            text = error_in_words(error).encode(errors="replace")[: _FIRST_BYTES - _HEAD.size]
+            self._send(_HEAD.pack(0, len(text), 0, 0) + text, dst)
+            _unread.append(self)
             raise
         rest = [torch.frombuffer(bytearray(packed.head() + packed.body), dtype=torch.uint8), *packed.segments]
         self._send(_HEAD.pack(1, rest[0].numel(), 0, 0), dst)
@@ -309,7 +312,7 @@ class PendingGather:
             outcome.set_exception(error)
 
     def _send(self, said: bytes, dst: int) -> None:
-        self._first = torch.frombuffer(bytearray(said[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)
+        self._first = torch.frombuffer(bytearray(said.ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)
         self._pending += start_sending([self._first], dst, self._comm, _FIRST_TAG)
 
     def _receive(self, rank: int, length: int) -> Any:

@@ -67,8 +67,8 @@ def scatter(
     **Raises**: ValueError or TypeError on `src` if its list does not hold one tensor for each rank, ValueError on a
     rank whose `tensor` does not match what it would get, PeerError on the others; nothing has been sent by then.
 
-    **Cost**: 256 bytes from each rank to each, between the hosts, and on many ranks a header of `src` for each; then the
-    bytes of each tensor from `src`.
+    **Cost**: 256 bytes from each rank to each, between the hosts, and a header of `src` for each rank; then the bytes
+    of each tensor from `src`.
 
     **Example (2 ranks)**::
 

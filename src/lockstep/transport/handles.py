@@ -56,8 +56,13 @@ class Handle:
         """
         if self._future is None:
             futures = [work.get_future() for work in self._works]
-            self._future = collect_all(futures).then(lambda _: self._complete())
+            self._future = collect_all(futures).then(lambda _: self._finish_there())
         return self._future
+
+    def _finish_there(self) -> bool:
+        # In gloo's thread: it completes the future before the `Work`, which must not be waited for there.
+        self._works = tuple([work for work in self._works if isinstance(work, Handle)])
+        return self._complete()
 
     def _complete(self, timeout: timedelta | None = None) -> bool:
         for work in self._works:
