@@ -59,7 +59,7 @@ test-jobs: $(READY)  ## the commands, torchrun, mpirun, Slurm and two hosts for 
 	$(BIN)/python -m pytest $(if $(SLICE),$(SLICE_JOBS),$(JOBS)) $(PYTEST_ARGS)
 
 .PHONY: test-gpu
-test-gpu: $(READY)  ## the tests that need a GPU, where there is one
+test-gpu: $(READY)  ## collectives, trainings and faults on a GPU; on two and four where they are
 	$(BIN)/python -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
 
 # Needs a C++ compiler; about a minute of it, the first time.
