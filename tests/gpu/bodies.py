@@ -65,7 +65,6 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "fsdp-amp-fp16": ({"strategy": "fsdp", "optim_wrapper": AMP["float16"]}, HALF),
     "fsdp-accumulating": ({"strategy": "fsdp", "optim_wrapper": optim_config(4, True)}, EXACT),
     "fsdp-compiled": ({"strategy": "fsdp", "compile": TRACED}, EXACT),
-    "tensor-parallel": ({"strategy": {"type": "fsdp", "tensor_parallel": 1}}, EXACT),
 }
 # For one rank alone.
 SINGLE: dict[str, tuple[dict[str, Any], float]] = {
@@ -75,6 +74,12 @@ SINGLE: dict[str, tuple[dict[str, Any], float]] = {
     "single-fp16": ({"strategy": "single", "optim_wrapper": AMP["float16"]}, HALF),
     "single-accumulating": ({"strategy": "single", "optim_wrapper": optim_config(4, True)}, EXACT),
     "single-compiled": ({"strategy": "single", "compile": TRACED}, EXACT),
+}
+# For so many ranks alone, of which so many see samples of their own.
+MESHES: dict[str, tuple[int, int, Any]] = {
+    "tensor-parallel": (2, 1, {"type": "fsdp", "tensor_parallel": 2}),
+    "tensor-parallel in two replicas": (4, 2, {"type": "fsdp", "tensor_parallel": 2}),
+    "hybrid": (4, 4, {"type": "fsdp", "device_mesh": (2, 2)}),
 }
 # Compiled by torch's own backend; on a GPU, `reduce-overhead` records graphs.
 TRANSLATED: dict[str, Any] = {
@@ -94,10 +99,10 @@ class Norms(Hook):
             self.seen.append(runner.optim_wrapper.grad_norm.item())
 
 
-def loader(batch: int, pin_memory: bool = False) -> dict[str, Any]:
+def loader(batch: int, pin_memory: bool = False, shards: int | None = None) -> dict[str, Any]:
     return {
         "dataset": TensorDataset(INPUTS, TARGETS),
-        "batch_size": batch // get_world_size(),
+        "batch_size": batch // (shards or get_world_size()),
         "shuffle": False,
         "pin_memory": pin_memory and get_device() != "cpu",  # torch warns where there is nothing to pin it for
     }
@@ -128,6 +133,22 @@ def train(case: str, work_dir: Path, compile_: Any = None) -> tuple[str, list[fl
     model = runner.train()
     kind = next(model.parameters()).device.type if "offload" not in case else get_device()
     return kind, mean_over_ranks(losses.seen), norms.seen
+
+
+def train_on_mesh(case: str, work_dir: Path) -> tuple[str, list[float], list[float]]:
+    """Return the kind of device, the losses of the global batches and the gradient norms of a run on a mesh."""
+    _, shards, strategy = MESHES[case]
+    losses, norms = Losses(), Norms()
+    model = Runner(
+        seeded(Heads),
+        work_dir,
+        train_dataloader=loader(BATCH, shards=shards),
+        train_cfg={"max_epochs": 1},
+        custom_hooks=[losses, norms],
+        optim_wrapper=CLIPPING,
+        strategy=strategy,
+    ).train()
+    return next(model.parameters()).device.type, mean_over_ranks(losses.seen), norms.seen
 
 
 def train_translated(strategy: str, mode: str, work_dir: Path) -> tuple[str, list[float], list[float]]:

@@ -12,5 +12,6 @@ NO_DEVICE = (
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if get_device() == "cpu" and any(item.get_closest_marker("gpu") for item in session.items):
+    is_run = not session.config.option.collectonly
+    if is_run and get_device() == "cpu" and any(item.get_closest_marker("gpu") for item in session.items):
         pytest.exit(NO_DEVICE, returncode=1)

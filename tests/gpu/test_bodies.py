@@ -43,6 +43,11 @@ def test_losses_are_those_of_a_plain_loop_on_the_cpu(case: str, size: int, tmp_p
     check_case(case, size, tmp_path)
 
 
+@pytest.mark.parametrize("case", bodies.MESHES)
+def test_on_a_mesh_losses_are_those_of_a_plain_loop_on_the_cpu(case: str, tmp_path: Path):
+    check_mesh(case, tmp_path)
+
+
 def test_torchs_own_backend_translates_for_it(tmp_path: Path):
     check_translated("ddp", "reduce-overhead", 2, tmp_path)
 
@@ -102,6 +107,13 @@ def check_case(case: str, size: int, work_dir: Path) -> str:
     wanted = run_ranks(1, bodies.train_on_cpu, case)[0]
     kind, *found = run_ranks(size, bodies.train, case, work_dir)[0]
     _compare(found, wanted, {**bodies.CASES, **bodies.SINGLE}[case][1])
+    return kind
+
+
+def check_mesh(case: str, work_dir: Path) -> str:
+    wanted = run_ranks(1, bodies.train_on_cpu, "fsdp")[0]
+    kind, *found = run_ranks(bodies.MESHES[case][0], bodies.train_on_mesh, case, work_dir)[0]
+    _compare(found, wanted, bodies.EXACT)
     return kind
 
 

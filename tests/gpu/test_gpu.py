@@ -24,6 +24,7 @@ from .test_bodies import (
     check_fault,
     check_going_on,
     check_guarded,
+    check_mesh,
     check_own_loop,
     check_translated,
     check_utilization,
@@ -34,15 +35,14 @@ pytestmark = pytest.mark.gpu
 
 def on(*sizes: int) -> list[Any]:
     """Return numbers of ranks, each skipped where torch sees fewer devices."""
-    found = torch.accelerator.device_count()
     return [
-        pytest.param(
-            size,
-            id=f"{size} devices" if size > 1 else "1 device",
-            marks=pytest.mark.skipif(found < size, reason=f"needs {size} devices, but torch sees {found}"),
-        )
-        for size in sizes
+        pytest.param(size, id=f"{size} devices" if size > 1 else "1 device", marks=at_least(size)) for size in sizes
     ]
+
+
+def at_least(size: int) -> pytest.MarkDecorator:
+    found = torch.accelerator.device_count()
+    return pytest.mark.skipif(found < size, reason=f"needs {size} devices, but torch sees {found}")
 
 
 @pytest.fixture
@@ -70,6 +70,17 @@ def test_losses_are_those_of_a_plain_loop_on_the_cpu(case: str, size: int, devic
 @pytest.mark.parametrize("case", bodies.SINGLE)
 def test_losses_of_one_process_are_those_of_a_plain_loop_on_the_cpu(case: str, device: str, tmp_path: Path):
     assert check_case(case, 1, tmp_path) == device
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=at_least(size), id=f"{case} on {size} devices")
+        for case, (size, _, _) in bodies.MESHES.items()
+    ],
+)
+def test_on_a_mesh_losses_are_those_of_a_plain_loop_on_the_cpu(case: str, device: str, tmp_path: Path):
+    assert check_mesh(case, tmp_path) == device
 
 
 @pytest.mark.parametrize("size", on(1, 2))
