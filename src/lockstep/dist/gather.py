@@ -33,7 +33,7 @@ from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import exchange, report_failure
 from lockstep.transport.handles import Handle, wait_unless_async
 from lockstep.transport.memory import copy_all
-from lockstep.transport.moving import gather_alike, gather_uneven, place_for, transfer
+from lockstep.transport.moving import gather_alike, gather_into, place_for, transfer
 
 
 @overload
@@ -259,7 +259,7 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
         parts, handle = gather_alike(wire, comm)
     else:
         parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
-        handle = gather_uneven(parts, wire, comm)
+        handle = gather_into(parts, wire, comm)
     handle.wait()
     return parts if wire.device == data.device else [part.to(data.device) for part in parts]
 
@@ -279,12 +279,7 @@ def _all_gather_into(
     else:
         check_call("all_gather", comm, compares=False)
         wire, _ = _exchange_headers("data", data, comm, outputs)
-    if len({(x.dtype, x.shape) for x in outputs}) == 1:
-        parts, handle = gather_alike(wire, comm, async_op)
-    else:
-        parts = [x if x.device == wire.device else torch.empty_like(x, device=wire.device) for x in outputs]
-        handle = gather_uneven(parts, wire, comm, async_op)
-    return Handle([handle], comm, lambda: copy_all(outputs, parts))
+    return gather_into(outputs, wire, comm, async_op)
 
 
 def _all_gather_with_grads(

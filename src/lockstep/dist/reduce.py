@@ -27,7 +27,7 @@ from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_lis
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import report_failure
 from lockstep.transport.handles import Handle, start, wait_unless_async
-from lockstep.transport.moving import gather_uneven
+from lockstep.transport.moving import gather_into
 from lockstep.transport.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
 
@@ -345,7 +345,8 @@ def _reduce_scatter(
     wires = [comm.to_wire(entry) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
     device = travelling[0].device
-    if device.type == "cpu" or plan.wire_op in comm.missing_ops or any(entry.shape != shape for entry in input_list):
+    is_even = all(entry.shape == shape for entry in input_list)
+    if not is_even or plan.wire_op in comm.missing_ops or (async_op and device.type == "cpu"):
         return _combine_here(output, travelling, plan, comm, async_op)
 
     def run(received: Tensor, wire_op: OpName) -> Handle:
@@ -360,7 +361,7 @@ def _reduce_scatter(
 def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction, comm: Comm, async_op: bool) -> Handle:
     """Send each rank its tensors, which it combines: entries of any shape, and what a backend can't reduce.
 
-    So on the CPU, too, where a `reduce_scatter` can't be asked whether it is complete (gloo, torch 2.13).
+    So with `async_op` on the CPU, where a `reduce_scatter` can't be asked whether it is complete (gloo, torch 2.13).
     """
     own = travelling[comm.rank]
     received = own.new_empty((comm.size, *own.shape))
@@ -429,7 +430,7 @@ def _on_every_rank(own: Tensor, like: Sequence[tuple[torch.Size, torch.device]],
     """Return every rank's tensor, whose shapes all know: the transpose of what `reduce_scatter` does."""
     wire = comm.to_wire(own)
     received = [torch.empty(shape, dtype=wire.dtype, device=wire.device) for shape, _ in like]
-    gather_uneven(received, wire, comm).wait()
+    gather_into(received, wire, comm).wait()
     return [x.to(device) for x, (_, device) in zip(received, like, strict=True)]
 
 

@@ -29,18 +29,18 @@ def gather_alike(wire: Tensor, comm: Comm, async_op: bool = False) -> tuple[list
     return list(every.unbind()), Handle([work], comm)
 
 
-def gather_uneven(outputs: Sequence[Tensor], wire: Tensor, comm: Comm, async_op: bool = False) -> Handle:
-    """Fill `outputs` with every rank's tensor, whose dtypes and shapes may differ; all are on the device of `wire`.
+def gather_into(outputs: Sequence[Tensor], wire: Tensor, comm: Comm, async_op: bool = False) -> Handle:
+    """Fill `outputs` with every rank's tensor, which are like them, also where dtypes and shapes differ.
 
-    **Collective**: every rank. **Cost**: on an accelerator one `all_gather`, which NCCL runs as a group of broadcasts;
-    on the CPU, where gloo ends the process if sizes differ, one `broadcast` for each rank, all in flight at once.
+    **Collective**: every rank. **Cost**: one `all_gather`, which NCCL runs as a group of broadcasts if sizes differ; on
+    the CPU, where gloo then ends the process, one `broadcast` for each rank, all in flight at once.
     """
     if comm.pg is None:
         copy_into(outputs[0], wire)
         return Handle((), comm)
     received = [place_for(x, wire.device) for x in outputs]
     flat = [as_bytes(x) for x in received]
-    if wire.is_cpu:
+    if wire.is_cpu and len({x.numel() for x in flat}) > 1:
         copy_into(received[comm.rank], wire)
         works = [
             start(torch_dist.broadcast, comm, wire.device, x, group_src=rank, async_op=True)
