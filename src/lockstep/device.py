@@ -107,6 +107,12 @@ def peak_memory() -> int:
     return _peak_resident_bytes()
 
 
+def pins_memory() -> bool:
+    """Return whether torch's loaders can put batches into pinned memory, from which an accelerator copies by itself."""
+    accelerator = _accelerator()
+    return accelerator is not None and accelerator.type != "mps"  # there torch's loader only warns (2.13)
+
+
 def get_data_device(data: Any) -> torch.device:
     """Return the device on which all tensors in `data` live.
 

@@ -110,6 +110,8 @@ OTHER_DEFAULTS = {
     ("dist.init_dist", "launcher"): None,  # asks the environment
     ("dist.init_dist", "backend"): None,  # what the machine has
     ("dist.init_local_group", "num_gpus_per_node"): None,  # the other form gives the size alone
+    ("model.BaseDataPreprocessor", "non_blocking"): True,  # where the host waits, the device has nothing to do
+    ("model.ImgDataPreprocessor", "non_blocking"): True,
 }
 # Places that hold something else; the functions of dist take the published order all the same, as CALLS shows.
 OTHER_PLACES = {

@@ -13,6 +13,7 @@ from lockstep.dataset.rank_aware import differing_parts, is_rank_aware
 from lockstep.dataset.sampler import DealingSampler, DefaultSampler, InfiniteSampler, WorkerSeeds
 from lockstep.dataset.sharded_loader import check_shard, shard_loader, shard_sampler
 from lockstep.dataset.stream import StreamLoader, StreamShard, check_split
+from lockstep.device import pins_memory
 from lockstep.dist import get_dist_info, get_rank, get_world_size
 from lockstep.errors import ConfigError, require_count
 from lockstep.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, in_default_scope
@@ -56,7 +57,8 @@ def build_dataloader(
             object, a config, or replaced by `shuffle`), `batch_sampler` (an object or a config), `collate_fn` (a
             function, or one in the registry `FUNCTIONS`, such as `default_collate` and `pseudo_collate`, by name or
             config), `num_batch_per_epoch` (the number of batches of a shortened epoch, for a trial), and further
-            arguments of `torch.utils.data.DataLoader`. An `IterableDataset` is split over ranks and workers (see
+            arguments of `torch.utils.data.DataLoader`, of which `pin_memory` is True by default where there is an
+            accelerator. An `IterableDataset` is split over ranks and workers (see
             `StreamShard`). `split=False` says that the dataset or the sampler already splits the data itself;
             `split=True` that it does not, even if it seems to.
         seed: seed of the order of samples, the same on every rank.
@@ -119,6 +121,7 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
     in_batches = arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
     arguments.setdefault("generator", WorkerSeeds(seed, shard[0]))
+    arguments.setdefault("pin_memory", pins_memory())
     split = arguments.pop("split", None)
     if split is not None and not isinstance(split, bool):
         raise ConfigError(f"`split` must be True, False or None, but is {split!r}")

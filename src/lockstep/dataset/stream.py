@@ -20,9 +20,23 @@ from lockstep.dataset.random_state import portable, seed_generators, separate_ra
 from lockstep.dataset.sampler import TOLD
 from lockstep.dist import all_gather_object, get_rank, get_world_size
 from lockstep.errors import ConfigError, counted, listed
+from lockstep.tree import tree_map
 
 _logger = logging.getLogger(__name__)
 _MOST_TOLD = 64  # values and letters of a sample
+
+
+class _Made(NamedTuple):
+    """A batch, its number of samples, the position of the dataset that made it, and the first samples of its stream."""
+
+    batch: Any
+    samples: int | None
+    made_by: Any
+    head: list[int]
+
+    def pin_memory(self) -> _Made:
+        """Pin the batch alone, as torch's loader does with `pin_memory`."""
+        return self._replace(batch=tree_map(lambda x: x.pin_memory() if hasattr(x, "pin_memory") else x, self.batch))
 
 
 class Begin(NamedTuple):
@@ -392,10 +406,8 @@ def _texts_in(sample: Any) -> Iterator[str]:
             yield repr(sample.reshape(-1)[:_MOST_TOLD].tolist())
 
 
-def _with_position(
-    collate_fn: Callable[[Any], Any], dataset: StreamShard, in_batches: bool, samples: Any
-) -> tuple[Any, int | None, Any, list[int]]:
+def _with_position(collate_fn: Callable[[Any], Any], dataset: StreamShard, in_batches: bool, samples: Any) -> _Made:
     """Make a batch, in the process that makes the samples, and add their number and the position of the dataset."""
     info = get_worker_info()
     made_by: Any = dataset if info is None else info.dataset  # in a worker: the worker's own copy
-    return collate_fn(samples), len(samples) if in_batches else None, made_by.position(), made_by.head
+    return _Made(collate_fn(samples), len(samples) if in_batches else None, made_by.position(), made_by.head)

@@ -143,6 +143,7 @@ def init_dist(
     pg = groups.get_default_group()
     assert pg is not None  # made a moment ago
     groups.topologies[pg] = topology
+    groups.timeouts[pg] = duration or _TIMEOUT
     if topology.world_size > 1:
         _generation += 1
         start_watch()
@@ -211,7 +212,10 @@ def init_local_group(
     if comm.pg is None:
         return
     # Every rank takes part in making every group, as torch requires.
-    made = [torch_dist.new_group(list(range(first, first + size))) for first in range(0, comm.size, size)]
+    made = [
+        torch_dist.new_group(list(range(first, first + size)), timeout=comm.timeout)
+        for first in range(0, comm.size, size)
+    ]
     groups.local_groups[comm.pg] = made[node]
 
 

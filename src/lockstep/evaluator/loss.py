@@ -8,7 +8,9 @@ from typing import Any
 
 from lockstep.dataset import batch_size_of
 from lockstep.evaluator.metric import BaseMetric
+from lockstep.logging import read_scalars
 from lockstep.model import OutsideLoss
+from lockstep.model.compiling import kept_outputs
 
 
 class LossMetric(BaseMetric):
@@ -38,12 +40,12 @@ class LossMetric(BaseMetric):
             weight = self._count(data_batch)
         else:
             weight = batch_size_of(data_batch) if self.samples is None else self.samples
-        self.results.append((self._loss.predicted, weight))
+        self.results.append((kept_outputs(self._loss.predicted), weight))
 
     def evaluate(self, size: int | None) -> dict[str, Any]:
         """Return the mean over all ranks; see `BaseMetric.evaluate`."""
-        # Moves them off the accelerator.
-        self.results = [(float(loss), float(weight)) for loss, weight in self.results]
+        values = read_scalars(value for pair in self.results for value in pair)  # one read of an accelerator
+        self.results = list(zip(values[::2], values[1::2], strict=True))
         return super().evaluate(size)
 
     def compute_metrics(self, results: list[tuple[float, float]]) -> dict[str, float]:

@@ -88,7 +88,7 @@ class BaseAveragedModel(nn.Module, ABC):
             model: the model that is averaged, wrapped or not.
 
         **Cost**: one pass over the weights, in a few kernels for all of them together; it waits for an accelerator only
-        if the average is on the CPU and the model is not.
+        if the average is on the CPU and the model is not, and then once.
 
         Raises:
             ValueError: `model` has weights of other shapes than the copy.
@@ -97,9 +97,7 @@ class BaseAveragedModel(nn.Module, ABC):
         if steps % self.interval == 0:
             averaged, copied = self._pairs_with(model)
             if steps:
-                pairs = zip(*averaged, strict=True)
-                source = [theirs.to(own.device, own.dtype, non_blocking=not own.is_cpu) for own, theirs in pairs]
-                self._average(averaged.own, source, steps)
+                self._average(averaged.own, _fetched(averaged), steps)
             else:
                 _copy(averaged)
             _copy(copied)
@@ -323,5 +321,20 @@ def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 def _copy(pairs: _Pairs) -> None:
     if pairs.own:
-        # What arrives on the CPU is read there at once, without waiting.
-        torch._foreach_copy_(pairs.own, pairs.theirs, non_blocking=not any(own.is_cpu for own in pairs.own))
+        torch._foreach_copy_(pairs.own, _fetched(pairs))
+
+
+def _fetched(pairs: _Pairs) -> list[Tensor]:
+    """Return the values of the model's tensors on the devices and in the dtypes of the average's.
+
+    Those that go from an accelerator to the CPU are under way together, and waited for once: they are read at once.
+    """
+    fetched, sources = [], set()
+    for own, theirs in zip(*pairs, strict=True):
+        value = theirs.to(own.dtype)
+        if own.is_cpu and not theirs.is_cpu:
+            sources.add(theirs.device)
+        fetched.append(value.to(own.device, non_blocking=True))
+    for device in sources:
+        torch.accelerator.current_stream(device).synchronize()
+    return fetched

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.device import get_device
 from lockstep.errors import ConfigError
+from lockstep.tree import tree_map
+
+# torch imports it where the first CUDA graph is made, and has no public function that tells (2.13).
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 
 
 def compile_in_place(model: nn.Module, parts: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
@@ -49,6 +53,27 @@ def uncompiled(model: nn.Module) -> nn.Module:
     inner: nn.Module = model._orig_mod
     inner._compiled_call_impl = model.dynamo_ctx(inner._call_impl)
     return inner
+
+
+def begin_compiled_step() -> None:
+    """Say that a step begins: outputs of CUDA graphs in the steps before may be overwritten, those in this one not.
+
+    Without it, torch takes each call of a compiled function without gradients for a step.
+    """
+    if _uses_cuda_graphs():
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+
+def kept_outputs(outputs: Any) -> Any:
+    """Return what a model has predicted in memory that its next call does not overwrite, as CUDA graphs would.
+
+    **Cost**: a copy of the outputs, where something is compiled with CUDA graphs (`mode="reduce-overhead"`).
+    """
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs) if _uses_cuda_graphs() else outputs
+
+
+def _uses_cuda_graphs() -> bool:
+    return _CUDA_GRAPHS in sys.modules
 
 
 def require_toolchain(backend: Any) -> None:

@@ -27,7 +27,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         pad_value: value of the padding to the right of and below the images, which is not normalised.
         bgr_to_rgb: reverse the order of the three channels.
         rgb_to_bgr: the same, for RGB images.
-        non_blocking: copy from pinned memory without waiting for the copy.
+        non_blocking: let the host go on while a batch is copied to an accelerator.
 
     **Shapes**: [images, channels, height, width], or a list of [channels, height, width], of any dtype -> [images,
     channels, greatest height, greatest width] in float32.
@@ -51,7 +51,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         pad_value: float = 0,
         bgr_to_rgb: bool = False,
         rgb_to_bgr: bool = False,
-        non_blocking: bool = False,
+        non_blocking: bool = True,
     ) -> None:
         super().__init__(non_blocking)
         if bgr_to_rgb and rgb_to_bgr:

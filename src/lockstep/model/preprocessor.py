@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.registry import MODELS
+from lockstep.structures import BaseDataElement
 from lockstep.tree import map_children
 
 
@@ -20,10 +23,10 @@ class BaseDataPreprocessor(nn.Module):
     Subclasses stack, normalise or augment the batch in `forward`, after `cast_data`.
 
     Args:
-        non_blocking: copy from pinned memory without waiting for the copy.
+        non_blocking: let the host go on while a batch is copied to an accelerator.
     """
 
-    def __init__(self, non_blocking: bool = False) -> None:
+    def __init__(self, non_blocking: bool = True) -> None:
         super().__init__()
         self._non_blocking = non_blocking
         self._device = torch.device("cpu")
@@ -54,22 +57,44 @@ class BaseDataPreprocessor(nn.Module):
         return self
 
 
-def move_to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
+def move_to_device(data: Any, device: torch.device, non_blocking: bool = True) -> Any:
     """Return `data` with its tensors, and whatever else has a `.to` method, on `device`.
 
     Dicts, lists, tuples, named tuples and dataclasses are rebuilt with their own type; other leaves, such as names of
     files, are returned unchanged.
+
+    Args:
+        data: a batch.
+        device: where it goes.
+        non_blocking: let the host go on while tensors are copied to an accelerator, which uses them after the copy.
+            Copies to the CPU always end before this returns.
     """
+    return _moved(data, device, non_blocking and device.type != "cpu")
+
+
+def _moved(data: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device, non_blocking=non_blocking)
     if type(data) is tuple or type(data) is list:  # most batches are; the tests below take longer
         for value in data:
             if not (isinstance(value, Tensor) and value.device == device):
-                return type(data)([move_to_device(value, device, non_blocking) for value in data])
+                return type(data)([_moved(value, device, non_blocking) for value in data])
         return type(data)(data)
     if isinstance(data, str | bytes | int | float | None):
         return data
-    owns_to = hasattr(data, "to")
-    if isinstance(data, Mapping | list | tuple) or (is_dataclass(data) and not isinstance(data, type) and not owns_to):
-        return map_children(lambda value: move_to_device(value, device, non_blocking), data)
-    return data.to(device) if owns_to else data
+    owns_to = hasattr(data, "to") and getattr(type(data), "to", None) is not BaseDataElement.to
+    is_record = isinstance(data, BaseDataElement) or (is_dataclass(data) and not isinstance(data, type))
+    if isinstance(data, Mapping | list | tuple) or (is_record and not owns_to):
+        return map_children(lambda value: _moved(value, device, non_blocking), data)
+    if not owns_to:
+        return data
+    kind: type = type(data)
+    return data.to(device, non_blocking=True) if non_blocking and _takes_non_blocking(kind) else data.to(device)
+
+
+@cache
+def _takes_non_blocking(kind: type) -> bool:
+    try:
+        return "non_blocking" in inspect.signature(kind.to).parameters  # type: ignore[attr-defined]
+    except (TypeError, ValueError, AttributeError):  # of code without a signature, or an attribute of the object's own
+        return False

@@ -128,7 +128,7 @@ def parse_losses(losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
             f"`forward` must return at least one entry whose name contains 'loss', but returned only {sorted(values)}"
         )
     total = sum(parts[1:], start=parts[0])
-    log_vars = {name: value.detach() for name, value in values.items()}
+    log_vars = {name: value.detach().clone() for name, value in values.items()}  # of a parameter, before its update
     return total, {**log_vars, "loss": total.detach()}
 
 

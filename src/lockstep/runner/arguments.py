@@ -29,6 +29,7 @@ Content: TypeAlias = Literal[
 ConfigDict: TypeAlias = Mapping[str, Any]
 
 RESUME_OPTIONS = ("config", "checkpoint")
+MATMUL_PRECISIONS = ("highest", "high", "medium")
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 DEFAULT_TRAIN_CFG: Mapping[str, Any] = {"by_epoch": True, "max_epochs": 3, "val_interval": 1}
 DEFAULT_OPTIM_WRAPPER: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "lr": 1e-3}}
@@ -94,7 +95,10 @@ class RunnerArguments:
     custom_hooks: Annotated[Sequence[Any] | None, Argument("a list of hooks or None", holds="custom hooks")] = None
     strategy: Annotated[Strategy | ConfigDict | str | None, Argument(holds="strategy")] = None
     launcher: str | None = None
-    env_cfg: Annotated[ConfigDict | None, _dict_of("dist_cfg", "cudnn_benchmark", "mp_cfg", "resource_limit")] = None
+    env_cfg: Annotated[
+        ConfigDict | None,
+        _dict_of("dist_cfg", "cudnn_benchmark", "float32_matmul_precision", "mp_cfg", "resource_limit"),
+    ] = None
     load_from: Annotated[str | Path | None, Argument("a path or None")] = None
     resume: Annotated[bool, Argument("True or False; the checkpoint goes to `load_from`")] = False
     randomness: Annotated[ConfigDict | None, _dict_of("seed", "deterministic", "diff_rank_seed")] = None
@@ -116,6 +120,8 @@ class RunnerArguments:
     stop_signals: Annotated[Sequence[str], Argument("names of signals, as in ['SIGTERM'], or an empty list")] = (
         STOP_SIGNALS
     )
+    prefetch_to_device: Annotated[bool, Argument("True or False")] = False
+    channels_last: Annotated[bool, Argument("True or False")] = False
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ARGUMENTS}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from lockstep.dataset import DataShard, build_dataloader
@@ -78,6 +79,13 @@ def build_model(args: RunnerArguments, strategy: Strategy) -> nn.Module:
         )
     elif args.train_dataloader is not None:
         _tell_of_lightning_steps(unwrap_model(built))
+    if args.channels_last:
+        if not strategy.keeps_memory_format:
+            raise ConfigError(
+                f"`channels_last` must be False under {type(strategy).__name__}, whose weights are contiguous. "
+                "Let the model convert its images: images.to(memory_format=torch.channels_last); or use strategy 'ddp'"
+            )
+        built.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if args.compile is not False:
         compile_in_place(built, strategy.compiled_parts(built), {} if args.compile is True else args.compile)
     return built

@@ -18,6 +18,7 @@ from lockstep.device import get_device
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
 from lockstep.model import ModelWrapper, predict_step, step_of
+from lockstep.model.compiling import begin_compiled_step, kept_outputs
 from lockstep.registry import LOOPS
 from lockstep.runner.run import Run
 from lockstep.runner.seeds import part_ranks, random_state_kept
@@ -91,11 +92,13 @@ class EvalLoop:
         step = step_of(runner.model, f"{mode}_step", predict_step)
         for batch_idx, turn in enumerate(runner.agreement.points(self._turns(), trains=False)):
             data_batch = turn.batch
+            moved = runner.prefetch(data_batch)
+            begin_compiled_step()
             if not turn.is_own:
-                step(data_batch)  # the other ranks need this rank's forward pass
+                step(moved)  # the other ranks need this rank's forward pass
                 continue
             runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
-            outputs = step(data_batch)
+            outputs = kept_outputs(step(moved))
             if runner.data_shard.is_first:
                 self.evaluator.count_samples(turn.samples)
                 self.evaluator.process(data_samples=outputs, data_batch=data_batch)

@@ -14,6 +14,7 @@ from lockstep.errors import ConfigError, require_count
 from lockstep.groups import resolve
 from lockstep.launch.progress import iteration_teller
 from lockstep.model import train_step_of, unwrap_model
+from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.wrapper import note_no_backward
 from lockstep.optim import OptimWrapperDict
 from lockstep.registry import LOOPS
@@ -207,12 +208,13 @@ class TrainLoop(ABC):
         optim_wrapper.begin_iteration(self.iter)
         optim_wrapper.count_samples(turn.samples, turn.mean_samples)
         runner.hooks.call("before_train_iter", runner, batch_idx=batch_idx, data_batch=data_batch)
-        before = optim_wrapper.inner_count
+        before, moved = optim_wrapper.inner_count, runner.prefetch(data_batch)
+        begin_compiled_step()
         if turn.is_own:
-            outputs = self._step(data_batch, optim_wrapper)
+            outputs = self._step(moved, optim_wrapper)
         else:
             with buffers_kept(runner.model):  # a stand-in changes neither gradients nor running statistics
-                outputs = self._step(data_batch, optim_wrapper)
+                outputs = self._step(moved, optim_wrapper)
         if optim_wrapper.inner_count == before:
             note_no_backward(resolve(None))
         outputs = _values_to_log(outputs)
@@ -392,7 +394,11 @@ def no_batches(loader: Any, name: str = "train_dataloader") -> ConfigError:
 
 
 def _values_to_log(outputs: Any) -> dict[str, Any]:
-    """Return the values to log from a training step, perhaps the model's own; tensors are detached."""
+    """Return the values to log from a training step, perhaps the model's own.
+
+    Tensors are copied: a parameter, a buffer or an output of a CUDA graph is written again in the next step, and all of
+    them are read much later.
+    """
     if outputs is None:
         return {}
     if type(outputs) is not dict and not isinstance(outputs, Mapping):
@@ -404,8 +410,7 @@ def _values_to_log(outputs: Any) -> dict[str, Any]:
     for name, value in outputs.items():
         if isinstance(value, Tensor):
             if value.numel() == 1:
-                if value.requires_grad:
-                    values[name] = value.detach()
+                values[name] = value.detach().clone()
                 continue
         elif isinstance(value, int | float):
             continue

@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluator.evaluator import plain_value
 from lockstep.groups import resolve
 from lockstep.model import ModelWrapper, unwrap_model
+from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.preprocessor import move_to_device
 from lockstep.model.wrapper import driving, forwarded, note_no_backward
 from lockstep.optim import OptimWrapper
@@ -160,7 +161,9 @@ class OwnLoop(TrainLoop):
             self._is_stepping, before = True, run.optim_wrapper.inner_count
             try:
                 with nothing if is_plain else self._led(), nothing if turn.is_own else buffers_kept(run.model):
-                    yield move_to_device(turn.batch, device)
+                    moved = move_to_device(run.prefetch(turn.batch), device)
+                    begin_compiled_step()
+                    yield moved
             finally:
                 self._is_stepping = False
             if run.optim_wrapper.inner_count == before:
@@ -185,7 +188,9 @@ class OwnLoop(TrainLoop):
         with self.runner.saving.at_stop(), random_state_kept(), self.runner.evaluated(), context:
             for turn in turns:
                 self.counts = turn.is_own
-                yield move_to_device(turn.batch, device)
+                moved = move_to_device(self.runner.prefetch(turn.batch), device)
+                begin_compiled_step()
+                yield moved
         self.counts = True
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -195,7 +200,7 @@ class OwnLoop(TrainLoop):
             if not is_scalar:
                 what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise TypeError(f"`{name}` must be a number or a scalar tensor to be recorded, but is {what}")
-            self._values[name] = value.detach() if isinstance(value, Tensor) else float(value)
+            self._values[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Call the hooks of a validation."""

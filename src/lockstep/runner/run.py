@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 from weakref import ref
@@ -24,6 +24,7 @@ from torch import nn
 
 from lockstep.checkpoint.hold import Hold
 from lockstep.dataset import DataShard
+from lockstep.device import get_device
 from lockstep.dist import infer_launcher
 from lockstep.errors import ConfigError
 from lockstep.evaluator import Evaluator
@@ -35,6 +36,7 @@ from lockstep.optim import OptimWrapper, ParamScheduler
 from lockstep.runner.agreement import Agreement
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.interfaces import AnyEvalLoop, AnyHooks, AnyTrainLoop
+from lockstep.runner.prefetch import Prefetch
 from lockstep.runner.saving import Saving
 from lockstep.runner.switching import check_switch
 from lockstep.strategy import Strategy
@@ -241,6 +243,12 @@ class Run(Workspace):
 
     def set_optimizer_mode(self, *, training: bool) -> None:
         """Let the model have the weights that its optimizer trains, or those to evaluate; here it has none."""
+
+    @cached_property
+    def prefetch(self) -> Callable[[Any], Any]:
+        """Begins to copy a batch to the device if `prefetch_to_device` asks for it, else returns it as it is."""
+        device = torch.device(get_device())
+        return Prefetch(device) if self.args.prefetch_to_device and device.type != "cpu" else lambda batch: batch
 
     def close(self) -> None:
         """Close the hooks and the visualizers."""

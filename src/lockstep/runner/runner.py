@@ -67,7 +67,8 @@ class Runner(PartsOfRun):
         strategy: name, config or object; by default `ddp` on several ranks, else `single`.
         launcher: what started the ranks: `"pytorch"`, `"slurm"`, `"mpi"`, `"none"`; by default inferred from the
             environment. If a group exists already, it is used.
-        env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`, `mp_cfg`, `resource_limit`.
+        env_cfg: `dist_cfg` (arguments of `init_dist`), `cudnn_benchmark`, `float32_matmul_precision` (`"high"` lets
+            multiplications of float32 matrices use TF32), `mp_cfg`, `resource_limit`.
         load_from: a checkpoint, a run's folder or a work_dir, of which the last checkpoint is taken; a folder of
             HuggingFace's; or a file of weights, safetensors or of `torch.save`. All may also be URLs that fsspec can
             open, such as `s3://BUCKET/NAME`.
@@ -96,6 +97,10 @@ class Runner(PartsOfRun):
             needs no evaluator; see `OutsideLoss` for the forms of a batch.
         stop_signals: signals that ask the training to stop, sent to any rank: all ranks complete the same iteration,
             save it, and end with exit code 75. An empty list leaves the signals as they are.
+        prefetch_to_device: copy batches to an accelerator on a stream of their own, during the step before; see
+            `lockstep.runner.prefetch.Prefetch`.
+        channels_last: convert the weights of convolutions to `torch.channels_last`, and so what they compute; under
+            `single` and `ddp`.
 
     Example::
 

@@ -14,13 +14,13 @@ import torch
 from lockstep.checkpoint.hold import Hold
 from lockstep.config import Config
 from lockstep.dist import get_dist_info, infer_launcher, init_dist, is_distributed, is_main_process, run_on_main
-from lockstep.errors import ConfigError, require_known
+from lockstep.errors import ConfigError, require_known, require_one_of
 from lockstep.location import Location
 from lockstep.logging import JsonLinesSink, MessageHub, open_console
 from lockstep.masking import mask_text
 from lockstep.registry.signatures import Arguments
 from lockstep.runner import resuming
-from lockstep.runner.arguments import RunnerArguments, checked_keys
+from lockstep.runner.arguments import MATMUL_PRECISIONS, RunnerArguments, checked_keys
 from lockstep.runner.data_workers import refuse_script_imported_by_worker
 from lockstep.runner.run import Workspace
 from lockstep.runner.seeds import set_randomness
@@ -78,7 +78,8 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     Args:
         launcher: what started the ranks; None infers it from the environment.
         env_cfg: `dist_cfg`, with arguments of `init_dist`: its backend nccl, common in configs for GPUs, is replaced by
-            the default one if there is no GPU; `cudnn_benchmark`; `mp_cfg`, in which only `mp_start_method` has an
+            the default one if there is no GPU; `cudnn_benchmark`; `float32_matmul_precision`, as for
+            `torch.set_float32_matmul_precision`; `mp_cfg`, in which only `mp_start_method` has an
             effect; `resource_limit`, the number of files that may be open at once.
     """
     refuse_script_imported_by_worker()
@@ -88,6 +89,9 @@ def join_ranks(launcher: str | None, env_cfg: Mapping[str, Any] | None) -> None:
     require_known("env_cfg.dist_cfg", arguments, known)  # also where no group is made
     if "cudnn_benchmark" in options:
         torch.backends.cudnn.benchmark = bool(options["cudnn_benchmark"])
+    if (precision := options.get("float32_matmul_precision")) is not None:
+        require_one_of("env_cfg.float32_matmul_precision", precision, MATMUL_PRECISIONS)
+        torch.set_float32_matmul_precision(precision)
     start_method = (options.get("mp_cfg") or {}).get("mp_start_method")
     if start_method is not None:
         torch.multiprocessing.set_start_method(start_method, force=True)

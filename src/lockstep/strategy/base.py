@@ -38,12 +38,14 @@ class Strategy(ABC):
             one.
         leaves_module: whether the user's module is as it was once nothing of the strategy is left, except for its
             weights, so that another strategy can prepare it.
+        keeps_memory_format: whether weights may be in `torch.channels_last`; shards and flat buffers are contiguous.
     """
 
     package: ClassVar[str | None] = None
     own_optim_wrapper: Mapping[str, Any] | None = None
     own_schedule: str | None = None
     leaves_module: bool = False
+    keeps_memory_format: ClassVar[bool] = False
 
     @overload
     def prepare(

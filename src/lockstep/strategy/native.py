@@ -7,7 +7,8 @@ state: the import takes half as long as that of torch, and a run without checkpo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -45,7 +46,8 @@ class NativeStrategy(Strategy):
                     f"`{name}` must have values, but is on the meta device ({this_rank()}). Use strategy 'fsdp', which "
                     "materializes such a model part by part, or make it on a device"
                 )
-        return model.to(torch.device(get_device()))
+        with _parameters_kept(torch.device(get_device())) as device:
+            return model.to(device)
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -113,6 +115,22 @@ class NativeStrategy(Strategy):
         if self._optim_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}.prepare() must be called with an optim wrapper first")
         return self._optim_wrapper
+
+
+@contextmanager
+def _parameters_kept(device: torch.device) -> Iterator[torch.device]:
+    """Let a move to a device keep the parameters, which an optimizer may hold, and several modules may share.
+
+    torch replaces them where a device's tensors are of another kind than the CPU's, as on many third-party devices.
+    """
+    former = torch.__future__.get_swap_module_params_on_conversion()
+    probe = nn.Linear(1, 1, bias=False)
+    weight = probe.weight
+    torch.__future__.set_swap_module_params_on_conversion(former or probe.to(device).weight is not weight)
+    try:
+        yield device
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(former)
 
 
 def _check_updates(optimizer: Optimizer, known: Collection[int]) -> None:

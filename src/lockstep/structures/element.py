@@ -194,6 +194,10 @@ class BaseDataElement:
         """Return a new element whose data is on a CUDA device; takes the arguments of `Tensor.cuda`."""
         return self._mapped(lambda leaf: leaf.cuda(*args, **kwargs) if hasattr(leaf, "cuda") else leaf)
 
+    def pin_memory(self) -> Self:
+        """Return a new element whose tensors are in pinned memory, as torch's loaders ask for with `pin_memory`."""
+        return self._mapped(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf)
+
     def detach(self) -> Self:
         """Return a new element whose tensors are detached from the autograd graph."""
         return self._mapped(lambda leaf: leaf.detach() if hasattr(leaf, "detach") else leaf)

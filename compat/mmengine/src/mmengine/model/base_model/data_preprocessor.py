@@ -26,7 +26,7 @@ class ImgDataPreprocessor(lockstep.model.ImgDataPreprocessor):
         pad_value: float = 0,
         bgr_to_rgb: bool = False,
         rgb_to_bgr: bool = False,
-        non_blocking: bool | None = False,
+        non_blocking: bool | None = True,
     ) -> None:
         super().__init__(mean, std, pad_size_divisor, pad_value, bgr_to_rgb, rgb_to_bgr, bool(non_blocking))
         self._enable_normalize = self.mean is not None
