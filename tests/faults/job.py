@@ -31,7 +31,6 @@ from lockstep.groups import resolve
 from lockstep.hooks import Hook
 from lockstep.runner import Runner
 from lockstep.strategy import build_strategy
-from lockstep.watch.watch import current_watch
 
 from . import mismatch
 
@@ -315,7 +314,6 @@ def main(name: str, fault: str, timeout: str, delay: str = "0") -> None:
             torch_dist.init_process_group("gloo", timeout=timedelta(seconds=float(timeout)))
         else:
             init_dist("pytorch", timeout=float(timeout))
-            current_watch().timeout = float(timeout)
         PLACES[name](Place(name, fault, float(delay)))
         destroy_dist()
     except BaseException as error:

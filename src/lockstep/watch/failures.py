@@ -9,7 +9,7 @@ from lockstep.calls import Failure
 from lockstep.errors import PEER_IS_GONE, DistError, message_of
 from lockstep.groups import Comm, known_groups, recorded_groups, resolve
 from lockstep.watch.watch import current_watch, interrupt
-from lockstep.watch.words import Absent, absence, name_of
+from lockstep.watch.words import Absent, absence
 
 # The backends' messages (torch 2.13) for a connection that timed out, and for a call that was ended from here.
 _SILENT = ("Timed out", "timed out", "timeout", "Timeout")
@@ -17,28 +17,24 @@ _ABORTED = ("was aborted",)
 
 
 def mismatch(comm: Comm, *, all_know: bool = False) -> DistError:
-    """Return the error for ranks that have made different calls in a group; it shows the first that differs.
+    """Return the error for a group that can't be used further, or, if `all_know`, for calls that differ.
 
     Args:
         comm: the group.
-        all_know: all of its ranks are here, so that the group can be used further. Otherwise the others are told.
+        all_know: all of its ranks have found out that their calls differ, so that it can be used further.
     """
-    calls = comm.calls
+    calls, watch = comm.calls, current_watch()
     assert calls is not None
-    if calls.failure is None:
+    failure = calls.failure
+    if failure is None:
         failure = Failure(f"ranks of {comm.name} must make the same calls, but their calls differ ({comm.this_rank})")
-        watch = current_watch()
-        if watch is not None:
-            with suppress(Exception):
-                failure = watch.explain(comm, calls, wait=all_know)
-                if not all_know:
-                    watch.declare(name_of(comm), comm.ranks, failure)
-        if all_know:
-            calls.reset()
-            return failure.error()
-        calls.failure = failure
-    calls.has_failed = True
-    return calls.failure.error()
+        with suppress(Exception):  # the store may be gone
+            failure = failure if watch is None else watch.explain(comm, calls, wait=True)
+    if all_know:
+        calls.reset()
+    else:
+        calls.has_failed = True
+    return failure.error()
 
 
 def translate_error(error: RuntimeError, comm: Comm, *, is_of_torch: bool = False) -> Exception:

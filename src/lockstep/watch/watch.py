@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -78,13 +77,8 @@ def side_store() -> Store:
         raise DistError(f"the ranks have no store that can be shared: {message_of(error)}") from error
 
 
-def start_watch(timeout: float | None = None) -> None:
-    """Start the thread for the default group, unless it runs.
-
-    Args:
-        timeout: seconds after which a call that has not ended on its device fails; None leaves that to the backend. A
-            backend that would end the process then must have a longer one.
-    """
+def start_watch() -> None:
+    """Start the thread for the default group, unless it runs."""
     global _watch
     default = GroupMember.WORLD
     if default is None or default.size() < 2 or torch_dist.get_backend(default) == "fake":
@@ -94,7 +88,7 @@ def start_watch(timeout: float | None = None) -> None:
     if _watch is not None:
         _watch.stop()
     with suppress(DistError):
-        _watch = Watch(default, math.inf if timeout is None else timeout)
+        _watch = Watch(default)
 
 
 def current_watch() -> Watch | None:
@@ -118,16 +112,14 @@ class Watch:
         error: with which this rank ends.
         is_cut_off: whether the store has not answered.
         looks_for_others: whether a collective has failed here, because of another rank: this one is not late.
-        timeout: seconds after which a call that has not ended on its device fails.
     """
 
-    def __init__(self, default: ProcessGroup, timeout: float) -> None:
+    def __init__(self, default: ProcessGroup) -> None:
         self.default = id(default)
         self.rank, self.size = default.rank(), default.size()
         self.error = ""
         self.is_cut_off = False
         self.looks_for_others = False
-        self.timeout = timeout
         self._beat = _heartbeat_seconds()
         # For each group: when a call began, and after how many seconds of it to look and to warn.
         self._waits: dict[str, tuple[float, float, float]] = {}
@@ -194,9 +186,9 @@ class Watch:
         if not number or calls.failure is not None:
             return
         name, seconds = name_of(comm), time.monotonic() - since
-        if not calls.waiting and self._is_overdue(comm, seconds):
+        if self._is_overdue(comm, seconds):
             absent = self.absent_in_time(comm, calls, number)
-            detail = f"It has not ended on {comm.comm_device} for {seconds:.0f} s."
+            detail = f"It has not ended for {seconds:.0f} s."
             error = absence(comm, absent, detail, number=number, is_cut_off=self.is_cut_off)
             self._fail(comm, calls, calls.failure or Told.by(error))
         if self.is_cut_off:
@@ -217,10 +209,10 @@ class Watch:
                 _logger.warning("waiting %.0f s for %s", seconds, text)
 
     def _is_overdue(self, comm: Comm, seconds: float) -> bool:
-        """Return whether a call must not run any longer on a device: backends end the process, and name nobody."""
+        """Return whether a call fails by now; backends of devices would end the process, and name nobody."""
         if self.is_cut_off and time.monotonic() - self._cut_off >= _SECONDS_OF_STORE:
             return any(self.board.process(rank) == "gone" for rank in comm.ranks)
-        return seconds >= self.timeout
+        return comm.timeout is not None and seconds >= comm.timeout.total_seconds()
 
     def state(self, *, ended: bool = False) -> dict[str, Any]:
         """Return what this rank does."""
@@ -450,10 +442,8 @@ def end_process(error: BaseException) -> NoReturn:
 
 def _exported(comm: Comm, calls: Calls) -> dict[str, Any]:
     """Return a group's record as the other ranks need it."""
-    (number, since), is_default = calls.unfinished(), comm.pg is GroupMember.WORLD
-    exported = calls.export() | {"on_host": calls.waiting > 0, "inside": calls.inside, "waiting": number}
-    exported["ranks"] = comm.ranks if number and not is_default else None
-    return exported | ({"seconds": time.monotonic() - since} if number else {})
+    ranks = None if comm.pg is GroupMember.WORLD else comm.ranks
+    return calls.export() | {"on_host": calls.waiting > 0, "inside": calls.inside, "ranks": ranks}
 
 
 def _frame_of_main_thread() -> FrameType | None:
