@@ -373,7 +373,8 @@ class Watch:
         if not stuck or self._stop.wait(_SECONDS_TO_CONFIRM):
             return
         states = self.board.ask(states)
-        if stuck_ranks(states, self.size) == stuck:
+        again = stuck_ranks(states, self.size)
+        if all(again.get(rank) == calls for rank, calls in stuck.items()):
             failure = deadlock(states, stuck, self.size)
             for name, members in {(call.group, call.members) for calls in stuck.values() for call in calls}:
                 self.declare(name, members, failure)
