@@ -38,6 +38,7 @@ _BACKENDS_OF_CPU = ("gloo", "mpi")
 _BITS = frozenset({"band", "bor", "bxor"})
 _MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": _BITS}
 _IN_DOUBT = _BITS | {"mean"}
+_SECONDS_FOR_WATCH = timedelta(seconds=10)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +79,11 @@ class Comm:
         return None if GroupMember.WORLD is None else timeouts.get(GroupMember.WORLD)
 
     @property
+    def backend_timeout(self) -> timedelta | None:
+        """The timeout of torch's own group."""
+        return None if self.timeout is None else backend_timeout(self.timeout, bool(self.devices - {"cpu"}))
+
+    @property
     def this_rank(self) -> str:
         """This process in words, for error messages: ``rank 0 of 2``."""
         return f"rank {self.rank} of {self.size}"
@@ -113,6 +119,11 @@ _resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
 local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 topologies: WeakKeyDictionary[ProcessGroup, Topology] = WeakKeyDictionary()
 timeouts: WeakKeyDictionary[ProcessGroup, timedelta] = WeakKeyDictionary()
+
+
+def backend_timeout(timeout: timedelta, is_of_device: bool) -> timedelta:
+    """Return the timeout of torch's own group: backends of devices end the process then, so the watch must be first."""
+    return timeout + _SECONDS_FOR_WATCH if is_of_device else timeout
 
 
 def resolve(group: GroupLike = None) -> Comm:
@@ -206,7 +217,7 @@ def get_comm_device(group: GroupLike = None) -> torch.device:
 
 def inherit_timeout(mesh: DeviceMesh) -> None:
     """Give the groups of a mesh the timeout of `init_dist`; torch makes them with its own default."""
-    timeout = resolve().timeout
+    timeout = resolve().backend_timeout
     if timeout is not None:
         for group in mesh.get_all_groups():
             group.set_timeout(timeout)

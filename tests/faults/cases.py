@@ -98,6 +98,20 @@ IN_A_COLLECTIVE = [
     Case("all_reduce", "endless loop", late(), RUNS + "computing)", 1, rf"in loop_for_ever\n(.|\n)*{WAITED}", SHORT),
     Case("all_reduce", "deaf to SIGTERM", late(), RUNS + "waiting)", 1, "so the launcher killed it", SHORT),
 ]
+ON_A_DEVICE = [
+    Case("a call on a device", "raises", gone(then=BOOM), RAISED, then="ValueError: boom"),
+    Case("a call on a device", "SIGKILL", gone(), KILLED, 137),
+    Case("a call on a device", "SIGSTOP", late(then=STOPPED), "was stopped (SIGSTOP, pid {pid})", 1, WAITED, SHORT),
+    Case(
+        "a call on a device",
+        "endless loop",
+        late(),
+        RUNS + "computing)",
+        1,
+        rf"in loop_for_ever\n(.|\n)*{WAITED}",
+        SHORT,
+    ),
+]
 IN_A_SCRIPT_WITHOUT_LOCKSTEP = [
     Case("a script without lockstep", one.fault, "", one.says, one.code, timeout=one.timeout)
     for one in IN_A_COLLECTIVE

@@ -122,7 +122,7 @@ def init_dist(
                 _refuse_shared(device, topology, met)
             torch_dist.init_process_group(
                 backend,
-                timeout=duration or _TIMEOUT,
+                timeout=groups.backend_timeout(duration or _TIMEOUT, device is not None),
                 store=met,
                 rank=topology.rank,
                 world_size=topology.world_size,
@@ -204,7 +204,7 @@ def init_local_group(
         return
     # Every rank takes part in making every group, as torch requires.
     made = [
-        torch_dist.new_group(list(range(first, first + size)), timeout=comm.timeout)
+        torch_dist.new_group(list(range(first, first + size)), timeout=comm.backend_timeout)
         for first in range(0, comm.size, size)
     ]
     groups.local_groups[comm.pg] = made[node]
