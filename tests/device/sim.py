@@ -1,4 +1,4 @@
-"""The device `sim` and the backend `simccl` of accelerator.cpp, compiled at the first use, for this process.
+"""The device `sim` and the backend `simccl`, compiled at the first use, for this process.
 
 SIM_DEVICES says how many devices a process sees, 4 by default, and SIM_UUID what each says of itself.
 """
@@ -6,7 +6,8 @@ SIM_DEVICES says how many devices a process sees, 4 by default, and SIM_UUID wha
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections import Counter
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,55 +17,28 @@ import torch
 import torch.distributed as torch_dist
 from torch.utils.cpp_extension import load
 
-
-class Stream:
-    """The one stream, in which everything runs in the order of the calls."""
-
-    def __init__(self, device: Any = None, priority: int = 0) -> None: ...
-
-    def wait_stream(self, stream: Stream) -> None: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def synchronize(self) -> None:
-        simulator().synchronize()
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-
-class Event:
-    """A point in that stream, which the host may wait for."""
-
-    def __init__(self, **options: Any) -> None: ...
-
-    def record(self, stream: Stream | None = None) -> None: ...
-
-    def wait(self, stream: Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None:
-        simulator().synchronize()
+SOURCES = ("streams.cpp", "accelerator.cpp", "operators.cpp", "backend.cpp")
 
 
 @cache
 def simulator() -> Any:
-    """Compile and register the device, once per process, and return the module that counts its host reads."""
-    source = Path(__file__).with_name("accelerator.cpp")
-    native = load("lockstep_sim", [str(source)], extra_cflags=["-O0", "-g0", "-std=c++20", "-DUSE_C10D_GLOO"])
-    native.register()
+    """Compile and register the device, once per process, and return the module that counts what the host does to it."""
+    sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
+    native = load("lockstep_sim", sources, extra_cflags=["-O0", "-g0", "-std=c++20", "-DUSE_C10D_GLOO"])
+    native.use()
     torch.utils.rename_privateuse1_backend("sim")
     module: Any = ModuleType("torch.sim")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
     module.device_count = lambda: int(os.environ.get("SIM_DEVICES", "4"))
     module.get_device_properties = lambda device=None: SimpleNamespace(uuid=os.environ.get("SIM_UUID"))
-    module.current_device = native.current_device
-    module.set_device = lambda device: native.set_device(torch.device("sim", device).index)
-    module.synchronize = lambda device=None: native.synchronize()
-    module.Stream, module.Event = Stream, Event
-    module.current_stream = lambda device=None: Stream()
-    module.stream = lambda stream: nullcontext()
-    module._is_in_bad_fork = lambda: False
+    module.current_device = torch.accelerator.current_device_index
+    module.set_device = lambda device: torch.accelerator.set_device_index(torch.device("sim", device).index)
+    module.synchronize = torch.accelerator.synchronize
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.current_stream = torch.accelerator.current_stream
+    module.stream = lambda stream: stream
+    module._is_in_bad_fork = native.is_forked
     module.manual_seed_all = module.manual_seed = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: None
@@ -75,8 +49,19 @@ def simulator() -> Any:
     return native
 
 
-def _group(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    return simulator().simccl(torch_dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+def counts() -> Counter[str]:
+    """Return what the host has done to the device so far, by name.
+
+    `reads`, `copies` and `waits` are those for which it has waited; `collective NAME` is how often one was begun; and
+    `bytes` is what this rank gave to them.
+    """
+    return Counter(simulator().counts())
+
+
+def _group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    # gloo itself waits for ever: like NCCL, simccl has its own watchdog.
+    gloo = torch_dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(days=1))
+    return simulator().simccl(gloo, timeout // timedelta(milliseconds=1))
 
 
 if __name__ == "__main__":

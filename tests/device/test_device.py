@@ -7,9 +7,6 @@ often the host waits for the device; not that it works on hardware.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +16,21 @@ from lockstep.testing import run_ranks
 
 from . import training
 from .calls import CALLS
+from .conftest import HERE, Start, finish
 
-HERE = Path(__file__).parent
 BESIDE = "cpu:gloo,sim:simccl"
 BACKENDS = {"alone": "sim:simccl", "default": BESIDE}
 
 
-def run(*words: object) -> None:
-    # torch compiles with ninja, which lies beside the Python of an environment.
-    built = os.environ.get("TORCH_EXTENSIONS_DIR", str(HERE.parents[1] / "build" / "torch_extensions"))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    env = os.environ | {"TORCH_EXTENSIONS_DIR": built, "PATH": path}
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture(scope="module")
-def compiled() -> None:
-    run(HERE / "sim.py")
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compiled: None) -> Any:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start: Start) -> Any:
     """What each rank of a job has found."""
-    return request.param, run_job(request.param, tmp_path_factory.mktemp("device"))
+    return request.param, run_job(start, request.param, tmp_path_factory.mktemp("device"))
 
 
-def run_job(how: str, folder: Path) -> list[dict[str, Any]]:
+def run_job(start: Start, how: str, folder: Path) -> list[dict[str, Any]]:
     job = (HERE / "job.py", "--nproc", 2, "--log-dir", folder, "--", how, folder)
-    run("-m", "lockstep", "launch", *job)
+    finish(start("-m", "lockstep", "launch", *job))
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -70,19 +53,19 @@ def test_each_rank_has_its_own_device_and_the_cpu_a_backend(found: Any) -> None:
     assert [rank["backends"] for rank in found[1]] == [["simccl", BACKENDS[found[0]]]] * 2
 
 
-def test_a_backend_that_is_named_has_gloo_beside_it(compiled: None, tmp_path: Path) -> None:
-    assert [rank["backends"] for rank in run_job("named", tmp_path)] == [["simccl", BESIDE]] * 2
+def test_a_backend_that_is_named_has_gloo_beside_it(start: Start, tmp_path: Path) -> None:
+    assert [rank["backends"] for rank in run_job(start, "named", tmp_path)] == [["simccl", BESIDE]] * 2
 
 
-def test_each_rank_may_see_its_own_device_alone(compiled: None, tmp_path: Path) -> None:
-    assert [rank["device"] for rank in run_job("own", tmp_path)] == ["sim:0", "sim:0"]
+def test_each_rank_may_see_its_own_device_alone(start: Start, tmp_path: Path) -> None:
+    assert [rank["device"] for rank in run_job(start, "own", tmp_path)] == ["sim:0", "sim:0"]
 
 
-def test_a_device_that_two_ranks_see_is_refused(compiled: None, tmp_path: Path) -> None:
+def test_a_device_that_two_ranks_see_is_refused(start: Start, tmp_path: Path) -> None:
     with pytest.raises(
         AssertionError, match=r"each rank must have a device of its own, but rank [01] of 2 sees one sim:0 alone"
     ):
-        run_job("shared", tmp_path)
+        run_job(start, "shared", tmp_path)
 
 
 @pytest.mark.parametrize("strategy", training.STRATEGIES)
