@@ -35,8 +35,14 @@ def test_each_of_them_is_run_by_a_word() -> None:
         assert "pytest.mark.gpu" not in (ROOT / file).read_text(), file
         folder = "/".join(Path(file).parts[: 3 if file.startswith("compat") else 2])
         assert (file.startswith("tests/") and Path(folder).name not in folders) or folder in MAKEFILE, file
-    words = re.findall(r"`make ([\w-]+)`", PROMISES + README)
-    assert [word for word in words if not re.search(rf"^{word}:", MAKEFILE, re.MULTILINE)] == []
+
+
+def test_words_that_the_documentation_names_exist() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    pages.remove(ROOT / "CHANGELOG.md")  # it tells of words that are gone
+    named = [(page.name, word) for page in pages for word in re.findall(r"`make ([\w-]+)", page.read_text())]
+    assert len(named) > 50
+    assert [(page, word) for page, word in named if not re.search(rf"^{word}:", MAKEFILE, re.MULTILINE)] == []
 
 
 def test_the_readme_says_when_each_word_was_run() -> None:

@@ -76,9 +76,15 @@ def large(rank: int, size: int) -> tuple[Callable[[], Any], Any]:
 
 
 def reduce_to_last(rank: int, size: int, **options: Any) -> tuple[Callable[[], Any], Any]:
-    data = on(1 + rank)
-    expected = [sum(range(1, size + 1))] if rank == size - 1 else [1 + rank]
-    return partial(changed, lambda x: dist.reduce(x, size - 1, **options), data), expected
+    """On the other ranks the tensor is scratch space."""
+    data, is_dst = on(1 + rank), rank == size - 1
+    expected = [sum(range(1, size + 1))] if is_dst else None
+
+    def call() -> Tensor | None:
+        changed(lambda x: dist.reduce(x, size - 1, **options), data)
+        return data if is_dst else None
+
+    return call, expected
 
 
 def broadcast_from_last(rank: int, size: int, step: int = 1, **options: Any) -> tuple[Callable[[], Any], Any]:

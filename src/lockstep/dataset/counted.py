@@ -55,7 +55,7 @@ class CountedBatches:
 
     def shut_down(self) -> None:
         """End the loader's workers, if it has some."""
-        end = getattr(self._batches, "_shutdown_workers", None)
+        end = getattr(self._batches, "_shutdown_workers", None)  # they end in no public way (2.13)
         if end is not None:
             end()
 

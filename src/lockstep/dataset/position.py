@@ -46,7 +46,7 @@ def _tell_datasets(dataset: Any, epoch: int) -> bool:
 
 
 def _end_workers(loader: Any) -> None:
-    iterator = getattr(loader, "_iterator", None)
+    iterator = getattr(loader, "_iterator", None)  # torch ends them in no public way (2.13)
     if iterator is not None:
         end = getattr(iterator, "_shutdown_workers", None)
         if end is not None:

@@ -70,6 +70,7 @@ def _reason_to_leave(loader: Any, evaluation: bool, shard: tuple[int, int]) -> t
     is_plain = type(loader) is DataLoader or (not evaluation and hasattr(loader, "load_state_dict"))
     if get_world_size() == 1 and (not is_plain or (evaluation and _is_sequential(sampler))):
         return logging.INFO, "one process sees all of it"
+    # No public class is that of a loader's iterators; `_iterator` is where the loader itself keeps persistent workers.
     if any(isinstance(value, _BaseDataLoaderIter) for name, value in vars(loader).items() if name != "_iterator"):
         return logging.WARNING, "it has begun to read before the training, so that every rank sees all samples"
     return None

@@ -247,15 +247,16 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
 
 
 def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
-    if not uneven:
-        require_tensor("data", data)
+    if uneven:
+        check_call("all_gather", comm, compares=False)
+        wire, headers = _exchange_headers("data", data, comm)
+        alike = all(header[:2] == headers[0][:2] for header in headers)
+    else:
+        with report_refusals("all_gather", comm):
+            require_tensor("data", data)
         check_call("all_gather", comm, data, "even")
-        parts, handle = gather_alike(comm.to_wire(data), comm)
-        handle.wait()
-        return parts if parts[0].device == data.device else [part.to(data.device) for part in parts]
-    check_call("all_gather", comm, compares=False)
-    wire, headers = _exchange_headers("data", data, comm)
-    if _are_alike(headers):
+        wire, headers, alike = comm.to_wire(data), [], True
+    if alike:
         parts, handle = gather_alike(wire, comm)
     else:
         parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
@@ -326,7 +327,6 @@ def _start_gather(wire: Tensor, dst: int, comm: Comm, outputs: Sequence[Tensor])
     received = [place_for(x, wire.device) for x in outputs]
     arriving = [(x, rank) for rank, x in enumerate(received) if rank != dst]
     handle = transfer(arriving, [], comm)
-
     places = [outputs[rank] for _, rank in arriving]
     return Handle([handle], comm, lambda: copy_all(places, [x for x, _ in arriving]))
 
@@ -364,11 +364,6 @@ def _exchange_headers(
     if not all(header.on_cpu == wire.is_cpu for header in headers):
         wire = wire.to(comm.comm_device)  # some have theirs on a device, and some on the CPU
     return wire, headers
-
-
-def _are_alike(headers: Sequence[Header]) -> bool:
-    first = headers[0]
-    return all(header is first or header[:2] == first[:2] for header in headers)
 
 
 def _group_argument(second: object, group: GroupLike) -> GroupLike:

@@ -14,13 +14,14 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.hooks.buffers import average_buffers
 from lockstep.model import ModelWrapper, unwrap_model
 from lockstep.model.averaged import BaseAveragedModel
+from lockstep.model.parts import INSIDE_WRAPPERS
 from lockstep.model.shards import reshard
 from lockstep.registry import HOOKS, MODELS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
 
 _KEY = "ema"
-_WRAPPER_PARTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
+_WRAPPER_PARTS = frozenset({"module", *INSIDE_WRAPPERS})
 
 
 class _Weight(NamedTuple):

@@ -15,12 +15,13 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from lockstep.errors import ConfigError
+from lockstep.model.autograd_graph import backward_pass
 from lockstep.model.shards import is_dtensor
+from lockstep.tree import tree_leaves
 
 _aten = torch.ops.aten
 _FLASH = flop_registry[_aten._scaled_dot_product_flash_attention]
@@ -152,7 +153,7 @@ def _flops(formula: Callable[..., float], packet: Any, out: Any, args: Any, kwar
 
 def _is_recomputed() -> bool:
     """Return whether `torch.utils.checkpoint` is running a forward pass again, within a backward pass."""
-    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+    if backward_pass() == -1 or not torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:

@@ -15,12 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.device import get_device
 from lockstep.model import ModelWrapper
 from lockstep.model.averaged import BaseAveragedModel
-from lockstep.model.norm import is_synced
+from lockstep.model.norm import BATCH_NORMS, INSTANCE_NORMS, is_synced
 from lockstep.runner.run import TrainRun
 from lockstep.strategy.native import NativeStrategy
 from lockstep.strategy.optim_state import named_parameters, options_of
-
-_Norm = nn.modules.batchnorm._NormBase
 
 
 class Held(NamedTuple):
@@ -108,7 +106,7 @@ def _buffers(run: TrainRun, core: nn.Module, group: str) -> Iterator[Held]:
     left_out = {
         id(buffer)
         for module in core.modules()
-        if isinstance(module, _Norm) and not (is_synced(module) and are_even)
+        if isinstance(module, BATCH_NORMS + INSTANCE_NORMS) and not (is_synced(module) and are_even)
         for buffer in module.buffers(recurse=False)
     }
     for name, buffer in core.named_buffers():

@@ -173,7 +173,7 @@ class _Agent(LocalElasticAgent):
 
     def describe(self) -> str:
         """Return the message about the failures of the last attempt."""
-        return self.ledger.describe(self._log_dir, self._worker_group.workers[0].global_rank) + self._failed_alike
+        return self.ledger.describe(self._log_dir, self.get_worker_group().workers[0].global_rank) + self._failed_alike
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stopped.unlink(missing_ok=True)
@@ -181,7 +181,7 @@ class _Agent(LocalElasticAgent):
         self._memory_kills = MemoryKills()
         pids: dict[int, int] = super()._start_workers(worker_group)
         self._guard.watch(pids.values())
-        assert self._pcontext is not None
+        assert self._pcontext is not None  # torch's agent shows its processes and their files in no other way (2.13)
         files = self._pcontext.error_files
         ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
         records = [RankRecord(rank, pids[local], error_file=files[local]) for rank, local in ranks]

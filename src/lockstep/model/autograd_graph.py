@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
@@ -64,6 +65,19 @@ def on_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
                     leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
     module.register_forward_hook(never_compiled(watch))
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that runs in this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())  # torch's own wrappers ask so, and no public function tells (2.13)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the backward pass that runs in this thread, when all gradients are there.
+
+    What is queued is called in that order, also what DDP and FSDP queue, which use the same function.
+    """
+    Variable._execution_engine.queue_callback(callback)  # there is no public one (2.13)
 
 
 def refuse_second_backward(module: nn.Module, why: str) -> None:

@@ -146,6 +146,7 @@ class _InterpolatedModel(BaseAveragedModel):
         if type(self).avg_func is not _InterpolatedModel.avg_func:  # a subclass has its own rule
             super()._average(averaged, source, steps)
         else:
+            # A kernel for many tensors, which torch has under no public name (2.13).
             torch._foreach_lerp_(averaged, source, self.lerp_weight(steps))
 
 
@@ -260,6 +261,7 @@ class ShardedCopy(nn.Module):
             copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             self.register_parameter(name, copies.setdefault(id(parameter), copy))
         for name, buffer in model.named_buffers(recurse=False, remove_duplicate=False):
+            # No public function tells (2.13), nor lists a child under each of its names.
             is_persistent = name not in model._non_persistent_buffers_set
             self.register_buffer(name, copies.setdefault(id(buffer), buffer.clone()), is_persistent)
         for name, child in model._modules.items():
@@ -302,7 +304,8 @@ class _Pairs(NamedTuple):
 def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters and buffers of a model, each once; of a sharded parameter, this rank's shard.
 
-    It walks the modules once. `parameters()` and `buffers()` take several times as long, which matters in every step.
+    It walks the modules once, by their own dicts. `parameters()` and `buffers()` take several times as long, which
+    matters in every step.
     """
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
@@ -321,7 +324,7 @@ def _tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 def _copy(pairs: _Pairs) -> None:
     if pairs.own:
-        torch._foreach_copy_(pairs.own, _fetched(pairs))
+        torch._foreach_copy_(pairs.own, _fetched(pairs))  # as for `_foreach_lerp_`
 
 
 def _fetched(pairs: _Pairs) -> list[Tensor]:

@@ -50,6 +50,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
     dynamo = sys.modules.get("torch._dynamo")  # where it is not imported, nothing is compiled
     if dynamo is None or not isinstance(model, dynamo.OptimizedModule):
         return model
+    # As `nn.Module.compile` does with options that only the wrapper knows (2.13).
     inner: nn.Module = model._orig_mod
     inner._compiled_call_impl = model.dynamo_ctx(inner._call_impl)
     return inner

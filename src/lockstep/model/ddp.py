@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.dist import all_gather, all_gather_object, get_rank, get_world_size, is_main_process
@@ -21,7 +20,7 @@ from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, listed, message_of
 from lockstep.groups import resolve
 from lockstep.model import steps
-from lockstep.model.autograd_graph import hides_leaves, leaves_of, nodes_of, reaches_none
+from lockstep.model.autograd_graph import after_backward, hides_leaves, leaves_of, nodes_of, reaches_none
 from lockstep.model.comm_hooks import HookConfig, register_comm_hook
 from lockstep.model.drift import OWN_STEP, DriftCheck, refuse_max_norm
 from lockstep.model.wrapper import ModelWrapper, note_no_backward
@@ -371,7 +370,7 @@ class ExchangeClock:
 
     def _queue(self, _: Tensor) -> None:
         # Autograd calls what is queued at the end of the pass in that order: this before DDP's own wait.
-        Variable._execution_engine.queue_callback(self._note)
+        after_backward(self._note)
 
     def _note(self) -> None:
         self._computed = perf_counter()

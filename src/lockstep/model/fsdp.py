@@ -30,6 +30,7 @@ from lockstep.model.fsdp_policies import choose_units, cut_by_dtype, directly_ca
 from lockstep.model.fsdp_replicated import ReplicatedParameters
 from lockstep.model.fsdp_sites import is_unit
 from lockstep.model.full_params import full_parameters
+from lockstep.model.norm import BATCH_NORMS
 from lockstep.model.shards import reshard
 from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import read_request
@@ -411,7 +412,7 @@ def _precisions_of_norms(
 
     BatchNorm does not accept half-precision parameters with running statistics in full precision.
     """
-    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    norms = [part for part in module.modules() if isinstance(part, BATCH_NORMS)]
     own = MixedPrecisionPolicy(cast_forward_inputs=False)
     is_half = precision.param_dtype is not None
     return {norm: own for norm in norms if is_half and norm.affine and norm not in ignored}

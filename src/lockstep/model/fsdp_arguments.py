@@ -53,7 +53,7 @@ _SHARDINGS = {
     ShardingStrategy.SHARD_GRAD_OP: Sharding(False, False, False),
     ShardingStrategy.NO_SHARD: Sharding(None, True, False),
     ShardingStrategy.HYBRID_SHARD: Sharding(True, False, None),
-    ShardingStrategy._HYBRID_SHARD_ZERO2: Sharding(True, False, False),
+    ShardingStrategy._HYBRID_SHARD_ZERO2: Sharding(True, False, False),  # its only name, which configs give
 }
 
 

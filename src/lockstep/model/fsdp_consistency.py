@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist import all_reduce
 from lockstep.errors import CollectiveMismatchError, ConfigError, listed, message_of
-from lockstep.model.autograd_graph import never_compiled, nodes_of, on_backward
+from lockstep.model.autograd_graph import backward_pass, never_compiled, nodes_of, on_backward
 from lockstep.model.call_order import CallOrder
 from lockstep.model.fsdp_sites import is_unit, parameter_at, sites_by_unit
 from lockstep.model.fsdp_writes import DATA_SET, IN_FORWARD, LostWrites
@@ -117,7 +117,7 @@ class Consistency:
         sharded = {
             unit: name
             for unit, name in self._units.items()
-            if any(owner._parameters[own] not in gathered for owner, own in self._sites[unit])
+            if any(parameter_at(site) not in gathered for site in self._sites[unit])
         }
         for unit, name in sharded.items():
             if any(owner is user for owner, _ in self._sites[unit]):
@@ -211,7 +211,7 @@ class Consistency:
         return units, params
 
     def _before_unit(self, module: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # recomputation in a backward pass
+        if backward_pass() != -1:  # recomputation in a backward pass
             return
         if module is self._module or not self._open:
             self._open.clear()
@@ -226,7 +226,7 @@ class Consistency:
         self._called[self._units[module]] = None
 
     def _find_gathered(self, module: nn.Module, args: Any) -> None:
-        if self._order.is_sampled and torch._C._current_graph_task_id() == -1:
+        if self._order.is_sampled and backward_pass() == -1:
             self._writes.begin(module)
         if module in self._found and not self._order.is_compared and not self._find_unused:
             return
@@ -238,7 +238,7 @@ class Consistency:
         self._writes.end(module)
 
     def _after_unit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1 or module not in self._open:
+        if backward_pass() != -1 or module not in self._open:
             return
         del self._open[self._open.index(module) :]
         if not self._open:

@@ -94,12 +94,12 @@ class Materializer:
                 for owner, name in owners:
                     setattr(owner, name, moved)
         for module in unit.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or isinstance(buffer, DTensor) or buffer in ignored:
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if isinstance(buffer, DTensor) or buffer in ignored:
                     continue
                 if buffer.device.type != self.device.type:  # modules may share it
                     buffer = self._moved.setdefault(buffer, buffer.to(self.device))
-                    module._buffers[name] = buffer
+                    setattr(module, name, buffer)
 
 
 def broadcast_from_first(tensors: list[Tensor], mesh: DeviceMesh) -> None:

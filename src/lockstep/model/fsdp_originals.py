@@ -8,12 +8,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
 from lockstep.model.autograd_graph import never_compiled
 from lockstep.model.fsdp_sites import Site, parameter_at, sites_by_unit
+from lockstep.tree import tree_leaves
 
 # What is the same for the shard and the original.
 _HARMLESS = frozenset(
@@ -71,6 +71,8 @@ class Originals:
 
 class _Attached:
     """What is attached to a parameter. The dicts of hooks stay the same, so that handles work.
+
+    No public function gives out the hooks of a tensor.
 
     Attributes:
         hooks: those that run before a gradient is accumulated.

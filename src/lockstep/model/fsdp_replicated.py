@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.dist import all_reduce
-from lockstep.model.autograd_graph import on_backward
+from lockstep.model.autograd_graph import after_backward, backward_pass, on_backward
 
 
 class ReplicatedParameters:
@@ -46,11 +45,10 @@ class ReplicatedParameters:
                 parameter.register_post_accumulate_grad_hook(self._queue)  # type: ignore[no-untyped-call]
 
     def _queue(self, _: Tensor) -> None:
-        # As in FSDP itself: autograd calls it when all gradients are available.
-        backward_pass = torch._C._current_graph_task_id()
-        if self._queued_in != backward_pass:
-            self._queued_in = backward_pass
-            Variable._execution_engine.queue_callback(self._average)
+        number = backward_pass()
+        if self._queued_in != number:
+            self._queued_in = number
+            after_backward(self._average)
 
     @torch.no_grad()
     def _average(self) -> None:

@@ -19,9 +19,7 @@ def is_unit(module: nn.Module) -> bool:
 def parameter_at(site: Site) -> nn.Parameter:
     """Return what is there now: the shard, or the gathered parameter."""
     owner, name = site
-    parameter = owner._parameters[name]
-    assert parameter is not None  # FSDP only replaces parameters
-    return parameter
+    return owner.get_parameter(name)
 
 
 def sites_by_unit(module: nn.Module) -> dict[nn.Module, dict[Site, str]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.device import get_device
 from lockstep.dist import all_reduce, get_world_size
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-class BatchNormXd(_BatchNorm):
+
+class BatchNormXd(nn.BatchNorm1d):
     """BatchNorm for any number of dims, which replaces a `SyncBatchNorm` whose original class is not known.
 
     **Shapes**: [samples, features, ...] -> the same.
@@ -87,7 +91,7 @@ def convert_sync_batchnorm(module: nn.Module, implementation: str = "torch") -> 
     """
     if implementation != "torch":
         raise ValueError(f"`implementation` must be 'torch', but is {implementation!r}")
-    return _replaced(module, _BatchNorm, CpuSyncBatchNorm if get_device() == "cpu" else nn.SyncBatchNorm)
+    return _replaced(module, BATCH_NORMS, CpuSyncBatchNorm if get_device() == "cpu" else nn.SyncBatchNorm)
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -112,16 +116,14 @@ def is_synced(module: nn.Module) -> bool:
     return isinstance(module, nn.SyncBatchNorm | CpuSyncBatchNorm)
 
 
-def _replaced(
-    module: nn.Module, kinds: type[_BatchNorm] | tuple[type[_BatchNorm], ...], by: type[_BatchNorm]
-) -> nn.Module:
+def _replaced(module: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...], by: type[Any]) -> nn.Module:
     """Return `module` with its layers of some kinds replaced; a shared layer gets one replacement."""
     done: dict[nn.Module, nn.Module] = {}
 
     def replaced(part: nn.Module) -> nn.Module:
         if part not in done:
             done[part] = _as(by, part) if isinstance(part, kinds) else part
-            for name, child in part._modules.items():
+            for name, child in part._modules.items():  # `named_children` gives a shared layer once
                 if child is not None:
                     setattr(part, name, replaced(child))
         return done[part]
@@ -129,11 +131,15 @@ def _replaced(
     return replaced(module)
 
 
-def _as(kind: type[_BatchNorm], norm: _BatchNorm) -> _BatchNorm:
-    other = kind(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=norm.track_running_stats)
+def _as(kind: type[Any], norm: Any) -> nn.Module:
+    other: Any = kind(
+        norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=norm.track_running_stats
+    )
     other.affine = norm.affine
     other.register_parameter("weight", norm.weight)
     other.register_parameter("bias", norm.bias)
-    other._buffers.update(norm._buffers)
+    for name, buffer in norm.named_buffers(recurse=False):
+        other.register_buffer(name, buffer)
     other.train(norm.training)
-    return other
+    made: nn.Module = other
+    return made

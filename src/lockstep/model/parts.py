@@ -9,6 +9,11 @@ from torch import nn
 
 from lockstep.errors import did_you_mean
 
+INSIDE_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""The names under which torch's wrappers keep a module, and so in those of its tensors: `torch.compile`, checkpointing.
+
+They give out the module in no other way (2.13).
+"""
 ClassNames: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 
 

@@ -59,10 +59,10 @@ def preprocess(core: nn.Module, data: Any, *, training: bool) -> Any:
 
 def preprocessing_of(core: nn.Module) -> Callable[[Any, bool], Any]:
     """Return the model's `data_preprocessor`, or a function that only moves a batch to the model's device."""
-    preprocessor: Callable[[Any, bool], Any] | None = attribute_of(core, "data_preprocessor")
+    preprocessor: Callable[[Any, bool], Any] | None = getattr(core, "data_preprocessor", None)
     if preprocessor is not None:
         return preprocessor
-    parameter = _first_parameter(core)
+    parameter = next(core.parameters(), None)
     if parameter is None:
         return lambda data, training: data
     device = parameter.device
@@ -155,31 +155,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {[type(item).__name__ for item in value]}"
     return f"{value!r} of type {type(value).__name__}"
-
-
-def attribute_of(module: nn.Module, name: str) -> Any:
-    """Return what `getattr(module, name, None)` does, but much faster if there is none, because every step calls it."""
-    own = vars(module)
-    kind: type = type(module)
-    if name not in own and name not in own["_modules"] and _class_lacks(kind, name):
-        return None
-    return getattr(module, name, None)
-
-
-@cache
-def _class_lacks(kind: type, name: str) -> bool:
-    return getattr(kind, "__getattr__", None) is nn.Module.__getattr__ and not hasattr(kind, name)
-
-
-def _first_parameter(module: nn.Module) -> nn.Parameter | None:
-    """Return what `next(module.parameters(), None)` does, in a tenth of the time, because every step calls it."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            return parameter
-    for child in module._modules.values():
-        if child is not None and (parameter := _first_parameter(child)) is not None:
-            return parameter
-    return None
 
 
 def _misfit(core: nn.Module, batch: Any, kwargs: Mapping[str, Any]) -> str | None:

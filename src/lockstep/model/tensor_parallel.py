@@ -111,7 +111,10 @@ class _Waited(torch.autograd.Function):
 
 
 def _wait(module: nn.Module, args: Any, output: Any) -> Any:
-    """Wait for a module's output, because compiled code loses the gradient of a tensor that is in flight (2.13)."""
+    """Wait for a module's output, because compiled code loses the gradient of a tensor that is in flight (2.13).
+
+    The class of such tensors has no public name.
+    """
     if not isinstance(output, AsyncCollectiveTensor):
         return output
     return _Waited.apply(output)  # type: ignore[no-untyped-call]

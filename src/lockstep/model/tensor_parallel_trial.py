@@ -21,12 +21,12 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
 )
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.dist import all_reduce
 from lockstep.errors import ConfigError
 from lockstep.model.parts import owners_of_parameters
+from lockstep.tree import tree_leaves
 
 # Rounding and TF32 make differences of a thousandth of the norm; numbers of other heads differ by a tenth and more.
 _TOLERANCE = 0.01

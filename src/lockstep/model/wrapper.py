@@ -185,7 +185,7 @@ class _DefaultStep:
     def __init__(self, model: nn.Module, core: nn.Module) -> None:
         self._model, self._core = model, core
         self._preprocess = steps.preprocessing_of(core)
-        self._parse: ParseLosses = steps.attribute_of(core, "parse_losses") or steps.parse_losses
+        self._parse: ParseLosses = getattr(core, "parse_losses", None) or steps.parse_losses
 
     def __call__(self, data: Any, optim_wrapper: UpdatesParams) -> dict[str, Tensor]:
         if getattr(optim_wrapper, "needs_closure", False):

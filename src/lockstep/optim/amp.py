@@ -254,6 +254,7 @@ class LossScaler(GradScaler):
         self._skipped: Tensor | None = None  # on the device: count since the last check
         self._known_skipped = 0
         self._has_skipped = False
+        self._flags: dict[int, list[Tensor]] = {}  # of each optimizer's last update: whether it was not finite
         # Whether updates were skipped that have been sent to the device since, each with when it is known.
         self._unknown: deque[tuple[Tensor, torch.Event | None]] = deque()
 
@@ -278,8 +279,9 @@ class LossScaler(GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Let the optimizer step unless its gradients are not finite."""
         result = super().step(optimizer, *args, **kwargs)
+        # So fused optimizers tell torch's scaler that they skip the update themselves.
         if self.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
-            flags = list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+            flags = self._flags[id(optimizer)]
             found = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).amax()
             event = None
             if found.device.type != "cpu":
@@ -322,6 +324,7 @@ class LossScaler(GradScaler):
         found = super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
         if not found:  # the optimizer has no gradients: nothing to skip
             found = {found_inf.device: found_inf}
+        self._flags[id(optimizer)] = list(found.values())
         sharded = any(is_dtensor(param.grad) for param in params)
         for flag in found.values():
             if sharded:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from lockstep.errors import ConfigError, did_you_mean, require_known
 from lockstep.model import is_model_wrapper
+from lockstep.model.parts import INSIDE_WRAPPERS
 
 Options = dict[str, Any]
 
@@ -21,13 +21,14 @@ _MULTIPLIERS = (
 _CUSTOM = {"lr_mult": "lr", "decay_mult": "weight_decay"}
 PARAMWISE_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate")
 
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 # Classes of other libraries are recognised by their names: RMSNorm, LayerNorm2d, LlamaRMSNorm; DeformConv2d,
 # ModulatedDeformConv2dPack.
 _NORM = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 _DEFORMABLE = re.compile(r"DeformConv")
-
-# The names under which torch's wrappers keep the inner module: torch.compile, activation checkpointing.
-_AROUND = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ def param_sites(model: nn.Module) -> list[ParamSite]:
 
 def _sites(module: nn.Module, prefix: str, parent: str) -> Iterator[ParamSite]:
     module = _inside(module)
+    # torch's own iterators leave out a module that has two names, or have no place for its parent.
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield ParamSite(prefix + name, parameter, module, parent)
@@ -66,7 +68,7 @@ def _sites(module: nn.Module, prefix: str, parent: str) -> Iterator[ParamSite]:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    names = ("module",) if is_model_wrapper(module) else _AROUND
+    names = ("module",) if is_model_wrapper(module) else INSIDE_WRAPPERS
     inner = next((module._modules[name] for name in names if name in module._modules), None)
     return module if inner is None else _inside(inner)
 
@@ -154,7 +156,7 @@ def _keys_of(site: ParamSite) -> Iterator[tuple[str, str]]:
         yield "lr", "bias_lr_mult"
     if is_norm:
         yield "weight_decay", "norm_decay_mult"
-    elif isinstance(module, _ConvNd) and module.groups == module.in_channels > 1:  # depthwise
+    elif isinstance(module, _CONVOLUTIONS) and module.groups == module.in_channels > 1:  # depthwise
         yield "weight_decay", "dwconv_decay_mult"
     elif is_bias:
         yield "weight_decay", "bias_decay_mult"

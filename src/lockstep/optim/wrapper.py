@@ -17,6 +17,7 @@ from lockstep.dist import all_reduce
 from lockstep.errors import require_count, wrong_type
 from lockstep.groups import this_rank
 from lockstep.model import ModelWrapper
+from lockstep.model.norm import BATCH_NORMS
 from lockstep.optim.clipping import clip_by_norm, clip_by_value
 from lockstep.optim.windows import Windows
 from lockstep.registry import OPTIM_WRAPPERS
@@ -102,7 +103,7 @@ class OptimWrapper:
             )  # fmt: skip
         if self.accumulative_counts == 1:
             return
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
             _logger.warning(
                 "gradients are accumulated over %d batches, but BatchNorm normalises within each "
                 "of them: the result differs from that of one large batch",

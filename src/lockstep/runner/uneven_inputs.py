@@ -333,6 +333,7 @@ class Passes:
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore the model's buffers on exit, such as the running statistics of BatchNorm, also if others replace them."""
+    # Also the names of buffers that are None, which the public functions leave out.
     held = [(module, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:

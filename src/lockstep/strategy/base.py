@@ -182,8 +182,8 @@ class Strategy(ABC):
 
 def _refuse_lazy(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and is_lazy(tensor):
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if is_lazy(tensor):
                 path = f"{prefix}.{name}" if prefix else name
                 raise ConfigError(
                     f"`{path}` must have a shape before the model is prepared, but {type(module).__name__} takes it "

@@ -72,7 +72,7 @@ class _StandIn(Tensor):
     def __new__(cls, name: str, parameter: nn.Parameter, engine: str) -> _StandIn:
         """Return a stand-in for the gradient of a parameter."""
         element = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        made: _StandIn = torch.Tensor._make_subclass(cls, element.expand(parameter.shape))
+        made: _StandIn = element.expand(parameter.shape).as_subclass(cls)
         made._message = (
             f"`{name}.grad` must not be used between a backward pass and the update under {engine}, which holds "
             f"gradients in pieces ({this_rank()}). {_REMEDY}"

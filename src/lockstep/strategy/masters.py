@@ -68,9 +68,8 @@ class Masters:
             return
         for master, weights in self._rounded:
             master.copy_(newer(master, weights))
-        if self._copies:
-            masters, sources = zip(*self._copies, strict=True)
-            torch._foreach_copy_(masters, sources)
+        for master, source in self._copies:
+            master.copy_(source)
 
     def check(self) -> None:
         """Refuse parameters that the engine can't use.

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import ConfigError
 from lockstep.groups import this_rank
 from lockstep.model import steps
 from lockstep.model.wrapper import all_entered
-from lockstep.tree import tree_map
+from lockstep.tree import tree_leaves, tree_map
 
 _STEPS = ("train_step", "val_step", "test_step")
 _FIRST, _EVERY = 3, 50  # forward passes in which uses of parameters and writes to them are checked
@@ -202,7 +201,7 @@ def cast_parts(core: nn.Module, dtype: torch.dtype) -> None:
     if not any(steps.defines_step(core, name) for name in _STEPS):
         return
     for part in core.modules():
-        own = [parameter for parameter in part._parameters.values() if parameter is not None]
+        own = list(part.parameters(recurse=False))
         if part is not core and own and all(parameter.dtype == dtype for parameter in own):
             cast_inputs(part, dtype)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future, collect_all
 
-from lockstep.errors import CollectiveMismatchError
+from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import Comm
 from lockstep.watch.failures import translate_error
 
@@ -86,29 +85,39 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
     return None
 
 
-@contextmanager
-def waiting(comm: Comm) -> Iterator[None]:
+class waiting:  # noqa: N801 - a context manager; as a generator it would take twice as long
     """Let the watch know that this rank may wait in the last call of a group."""
-    calls = comm.calls
-    if calls is not None:
-        calls.since, calls.waiting = monotonic(), calls.number
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_comm",)
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def __enter__(self) -> None:
+        calls = self._comm.calls
+        if calls is not None:
+            calls.since, calls.waiting = monotonic(), calls.number
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        calls = self._comm.calls
         if calls is not None:
             calls.waiting = 0
 
 
-@contextmanager
-def in_backend(comm: Comm) -> Iterator[None]:
+class in_backend(waiting):  # noqa: N801
     """Do what `waiting` does, around calls of the backend; its errors become lockstep's, which name ranks."""
-    try:
-        with waiting(comm):
-            yield
-    except RuntimeError as error:
-        translated = translate_error(error, comm)
-        # What the backend says then is only how the watch has ended the wait.
-        raise translated from None if isinstance(translated, CollectiveMismatchError) else error
+
+    __slots__ = ()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise lockstep's error for one of the backend."""
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, DistError):
+                translated = translate_error(error, self._comm)
+                # What the backend says then is only how the watch has ended the wait.
+                raise translated from None if isinstance(translated, CollectiveMismatchError) else error
+        finally:
+            super().__exit__(kind, error, trace)
 
 
 def start(

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.errors import ConfigError, error_in_words
 
@@ -75,7 +74,7 @@ def sized_on_loading(model: nn.Module) -> set[str]:
     Those are the observers of quantization-aware training, and others that size a buffer at the first batch. Batch
     norms override only what they do with old files.
     """
-    usual = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+    usual = (nn.Module._load_from_state_dict, nn.BatchNorm1d._load_from_state_dict)
     return {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()

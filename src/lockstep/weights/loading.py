@@ -15,6 +15,7 @@ from lockstep.checkpoint import load_state, read_shapes
 from lockstep.errors import ConfigError, listed
 from lockstep.location import Location, locate
 from lockstep.model import unwrap_model
+from lockstep.model.parts import INSIDE_WRAPPERS
 from lockstep.strategy import Strategy
 from lockstep.weights.description import sized_on_loading, tied_names
 from lockstep.weights.source import Source, find_checkpoint, open_source
@@ -155,14 +156,17 @@ def _own_rows(tensor: Tensor) -> slice | None:
     if not hasattr(tensor, "placements"):  # DTensor is imported by those who make some
         return None
     from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     assert isinstance(tensor, DTensor)
-    sharding = [placement for placement in tensor.placements if not placement.is_replicate()]
-    if len(sharding) != 1 or type(sharding[0]) is not Shard or sharding[0].dim != 0:
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    sharding = tensor.placements[axes[0]] if len(axes) == 1 else None
+    if type(sharding) is not Shard or sharding.dim != 0:
         return None
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return slice(offset[0], offset[0] + shape[0])
+    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if place is None:
+        return None
+    begin = min(len(tensor), place[axes[0]] * -(-len(tensor) // mesh.size(axes[0])))  # in chunks, as `torch.chunk`
+    return slice(begin, begin + len(tensor.to_local()))
 
 
 def _renamed(stored: Mapping[str, Any], weights: Weights, own: Mapping[str, Any]) -> dict[str, str]:
@@ -190,7 +194,7 @@ def _renamed(stored: Mapping[str, Any], weights: Weights, own: Mapping[str, Any]
 
 def _without_compiled(name: str) -> str:
     """Return a name without the parts that `torch.compile` of a module, also of an inner one, puts into it."""
-    return name.replace("_orig_mod.", "")
+    return name.replace(f"{INSIDE_WRAPPERS[0]}.", "")
 
 
 def _missing_prefix(long: Mapping[str, Any], short: Mapping[str, Any]) -> str | None:

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils._pytree import tree_leaves
 
 from lockstep.dist import all_gather
 from lockstep.engines import load_engine
 from lockstep.errors import ConfigError, DistError, did_you_mean
 from lockstep.model.tensor_parallel_plan import read_plan
 from lockstep.registry.signatures import Arguments
+from lockstep.tree import tree_leaves
 
 # Ignores warnings that users cannot act on: about optional parts, and about names that torch has deprecated.
 _QUIET = partial(warnings.catch_warnings, action="ignore")

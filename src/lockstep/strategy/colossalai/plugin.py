@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lockstep.device import get_device
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError, did_you_mean, require_count
 from lockstep.model.drift import refuse_max_norm
+from lockstep.model.norm import BATCH_NORMS
 from lockstep.strategy.colossalai.pipeline import Cutting
 from lockstep.strategy.trainable import check_kinds, refuse_lbfgs, updates_elementwise
 
@@ -124,7 +124,7 @@ class PluginChoice:
                 f"`tp_size`{times} must divide the number of ranks, but is {self.tp_size}, and there are "
                 f"{get_world_size()}"
             )
-        norms = [path for path, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        norms = [path for path, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
         if norms and self.pp_size > 1:
             raise ConfigError(
                 "the model must have no BatchNorm with `pp_size` above 1, because it would normalise within each "

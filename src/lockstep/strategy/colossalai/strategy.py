@@ -246,7 +246,9 @@ class ColossalAIStrategy(EngineStrategy):
 @contextmanager
 def _put_aside(model: nn.Module, name: str) -> Iterator[None]:
     """Remove a child module from a model inside the context."""
-    child = model._modules.pop(name, None)
+    child = dict(model.named_children()).get(name)
+    if child is not None:
+        delattr(model, name)
     try:
         yield
     finally:

@@ -256,7 +256,8 @@ class DeepSpeedOptimWrapper(OptimWrapper):
         for index, gradients in earlier.items():
             held = self.engine.optimizer.averaged_gradients[index]
             if held is not gradients:
-                torch._foreach_add_(held, gradients)
+                for gradient, other in zip(held, gradients, strict=True):
+                    gradient.add_(other)
 
     def _attached_state(self) -> EngineState:
         _ = self.engine
