@@ -13,7 +13,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import HashStore
 
-from lockstep.dist import all_reduce, barrier, broadcast, get_rank, init_dist, main_process_first
+from lockstep.dist import all_gather, all_reduce, barrier, broadcast, gather, get_rank, init_dist, main_process_first
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
@@ -277,3 +277,19 @@ def test_requests_of_a_rank_while_it_works_and_while_it_waits() -> None:
     # The others have looked for this rank after 1, 2 and 4 seconds.
     seconds = time.monotonic() - begun - seconds
     assert store.taken() <= 3 * (seconds / watch.board.tick + 2 * seconds + 10)
+
+
+@ranks(2, fresh=True)
+def test_a_handle_that_is_waited_for_late_does_not_fail() -> None:
+    init_dist("pytorch", timeout=3)
+    parts = [ones(), ones()]
+    handles = [
+        all_reduce(ones(), async_op=True),
+        all_gather(parts, ones(), async_op=True),
+        barrier(async_op=True),
+        gather(ones(), parts if get_rank() == 0 else None, async_op=True),
+    ]
+    time.sleep(6)
+    for handle in handles:
+        handle.wait()
+    assert_group_works()

@@ -5,7 +5,9 @@ What needs two or four devices is skipped where there are fewer.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from lockstep.device import get_device
 from lockstep.testing import run_ranks
+from lockstep.watch.watch import let_graphs_be_captured
 
 from . import bodies, collectives
 from .fault_job import FAULTS
@@ -148,3 +151,26 @@ def test_snapshots_of_memory(device: str, tmp_path: Path):
     actions = {entry["action"] for trace in content["device_traces"] for entry in trace}
     assert {"alloc", "oom"} <= actions
     assert content["segments"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_thread_may_ask_events_while_a_graph_is_captured():
+    data, event, ends, answers = torch.ones(1, device="cuda"), torch.Event("cuda"), Event(), []
+    event.record()
+
+    def ask() -> None:
+        while not ends.wait(0.001):
+            let_graphs_be_captured()
+            answers.append(event.query())
+
+    (thread := Thread(target=ask)).start()
+    try:
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            double = data * 2
+            time.sleep(0.2)
+    finally:
+        ends.set()
+        thread.join()
+    graph.replay()
+    assert double.item() == 2.0
+    assert answers[-1]

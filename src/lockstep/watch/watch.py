@@ -12,6 +12,7 @@ call, and which one warns).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ _SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are aske
 _SECONDS_TO_GO_ON = 2.0  # for a main thread whose group has been aborted
 _SECONDS_OF_STORE = 10.0  # for one answer; torch would look for five minutes for the file of a FileStore that is gone
 _TAG = 0x10C7  # of a receive that nobody sends for
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _FRAMES = 6
 _LOCKSTEP = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _LOCKSTEP + os.sep)
@@ -145,6 +147,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(self.board.tick):
+            let_graphs_be_captured()
             self._look_at_main_thread()
             try:
                 if not self.is_cut_off:
@@ -309,6 +312,7 @@ class Watch:
         found: list[Absent] = []
 
         def find() -> None:
+            let_graphs_be_captured()
             with suppress(Exception):  # the store may be gone
                 found.extend(self.find_absent(comm, calls, number, has_failed=True))
 
@@ -417,6 +421,17 @@ def interrupt(comm: Comm) -> None:
     with suppress(Exception):
         if comm.devices - {"cpu"}:
             pg.abort()
+
+
+def let_graphs_be_captured() -> None:
+    """Let this thread ask events of CUDA while another one captures a graph, which asking would end otherwise.
+
+    Call it before each time. torch has no function for it; it is a setting of the thread, in CUDA's runtime.
+    """
+    if torch.version.cuda is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with suppress(OSError, AttributeError):  # a runtime of another name
+            runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 def end_process(error: BaseException) -> NoReturn:
