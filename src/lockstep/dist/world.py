@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import os
 import sys
 import time
@@ -24,7 +23,6 @@ from lockstep.dist.rendezvous import is_one_node, meet
 from lockstep.dist.validate import NOT_GIVEN, either
 from lockstep.engines import adopt_group, load_engine
 from lockstep.errors import (
-    CollectiveMismatchError,
     CollectiveTimeoutError,
     DistError,
     Preempted,
@@ -33,7 +31,7 @@ from lockstep.errors import (
 )
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch
-from lockstep.watch.watch import start_watch
+from lockstep.watch.watch import end_process, start_watch
 
 _SECONDS_FOR_THREADS = 0.1
 _STORE_TIMEOUT = timedelta(minutes=5)
@@ -152,8 +150,9 @@ def destroy_dist() -> None:
     **Collective**: every rank, at about the same time. It waits for up to two seconds for the others, to compare the
     calls of all ranks for the last time.
 
-    **Raises**: CollectiveMismatchError if the ranks have made different calls; the group is gone all the same. At exit,
-    it goes to `sys.excepthook`, and the exit code is 1.
+    **Raises**: CollectiveMismatchError if the ranks have made different calls, and the error of a call that failed
+    without having raised it; the group is gone all the same. At exit, the error goes to `sys.excepthook`, and the exit
+    code is 1.
     """
     _destroy()
 
@@ -354,12 +353,8 @@ def _leave() -> None:
     is_preempted = isinstance(cause, SystemExit) and cause.code == Preempted.EXIT_CODE
     try:
         _destroy(ends_at_once=is_preempted)
-    except CollectiveMismatchError as error:
-        sys.excepthook(type(error), error, None)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    except DistError as error:
+        end_process(error)
 
 
 def _end_group(ends_at_once: bool) -> None:

@@ -13,7 +13,7 @@ from lockstep.calls import Failure, Record
 from lockstep.errors import ranks_in_words
 from lockstep.watch.board import State
 
-_SECONDS_STILL = 2.0  # of a main thread at one place, which then waits for its device
+_SECONDS_STILL = 1.5  # of a main thread at one place, which then waits for its device
 
 
 class Blocked(NamedTuple):

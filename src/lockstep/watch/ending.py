@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lockstep.calls import Failure, Record
@@ -81,52 +81,43 @@ class _LastComparison:
 
     def _verdict(self) -> Failure | None:
         """Return what the first rank says of the calls of all ranks."""
+        store = self._watch.store
+        failure = self._wait(_SECONDS_TO_END + 0.5, lambda: [] if store.check(["verdict"]) else [_JUDGE])
+        verdict = json.loads(store.get("verdict")) if failure is None and store.check(["verdict"]) else None
+        return Failure(*verdict) if verdict else failure
+
+    def _judge(self) -> Failure | None:
+        """Compare the calls of all ranks, and tell them; of a failure that was declared they hear by themselves."""
+        heard = difference = None
+        try:
+            heard = self._wait(_SECONDS_TO_END, self._watch.board.missing) if self._groups else None
+            difference = None if heard else self._difference()
+        finally:
+            self._watch.store.set("verdict", json.dumps(difference))
+        return heard or difference
+
+    def _wait(self, seconds: float, missing: Callable[[], list[int]]) -> Failure | None:
+        """Wait for ranks that are missing, as long as they are there; return what fails meanwhile."""
         board, asked = self._watch.board, False
-        for seconds in pauses(_SECONDS_TO_END + 0.5, board.tick):
-            if board.store.check(["verdict"]):
-                verdict = json.loads(board.store.get("verdict"))
-                return Failure(*verdict) if verdict else None
+        for passed in pauses(seconds, board.tick):
             if (failure := self._watch.hear()) is not None:
                 return failure
-            if board.gone([_JUDGE]):
+            ranks = missing()
+            if not ranks or board.gone(ranks):
                 return None
-            if seconds > _SECONDS_TO_ASK and not asked:
+            if passed > _SECONDS_TO_ASK and not asked:
                 asked = True
-                if (failure := self._awaited([_JUDGE])) is not None:
+                if (failure := self._awaited(ranks)) is not None:
                     return failure
         return None
 
-    def _judge(self) -> Failure | None:
-        """Compare the calls of all ranks, and tell them."""
-        verdict = None
-        try:
-            verdict = self._judged() if self._groups else None
-        finally:
-            self._watch.store.set("verdict", json.dumps(verdict))
-        return verdict
-
-    def _judged(self) -> Failure | None:
-        board, asked = self._watch.board, False
-        for seconds in pauses(_SECONDS_TO_END, board.tick):
-            missing = board.missing()
-            if not missing:
-                break
-            if (failure := self._watch.hear()) is not None:
-                return failure
-            if board.gone(missing):
-                return None
-            if seconds > _SECONDS_TO_ASK and not asked:
-                asked = True
-                if (failure := self._awaited(missing)) is not None:
-                    return failure
-        states = board.last_words(range(1, board.size))
+    def _difference(self) -> Failure | None:
+        states = self._watch.board.last_words(range(1, self._watch.size))
         if any(state["failed"] for state in states.values()):
             return None
         states[_JUDGE] = self._watch.state(ended=True)
-        for comm, _ in self._groups:
-            if (difference := described_if_different(comm, records_of(comm, states))) is not None:
-                return difference
-        return None
+        differences = (described_if_different(comm, records_of(comm, states)) for comm, _ in self._groups)
+        return next((one for one in differences if one is not None), None)
 
     def _awaited(self, ranks: Sequence[int]) -> Failure | None:
         """Return what some ranks wait for that this one, which ends, never calls."""

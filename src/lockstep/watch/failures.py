@@ -29,7 +29,7 @@ def mismatch(comm: Comm, *, all_know: bool = False) -> DistError:
     if failure is None:
         failure = Failure(f"ranks of {comm.name} must make the same calls, but their calls differ ({comm.this_rank})")
         with suppress(Exception):  # the store may be gone
-            failure = failure if watch is None else watch.explain(comm, calls, wait=True)
+            failure = failure if watch is None else watch.explain(comm, calls)
     if all_know:
         calls.reset()
     else:

@@ -210,8 +210,9 @@ class Watch:
 
     def _is_overdue(self, comm: Comm, seconds: float) -> bool:
         """Return whether a call fails by now; backends of devices would end the process, and name nobody."""
-        if self.is_cut_off and time.monotonic() - self._cut_off >= _SECONDS_OF_STORE:
-            return any(self.board.process(rank) == "gone" for rank in comm.ranks)
+        is_alone = self.is_cut_off and time.monotonic() - self._cut_off >= _SECONDS_OF_STORE
+        if is_alone and any(self.board.process(rank) == "gone" for rank in comm.ranks):
+            return True
         return comm.timeout is not None and seconds >= comm.timeout.total_seconds()
 
     def state(self, *, ended: bool = False) -> dict[str, Any]:
@@ -241,22 +242,19 @@ class Watch:
             self._fail(*one)
         return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
 
-    def explain(self, comm: Comm, calls: Calls, *, wait: bool) -> Failure:
-        """Return which call is the first that differs between the ranks of a group.
+    def explain(self, comm: Comm, calls: Calls) -> Failure:
+        """Return which call is the first that differs between the ranks of a group, all of which call this.
 
-        Args:
-            comm: the group.
-            calls: this rank's.
-            wait: all ranks are about to call this. The first one asks, and tells the others.
+        The first rank asks, and tells the others.
         """
         key = f"told/{name_of(comm)}/{calls.resets}"
-        if wait and comm.rank != 0:
+        if comm.rank != 0:
             for _ in pauses(2 * self.board.seconds_to_answer, self.board.tick):
                 self.board.answer()
                 if self.store.check([key]):
                     return Failure(*json.loads(self.store.get(key)))
         failure = self._difference(comm, self.board.ask(comm.ranks))
-        if wait and comm.rank == 0:
+        if comm.rank == 0:
             self.store.set(key, json.dumps(failure))
         return failure
 
@@ -265,14 +263,7 @@ class Watch:
         return described(comm, records_of(comm, states), ended)
 
     def declare(self, group: str, ranks: Sequence[int], failure: Sequence[object], kind: str = "calls") -> None:
-        """Tell ranks why a group can't be used further.
-
-        Args:
-            group: its name.
-            ranks: its ranks in the default group.
-            failure: what `Failure` consists of; of the kind `gone`, the ranks that are absent.
-            kind: what it is.
-        """
+        """Tell the ranks of a group why it can't be used further: by a `Failure`, or what is known of ranks `gone`."""
         self.store.set(f"failure/{group}", json.dumps([kind, *failure]))
         self.board.notify([rank for rank in ranks if rank != self.rank])
 
@@ -303,16 +294,16 @@ class Watch:
             if own is None or digest is None or resets != calls.resets or own == digest:
                 self._doubts.discard(doubt)
             elif doubt in self._doubts:
-                self._fail_all(comm, calls, self.explain(comm, calls, wait=False))
+                self._fail_all(comm, calls, self._difference(comm, self.board.ask(comm.ranks)))
             else:
                 self._doubts.add(doubt)  # the main threads may be about to raise an error themselves
 
     # Calls that do not end.
 
     def absent_in_time(self, comm: Comm, calls: Calls, number: int) -> list[Absent]:
-        """Return what `find_absent` does, for a call that has failed; what the system knows if the store is silent.
+        """Return what `find_absent` does for a call that has failed, or what the system knows, if the store is silent.
 
-        Where the network is gone, it does not answer for a quarter of an hour.
+        Where the network is gone, it is silent for a quarter of an hour.
         """
         self.looks_for_others = True
         found: list[Absent] = []
@@ -326,9 +317,9 @@ class Watch:
             finding.start()
             finding.join(self.board.seconds_to_answer + 0.4)
             self.is_cut_off = finding.is_alive()
-        if self.is_cut_off:
-            return self._described(comm, [rank for rank in comm.ranks if self.board.process(rank) == "gone"], {})
-        return found
+        if not self.is_cut_off:
+            return found
+        return self._described(comm, [rank for rank in comm.ranks if self.board.process(rank) == "gone"], {})
 
     def find_absent(self, comm: Comm, calls: Calls, number: int, *, has_failed: bool = False) -> list[Absent]:
         """Return which ranks of a group have not made a call that this rank has made, and what they do.
@@ -373,7 +364,8 @@ class Watch:
         if not stuck or self._stop.wait(_SECONDS_TO_CONFIRM):
             return
         states = self.board.ask(states)
-        if stuck_ranks(states, self.size) == stuck:
+        again = stuck_ranks(states, self.size)
+        if all(again.get(rank) == calls for rank, calls in stuck.items()):
             failure = deadlock(states, stuck, self.size)
             for name, members in {(call.group, call.members) for calls in stuck.values() for call in calls}:
                 self.declare(name, members, failure)
@@ -391,13 +383,10 @@ class Watch:
         return found
 
     def _words(self, rank: int, state: State | None, process: str, record: Record | None) -> str:
-        place = self.board.place(rank)
+        place, last = self.board.place(rank), "no call in this group"
         if state is None:
-            return {
-                "gone": f"is gone ({place})",
-                "stopped": f"does not answer, because it is stopped ({place}; kill -CONT continues it)",
-            }.get(process, f"does not answer ({place})")
-        last = "no call in this group"
+            stopped = f"does not answer, because it is stopped ({place}; kill -CONT continues it)"
+            return {"gone": f"is gone ({place})", "stopped": stopped}.get(process, f"does not answer ({place})")
         if record is not None and record.number:
             last = f"last call {record.number}, {record.call(record.number)}, {record.seconds:.0f} s ago"
         if state["ended"]:

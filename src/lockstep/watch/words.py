@@ -84,7 +84,7 @@ class Told(Failure):
     @classmethod
     def by(cls, error: DistError) -> Told:
         """Return the failure that raises this error."""
-        told = cls(str(error), getattr(error, "failed_ranks", ()))
+        told = cls(str(error))
         told._error = error
         return told
 
@@ -109,47 +109,35 @@ def absence(
     Args:
         comm: the group.
         absent: what is known of them.
-        detail: what has shown that they did not come, as a sentence; needed where nothing is known of them.
+        detail: what has shown that they did not come, as a sentence, for where nothing is known of them.
         cause: what the backend says.
         number: that of the call; the last one by default.
         is_gone: one of them has ended, even if `absent` does not have it.
-        is_of_torch: it was no call of lockstep's, but a collective that torch has called, as in DDP's backward pass.
+        is_of_torch: it was a collective of torch's own, as in DDP's backward pass.
         is_cut_off: the store does not answer.
     """
-    what = _what(comm, comm.calls.number if number is None and comm.calls else number, is_of_torch)
+    number = comm.calls.number if number is None and comm.calls is not None else number
+    of_torch = "a collective of torch's own" if is_of_torch else "a collective"
+    call = f"call {number}, {comm.calls.call(number)}," if comm.calls is not None and number else ""
+    what = (f"{of_torch} after {call}" if is_of_torch else call) if call else of_torch
     ended = [one for one in absent if one.has_ended]
     shown: Sequence[Absent] = [one for one in ended if not one.cause.startswith(_OF_OTHERS)] or ended or absent
     who = f"{ranks_in_words([one.rank for one in shown])} of {comm.name}" if shown else f"a rank of {comm.name}"
     error: DistError
     if ended or (is_gone and not absent):
-        seen = f"{who} ended or lost the connection during {what} as seen on {comm.this_rank}."
-        if shown:
-            text = f"{seen} Look for the error there first:\n{lines_of(shown)}"
-            error = PeerError(text, rank=shown[0].rank, cause=shown[0].cause or cause)
-        else:
-            error = PeerError(f"{seen} Look for its own error first. {detail}", rank=None, cause=cause)
+        text = f"{who} ended or lost the connection during {what} as seen on {comm.this_rank}. Look for "
+        text += f"the error there first:\n{lines_of(shown)}" if shown else f"its own error first. {detail}"
+        rank, said = (shown[0].rank, shown[0].cause) if shown else (None, "")
+        error = PeerError(text, rank=rank, cause=said or cause)
     else:
-        late = f"{who} did not take part in {what} in time"
-        if shown:
-            text = f"{late} ({comm.this_rank}):\n{lines_of(shown)}"
-        elif is_cut_off:
-            text = (
-                f"{late}, nor does the store answer at which the ranks met ({comm.this_rank}): this host may have lost "
-                f"its network, or that of rank 0. {detail}"
-            )
-        else:
-            text = f"{late} ({comm.this_rank}). Do all ranks call the same collectives in the same order? {detail}"
+        text = f"{who} did not take part in {what} in time"
+        hint = "Do all ranks call the same collectives in the same order?"
+        if is_cut_off:
+            text += ", nor does the store answer at which the ranks met"
+            hint = "This host may have lost its network, or that of rank 0."
+        text += f" ({comm.this_rank})" + (f":\n{lines_of(shown)}" if shown else f". {hint} {detail}")
         error = CollectiveTimeoutError(text)
     return caused_by(error, [comm.ranks[one.rank] for one in shown]) if shown else error
-
-
-def _what(comm: Comm, number: int | None, is_of_torch: bool) -> str:
-    """Return in words what has failed: a call, or what torch has called after it."""
-    of_torch = "a collective of torch's own" if is_of_torch else "a collective"
-    if comm.calls is None or not number:
-        return of_torch
-    call = f"call {number}, {comm.calls.call(number)},"
-    return f"{of_torch} after {call}" if is_of_torch else call
 
 
 def lines_of(absent: Sequence[Absent]) -> str:
