@@ -49,6 +49,7 @@ TRACED = {"backend": "aot_eager"}
 CASES: dict[str, tuple[dict[str, Any], float]] = {
     "ddp": ({"strategy": "ddp"}, EXACT),
     "ddp-pinned": ({"strategy": "ddp", "pin_memory": True}, EXACT),
+    "ddp-prefetching": ({"strategy": "ddp", "prefetch_to_device": True}, EXACT),
     "ddp-bf16": ({"strategy": "ddp", "optim_wrapper": AMP["bfloat16"]}, HALF),
     "ddp-fp16": ({"strategy": "ddp", "optim_wrapper": AMP["float16"]}, HALF),
     "ddp-accumulating": ({"strategy": "ddp", "optim_wrapper": optim_config(4, True)}, EXACT),
@@ -59,6 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "ddp-compiled": ({"strategy": "ddp", "compile": TRACED}, EXACT),
     "fsdp": ({"strategy": "fsdp"}, EXACT),
     "fsdp-pinned": ({"strategy": "fsdp", "pin_memory": True}, EXACT),
+    "fsdp-prefetching": ({"strategy": "fsdp", "prefetch_to_device": True}, EXACT),
     "fsdp-offloaded": ({"strategy": {"type": "fsdp", "cpu_offload": True}}, EXACT),
     "fsdp-bf16": ({"strategy": {"type": "fsdp", "mixed_precision": "bf16"}}, HALF),
     "fsdp-amp-bf16": ({"strategy": "fsdp", "optim_wrapper": AMP["bfloat16"]}, HALF),
@@ -260,7 +262,9 @@ def train_without_syncs(case: str, work_dir: Path) -> list[float]:
 
 GUARDED: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
+    "ddp, prefetching": {"strategy": "ddp", "prefetch_to_device": True},
     "fsdp": {"strategy": "fsdp"},
+    "fsdp, prefetching": {"strategy": "fsdp", "prefetch_to_device": True},
     "ddp, bf16": {"strategy": "ddp", "optim_wrapper": AMP["bfloat16"]},
     "ddp, fp16": {"strategy": "ddp", "optim_wrapper": AMP["float16"]},
     "fsdp, fp16": {"strategy": "fsdp", "optim_wrapper": AMP["float16"]},

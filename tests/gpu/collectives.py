@@ -303,6 +303,8 @@ CASES: dict[str, Case] = {
     "broadcast, async": partial(broadcast_from_last, **ASYNC),
     "all_gather": gathered(few, dist.all_gather),
     "all_gather, uneven": gathered(uneven, dist.all_gather),
+    "all_gather, uneven=False": gathered(few, lambda data: dist.all_gather(data, uneven=False)),
+    "all_gather, large, uneven=False": gathered(many, lambda data: dist.all_gather(data, uneven=False)),
     "all_gather, bfloat16": gathered(of_half, dist.all_gather),
     "all_gather, scalars": gathered(lambda rank: on(rank)[0], dist.all_gather),
     "all_gather, large": gathered(many, dist.all_gather),
