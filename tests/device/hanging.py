@@ -1,7 +1,8 @@
 """A rank whose calls hang on the simulated accelerator, as with NCCL. Usage: hanging.py FAULT TIMEOUT FOLDER [WAIT].
 
-FAULT is a key of `FAULTS`: what rank 1 does, where the others sum two numbers. Then all ranks read a value of their
-device, or, if WAIT is `looping`, work on. Each writes its error, and when it came after the fault, as JSON.
+FAULT is a key of `FAULTS`: what rank 1 does, where the others sum two numbers; in a training after `ddp, ` or `fsdp, `.
+Then all ranks read a value of their device, or, if WAIT is `looping`, work on. Each writes its error, and when it came
+after the fault, as JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as torch_dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from sim import simulator
 
-from lockstep import dist
+from lockstep import Session, dist
 from lockstep.dist.consistency import FIRST_CALLS
 from lockstep.errors import DistError
 from lockstep.groups import resolve
@@ -66,6 +69,21 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
+def train(strategy: str, folder: Path, fails: Callable[[], object]) -> None:
+    """Make steps that read their loss; rank 1 fails after the 25th."""
+    session = Session(folder / strategy, strategy=strategy)
+    model = nn.Linear(2, 2)
+    data = DataLoader(TensorDataset(torch.ones(128, 2)), batch_size=2)
+    model, _, data = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    for _ in session.epochs(1):
+        for step, (batch,) in enumerate(data):
+            if step == 25 and RANK == 1:
+                fails()
+            loss = model(batch).square().sum()
+            loss.item()
+            session.step(loss)
+
+
 def main(fault: str, timeout: str, folder: str, wait: str = "reading") -> None:
     global DATA, MORE, WHOLE, PAIR
     dist.init_dist("pytorch", timeout=float(timeout))
@@ -80,6 +98,9 @@ def main(fault: str, timeout: str, folder: str, wait: str = "reading") -> None:
     dist.barrier()
     begun, found = time.monotonic(), Path(folder) / f"{RANK}.json"
     try:
+        if fault.startswith(("ddp", "fsdp")):
+            strategy, _, fault = fault.partition(", ")
+            train(strategy, Path(folder), FAULTS[fault])
         FAULTS[fault]() if RANK == 1 else usual()
         if fault == "order" and RANK != 1:
             dist.broadcast(DATA)

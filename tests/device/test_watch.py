@@ -19,6 +19,7 @@ CIRCLE = (
     rf"CollectiveMismatchError: .* wait for each other:\n  rank 0: {SUM} of the default group \(2\) waits for rank 1\n"
     rf"  rank 1: {SUM} of the group of ranks 0, 1 waits for rank 0$"
 )
+BACKWARD = r"backward_pass\(\) at \S*hanging\.py:\d+"
 # What rank 1 does: the timeout, the error of rank 0, and whether rank 1 raises the same.
 FAULTS = {
     "op": (60, rf"{DIFFERS}all_reduce\(float32\[2\], max\)", True),
@@ -33,6 +34,10 @@ FAULTS = {
     "stopped": (4, rf"{LATE}does not answer, because it is stopped", False),
     "late": (4, rf"{LATE}last call \d+, barrier\(\) (.|\n)* now in\n +File .*, in sleep", False),
 }
+for strategy in ("ddp", "fsdp"):
+    for fault in ("dead", "stopped"):
+        timeout, error, is_raised_by_both = FAULTS[fault]
+        FAULTS[f"{strategy}, {fault}"] = (timeout, error.replace(SUM, BACKWARD), is_raised_by_both)
 LOOPING = [(fault, "looping") for fault in ("shape", "dead", "late")]
 
 
@@ -45,7 +50,7 @@ def run(start: Start, folder: Path, fault: str, timeout: int, wait: str) -> tupl
     ranks = [start(*words, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
     said = []
     try:
-        said = [rank.communicate(timeout=60)[1] for rank in (ranks[:1] if fault == "stopped" else ranks)]
+        said = [rank.communicate(timeout=60)[1] for rank in (ranks[:1] if "stopped" in fault else ranks)]
     finally:
         codes = [rank.poll() for rank in ranks]
         for rank in ranks:

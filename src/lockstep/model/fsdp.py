@@ -15,11 +15,12 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lockstep.dist import get_rank
+from lockstep.dist.consistency import check_call
 from lockstep.errors import ConfigError, did_you_mean, wrong_type
-from lockstep.groups import this_rank
+from lockstep.groups import Comm, resolve, this_rank
 from lockstep.model import fsdp_arguments as arguments
 from lockstep.model import steps
-from lockstep.model.autograd_graph import on_backward
+from lockstep.model.autograd_graph import never_compiled, on_backward
 from lockstep.model.drift import refuse_max_norm
 from lockstep.model.fsdp_arguments import Offload, Precision
 from lockstep.model.fsdp_consistency import Consistency
@@ -36,6 +37,7 @@ from lockstep.model.tensor_parallel import TensorParallel
 from lockstep.model.tensor_parallel_plan import read_request
 from lockstep.model.wrapper import ModelWrapper
 from lockstep.registry import MODEL_WRAPPERS
+from lockstep.transport.handles import note_running
 
 
 @MODEL_WRAPPERS.register_module()
@@ -175,9 +177,15 @@ class MMFullyShardedDataParallel(ModelWrapper):
         broadcast_from_first([scalar.detach() for scalar in scalars], whole)
         self.module = module
         self._syncs_gradients = True
+        self._comm: Comm | None = None
         ReplicatedParameters(module, scalars, self.mesh, lambda: self._syncs_gradients)
         self._consistency = Consistency(module, whole, scalars, find_unused_parameters)
         self._is_summoned = False
+        axes = [axis for axis in range(whole.ndim) if whole.size(axis) > 1]
+        if device.type != "cpu" and axes:
+            # What hangs on a device is told by the watch, which must know of it; see `note_running`.
+            self._comm = resolve(whole.get_group(axes[-1]))
+            module.register_forward_hook(never_compiled(self._note_running))
         if forward_prefetch:
             for unit, following in pairwise(part for part in module.modules() if isinstance(part, FSDPModule)):
                 unit.set_modules_to_forward_prefetch([following])
@@ -234,6 +242,13 @@ class MMFullyShardedDataParallel(ModelWrapper):
             yield
             if self._is_differentiated:
                 self._complete_differentiated()
+        if self._comm is not None:
+            check_call("backward_pass", self._comm, compares=False)
+            self._note_running()
+
+    def _note_running(self, *_: object) -> None:
+        if self._comm is not None:
+            note_running(self._comm, self._comm.comm_device)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

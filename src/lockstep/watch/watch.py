@@ -418,9 +418,16 @@ def interrupt(comm: Comm) -> None:
                 if any(words in str(error) for words in PEER_IS_GONE):
                     continue
             break
-    with suppress(Exception):
-        if comm.devices - {"cpu"}:
-            pg.abort()
+    if comm.devices - {"cpu"}:
+        # On a device that is stuck it may never return.
+        aborting = threading.Thread(target=_abort, args=(pg,), name="lockstep-abort", daemon=True)
+        aborting.start()
+        aborting.join(_SECONDS_TO_GO_ON)
+
+
+def _abort(pg: ProcessGroup) -> None:
+    with suppress(Exception):  # it has been aborted, or its device has failed
+        pg.abort()
 
 
 def let_graphs_be_captured() -> None:
