@@ -199,6 +199,8 @@ def report_failure(comm: Comm, kind: type[BaseException] = Exception) -> Iterato
 
 def tell_failure(error: BaseException, comm: Comm) -> None:
     """Tell the other ranks, which are in `exchange`, that this one can't take part; it then raises `error`."""
+    if comm.calls is not None and comm.calls.failure is not None:
+        return  # they hear of it, too
     with suppress(DistError):  # this rank raises its own error
         exchange(comm, failure=error_in_words(error))
 
