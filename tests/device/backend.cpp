@@ -6,6 +6,7 @@
 // should take part in, until the group is aborted, or a watchdog ends the process because a call has lasted for the
 // group's timeout.
 
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "device.h"
 #include "work.h"
@@ -38,6 +40,10 @@ bool equal_sizes(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](auto& one) { return one.sizes() == tensors[0].sizes(); });
 }
 
+struct SimcclOptions final : c10d::Backend::Options {
+  explicit SimcclOptions(Milliseconds timeout) : Options("simccl", timeout) {}
+};
+
 struct Simccl final : c10d::Backend {
   // A collective. `body` sends copies of `inputs`, and returns what is then written to `outputs`.
   struct Call {
@@ -48,14 +54,28 @@ struct Simccl final : c10d::Backend {
     std::function<Answer(Tensors&)> message;  // in place of a body: begins a `send` or `recv`
   };
 
-  Simccl(c10::intrusive_ptr<c10d::Backend> gloo, Milliseconds timeout)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), timeout_(timeout) {}
+  // Makes the backend that sends, of a store, a rank and a size.
+  using Make = std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int, int)>;
+
+  Simccl(Make make, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout)
+      : Backend(rank, size), make_(std::move(make)), gloo_(make_(store, rank, size)), timeout_(timeout) {}
 
   const std::string getBackendName() const override { return "simccl"; }
   bool supportsCoalescing() const override { return true; }
+  bool supportsSplitting() const override { return true; }
+  void setSequenceNumberForGroup() override {}
   c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
   void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>("simccl", timeout_); }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<SimcclOptions>(timeout_); }
+
+  c10::intrusive_ptr<Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& options) override {
+    auto own = std::find(ranks.begin(), ranks.end(), rank_);
+    if (own == ranks.end()) return nullptr;
+    auto apart = c10::make_intrusive<c10d::PrefixStore>("simccl/" + options->group_name, store);
+    return c10::make_intrusive<Simccl>(make_, apart, own - ranks.begin(), ranks.size(), options->timeout);
+  }
 
   void abort() override {
     if (aborted_->exchange(true)) return;
@@ -428,6 +448,7 @@ struct Simccl final : c10d::Backend {
     return queue("barrier", {{"barrier", "barrier", {}, {}, body, {}}}, {}, current_device(), options.asyncOp, true);
   }
 
+  Make make_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   Milliseconds timeout_;
   std::shared_ptr<std::atomic<bool>> aborted_ = std::make_shared<std::atomic<bool>>(false);
@@ -447,14 +468,18 @@ struct Simccl final : c10d::Backend {
 }  // namespace sim
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  using Release = py::call_guard<py::gil_scoped_release>;
   m.def("use", &sim::use);
   m.def("counts", &sim::counts);
   m.def("is_forked", &sim::is_forked);
-  m.def(
-      "simccl",
-      [](c10::intrusive_ptr<c10d::Backend> gloo, int64_t timeout) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<sim::Simccl>(std::move(gloo), sim::Milliseconds(timeout));
-      },
-      Release());
+  // With what torch looks for in Python where it splits a group.
+  using Options = sim::SimcclOptions;
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
+      .def("__deepcopy__", [](const Options& own, py::dict) { return c10::make_intrusive<Options>(own.timeout); });
+  py::class_<sim::Simccl, c10d::Backend, c10::intrusive_ptr<sim::Simccl>>(m, "Simccl")
+      .def_property_readonly("options", [](sim::Simccl& own) { return c10::make_intrusive<Options>(own.timeout_); })
+      .def(
+          py::init(
+              [](sim::Simccl::Make make, c10::intrusive_ptr<c10d::Store> store, int rank, int size, int64_t timeout) {
+                return c10::make_intrusive<sim::Simccl>(make, store, rank, size, sim::Milliseconds(timeout));
+              }));
 }

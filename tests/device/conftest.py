@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -37,8 +38,15 @@ def finish(process: subprocess.Popen[str], expected: int = 0) -> str:
     """Wait for the end of a process, and return what it wrote."""
     with process:
         try:
-            output, errors = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == expected, errors
     return output + errors
+
+
+def launch(start: Start, folder: Path, size: int, script: str, *words: object) -> list[dict[str, Any]]:
+    """Run a script on as many ranks, with a folder as its last argument, and return what each has written there."""
+    job = (HERE / script, "--nproc", size, "--log-dir", folder, "--", *words, folder)
+    finish(start("-m", "lockstep", "launch", *job))
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(size)]

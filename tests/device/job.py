@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as torch_dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sim import counts, simulator
+from sim import cost, counts, simulator
 from torch import Tensor
 
 from lockstep import dist
@@ -31,15 +32,19 @@ if sys.argv[1] in ("own", "shared"):
 simulator()
 
 
-def reads() -> int:
-    return counts()["reads"]
-
-
 def plain(value: Any) -> Any:
     """Return a value with lists in place of its tensors."""
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
     return value.detach().cpu().tolist() if isinstance(value, Tensor) else value
+
+
+def measured(run: Callable[[int], Any], rank: int) -> list[Any]:
+    """Return what a call costs, and gives."""
+    run(rank)
+    before = counts()
+    result = run(rank)  # again: the first call makes buffers
+    return [*cost(before), plain(result)]
 
 
 def main(how: str, folder: Path) -> None:
@@ -57,28 +62,16 @@ def main(how: str, folder: Path) -> None:
     from calls import CALLS  # with tensors on this rank's device
 
     rank = dist.get_rank()
-    for _ in range(FIRST_CALLS):  # which are compared, and so read the device
+    for _ in range(FIRST_CALLS):  # which are compared
         dist.sync_random_seed(0)
     dist.check_collectives("off")
     for name, call in CALLS.items():
         try:
-            call.run(rank)
-            before = reads()
-            result = call.run(rank)  # again: the first call makes buffers
-            found[name] = [reads() - before, plain(result)]
+            found[name] = [measured(call.run, rank), call.bare and measured(call.bare, rank)]
         except DistError:
             raise  # the ranks are apart
         except Exception as error:
-            found[name] = [-1, repr(error)]
-    results.write_text(json.dumps(found))
-    dist.check_collectives("sample")
-    from training import STRATEGIES, averaged, losses, trial
-
-    found["averaged"] = averaged(dist.get_device())
-    found["trial"] = trial(dist.get_device())
-
-    for strategy in STRATEGIES:
-        found[strategy] = losses(folder / strategy, strategy, reads)
+            found[name] = repr(error)
     results.write_text(json.dumps(found))
 
 

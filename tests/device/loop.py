@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sim import simulator
+from sim import counts, simulator
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep import Runner, Session, dist
@@ -30,42 +29,18 @@ RECORD = 8  # iterations from one record to the next
 SIZE = 4  # samples of a batch
 
 
-class Copies(TorchDispatchMode):
-    """Counts copies to the device for which the host waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocking = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default:
-            goes = torch.device(kwargs.get("device") or args[0].device).type == DEVICE != args[0].device.type
-            self.blocking += goes and not kwargs.get("non_blocking")
-        if func is torch.ops.aten.copy_.default:
-            is_free = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-            self.blocking += args[0].device.type == DEVICE != args[1].device.type and not is_free
-        return func(*args, **kwargs)
-
-
 class Waits(Hook):
-    """Notes after each step how often the host has waited so far, to read a value or for a copy."""
+    """Notes after each step how often the host has waited for the device so far."""
 
     priority = "LOWEST"
 
-    def __init__(self, host_reads: Callable[[], int]) -> None:
-        self.host_reads = host_reads
-        self.copies = Copies()
+    def __init__(self) -> None:
         self.seen: list[int] = []
-
-    def before_train_epoch(self, runner: Any) -> None:
-        self.copies.__enter__()
-
-    def after_train_epoch(self, runner: Any) -> None:
-        self.copies.__exit__(None, None, None)
+        self.losses: list[Tensor] = []
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        self.seen.append(self.host_reads() + self.copies.blocking)
+        self.losses.append(outputs["loss"])
+        self.seen.append(sum(counts()[name] for name in ("reads", "copies", "waits")))
 
     def by_step(self) -> list[int]:
         """Return the number of waits in each step but the first."""
@@ -113,6 +88,8 @@ CASES: dict[str, dict[str, Any]] = {
     "a stream": {"train_dataloader": loader(dataset=Stream())},
     "batch_size_of": {"train_cfg": {"batch_size_of": lambda batch: batch[0].shape[0]}},
     "workers": {"train_dataloader": loader(num_workers=1)},
+    "prefetching": {"prefetch_to_device": True},
+    "amp": {"optim_wrapper": {**ADAMW, "type": "AmpOptimWrapper", "dtype": "bfloat16"}},
     "accumulation": {"optim_wrapper": {**ADAMW, "accumulative_counts": 2}},
     "an average": {"custom_hooks": [{"type": "EMAHook"}]},
     "an average on the CPU": {"custom_hooks": [{"type": "EMAHook", "device": "cpu"}]},
@@ -147,17 +124,17 @@ def by_hand(folder: Path, waits: Waits) -> None:
 
 
 def main(folder: Path) -> None:
-    sim = simulator()
+    simulator()
     dist.init_dist("pytorch", timeout=120)
     found: dict[str, Any] = {}
     for name, case in {**CASES, "session": {}}.items():
         torch.manual_seed(0)
-        waits = Waits(sim.host_reads)
+        waits = Waits()
         if name == "session":
             by_hand(folder / "session", waits)
         else:
             runner(folder / name.replace(" ", "_"), case, waits).train()
-        found[name] = waits.by_step()
+        found[name] = {"waits": waits.by_step(), "losses": torch.stack(waits.losses).cpu().tolist()}
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.utils.cpp_extension import load
 
+WAITS = ("reads", "copies", "waits")
 SOURCES = ("streams.cpp", "accelerator.cpp", "operators.cpp", "backend.cpp")
 
 
@@ -58,10 +59,27 @@ def counts() -> Counter[str]:
     return Counter(simulator().counts())
 
 
+def waits() -> int:
+    """Return how often the host has waited for the device so far."""
+    return sum(counts()[name] for name in WAITS)
+
+
+def cost(before: Counter[str]) -> tuple[int, str]:
+    """Return how often the host has waited for the device since then, and the collectives that were begun, in words."""
+    since = counts() - before
+    begun = {name.removeprefix("collective "): n for name, n in since.items() if name.startswith("collective ")}
+    return sum(since[name] for name in WAITS), ", ".join(
+        name if n == 1 else f"{n} {name}" for name, n in sorted(begun.items())
+    )
+
+
 def _group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    # gloo itself waits for ever: like NCCL, simccl has its own watchdog.
-    gloo = torch_dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(days=1))
-    return simulator().simccl(gloo, timeout // timedelta(milliseconds=1))
+    return simulator().Simccl(_gloo, store, rank, size, timeout // timedelta(milliseconds=1))
+
+
+def _gloo(store: Any, rank: int, size: int) -> Any:
+    # It waits for ever: like NCCL, simccl has its own watchdog.
+    return torch_dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(days=1))
 
 
 if __name__ == "__main__":

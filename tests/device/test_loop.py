@@ -1,4 +1,4 @@
-"""Trainings on the simulated accelerator: how often the host waits for the device in a step."""
+"""Trainings on the simulated accelerator: how often the host waits for the device in a step, and what is computed."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ from typing import Any
 
 import pytest
 
+from .conftest import HERE, Start
 from .loop import CASES, RECORD, STEPS
-from .test_device import HERE, compiled, run
-
-__all__ = ["compiled"]
 
 
 @pytest.fixture(scope="module")
-def waits(tmp_path_factory: pytest.TempPathFactory, compiled: None) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, start: Start) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("loop")
-    run("-m", "lockstep", "launch", HERE / "loop.py", "--nproc", 2, "--log-dir", folder, "--", folder)
+    with start("-m", "lockstep", "launch", HERE / "loop.py", "--nproc", 2, "--log-dir", folder, "--", folder) as job:
+        _, errors = job.communicate(timeout=600)
+    assert job.returncode == 0, errors
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
+
+# What each step must wait for.
+WAITS = {"an average on the CPU": 1}
 
 # After the first steps, in which ranks compare what they do.
 BEGIN = 8
 
 
 @pytest.mark.parametrize("name", [*CASES, "session"])
-def test_a_step_lets_the_host_wait_for_nothing(waits: list[dict[str, Any]], name: str) -> None:
+def test_a_step_lets_the_host_wait_for_nothing(found: list[dict[str, Any]], name: str) -> None:
     steps = range(BEGIN + 1, STEPS + 1)
-    plain = [[rank[name][step - 2] for step in steps if step % RECORD] for rank in waits]
-    assert plain == [[0] * len(plain[0])] * 2
-    records = [[rank[name][step - 2] for step in steps if step % RECORD == 0] for rank in waits]
-    assert all(0 < count <= 2 for rank in records for count in rank)  # of logger and NaN check
+    plain = [[rank[name]["waits"][step - 2] for step in steps if step % RECORD] for rank in found]
+    assert plain == [[WAITS.get(name, 0)] * len(plain[0])] * 2
+    records = [[rank[name]["waits"][step - 2] for step in steps if step % RECORD == 0] for rank in found]
+    assert all(0 < count <= 2 + WAITS.get(name, 0) for rank in records for count in rank)  # of logger and NaN check
+
+
+@pytest.mark.parametrize("name", ["prefetching", "a stream", "batch_size_of", "an average", "an average on the CPU"])
+def test_losses_are_those_of_a_plain_training(found: list[dict[str, Any]], name: str) -> None:
+    assert [rank[name]["losses"] for rank in found] == [rank["workers"]["losses"] for rank in found]

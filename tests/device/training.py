@@ -1,78 +1,123 @@
-"""A short training, on whatever device there is."""
+"""Short trainings, on whatever device there is."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep import Runner
+from lockstep import Runner, Session
 from lockstep.hooks import Hook
 from lockstep.model import ExponentialMovingAverage
 from lockstep.model.full_params import gather_full
 from lockstep.model.tensor_parallel_trial import _differences, _Run
 
-STRATEGIES = ("ddp", "fsdp")
-EPOCH = 4  # steps
+EPOCH = 6  # steps on two ranks
+PLAN = {"up": "colwise", "down": "rowwise"}
+TENSOR_PARALLEL = {"type": "FSDPStrategy", "tensor_parallel": {"degree": 2, "plan": PLAN}}
+BOTH = ("float32", "bfloat16")
+# By number of ranks: names, strategies, and in which precisions each is trained.
+STRATEGIES: dict[int, dict[str, tuple[Any, tuple[str, ...]]]] = {
+    2: {"ddp": ("ddp", BOTH), "fsdp": ("fsdp", BOTH), "tp": (TENSOR_PARALLEL, BOTH)},
+    4: {
+        "hsdp": ({"type": "FSDPStrategy", "device_mesh": (2, 2)}, BOTH),
+        "tp of two groups": (TENSOR_PARALLEL, ("float32",)),
+    },
+}
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+        self.up, self.down, self.last = nn.Linear(2, 8), nn.Linear(8, 4), nn.Linear(4, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"loss": (self.layers(x) - y).square().mean()}
+        return {"loss": (self.last(self.down(self.up(x).tanh())) - y).square().mean()}
 
 
 class Losses(Hook):
-    """Remembers the loss of each step, and how often the host had read the device by then."""
+    """Remembers the loss of each step, and what the host had waited for by then."""
 
     priority = "LOWEST"
 
-    def __init__(self, host_reads: Callable[[], int]) -> None:
-        self.host_reads = host_reads
+    def __init__(self, waits: Callable[[], int]) -> None:
+        self.waits = waits
         self.seen: list[Tensor] = []
-        self.reads: list[int] = []
+        self.waited: list[int] = []
 
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.seen.append(outputs["loss"].detach().clone())
-        self.reads.append(self.host_reads())
+        self.waited.append(self.waits())
 
 
-def losses(
-    work_dir: Path, strategy: str, host_reads: Callable[[], int] = int
-) -> tuple[str, list[float], list[float], list[int]]:
-    """Return the kind of device, this rank's losses, the weights at the end, and how often each step reads the device.
+def loader() -> dict[str, Any]:
+    data = TensorDataset(torch.arange(16.0 * EPOCH).view(-1, 2).sin(), torch.ones(8 * EPOCH, 1))
+    return {"dataset": data, "batch_size": 4, "shuffle": False}
 
-    The first step of an epoch is left out.
+
+def train(folder: Path, strategy: Any, precision: str, waits: Callable[[], int] = int) -> dict[str, Any]:
+    """Train for an epoch, save while the training goes on, and train for another one from what was saved.
+
+    Returns the kind of device, this rank's losses, all weights at the end, what was recorded, and how often the host
+    waited in each step of the second epoch.
     """
-    torch.manual_seed(0)
-    seen = Losses(host_reads)
-    runner = Runner(
-        Net(),
-        work_dir,
-        train_dataloader={
-            "dataset": TensorDataset(torch.arange(16.0 * EPOCH).view(-1, 2) / 64, torch.ones(8 * EPOCH, 1)),
-            "batch_size": 4,
-            "shuffle": False,
-        },
-        train_cfg={"max_epochs": 2},
-        optim_wrapper={"optimizer": {"type": "AdamW", "lr": 0.05}, "clip_grad": {"max_norm": 1.0}},
-        strategy=strategy,
-        custom_hooks=[seen],
-    )
-    model = runner.train()
+    losses: list[float] = []
+    for epochs in (1, 2):
+        torch.manual_seed(epochs)
+        seen = Losses(waits)
+        optim_wrapper: dict[str, Any] = {
+            "optimizer": {"type": "AdamW", "lr": 0.05},
+            "clip_grad": {"max_norm": 1.0},
+            "accumulative_counts": 2,
+        }
+        if precision != "float32":
+            optim_wrapper |= {"type": "AmpOptimWrapper", "dtype": precision}
+        runner = Runner(
+            Net(),
+            folder,
+            train_dataloader=loader(),
+            train_cfg={"max_epochs": epochs},
+            optim_wrapper=optim_wrapper,
+            strategy=strategy,
+            default_hooks={"checkpoint": {"interval": 1, "async_save": True}, "logger": {"interval": 3}},
+            custom_hooks=[seen, {"type": "EMAHook", "momentum": 0.1}, {"type": "ReplicaCheckHook", "interval": 3}],
+            resume=epochs == 2,
+            log_level="ERROR",
+        )
+        model = runner.train()
+        losses += [x.item() for x in seen.seen]
     whole = [gather_full(parameter.detach()).cpu() for parameter in model.parameters()]
-    weights = [value for one in whole for value in one.flatten().tolist()]
-    reads = [after - before for before, after in pairwise(seen.reads)]
-    del reads[EPOCH - 1 :: EPOCH]
-    return seen.seen[0].device.type, [x.item() for x in seen.seen], weights, reads
+    run_dir = max(folder.glob("*/metrics.jsonl"))
+    records = [json.loads(line) for line in run_dir.read_text().splitlines()]
+    return {
+        "device": seen.seen[0].device.type,
+        "losses": losses,
+        "weights": [value for one in whole for value in one.flatten().tolist()],
+        "records": [[record["iter"], record["loss"]] for record in records if record.get("mode") == "train"],
+        "waits": [after - before for before, after in pairwise(seen.waited)],
+    }
+
+
+def by_hand(folder: Path, strategy: str) -> list[float]:
+    """Return the losses of a loop over a Session."""
+    torch.manual_seed(0)
+    model = Net()
+    session = Session(folder, strategy=strategy, log_level="ERROR")
+    model, _, batches = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), loader())
+    losses = []
+    for _ in session.epochs(1):
+        for x, y in batches:
+            loss = model(x, y)["loss"]
+            session.step(loss)
+            losses.append(loss.detach().clone())
+    return [float(loss) for loss in losses]
 
 
 def averaged(device: str) -> list[float]:
@@ -97,3 +142,15 @@ def trial(device: str) -> list[float]:
     inputs = (torch.ones(4, 2, device=device),), {}
     runs = [_Run(copy.deepcopy(layer).to(device), inputs) for _ in range(2)]
     return _differences(*runs).tolist()
+
+
+def train_all(folder: Path, size: int, waits: Callable[[], int] = int) -> dict[str, Any]:
+    """Return what each training of as many ranks gives, and on two ranks each loop by hand."""
+    found: dict[str, Any] = {}
+    for name, (strategy, precisions) in STRATEGIES[size].items():
+        for precision in precisions:
+            found[f"{name}, {precision}"] = train(folder / f"{name}_{precision}", strategy, precision, waits)
+    if size == 2:
+        for name in ("ddp", "fsdp"):
+            found[f"{name}, by hand"] = by_hand(folder / f"{name}_by_hand", name)
+    return found

@@ -170,6 +170,26 @@ def test_every_pass_is_compared_if_asked_for():
 
 
 @ranks(2)
+def test_a_later_pass_is_compared_at_its_end_by_one_exchange():
+    model = MMFullyShardedDataParallel(seeded(Late), auto_wrap_policy="Expert")
+    exchanges: list[int] = []
+    order = model._consistency._order
+    from_all = order.from_all
+    order.from_all = lambda row: (exchanges.append(1), from_all(row))[1]  # type: ignore[method-assign]
+    with torch.no_grad():
+        for number in range(101):
+            model.module.calls = 100 if number == 100 else 0
+            exchanges.clear()
+            if number == 100:
+                says = "calls `blocks.0` on rank 0 and calls `blocks.1` on rank 1. Use"
+                refused(lambda: model(own_inputs(), fails=False), says)
+            else:
+                model(own_inputs(), fails=False)
+            if number in (0, 49, 50):
+                assert len(exchanges) == {0: 4, 49: 0, 50: 1}[number]  # the whole, its two blocks, and the end
+
+
+@ranks(2)
 def test_a_rank_that_fails_in_a_forward_pass_is_named_by_the_others():
     model = MMFullyShardedDataParallel(seeded(Late), auto_wrap_policy="Expert")
     model.module.calls = 8

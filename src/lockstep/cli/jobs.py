@@ -19,6 +19,7 @@ from lockstep.cli.options import (
     ConfigPath,
     GraceSeconds,
     MaxRestarts,
+    Numa,
     RankOptions,
     TrustConfig,
     completing,
@@ -111,7 +112,7 @@ class Job(RankOptions, ABC):
         if runner.rank == 0:
             _print_table(mode, metrics, runner)
 
-    def start(self, max_restarts: int = 0, grace_seconds: int = 60) -> None:
+    def start(self, max_restarts: int = 0, grace_seconds: int = 60, numa: str | None = None) -> None:
         """Run the config in this process, or in ranks that are started here."""
         spec = self.job_spec()
         launcher = self.launcher or infer_launcher(os.environ)
@@ -133,7 +134,7 @@ class Job(RankOptions, ABC):
         if here:
             self.execute(cfg)
         else:
-            _start_ranks(self, cfg, spec, max_restarts, grace_seconds)
+            _start_ranks(self, cfg, spec, max_restarts, grace_seconds, numa)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,7 @@ class Train(Job):
 
     max_restarts: MaxRestarts = 0
     grace_seconds: GraceSeconds = 60
+    numa: Numa = None
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in the work dir.")] = False
 
     def complete(self, cfg: Config) -> None:
@@ -153,7 +155,7 @@ class Train(Job):
 
     def run(self) -> None:
         """Train."""
-        self.start(self.max_restarts, self.grace_seconds)
+        self.start(self.max_restarts, self.grace_seconds, self.numa)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +232,7 @@ def run_as_rank() -> None:
     job.execute(cfg)
 
 
-def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int, grace_seconds: int) -> None:
+def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int, grace_seconds: int, numa: str | None) -> None:
     """Start ranks that run a config, and return when they have ended."""
     from lockstep.runner import Runner  # imports torch
     from lockstep.runner.start import make_folder
@@ -254,6 +256,7 @@ def _start_ranks(job: Job, cfg: Config, spec: JobSpec, max_restarts: int, grace_
         payload=payload,
         grace_seconds=grace_seconds,
         trains=isinstance(job, Train),
+        numa=numa,
     )
 
 

@@ -19,7 +19,7 @@ from lockstep.cli.doctor import Doctor
 from lockstep.cli.errors import print_error
 from lockstep.cli.export import Export
 from lockstep.cli.jobs import FindLR, Test, Train
-from lockstep.cli.options import GraceSeconds, MaxRestarts, RankOptions, command
+from lockstep.cli.options import GraceSeconds, MaxRestarts, Numa, RankOptions, command
 from lockstep.cli.words import CfgOptionsCommand, ScriptCommand
 from lockstep.errors import INPUT_ERRORS, LaunchError, Preempted, nearest
 from lockstep.launch import launch
@@ -55,6 +55,7 @@ class Launch(RankOptions):
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False
     max_restarts: MaxRestarts = 0
     grace_seconds: GraceSeconds = 60
+    numa: Numa = None
     log_dir: Annotated[
         Path | None, typer.Option(help="Write what ranks other than 0 print to rank_N.log in this folder.")
     ] = None
@@ -64,7 +65,14 @@ class Launch(RankOptions):
         job = self.job_spec()
         _check_target(self.script[0], self.module)
         words = ["-m", *self.script] if self.module else self.script
-        launch(words, job, max_restarts=self.max_restarts, log_dir=self.log_dir, grace_seconds=self.grace_seconds)
+        launch(
+            words,
+            job,
+            max_restarts=self.max_restarts,
+            log_dir=self.log_dir,
+            grace_seconds=self.grace_seconds,
+            numa=self.numa,
+        )
 
 
 def _check_target(name: str, module: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
 
-from lockstep.launch import JobSpec
+from lockstep.launch import NUMA_MODES, JobSpec
 
 
 def completing(*names: str) -> Callable[[str], list[str]]:
@@ -86,6 +86,13 @@ TrustConfig = Annotated[
 ]
 GraceSeconds = Annotated[
     int, _rank_number(0, metavar="SECONDS", help="How long ranks may take to save and end after a signal.")
+]
+Numa = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(NUMA_MODES),
+        help="Bind each rank to CPUs near its GPU, as torchrun does.",
+    ),
 ]
 MaxRestarts = Annotated[int, _rank_number(0, help="How often all ranks start again after one failed.")]
 

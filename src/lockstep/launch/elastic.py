@@ -18,11 +18,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from lockstep.errors import LaunchError, Preempted, counted
 from lockstep.launch.job_spec import JobSpec
@@ -52,8 +54,14 @@ def run_ranks(
     rdzv_timeout_seconds: float,
     grace_seconds: int,
     trains: bool,
+    numa: str | None,
 ) -> None:
     """Run what `launch` describes; `additions` are environment variables for the ranks."""
+    if numa is not None and torch.cuda.device_count() < job.nproc:
+        raise LaunchError(
+            "`--numa` must have a CUDA GPU for each rank of this machine, to bind it near that, but there are "
+            f"{torch.cuda.device_count()} GPUs for {counted(job.nproc, 'rank')}. Leave out --numa"
+        )
     rendezvous = NodesRendezvous(job, rdzv_timeout_seconds, say)
     spec = WorkerSpec(
         role="rank",
@@ -62,6 +70,7 @@ def run_ranks(
         args=_worker_arguments(command, logs),
         rdzv_handler=rendezvous,
         max_restarts=max_restarts,
+        numa_options=None if numa is None else NumaOptions(AffinityMode(numa)),
     )
     try:
         with (

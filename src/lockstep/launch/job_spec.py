@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from lockstep.launch.network import LOOPBACK
 
+NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
+"""What a rank may be bound to: the values of `torch.numa.binding.AffinityMode`, which is not imported here."""
+
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:

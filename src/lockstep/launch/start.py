@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 
-from lockstep.errors import LaunchError, counted
-from lockstep.launch.job_spec import JobSpec
+from lockstep.errors import LaunchError, counted, require_one_of
+from lockstep.launch.job_spec import NUMA_MODES, JobSpec
 from lockstep.launch.loading import loading_torch
 from lockstep.launch.network import interface_towards
 from lockstep.launch.notices import say
@@ -24,6 +25,7 @@ def launch(
     rdzv_timeout_seconds: float = 900.0,
     grace_seconds: int = 60,
     trains: bool = False,
+    numa: str | None = None,
 ) -> None:
     """Run a script or module on several ranks, and return when all of them have succeeded.
 
@@ -41,17 +43,27 @@ def launch(
         grace_seconds: how long ranks may take to end after a signal, before they are killed.
         trains: the ranks run a training by a Runner. A signal before its first iteration is complete then ends the job
             with exit code 75, as it does where the training was saved.
+        numa: to which CPUs near its GPU each rank is bound, one of `NUMA_MODES`; None to none. `torch.numa.binding`
+            does it, by the program numactl.
 
     Raises:
         ValueError: `max_restarts` is negative, or `command` is empty.
+        ConfigError: `numa` is not known.
         LaunchError: `log_dir` cannot be created, a rank failed (the message names it and shows its traceback,
-            `exit_code` is its exit code), not all nodes joined in time, or a signal stopped the ranks and this process
-            ignores it; or a signal stopped the ranks and they saved a training, with `exit_code` 75.
+            `exit_code` is its exit code), numactl or a GPU is missing for `numa`, not all nodes joined in time, or a
+            signal stopped the ranks and this process ignores it; or a signal stopped the ranks and they saved a
+            training, with `exit_code` 75.
     """
     if max_restarts < 0:
         raise ValueError(f"`max_restarts` must be at least 0, but is {max_restarts}")
     if not command:
         raise ValueError("`command` must name a script, or -m and a module, but is empty")
+    if numa is not None:
+        require_one_of("--numa", numa, NUMA_MODES)
+        if shutil.which("numactl") is None:
+            raise LaunchError(
+                "`--numa` must find the program numactl, but there is none. Install it, or leave out --numa"
+            )
     outlive_output()
     logs = None if log_dir is None else os.fspath(log_dir)
     if logs is not None:
@@ -80,4 +92,4 @@ def launch(
     with loading_torch():
         from lockstep.launch.elastic import run_ranks  # imports torch
 
-    run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds, grace_seconds, trains)
+    run_ranks(command, job, additions, max_restarts, logs, payload, rdzv_timeout_seconds, grace_seconds, trains, numa)

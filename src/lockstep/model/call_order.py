@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,23 +20,24 @@ from lockstep.errors import PeerError, caused_by, ranks_in_words
 _EVERY = 50
 _END, _FAILED = -1, -2
 _BACKWARD = -10  # and below: a backward pass begins; what is below is the digest of what it will reach
+_WHOLE = 2**40  # and above: a pass ends; what is above is the digest of the units that it has called
 
 
 class CallOrder:
     """Compares, across ranks, which units of a model a forward pass calls.
 
     FSDP and stage 3 of ZeRO gather the parameters of a unit by collectives that carry no names: ranks that call
-    different units get a mixture of both, or wait for each other forever. In a compared forward pass, the same small
-    collective precedes each call of a unit and the end of the pass, so that ranks that diverge meet there.
-
-    The first passes of each kind are compared, and every fiftieth; all of them after `check_collectives("always")`.
+    different units get a mixture of both, or wait for each other forever. In the first forward passes of each kind, and
+    in all of them after `check_collectives("always")`, the same small exchange precedes each call of a unit and the end
+    of the pass, so that ranks that diverge meet there. Of the others every fiftieth is compared, by one exchange at its
+    end, before a mixture could be used for an update.
 
     Args:
         names: names of the units, the same on all ranks; the whole model's name is empty.
         rule: what all ranks must do; the beginning of an error message.
         remedy: returns what to do, the end of an error message, given the names of the units in question.
         error: the class of the error.
-        first: how many passes of each kind are compared before only every fiftieth is.
+        first: how many passes of each kind are compared call by call, before only every fiftieth is compared.
         mesh: the ranks, along one axis or several; by default all.
 
     Attributes:
@@ -44,7 +46,7 @@ class CallOrder:
         is_sampled: whether the present pass is one of those that are compared if there are several ranks.
         is_compared: whether the present pass is compared.
 
-    **Cost**: in a compared pass, four bytes from every rank to every rank for each call.
+    **Cost**: an exchange of eight bytes, in the first passes for each call, later for each compared pass.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class CallOrder:
         self._names, self._rule, self._remedy, self._error, self._first = names, rule, remedy, error, first
         self._counts: Counter[str] = Counter()
         self._last = ""
+        self._called: list[int] = []
+        self._meets_at_calls = False
         self.has_peers = len(self._ranks) > 1
         self.is_sampled = self.is_compared = False
 
@@ -86,23 +90,31 @@ class CallOrder:
 
     def begin(self, kind: str) -> None:
         """Count a forward pass of a kind."""
+        self._meets_at_calls = self._counts[kind] < self._first or check_mode() == "always"
+        self._called = []
         self.is_sampled = self.samples(kind)
         self.is_compared = self.has_peers and self.is_sampled
         self._last = ""
 
     def call(self, index: int) -> None:
-        """Meet the other ranks before a unit is called.
+        """Note that a unit is called; in the first passes, meet the other ranks before.
 
         Raises:
             Exception: of class `error`, on every rank, if ranks call different units or some end the pass.
             PeerError: if another rank has failed in the pass.
         """
+        if not self._meets_at_calls:
+            self._called.append(index)
+            return
         self._meet(index)
         self._last = self._names[index]
 
     def end(self, *, failed: bool) -> None:
         """Meet the other ranks at the end of a pass; raises as `call` does."""
-        self._meet(_FAILED if failed else _END)
+        if failed or self._meets_at_calls:
+            self._meet(_FAILED if failed else _END)
+        else:
+            self._meet(_WHOLE + zlib.crc32(repr(self._called).encode()))
 
     def samples(self, kind: str) -> bool:
         """Count a pass of a kind, and return whether it must be compared if there are several ranks."""
@@ -134,7 +146,18 @@ class CallOrder:
         self.is_compared = False
         if event == _FAILED:  # this rank already raises its own error
             return
+        if min(events) >= _WHOLE:
+            events = self._first_difference()
         raise self._mismatch(events)
+
+    def _first_difference(self) -> list[int]:
+        """Return what each rank did where the passes, which have ended, differ first. **Collective**: every rank."""
+        longest = int(self.from_all(torch.tensor([len(self._called)])).max())
+        row = [*self._called, *[_END] * (longest + 1 - len(self._called))]
+        columns: list[list[int]] = self.from_all(torch.tensor(row)).T.tolist()
+        place = next(place for place, column in enumerate(columns) if len(set(column)) > 1)
+        self._last = self._names[row[place - 1]] if place else ""
+        return columns[place]
 
     def _mismatch(self, events: Sequence[int]) -> Exception:
         if _FAILED in events:
@@ -148,7 +171,7 @@ class CallOrder:
             f"{self._told(other)} on {self.ranks_with(other, events)}" for other in dict.fromkeys(events)
         )
         last = f" after `{self._last}`" if self._last else ""
-        units = [self._names[other] for other in dict.fromkeys(events) if other >= 0]
+        units = [self._names[other] for other in dict.fromkeys(events) if 0 <= other < _WHOLE]
         error = self._error(f"{self._rule}, but the forward pass {does}{last}. {self._remedy(units)}")
         return caused_by(error, self.unlike_most(events))
 
@@ -167,6 +190,6 @@ class CallOrder:
     def _told(self, event: int) -> str:
         if event <= _BACKWARD:
             return "is left out before a backward pass"
-        if event == _END:
+        if event == _END or event >= _WHOLE:
             return "ends"
         return f"calls `{self._names[event]}`" if self._names[event] else "calls the whole"

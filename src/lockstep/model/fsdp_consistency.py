@@ -34,7 +34,8 @@ class Consistency:
     parameters have the same shape, mix up their gradients. Before a compared backward pass, the ranks check that it
     reaches the same units and parameters on all of them.
 
-    The first six passes are compared, and every fiftieth after; all of them after `check_collectives("always")`.
+    The first six passes are compared, unit by unit, and every fiftieth after, at its end; all of them, unit by unit,
+    after `check_collectives("always")`.
     Forward passes with gradients, those without, and backward passes are counted separately.
 
     Args:
@@ -44,10 +45,10 @@ class Consistency:
         find_unused: allow different parameters of a unit to get gradients on different ranks. A rank without a gradient
             contributes zeros if another rank has one. Every backward pass is then compared.
 
-    **Cost**: in a compared forward pass, one integer from every rank to every rank for each unit, and two readings of
-    all gathered parameters, to find those that are written. In a compared
-    backward pass, a walk over its graph, and one integer from every rank to every rank; with `find_unused` also an
-    all_reduce of one byte for each parameter.
+    **Cost**: in a compared forward pass, one integer from every rank to every rank, in the first six for each unit, and
+    two readings of all gathered parameters, to find those that are written. In a compared backward pass, a walk over
+    its graph, and one integer from every rank to every rank; with `find_unused` also an all_reduce of one byte for each
+    parameter.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, replicated: Collection[Tensor], find_unused: bool) -> None:

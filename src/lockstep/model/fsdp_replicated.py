@@ -63,12 +63,14 @@ class ReplicatedParameters:
             gradients = [zero if parameter.grad is None else parameter.grad for parameter in alike]
             own = [parameter.grad is not None for parameter in alike]
             precise = torch.promote_types(dtype, torch.float32)
-            counts = torch.tensor(own, dtype=precise, device=device)
+            # Made on the device: a copy from the host would wait for it.
+            none, one = (make((), dtype=precise, device=device) for make in (torch.zeros, torch.ones))
+            counts = torch.stack([one if has_one else none for has_one in own])
             sums = torch.stack([torch.stack(gradients).to(precise), counts])
             for group in self._groups:
                 all_reduce(sums, group=group)
             means = (sums[0] / self._ranks).to(dtype)
-            anywhere = own if all(own) else (sums[1] != 0).tolist()  # waits for the device
+            anywhere = own if all(own) else (sums[1] != 0).tolist()  # waits for the device, where a gradient is missing
             for parameter, mean, has_one in zip(alike, means, anywhere, strict=True):
                 if has_one:
                     parameter.grad = mean.clone()

@@ -104,8 +104,10 @@ class LostWrites:
 
     def resolve(self) -> dict[str, str]:
         """Return what has been found, after a look at the device."""
-        for names, changed in self._changes:
-            written = zip(names, changed.tolist(), strict=True)
+        if self._changes:
+            names = [name for names, _ in self._changes for name in names]
+            changed = torch.cat([changed.to(self._changes[0][1].device) for _, changed in self._changes]).tolist()
+            written = zip(names, changed, strict=True)
             self.found.update({name: IN_FORWARD for name, is_written in written if is_written})
         self._changes.clear()
         return self.found
