@@ -134,7 +134,13 @@ def main(folder: Path) -> None:
             by_hand(folder / "session", waits)
         else:
             runner(folder / name.replace(" ", "_"), case, waits).train()
-        found[name] = {"waits": waits.by_step(), "losses": torch.stack(waits.losses).cpu().tolist()}
+        records = (folder / name.replace(" ", "_")).glob("*/metrics.jsonl")
+        names = {key for file in records for line in file.read_text().splitlines() for key in json.loads(line)}
+        found[name] = {
+            "names": sorted(names),
+            "waits": waits.by_step(),
+            "losses": torch.stack(waits.losses).cpu().tolist(),
+        }
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -39,3 +39,9 @@ def test_a_step_lets_the_host_wait_for_nothing(found: list[dict[str, Any]], name
 @pytest.mark.parametrize("name", ["prefetching", "a stream", "batch_size_of", "an average", "an average on the CPU"])
 def test_losses_are_those_of_a_plain_training(found: list[dict[str, Any]], name: str) -> None:
     assert [rank[name]["losses"] for rank in found] == [rank["workers"]["losses"] for rank in found]
+
+
+def test_records_lack_the_memory_that_the_device_does_not_count(found: list[dict[str, Any]]) -> None:
+    names = found[0]["ddp"]["names"]
+    assert {"loss", "time", "grad_norm", "lr"} <= set(names)
+    assert "memory_mib" not in names

@@ -115,10 +115,11 @@ class LoggerHook(Hook):
     Records go to the run's `metrics.jsonl`, to its log file and to the visualizer. A training record holds means over
     all ranks and over the iterations since the last record (for the values that the model returns, means over samples);
     the total samples per second of all ranks, and whatever other hooks count under `amounts/NAME` of the message hub,
-    as `NAME_per_second`; and the peak memory of any rank. The times of each rank go to `ranks.jsonl`. Between records,
-    values are only stored: nothing is sent, and no accelerator is synchronised. Rank 0 reads what the others send for a
-    record two iterations later. It writes the record after the first iteration that ends at least half a second later,
-    and always before a validation, a checkpoint and the end of an epoch, and when the run fails.
+    as `NAME_per_second`; and the peak memory of any rank, where the device keeps count of it. The times of each rank go
+    to `ranks.jsonl`. Between records, values are only stored: nothing is sent, and no accelerator is synchronised. Rank
+    0 reads what the others send for a record two iterations later. It writes the record after the first iteration that
+    ends at least half a second later, and always before a validation, a checkpoint and the end of an epoch, and when
+    the run fails.
 
     With each record, the options of the optimizers are compared over ranks: a learning rate that only some ranks have
     changed ends the training. The own work of all ranks is compared, too: a step without the wait for slower ranks. A
@@ -259,7 +260,9 @@ class LoggerHook(Hook):
             now["comm_time"] = waited
 
         def own() -> dict[str, float]:
-            return {**self._own_numbers(last, samples), **now, "memory_mib": peak_memory() / 2**20}
+            peak = peak_memory()
+            memory = {} if peak is None else {"memory_mib": peak / 2**20}
+            return {**self._own_numbers(last, samples), **now, **memory}
 
         rates = _first_rates(runner)
         record = _Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, lambda: [own()])
@@ -316,7 +319,8 @@ class LoggerHook(Hook):
         seconds = max(numbers.get("time", 0.0) for numbers in ranks) * count
         values.update(record.rates)
         values.update(_per_second(totals, seconds, peak_flops))
-        values["memory_mib"] = max(numbers["memory_mib"] for numbers in ranks)
+        if "memory_mib" in values:
+            values["memory_mib"] = max(numbers.get("memory_mib", 0.0) for numbers in ranks)
         if self._rank_times is not None:
             self._rank_times.add(record.iteration, count, ranks, flush=flush)
         self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
