@@ -20,8 +20,8 @@ demo: $(READY)  ## train on real digits in two processes
 	$(BIN)/lockstep train examples/digits/config.py --nproc 2
 
 # Whole jobs, started as a user starts them, take minutes: they have a word of their own.
-JOBS := $(addprefix tests/,launchers examples launch cli runner/test_batch_size_finder.py runner/test_preemption.py \
-	runner/test_output.py)
+JOBS := $(addprefix tests/,benchmarks launchers examples launch cli runner/test_batch_size_finder.py \
+	runner/test_preemption.py runner/test_output.py)
 # So do the combinations of what strategies can do, and of optimizers with them.
 LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals.py optim_state.py tensor_parallel.py \
 	compile.py optimizer_trial.py) $(addprefix tests/model/test_,fsdp.py fsdp_consistency.py)
@@ -59,7 +59,7 @@ test-jobs: $(READY)  ## the commands, torchrun, mpirun, Slurm and two hosts for 
 	$(BIN)/python -m pytest $(if $(SLICE),$(SLICE_JOBS),$(JOBS)) $(PYTEST_ARGS)
 
 .PHONY: test-gpu
-test-gpu: $(READY)  ## the tests that need a GPU, where there is one
+test-gpu: $(READY)  ## collectives, trainings and faults on a GPU; on two and four where they are
 	$(BIN)/python -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
 
 # Needs a C++ compiler; about a minute of it, the first time.
@@ -111,14 +111,14 @@ check: $(READY)  ## style, types, layers of imports
 bench: $(READY)  ## against bare torch.distributed and a loop by hand, interleaved in one run
 	$(BIN)/python -m benchmarks
 
-.PHONY: bench-checks
-bench-checks: $(READY)  ## what the checks of collectives cost, on 2, 4 and 8 ranks
-	$(BIN)/python -m benchmarks checks --nproc 2 4 8 --json benchmarks/checks.json
-
 .PHONY: bench-peers
 bench-peers: .venv-peers/.ready  ## training steps of other frameworks: on two ranks, and of MMEngine in one process
 	.venv-peers/bin/python -m benchmarks peers --json benchmarks/peers.json
 	.venv-peers/bin/python -m benchmarks peers --nproc 1 --json benchmarks/peers-single.json
+
+.PHONY: bench-gpu
+bench-gpu: .venv-peers/.ready  ## a GPT and a ResNet-50 on GPUs, by hand and with other frameworks; the host's time per call
+	.venv-peers/bin/python -m benchmarks.gpu
 
 .venv-peers/.ready: pyproject.toml constraints.txt requirements/peers.txt
 	$(PYTHON) -m venv .venv-peers

@@ -26,7 +26,7 @@ SLICE_LAYOUTS := tests/model/test_fsdp.py::test_no_sync_reduces_nothing_until_th
 	tests/strategy/test_optim_state.py::test_other_strategies_find_as_few_states_as_were_saved
 
 # Each launcher once, two hosts, the commands, a signal, a search, an example, a first line before torch is loaded.
-SLICE_JOBS := tests/launch/test_ledger.py \
+SLICE_JOBS := tests/benchmarks/test_benchmarks.py tests/launch/test_ledger.py \
 	tests/launch/test_launch.py::test_a_failure_is_told_once_with_the_rank_and_its_traceback \
 	tests/launch/test_launch.py::test_a_killed_rank_is_replaced \
 	tests/launch/test_launch.py::test_no_rank_outlives_the_job \

@@ -17,7 +17,6 @@ from lockstep.launch import JobSpec, launch
 
 PARTS = ("tensors", "nested", "objects", "results", "training")
 PEERS = "peers"  # the training part with other frameworks, where they are installed
-CHECKS = "checks"  # what the checks of calls cost
 
 
 def main() -> None:
@@ -26,50 +25,56 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"what to measure: {', '.join(PARTS)}; default: all of these; or {PEERS}, {CHECKS}",
+        help=f"what to measure: {', '.join(PARTS)}; default: all of these; or {PEERS}",
     )
     parser.add_argument("--nproc", type=int, nargs="+", default=[2], help="number of ranks; several: one after another")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results.json"), help="where the figures go")
+    parser.add_argument("--rounds", type=int, default=0, metavar="N", help="at most so many: to try the code")
     arguments = parser.parse_args()
-    unknown = set(arguments.parts) - {*PARTS, PEERS, CHECKS}
+    unknown = set(arguments.parts) - {*PARTS, PEERS}
     if unknown:
         parser.error(f"PART must be one of {', '.join(PARTS)}, but is {', '.join(sorted(unknown))}")
-    rows = [row for nproc in arguments.nproc for row in _measured(arguments.parts or PARTS, nproc)]
+    rows = [row for nproc in arguments.nproc for row in _measured(arguments.parts or PARTS, nproc, arguments.rounds)]
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     show(rows, Console(width=140))
     print(f"figures in {arguments.json}")
 
 
-def _measured(parts: Sequence[str], nproc: int) -> list[dict[str, Any]]:
+def _measured(parts: Sequence[str], nproc: int, rounds: int) -> list[dict[str, Any]]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        launch(["-m", "benchmarks.rank", str(path), *parts], JobSpec(nproc))
+        launch(["-m", "benchmarks.rank", str(path), str(rounds), *parts], JobSpec(nproc))
         rows: list[dict[str, Any]] = json.loads(path.read_text())
     return rows
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print one table for each group of rows."""
-    for group in dict.fromkeys(row["group"] for row in rows):
-        table = Table(title=f"{group} (best of many, slowest rank; ratios below 1: lockstep is faster)")
-        for column in ("", "lockstep", "baseline", "ratio", "of medians", "goal", "peak memory", "baseline's"):
-            table.add_column(column, justify="left" if column == "" else "right")
-        members = [row for row in rows if row["group"] == group]
-        for row in members:
-            table.add_row(
-                row["case"],
-                _time(row["best_seconds"]),
-                _time(row["baseline_best_seconds"]),
-                f"{row['ratio']:.2f}",
-                f"{row['median_ratio']:.2f}",
-                row["goal"],
-                _memory(row["peak_bytes"]),
-                _memory(row["baseline_peak_bytes"]),
-            )
-        table.caption = "baseline: " + ", ".join(dict.fromkeys(row["baseline"] for row in members))
-        console.print(table)
+    """Print one table of all rows."""
+    table = Table(
+        title="medians of many times, slowest rank; ratios below 1: lockstep is faster",
+        caption="baseline: " + ", ".join(dict.fromkeys(row["baseline"] for row in rows)),
+    )
+    for column in ("", "lockstep", "baseline", "ratio", "goal", "of best", "peak memory", "baseline's"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    group = ""
+    for row in rows:
+        if row["group"] != group:
+            group = row["group"]
+            table.add_section()
+            table.add_row(f"[bold]{group}")
+        table.add_row(
+            row["case"],
+            _time(row["median_seconds"]),
+            _time(row["baseline_median_seconds"]),
+            f"{row['ratio']:.2f}",
+            row["goal"],
+            f"{row['best_ratio']:.2f}",
+            _memory(row["peak_bytes"]),
+            _memory(row["baseline_peak_bytes"]),
+        )
+    console.print(table)
 
 
 def _time(seconds: float) -> str:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 import torch.distributed as torch_dist
 
-Contender = Callable[[], object]
+from lockstep import dist
+
+Contender: TypeAlias = Callable[[], object]
+CheckMode: TypeAlias = Literal["off", "sample", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +37,16 @@ class Row:
 
     @property
     def ratio(self) -> float:
+        """Median against median, which the goals are for."""
+        return self.median_seconds / self.baseline_median_seconds
+
+    @property
+    def best_ratio(self) -> float:
         """Best against best: what the code costs where the machine does not disturb."""
         return self.best_seconds / self.baseline_best_seconds
 
-    @property
-    def median_ratio(self) -> float:
-        return self.median_seconds / self.baseline_median_seconds
-
     def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "ratio": self.ratio, "median_ratio": self.median_ratio}
+        return {**asdict(self), "ratio": self.ratio, "best_ratio": self.best_ratio}
 
 
 def compare(
@@ -54,30 +62,105 @@ def compare(
     memory: bool = False,
 ) -> Row:
     """Time two contenders on all ranks. **Collective**."""
-    contenders = [ours, theirs]
-    seconds: list[list[float]] = [[], []]
-    for contender in contenders:
-        contender()
-    for number in range(rounds):
-        for which in (0, 1) if number % 2 else (1, 0):
+    spent = interleaved({"ours": ours, "theirs": theirs}, rounds, calls)
+    peaks = [_peak_bytes(contender) if memory else None for contender in (ours, theirs)]
+    return _row(group, case, baseline, spent["ours"], spent["theirs"], goal, *peaks)
+
+
+def compare_modes(
+    group: str,
+    case: str,
+    *,
+    ours: Contender,
+    theirs: Contender,
+    baseline: str,
+    rounds: int,
+    calls: int = 1,
+    goals: Mapping[CheckMode, str],
+) -> Iterator[Row]:
+    """Time a call under some modes of `check_collectives` and a baseline, all in every round. **Collective**.
+
+    Args:
+        group: the group of rows.
+        case: what is called.
+        ours: the call.
+        theirs: the baseline.
+        baseline: what it is.
+        rounds: number of rounds.
+        calls: number of calls in a round.
+        goals: the modes, and the goal under each.
+    """
+    modes = {mode: partial(dist.check_collectives, mode) for mode in goals}
+    spent = interleaved({**dict.fromkeys(goals, ours), baseline: theirs}, rounds, calls, before=modes)
+    dist.check_collectives("off")
+    for mode, goal in goals.items():
+        yield _row(group, f"{case}, checks {mode}", baseline, spent[mode], spent[baseline], goal)
+
+
+def interleaved(
+    contenders: Mapping[str, Contender],
+    rounds: int,
+    calls: int = 1,
+    *,
+    before: Mapping[str, Contender] = MappingProxyType({}),
+    settle: Contender = lambda: None,
+) -> dict[str, list[float]]:
+    """Time contenders, all in every round, in turning order; return the seconds per call of the slowest rank.
+
+    Args:
+        contenders: what is called, by name.
+        rounds: number of rounds.
+        calls: number of calls in a round.
+        before: what is called before a round of a contender, and is not timed.
+        settle: what is called after it, and is not timed, either.
+
+    **Collective**.
+    """
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-2, limited(rounds)):  # the first two warm up
+        for place in range(len(names)):
+            name = names[(number + place) % len(names)]
+            before.get(name, lambda: None)()
             torch_dist.barrier()
+            settle()
             start = time.perf_counter()
             for _ in range(calls):
-                contenders[which]()
-            seconds[which].append((time.perf_counter() - start) / calls)
-    spent = [slowest(times) for times in seconds]
-    peaks = [_peak_bytes(contender) if memory else None for contender in contenders]
+                contenders[name]()
+            spent = time.perf_counter() - start
+            settle()
+            if number >= 0:
+                seconds[name].append(spent / calls)
+    return {name: slowest(times) for name, times in seconds.items()}
+
+
+_most_rounds = sys.maxsize
+
+
+def limit_rounds(most: int) -> None:
+    """Let no comparison take more rounds: to try the code, not to measure."""
+    global _most_rounds
+    _most_rounds = most
+
+
+def limited(rounds: int) -> int:
+    return min(rounds, _most_rounds)
+
+
+def _row(
+    group: str,
+    case: str,
+    baseline: str,
+    ours: list[float],
+    theirs: list[float],
+    goal: str,
+    peak_bytes: int | None = None,
+    baseline_peak_bytes: int | None = None,
+) -> Row:
     return Row(
-        group,
-        case,
-        baseline,
-        min(spent[0]),
-        median(spent[0]),
-        min(spent[1]),
-        median(spent[1]),
-        goal,
-        *peaks,
-    )
+        group, case, baseline, min(ours), median(ours), min(theirs), median(theirs), goal, peak_bytes,
+        baseline_peak_bytes,
+    )  # fmt: skip
 
 
 def slowest(times: list[float]) -> list[float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import checks, nested, objects, peers, results, tensors, training
+from benchmarks import measure, nested, objects, peers, results, tensors, training
 from lockstep import dist
 
 PARTS = {
@@ -18,12 +18,13 @@ PARTS = {
     "results": results,
     "training": training,
     "peers": peers,
-    "checks": checks,
 }
 
 
-def main(parts: list[str], path: Path) -> None:
+def main(path: Path, most_rounds: int, parts: list[str]) -> None:
     torch.set_num_threads(1)
+    if most_rounds:
+        measure.limit_rounds(most_rounds)
     dist.init_dist("pytorch")
     rows = []
     for part in parts:
@@ -36,4 +37,4 @@ def main(parts: list[str], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:], Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

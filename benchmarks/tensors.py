@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from benchmarks.measure import Contender, Row, compare
+from benchmarks.measure import CheckMode, Contender, Row, compare, compare_modes
 from lockstep import dist
 
 SIZES = {"4 B": 1, "64 KiB": 2**14, "16 MiB": 2**22}
-# Many short rounds: the best of them is one that nothing disturbed.
-_ROUNDS = {"4 B": 300, "64 KiB": 200, "16 MiB": 80}
+_ROUNDS = {"4 B": 300, "64 KiB": 200, "16 MiB": 60}
 _CALLS = {"4 B": 20, "64 KiB": 5, "16 MiB": 1}
-_GOALS = {"4 B": "<= 1.08", "64 KiB": "", "16 MiB": "<= 1.02"}
+_BARE = "torch.distributed"
+_EVEN = {"uneven": False} if "uneven" in signature(dist.all_gather).parameters else {}
+_LARGE: dict[CheckMode, str] = {"off": "<= 1.10", "sample": "<= 1.25"}
+# By name and size: the goals under each mode of the checks. Others are measured without them, and have no goal.
+_GOALS: dict[tuple[str, str], dict[CheckMode, str]] = {
+    ("all_reduce", "4 B"): {"off": "<= 1.20", "sample": "<= 1.35", "always": ""},
+    ("broadcast", "4 B"): {"off": "<= 1.20", "sample": "<= 1.35"},
+    ("all_reduce", "64 KiB"): {**_LARGE, "always": ""},
+    ("broadcast", "64 KiB"): _LARGE,
+    ("all_reduce", "16 MiB"): _LARGE,
+    ("broadcast", "16 MiB"): _LARGE,
+    ("all_gather(x, uneven=False)", "64 KiB"): {"off": "<= 1.10", "sample": ""},
+    ("all_gather(x), with a header", "64 KiB"): {"off": "", "sample": ""},
+}
 
 
 def rows() -> Iterator[Row]:
     for size, numel in SIZES.items():
-        for name, (ours, theirs) in _pairs(numel).items():
-            yield compare(
-                f"tensors, {size}",
-                name,
-                ours=ours,
-                theirs=theirs,
-                baseline="torch.distributed",
-                rounds=_ROUNDS[size],
-                calls=_CALLS[size],
-                goal=_GOALS[size],
-            )
+        for name, (ours, theirs) in pairs(numel).items():
+            counts = {"rounds": _ROUNDS[size], "calls": _CALLS[size]}
+            case, group = f"{name}, {size}", "tensors"
+            if goals := _GOALS.get((name, size)):
+                yield from compare_modes(group, case, ours=ours, theirs=theirs, baseline=_BARE, goals=goals, **counts)
+            else:
+                yield compare(group, case, ours=ours, theirs=theirs, baseline=_BARE, **counts)
 
 
-def _pairs(numel: int) -> dict[str, tuple[Contender, Contender]]:
+def pairs(numel: int, device: str = "cpu") -> dict[str, tuple[Contender, Contender]]:
+    """Return calls of lockstep's and of torch's that do the same, by name, for float32 tensors."""
     world_size, rank = torch_dist.get_world_size(), torch_dist.get_rank()
-    data = torch.zeros(numel)
-    filled = [torch.zeros(numel) for _ in range(world_size)]
-    parts = [torch.zeros(numel) for _ in range(world_size)]
+    data = torch.zeros(numel, device=device)
+    filled = [torch.zeros_like(data) for _ in range(world_size)]
+    parts = [torch.zeros_like(data) for _ in range(world_size)]
     on_dst = filled if rank == 0 else None
     on_src = parts if rank == 0 else None
 
@@ -56,14 +66,15 @@ def _pairs(numel: int) -> dict[str, tuple[Contender, Contender]]:
 
     return {
         "all_reduce": (lambda: dist.all_reduce(data), lambda: torch_dist.all_reduce(data)),
-        "reduce": (lambda: dist.reduce(data), lambda: torch_dist.reduce(data, 0)),
         "broadcast": (lambda: dist.broadcast(data), lambda: torch_dist.broadcast(data, 0)),
-        "all_gather -> list": (lambda: dist.all_gather(data), bare_all_gather),
+        "reduce": (lambda: dist.reduce(data), lambda: torch_dist.reduce(data, 0)),
+        "all_gather(x, uneven=False)": (lambda: dist.all_gather(data, **_EVEN), bare_all_gather),
+        "all_gather(x), with a header": (lambda: dist.all_gather(data), bare_all_gather),
         "all_gather(list, x)": (
             lambda: dist.all_gather(filled, data),
             lambda: torch_dist.all_gather(filled, data),
         ),
-        "gather -> list": (lambda: dist.gather(data), bare_gather),
+        "gather(x)": (lambda: dist.gather(data), bare_gather),
         "gather(x, list)": (
             lambda: dist.gather(data, on_dst, 0),
             lambda: torch_dist.gather(data, on_dst, 0),
@@ -80,5 +91,5 @@ def _pairs(numel: int) -> dict[str, tuple[Contender, Contender]]:
             lambda: dist.all_to_all(filled, parts),
             lambda: torch_dist.all_to_all(filled, parts),
         ),
-        "barrier": (lambda: dist.barrier(), lambda: torch_dist.barrier()),
+        **({} if numel > 1 else {"barrier": (lambda: dist.barrier(), lambda: torch_dist.barrier())}),
     }

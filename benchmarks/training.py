@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measure import Row, slowest
+from benchmarks.measure import Row, limited, slowest
 from lockstep import Runner, Session, dist
 from lockstep.hooks import Hook
 from lockstep.runner import TrainRun
@@ -103,7 +103,7 @@ def compare_trainings(contenders: Mapping[str, Training]) -> Iterator[Row]:
         torch.manual_seed(0)
         data = Samples(STEPS * batch * world_size, width)
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(rounds + 1):
+        for number in range(limited(rounds) + 1):
             # The same on every rank, and each time another, because what one training leaves behind may cost the next.
             for which in Random(number).sample(range(len(names)), len(names)):
                 gc.collect()

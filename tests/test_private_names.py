@@ -291,10 +291,8 @@ PRIVATE: dict[str, Private] = {
         ("dataset/counted.py", "dataset/position.py"),
     ),
     # Groups.
-    "distributed_c10d": Private(c10d, ("testing/worker.py", "watch/watch.py")),
+    "distributed_c10d": Private(c10d, ("testing/worker.py",)),
     "_world": Private(lambda: isinstance(c10d()._world.pg_map, dict), ("testing/worker.py",)),
-    "_get_default_store": Private(lambda: takes(c10d()._get_default_store), ("watch/watch.py",)),
-    "_allgather_base": Private(lambda: hasattr(torch_dist.ProcessGroup, "_allgather_base"), ("transport/backend.py",)),
     # The elastic agent.
     "_pcontext": Private(lambda: agent()._pcontext is None, ELASTIC),
     "_shutdown_timeout": Private(lambda: agent()._shutdown_timeout > 0, ELASTIC),

@@ -1,7 +1,8 @@
-"""Run each word of the Makefile whole, one after the other, and write the result of each to docs/verified.md.
+"""Run each word of the Makefile whole, one after the other; write the results to docs/verified.md, dates to README.md.
 
 ``make nightly`` runs all of them, which takes hours on two cores; ``make nightly WORDS="parity test-jobs"`` runs some.
-The rows of the words that are not run stay as they were. Ends with 1 if a word has failed.
+The rows of the words that are not run stay as they were; test-gpu is left out where there is no GPU. Ends with 1 if a
+word has failed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "verified.md"
+README = ROOT / "README.md"
 WORDS = (
     "check", "test", "demo", "test-checkpoints", "test-layouts", "test-jobs", "faults-page", "test-deepspeed",
     "test-colossalai", "test-models", "parity", "resume-matrix", "test-docs", "test-huggingface", "test-buckets",
@@ -38,7 +41,7 @@ this table was never run as a whole by this command.
 
 
 def main() -> None:
-    words = sys.argv[1:] or list(WORDS)
+    words = sys.argv[1:] or [word for word in WORDS if word != "test-gpu" or torch.accelerator.is_available()]
     if unknown := set(words) - set(WORDS):
         sys.exit(f"words must be among {', '.join(WORDS)}, but are {', '.join(sorted(unknown))}")
     failed = []
@@ -93,13 +96,32 @@ def _machine() -> str:
 
 
 def _write(word: str, row: str) -> None:
-    rows = {}
-    if PAGE.exists():
-        rows = {
-            match[1]: match[0] for match in re.finditer(r"^\| `make ([\w-]+)` \|.*\|$", PAGE.read_text(), re.MULTILINE)
-        }
-    rows[word] = row
+    rows = verified() | {word: row}
     PAGE.write_text(HEAD + "".join(f"{rows[one]}\n" for one in WORDS if one in rows))
+    README.write_text(dated(README.read_text(), rows))
+
+
+def verified() -> dict[str, str]:
+    """Return the rows of the page by their words."""
+    if not PAGE.exists():
+        return {}
+    return {match[1]: match[0] for match in re.finditer(r"^\| `make ([\w-]+)` \|.*\|$", PAGE.read_text(), re.MULTILINE)}
+
+
+def dated(text: str, rows: Mapping[str, str]) -> str:
+    """Return a text with what the rows say of each word behind it: a date, a failure and its date, or *not yet*."""
+    return re.sub(
+        r"`make ([\w-]+)` (?:(?:failed )?\d{4}-\d\d-\d\d|not yet)",
+        lambda match: f"`make {match[1]}` {_said(rows.get(match[1]))}",
+        text,
+    )
+
+
+def _said(row: str | None) -> str:
+    if row is None:
+        return "not yet"
+    _, result, ended, *_ = row.split(" | ")
+    return f"{'failed ' if result.startswith('**failed**') else ''}{ended.split()[0]}"
 
 
 if __name__ == "__main__":

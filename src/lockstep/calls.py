@@ -11,6 +11,7 @@ import os
 import sys
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from time import monotonic
@@ -19,11 +20,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from lockstep.errors import CollectiveMismatchError, DistError, ranks_in_words
 
-_KEPT = 2**14  # calls; a power of two
-_MARGIN = 256  # calls that this rank may make while its record is being read
+_KEPT = 2**14  # calls
 _MOST_FINGERPRINTS = 2**12
 # Frames that are not the caller's: lockstep's own, torch's, and those of `with`.
 _NOT_OF_CALLERS = (
@@ -100,6 +101,27 @@ class Forked(Failure):
         return DistError(self.text)
 
 
+class _Kind:
+    """Calls that are alike and come from one line.
+
+    Attributes:
+        what: name and arguments, as all ranks must make them; of a tensor, its dtype and shape.
+        fingerprint: 64 bits of `what`.
+    """
+
+    __slots__ = ("_code", "_detail", "_instruction", "fingerprint", "what")
+
+    def __init__(self, code: CodeType, instruction: int, what: _Key, detail: str) -> None:
+        self._code, self._instruction, self._detail = code, instruction, detail
+        self.what, self.fingerprint = what, _fingerprint(what)
+
+    def described(self) -> Call:
+        """Return it as text."""
+        name, *arguments = self.what
+        text = f"{name}{self._detail}" if self._detail else f"{name}({', '.join(map(_described, arguments))})"
+        return Call(text, _site(self._code, self._instruction), self.fingerprint)
+
+
 class Calls:
     """The calls of one rank in one group; the last ones, and a digest of all.
 
@@ -108,14 +130,18 @@ class Calls:
         digest: 64 bits that depend on all of these calls and their order.
         waiting: the call that this rank waits for, by number; 0 if it does not wait.
         since: when it began to wait, by the monotonic clock.
+        running: the last call that runs on a device, or is asynchronous: its number, when it began, and what tells
+            whether it is complete; None if there is none.
+        event: what marks the last call on a device that gave no `Work`; made at the first one.
+        inside: name of the block that this rank runs while the others wait for it; "" outside.
         began: when the last call began.
         failure: why this group can't be used further; None if it can.
         has_failed: whether a call has raised an error of which other ranks may not know.
     """
 
     __slots__ = (
-        "_codes", "_digests", "_fingerprints", "_indices", "_recent", "_seen", "_table", "began", "digest", "failure",
-        "has_failed", "number", "resets", "since", "waiting",
+        "_kinds", "_recent", "_seen", "began", "digest", "event", "failure", "has_failed", "inside", "number",
+        "resets", "running", "since", "waiting",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -123,18 +149,18 @@ class Calls:
         self.failure: Failure | None = None
         self.has_failed = False
         self.waiting, self.since, self.began = 0, 0.0, 0.0
+        self.inside = ""
+        self.event: torch.Event | None = None
         self.reset()
 
     def reset(self) -> None:
         """Begin anew, after a mismatch that all ranks know of."""
         self.resets += 1
         self.number = self.digest = 0
-        self._table: list[tuple[CodeType, int, _Key, str]] = []
-        self._fingerprints: list[int] = []
-        self._indices: dict[_Key, int] = {}
+        self.running: tuple[int, float, Work | torch.Event] | None = None
+        self._kinds: dict[_Key, _Kind] = {}
         self._seen: set[int] = set()
-        self._recent = array("I", bytes(4 * _KEPT))
-        self._digests = array("q", bytes(8 * _KEPT))
+        self._recent: deque[tuple[_Kind, int]] = deque(maxlen=_KEPT)  # with the digest after it
 
     def add(self, name: str, arguments: tuple[object, ...], detail: str = "") -> bool:
         """Record a call, and return whether it is the first of its kind in this group, as it is then on every rank.
@@ -150,81 +176,81 @@ class Calls:
             frame = sys._getframe(2)
         while not _is_of_caller[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
-        # The hash of a code object takes long; `_table` keeps the object, so that no other gets its id.
+        # The hash of a code object takes long; a kind keeps the object, so that no other gets its id.
         key: _Key = (id(frame.f_code), frame.f_lasti, name, detail)
         for argument in arguments:
             key += (argument.dtype, argument.shape) if isinstance(argument, Tensor) else (argument,)
-        index = self._indices.get(key)
+        kind = self._kinds.get(key)
         is_new = False
-        if index is None:
+        if kind is None:
+            if len(self._kinds) >= 4 * _KEPT:
+                self._kinds.clear()
             what = (name, *[(x.dtype, x.shape) if isinstance(x, Tensor) else x for x in arguments])
-            index = self._indices[key] = self._index_of((frame.f_code, frame.f_lasti, what, detail))
-            is_new = self._is_new(self._fingerprints[index])
-        number = self.number
-        place = number & (_KEPT - 1)
+            kind = self._kinds[key] = _Kind(frame.f_code, frame.f_lasti, what, detail)
+            is_new = kind.fingerprint not in self._seen and len(self._seen) < _MOST_FINGERPRINTS
+            if is_new:
+                self._seen.add(kind.fingerprint)
         # Python's hash of integers is the same in every process.
-        self.digest = self._digests[place] = hash((self.digest, self._fingerprints[index]))
-        self._recent[place] = index
-        self.number = number + 1
+        self.digest = hash((self.digest, kind.fingerprint))
+        self._recent.append((kind, self.digest))
+        self.number += 1
         self.began = monotonic()
         return is_new
 
+    def is_running(self) -> bool:
+        """Return whether the last call on a device is incomplete, without waiting for it; any thread may ask."""
+        running = self.running
+        if running is None:
+            return False
+        last = running[2]
+        with contextlib.suppress(RuntimeError):  # a call that has failed is told by whoever waits for it
+            if not (last.query() if isinstance(last, torch.Event) else last.is_completed()):
+                return True
+        if self.running is running:
+            self.running = None
+        return False
+
+    def unfinished(self) -> tuple[int, float]:
+        """Return number and beginning of the call that this rank waits for, or that runs on a device; 0 if none."""
+        waiting, since, running = self.waiting, self.since, self.running
+        if waiting:
+            return waiting, since
+        return (running[0], running[1]) if running is not None and self.is_running() else (0, 0.0)
+
     def digest_after(self, number: int) -> int | None:
-        """Return the digest after the first `number` calls; None if it is not kept."""
-        if not max(0, self.number - _KEPT + _MARGIN) < number <= self.number:
-            return None
-        return self._digests[(number - 1) & (_KEPT - 1)]
+        """Return the digest after the first `number` calls; None if it is not kept. Any thread may ask."""
+        last, recent = self._kept()
+        place = number - last + len(recent) - 1
+        return recent[place][1] if 0 <= place < len(recent) else None
 
     def call(self, number: int) -> Call:
         """Return a call that is kept, by its number, from 1."""
-        return self._described(self._recent[(number - 1) & (_KEPT - 1)])
+        last, recent = self._kept()
+        return recent[number - last + len(recent) - 1][0].described()
 
     def export(self) -> dict[str, Any]:
         """Return the record as JSON's types."""
-        number = self.number
-        first = max(1, number - _KEPT + _MARGIN + 1)
-        indices = [self._recent[(one - 1) & (_KEPT - 1)] for one in range(first, number + 1)]
-        used = {index: place for place, index in enumerate(dict.fromkeys(indices))}
-        packed = array("I", [used[index] for index in indices]).tobytes()
-        waiting = self.waiting
+        number, recent = self._kept()
+        places = {kind: place for place, kind in enumerate(dict.fromkeys(kind for kind, _ in recent))}
+        packed = array("I", [places[kind] for kind, _ in recent]).tobytes()
+        waiting, since = self.unfinished()
         return {
             "number": number,
-            "digest": self.digest_after(number),
+            "digest": recent[-1][1] if recent else None,
             "resets": self.resets,
-            "calls": [list(self._described(index)) for index in used],
+            "calls": [list(kind.described()) for kind in places],
             "order": base64.b64encode(zlib.compress(packed, 1)).decode(),
             "waiting": waiting,
-            "seconds": monotonic() - (self.since if waiting else self.began),
+            "seconds": monotonic() - (since if waiting else self.began),
             "failure": self.failure,
         }
 
-    def _index_of(self, entry: tuple[CodeType, int, _Key, str]) -> int:
-        """Enter a call and its line into the table, and return its place."""
-        if len(self._table) >= 4 * _KEPT:
-            self._compact()
-        self._table.append(entry)
-        self._fingerprints.append(_fingerprint(entry[2]))
-        return len(self._table) - 1
-
-    def _is_new(self, fingerprint: int) -> bool:
-        is_new = fingerprint not in self._seen and len(self._seen) < _MOST_FINGERPRINTS
-        if is_new:
-            self._seen.add(fingerprint)
-        return is_new
-
-    def _compact(self) -> None:
-        """Drop what is not among the calls that are kept."""
-        used = sorted(set(self._recent))
-        places = {index: place for place, index in enumerate(used)}
-        self._table = [self._table[index] for index in used]
-        self._fingerprints = [self._fingerprints[index] for index in used]
-        self._recent = array("I", [places[index] for index in self._recent])
-        self._indices.clear()
-
-    def _described(self, index: int) -> Call:
-        code, instruction, (name, *arguments), detail = self._table[index]
-        text = f"{name}{detail}" if detail else f"{name}({', '.join(map(_described, arguments))})"
-        return Call(text, _site(code, instruction), self._fingerprints[index])
+    def _kept(self) -> tuple[int, list[tuple[_Kind, int]]]:
+        """Return the number of calls, and the last ones, while the main thread may go on."""
+        while True:
+            number, recent = self.number, list(self._recent)
+            if number == self.number and (not recent or len(recent) == min(number, _KEPT)):
+                return number, recent
 
 
 class Record:

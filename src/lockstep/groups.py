@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import wraps
 from numbers import Integral
 from typing import ParamSpec, TypeAlias, TypeGuard, TypeVar
@@ -28,24 +29,16 @@ R = TypeVar("R")
 
 GroupLike: TypeAlias = ProcessGroup | DeviceMesh | None
 
-# The device types that a backend supports directly. torch also lists gloo for accelerators, but most of its collectives
-# fail there, so such data is staged through the CPU.
-_NATIVE_DEVICES = {
-    "gloo": "cpu",
-    "mpi": "cpu",
-    "nccl": "cuda",
-    "xccl": "xpu",
-    "hccl": "npu",
-    "cncl": "mlu",
-    "mccl": "musa",
-}
-
+# Backends of the CPU. torch also lists gloo for accelerators, but most of its collectives fail there, so such data is
+# staged through the CPU.
+_BACKENDS_OF_CPU = ("gloo", "mpi")
 
 # Reductions that a backend can't run, by lockstep's names. NCCL has no bits; of others, neither these nor the mean are
 # certain.
 _BITS = frozenset({"band", "bor", "bxor"})
 _MISSING_OPS = {"gloo": frozenset[str](), "mpi": frozenset({"mean"}), "nccl": _BITS}
 _IN_DOUBT = _BITS | {"mean"}
+_SECONDS_FOR_WATCH = timedelta(seconds=10)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +50,7 @@ class Comm:
             destroying the group also ends its threads and connections.
         rank: this process's rank within the group.
         size: number of ranks in the group.
-        backend: torch's name of the backend, e.g. ``"gloo"``; None without a process group.
+        backends: torch's name of the backend for each device type, e.g. ``{"cpu": "gloo"}``.
         devices: device types whose tensors the group communicates without staging.
         comm_device: the device through which tensors on all other device types are staged.
         missing_ops: reductions that the backend can't run.
@@ -68,7 +61,7 @@ class Comm:
     reference: ReferenceType[ProcessGroup] | None
     rank: int
     size: int
-    backend: str | None
+    backends: Mapping[str, str]
     devices: frozenset[str]
     comm_device: torch.device
     missing_ops: frozenset[str] = frozenset()
@@ -81,9 +74,14 @@ class Comm:
         return None if self.reference is None else self.reference()
 
     @property
-    def bytes_device(self) -> torch.device:
-        """The device for bytes that are not the caller's tensors: the CPU if the group supports it."""
-        return torch.device("cpu") if "cpu" in self.devices or self.reference is None else self.comm_device
+    def timeout(self) -> timedelta | None:
+        """How long a collective waits for a missing rank, as `init_dist` has set it; None without it."""
+        return None if GroupMember.WORLD is None else timeouts.get(GroupMember.WORLD)
+
+    @property
+    def backend_timeout(self) -> timedelta | None:
+        """The timeout of torch's own group."""
+        return None if self.timeout is None else backend_timeout(self.timeout, bool(self.devices - {"cpu"}))
 
     @property
     def this_rank(self) -> str:
@@ -97,34 +95,35 @@ class Comm:
             return f"the default group ({self.size})"
         return f"the group of ranks {', '.join(map(str, self.ranks))}"
 
+    def carries(self, data: Tensor) -> bool:
+        """Return whether the group communicates a tensor without staging it."""
+        # The first test is cheap, and decides the usual case.
+        return (data.is_cpu and "cpu" in self.devices) or data.device.type in self.devices
+
     def to_wire(self, data: Tensor) -> Tensor:
         """Return `data`, or a contiguous copy on a device that the group supports, detached from the autograd graph."""
         if data.requires_grad:
             data = data.detach()
         if data.is_conj() or data.is_neg():  # backends read raw memory, without the lazy conj or neg
             data = data.resolve_conj().resolve_neg()
-        # The first test is cheap, and decides the usual case.
-        is_moved = (data.is_cpu and "cpu" in self.devices) or data.device.type in self.devices
-        if not is_moved and self.reference is not None:
+        if self.reference is not None and not self.carries(data):
             data = data.to(self.comm_device)
         return data.contiguous()
 
-    def to_comm_device(self, data: Tensor) -> Tensor:
-        """Return `data`, or a copy, as `to_wire` does, but always on `comm_device`.
 
-        For collectives that accept any device: if a group supports several, the ranks must agree on one.
-        """
-        wire = self.to_wire(data)
-        return wire if wire.device == self.comm_device else wire.to(self.comm_device)
-
-
-SOLO = Comm(None, 0, 1, None, frozenset(), torch.device("cpu"))
+SOLO = Comm(None, 0, 1, {}, frozenset(), torch.device("cpu"))
 
 # Weak keys, so that nothing here keeps a destroyed group alive.
 _resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
-# For each default group: the group of the ranks on this node, and the topology that `init_dist` read.
+# For each default group: the group of the ranks on this node; the topology and the timeout of `init_dist`.
 local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 topologies: WeakKeyDictionary[ProcessGroup, Topology] = WeakKeyDictionary()
+timeouts: WeakKeyDictionary[ProcessGroup, timedelta] = WeakKeyDictionary()
+
+
+def backend_timeout(timeout: timedelta, is_of_device: bool) -> timedelta:
+    """Return the timeout of torch's own group: backends of devices end the process then, so the watch must be first."""
+    return timeout + _SECONDS_FOR_WATCH if is_of_device else timeout
 
 
 def resolve(group: GroupLike = None) -> Comm:
@@ -174,10 +173,7 @@ def forget_groups() -> None:
 def get_backend(group: GroupLike = None) -> str | None:
     """Return the name of the group's backend, of several that of its `get_comm_device`; None where no group exists."""
     comm = resolve(group)
-    if comm.backend is None or ":" not in comm.backend:
-        return comm.backend
-    by_device = dict(entry.split(":") for entry in comm.backend.split(","))
-    return by_device.get(comm.comm_device.type, comm.backend)
+    return comm.backends.get(comm.comm_device.type)
 
 
 def get_rank(group: GroupLike = None) -> int:
@@ -217,6 +213,14 @@ def get_comm_device(group: GroupLike = None) -> torch.device:
     This is the accelerator bound to this process if the backend supports it (nccl: ``cuda``), else the CPU.
     """
     return resolve(group).comm_device
+
+
+def inherit_timeout(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh the timeout of `init_dist`; torch makes them with its own default."""
+    timeout = resolve().backend_timeout
+    if timeout is not None:
+        for group in mesh.get_all_groups():
+            group.set_timeout(timeout)
 
 
 def get_local_rank() -> int:
@@ -315,25 +319,24 @@ def _not_a_member() -> str:
 
 
 def _describe(pg: ProcessGroup) -> Comm:
-    backends = [entry.split(":") for entry in str(torch_dist.get_backend_config(pg)).split(",")]
+    backends = dict(entry.split(":") for entry in str(torch_dist.get_backend_config(pg)).split(","))
     # Some backends list every device type that exists; only those present on this machine can be used.
     present = {"cpu", get_device()}
-    devices = {device for device, name in backends if _NATIVE_DEVICES.get(name, device) == device} & present
+    devices = {x for x, name in backends.items() if x == "cpu" or name not in _BACKENDS_OF_CPU} & present
     accelerators = sorted(devices - {"cpu"})
     if accelerators:
         comm_device = torch.device(accelerators[0], torch.accelerator.current_device_index())
     else:
         comm_device = torch.device("cpu")
-    missing = frozenset[str]().union(*(_MISSING_OPS.get(name, _IN_DOUBT) for _, name in backends))
-    backend = torch_dist.get_backend(pg)
-    ranks = tuple(torch_dist.get_process_group_ranks(pg))
-    calls = None if backend == "fake" else Calls()  # its ranks are not there
+    missing = frozenset[str]().union(*(_MISSING_OPS.get(name, _IN_DOUBT) for name in backends.values()))
+    calls = None if "fake" in backends.values() else Calls()  # its ranks are not there
     if calls is not None and _is_forked:
         if pg.size() == 1:
             return SOLO
         calls.failure = Forked.of(f"rank {pg.rank()} of {pg.size()}")
+    ranks = tuple(torch_dist.get_process_group_ranks(pg))
     comm = _resolved[pg] = Comm(
-        ref(pg), pg.rank(), pg.size(), backend, frozenset(devices), comm_device, missing, calls, ranks
+        ref(pg), pg.rank(), pg.size(), backends, frozenset(devices), comm_device, missing, calls, ranks
     )
     return comm
 

@@ -54,14 +54,21 @@ def gatherings(draw: Callable[..., Any]) -> tuple[int, list[Gathering]]:
     """Draw a number of ranks, and tensors that differ from rank to rank in everything, large and small mixed."""
     size = draw(st.sampled_from(SIZES))
     everyone = max(size, 1)
-    return size, [
-        Gathering(
-            Drawn(draw(st.lists(any_tensors(), min_size=everyone, max_size=everyone)), draw(st.sampled_from(LAYOUTS))),
-            draw(st.lists(st.sampled_from(FORMS), min_size=everyone, max_size=everyone)),
-            draw(st.integers(0, everyone - 1)),
-        )
-        for _ in range(draw(st.integers(1, 4)))
-    ]
+    return (
+        size,
+        [
+            Gathering(
+                Drawn(
+                    draw(st.lists(any_tensors(), min_size=everyone, max_size=everyone)), draw(st.sampled_from(LAYOUTS))
+                ),
+                ["fills later"] * everyone  # which does not meet the others
+                if draw(st.booleans())
+                else draw(st.lists(st.sampled_from(FORMS[:-1]), min_size=everyone, max_size=everyone)),
+                draw(st.integers(0, everyone - 1)),
+            )
+            for _ in range(draw(st.integers(1, 4)))
+        ],
+    )
 
 
 def own(call: Gathering) -> Tensor:
@@ -245,16 +252,6 @@ def test_a_handle_is_completed_when_waiting_would_not_block() -> None:
 
 
 @ranks(2)
-def test_a_gather_with_a_handle_needs_a_list_to_fill() -> None:
-    if get_rank() == 1:
-        with pytest.raises(TypeError, match=r"`async_op` needs the form gather\(tensor, gather_list, dst\)"):
-            gather(torch.ones(LARGE), 1, async_op=True)
-    else:
-        gather(torch.ones(LARGE), 1, async_op=True).wait()
-    assert_group_works()
-
-
-@ranks(2)
 def test_conjugates_that_torch_has_not_computed_yet_are_gathered_as_what_they_are() -> None:
     for numel in (1, LARGE):
         data = torch.full((numel,), 1 + 2j).conj()
@@ -306,7 +303,7 @@ def test_a_list_that_does_not_fit_on_one_rank_raises_on_all_whatever_their_form(
 
 
 @ranks(2, 3)
-def test_a_list_that_does_not_fit_what_is_gathered_raises_on_dst_alone_and_the_group_works_on() -> None:
+def test_a_list_that_does_not_fit_what_is_gathered_raises_on_all_and_the_group_works_on() -> None:
     dst, size = get_world_size() - 1, get_world_size()
     for numel in (2, LARGE):
         data = torch.ones(numel)
@@ -315,7 +312,8 @@ def test_a_list_that_does_not_fit_what_is_gathered_raises_on_dst_alone_and_the_g
                 with pytest.raises((TypeError, ValueError), match="`gather_list"):
                     gather(data, wrong, dst)
             else:
-                gather(data, None, dst)
+                with pytest.raises(PeerError, match=rf"rank {dst} of {size} could not take part: .*`gather_list"):
+                    gather(data, None, dst)
             assert_group_works()
 
 
@@ -331,18 +329,16 @@ def test_a_wrong_list_on_src_raises_on_all() -> None:
 
 
 @ranks(2, 3)
-def test_a_tensor_unlike_what_is_scattered_raises_on_its_rank() -> None:
+def test_a_tensor_unlike_what_is_scattered_raises_on_all() -> None:
     size = get_world_size()
     for numel in (2, LARGE):
         parts = [torch.full((numel,), 1.0 + rank) for rank in range(size)]
         mine = torch.zeros(numel + (get_rank() == size - 1))
-        if get_rank() == size - 1:
-            with pytest.raises(ValueError, match=rf"`tensor` must be like what arrived, \({numel},\) .* but is"):
-                scatter(mine, None, 0)
-            assert not mine.any()
-        else:
+        with raises_here(
+            size - 1, ValueError, rf"`tensor` must be like what rank 0 sends here, \({numel},\) .* but is"
+        ):
             scatter(mine, parts if get_rank() == 0 else None, 0)
-            assert torch.equal(mine, parts[get_rank()])
+        assert not mine.any()
         assert_group_works()
 
 
@@ -356,6 +352,9 @@ def refuse_wrong_calls() -> None:
         all_gather(torch.ones(size, 2), data)
     with pytest.raises(TypeError, match=r"`async_op` needs the form all_gather\(tensor_list, tensor\)"):
         all_gather(data, async_op=True)
+    if rank == 0:
+        with pytest.raises(TypeError, match=r"`async_op` needs the form gather\(tensor, gather_list, dst\)"):
+            gather(data, async_op=True)
     for call in (lambda index: gather(data, index), lambda index: gather(data, None, index)):
         for dst in (-1, size):
             with pytest.raises(ValueError, match=rf"`dst` must be .*, but is {dst} \(rank {rank} of {size}"):
@@ -377,15 +376,12 @@ def test_wrong_calls_are_refused_on_every_rank_and_the_group_works_on(size: int)
     run_on(size, refuse_wrong_calls)
 
 
-def gather_too_many_dims() -> None:
+def gather_many_dims() -> None:
     data = torch.zeros([1] * 61)
-    with pytest.raises(ValueError, match="`data` must have at most 60 dims, but has 61"):
-        all_gather(data)
-    with pytest.raises(ValueError, match="`data` must have at most 60 dims, but has 61"):
-        gather(data)
-    assert all_gather(data.view([1] * 60))[-1].shape == torch.Size([1] * 60)
+    assert all_gather(data)[-1].shape == data.shape
+    assert all(x.shape == data.shape for x in gather(data))
 
 
 @pytest.mark.parametrize("size", [NO_GROUP, 2])
-def test_tensors_may_have_60_dims(size: int) -> None:
-    run_on(size, gather_too_many_dims)
+def test_tensors_may_have_many_dims(size: int) -> None:
+    run_on(size, gather_many_dims)

@@ -104,9 +104,6 @@ def test_nothing_is_changed_by_a_mismatch() -> None:
         with pytest.raises(CollectiveMismatchError):
             all_reduce(data)
         assert data.unique().tolist() == [5.0]
-        with pytest.raises(CollectiveMismatchError):
-            all_reduce(data, async_op=True).wait()
-        assert data.unique().tolist() == [5.0]
     finally:
         check_collectives("off")
 
@@ -211,13 +208,6 @@ def test_the_first_20_calls_are_compared_in_every_mode(numel: int) -> None:
     init_dist("pytorch")
     assert calls_until_a_mismatch("off", sums_and_maxima(numel), rounds=3) == -1
     assert_group_works()
-
-
-@NUMELS
-@ranks(2, 3, fresh=True)
-def test_a_later_swap_of_known_calls_is_found_by_what_they_send(numel: int) -> None:
-    init_dist("pytorch")
-    assert calls_until_a_mismatch("off", sums_and_maxima(numel)) == -1
 
 
 @ranks(2, fresh=True)

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from lockstep.dist import all_gather_object, destroy_dist, init_dist, is_distributed
-from lockstep.dist.world import port_file
+from lockstep.dist.rendezvous import port_file
 from lockstep.errors import CollectiveTimeoutError, TopologyError
 from lockstep.testing import ranks
 from lockstep.testing.pool import run_body

@@ -1,9 +1,6 @@
-"""Either transport carries every collective: the fast one can be deleted without a change of any result."""
+"""Every collective over gloo, and over a backend without it, which returns no `Work` for a synchronous call."""
 
 from __future__ import annotations
-
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -30,66 +27,19 @@ from lockstep.dist import (
     scatter_object_list,
 )
 from lockstep.dist.objects import start_gather_object
-from lockstep.groups import resolve
 from lockstep.testing import ranks
-from lockstep.transport import pairs
-from lockstep.transport.backend import _ALL_GATHER_SINGLE, Transport
-from lockstep.transport.pairs import PairwiseCpu, transport_of
 
+from . import backends  # noqa: F401 - registers `silent`
 
-class SilentTransport(Transport):
-    """The transport of a group whose backend returns no `Work` for a synchronous call, as NCCL and XCCL do."""
-
-
-KINDS = pytest.mark.parametrize("kind", [PairwiseCpu, Transport, SilentTransport])
+KINDS = pytest.mark.parametrize("backend", ["gloo", "silent"])
 SIZES = pytest.mark.parametrize("numel", [0, 1, 50_000])
-
-
-class SilentGroup(torch_dist.ProcessGroup):
-    """gloo, but a call with ``asyncOp=False`` is complete when it returns, and returns None."""
-
-    def __init__(self, store: torch_dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self.gloo = torch_dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-
-
-def _forward(name: str) -> None:
-    def call(self: SilentGroup, *arguments: Any) -> Any:
-        work = getattr(self.gloo, "_allgather_base" if name == _ALL_GATHER_SINGLE else name)(*arguments)
-        if all(getattr(argument, "asyncOp", True) for argument in arguments):
-            return work
-        work.wait()
-        return None
-
-    setattr(SilentGroup, name, call)
-
-
-for _name in (
-    *("allgather", "allreduce", "alltoall_base", "barrier", "broadcast", "gather", "recv", "reduce", "reduce_scatter"),
-    *("scatter", "send", _ALL_GATHER_SINGLE),
-):
-    _forward(_name)
-torch_dist.Backend.register_backend("silent", SilentGroup, devices=["cpu"])
-
-
-def group_with(kind: type[Transport]) -> torch_dist.ProcessGroup:
-    """Return a group of all ranks that the given transport serves."""
-    group = torch_dist.new_group(backend="silent" if kind is SilentTransport else None)
-    pairs._transports[group] = kind(resolve(group))
-    return group
-
-
-@ranks(2)
-def test_the_cpu_is_served_from_rank_to_rank() -> None:
-    assert type(transport_of(resolve())) is PairwiseCpu
-    assert transport_of(resolve()) is transport_of(resolve())
 
 
 @SIZES
 @KINDS
 @ranks(1, 3)
-def test_tensors_arrive(kind: type[Transport], numel: int) -> None:
-    group, rank, size = group_with(kind), get_rank(), get_world_size()
+def test_tensors_arrive(backend: str, numel: int) -> None:
+    group, rank, size = torch_dist.new_group(backend=backend), get_rank(), get_world_size()
     sizes = [numel + number for number in range(size)]  # another one on each rank
     own = torch.full((sizes[rank],), float(rank))
     expected = [torch.full((sizes[number],), float(number)) for number in range(size)]
@@ -107,8 +57,8 @@ def test_tensors_arrive(kind: type[Transport], numel: int) -> None:
 @SIZES
 @KINDS
 @ranks(1, 2, 3)
-def test_tensors_are_reduced_and_broadcast(kind: type[Transport], numel: int, async_op: bool) -> None:
-    group, rank, size = group_with(kind), get_rank(), get_world_size()
+def test_tensors_are_reduced_and_broadcast(backend: str, numel: int, async_op: bool) -> None:
+    group, rank, size = torch_dist.new_group(backend=backend), get_rank(), get_world_size()
     total, output = sum(range(1, size + 1)), torch.empty(numel)
     data = [torch.full((numel,), 1.0 + rank) for _ in range(4)]
     handles = [
@@ -128,17 +78,17 @@ def test_tensors_are_reduced_and_broadcast(kind: type[Transport], numel: int, as
 
 @KINDS
 @ranks(2)
-def test_bits_are_reduced_into_one_rank_alone(kind: type[Transport]) -> None:
+def test_bits_are_reduced_into_one_rank_alone(backend: str) -> None:
     data = torch.tensor([1 << get_rank()])
-    reduce(data, 0, "bor", group_with(kind))
+    reduce(data, 0, "bor", torch_dist.new_group(backend=backend))
     assert data.item() == (3 if get_rank() == 0 else 2)
 
 
 @SIZES
 @KINDS
 @ranks(1, 3)
-def test_objects_arrive(kind: type[Transport], numel: int) -> None:
-    group, rank, size = group_with(kind), get_rank(), get_world_size()
+def test_objects_arrive(backend: str, numel: int) -> None:
+    group, rank, size = torch_dist.new_group(backend=backend), get_rank(), get_world_size()
     texts = [str(number) * numel for number in range(size)]
     own = {"text": texts[rank], "tensor": torch.full((numel,), rank)}
     later = start_gather_object(own, 0, group)
@@ -155,8 +105,8 @@ def test_objects_arrive(kind: type[Transport], numel: int) -> None:
 
 @KINDS
 @ranks(2)
-def test_what_one_rank_refuses_is_an_error_on_every_rank(kind: type[Transport]) -> None:
-    group = group_with(kind)
+def test_what_one_rank_refuses_is_an_error_on_every_rank(backend: str) -> None:
+    group = torch_dist.new_group(backend=backend)
     with pytest.raises(TypeError if get_rank() == 1 else PeerError):
         all_gather(torch.ones(2) if get_rank() == 0 else "no tensor", group)
     with pytest.raises(OSError if get_rank() == 0 else PeerError), main_process_first(group):

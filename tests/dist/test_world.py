@@ -213,7 +213,7 @@ def test_a_handle_may_be_awaited_again_after_a_timeout_of_its_own(tmp_path: Path
     else:
         while not told.exists():
             time.sleep(0.01)
-        all_reduce(data)
+        all_reduce(data, async_op=True).wait()
     assert data.tolist() == [2.0, 2.0]
 
 

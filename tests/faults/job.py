@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 
 from lockstep.dist import all_reduce, barrier, destroy_dist, init_dist
 from lockstep.evaluator import BaseMetric
+from lockstep.groups import resolve
 from lockstep.hooks import Hook
 from lockstep.runner import Runner
 from lockstep.strategy import build_strategy
@@ -265,9 +266,34 @@ def training(place: Place) -> None:
     ).train()  # fmt: skip
 
 
+class Running:
+    """What tells that a call on a device is incomplete, for ever."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def on_a_device(place: Place) -> None:
+    """Queue a call, as on a device, and go on; with STUCK, be blocked by the device instead."""
+    barrier()
+    place.reached("a call on a device")
+    calls = resolve().calls
+    assert calls is not None
+
+    def queue() -> None:
+        calls.add("all_reduce", (torch.ones(100_000), "sum"))
+        calls.running = (calls.number, time.monotonic(), Running())
+
+    queue()
+    while calls.failure is None:
+        time.sleep(1000 if "STUCK" in os.environ else 0.01)
+    all_reduce(torch.ones(100_000))
+
+
 PLACES: dict[str, Callable[[Place], None]] = {
     "all_reduce": collective,
     "a script without lockstep": collective_of_torch,
+    "a call on a device": on_a_device,
     "DDP's backward pass": partial(steps, "ddp"),
     "FSDP's backward pass": partial(steps, "fsdp"),
     "worker of a data loader": training,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,6 +39,21 @@ def each(some: list[Case]):
 @each(cases.IN_A_COLLECTIVE)
 def test_in_a_collective(case: Case, size: int, tmp_path: Path, table: Table) -> None:
     check(case, size, tmp_path, table)
+
+
+@each(cases.ON_A_DEVICE)
+def test_on_a_device(case: Case, size: int, tmp_path: Path, table: Table) -> None:
+    check(case, size, tmp_path, table)
+
+
+@pytest.mark.parametrize("case", cases.ON_A_DEVICE, ids=[case.id for case in cases.ON_A_DEVICE])
+def test_ranks_that_their_device_holds_for_ever_end_with_the_error(case: Case, tmp_path: Path) -> None:
+    outcome = alone(2, tmp_path, *case.words, environment={"STUCK": "1"})
+    kind, _, text = case.error.partition(": ")
+    assert outcome.codes[0] == 1
+    shown = rf"{kind}: {text}(.|\n)*The main thread does not go on:\nFile \"\S*job\.py\", line \d+, in on_a_device\n"
+    said = outcome.said[0].replace("[rank0]: ", "")  # torch's, before each line
+    assert re.search(shown, said), said
 
 
 @each(cases.IN_BACKWARD)

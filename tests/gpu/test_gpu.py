@@ -1,34 +1,128 @@
-"""The same bodies on an accelerator: `make test-gpu`. Everywhere else these tests are deselected, and counted."""
+"""The same bodies on an accelerator: `make test-gpu`. Everywhere else these tests are deselected, and counted.
+
+What needs two or four devices is skipped where there are fewer.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lockstep.device import get_device
 from lockstep.testing import run_ranks
 
-from . import bodies
-from .test_bodies import check_case, check_checkpoint, check_utilization
+from . import bodies, collectives
+from .fault_job import FAULTS
+from .test_bodies import (
+    check_averaged,
+    check_case,
+    check_checkpoint,
+    check_described,
+    check_fault,
+    check_going_on,
+    check_guarded,
+    check_mesh,
+    check_own_loop,
+    check_translated,
+    check_utilization,
+)
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
+def on(*sizes: int) -> list[Any]:
+    """Return numbers of ranks, each skipped where torch sees fewer devices."""
+    return [
+        pytest.param(size, id=f"{size} devices" if size > 1 else "1 device", marks=at_least(size)) for size in sizes
+    ]
+
+
+def at_least(size: int) -> pytest.MarkDecorator:
+    found = torch.accelerator.device_count()
+    return pytest.mark.skipif(found < size, reason=f"needs {size} devices, but torch sees {found}")
+
+
+@pytest.fixture
 def device() -> str:
-    assert get_device() != "cpu", "tests marked `gpu` must run where torch finds an accelerator, but finds none here"
     return get_device()
 
 
+@pytest.mark.parametrize("size", on(1, 2, 4))
+@pytest.mark.parametrize("name", [*collectives.CASES, *collectives.WAITING])
+def test_a_collective_gives_what_it_should_and_does_not_wait(name: str, size: int):
+    run_ranks(size, collectives.check, [name])
+
+
+@pytest.mark.parametrize("size", on(2, 4))
+def test_collectives_in_a_group_without_rank_0(size: int):
+    run_ranks(size, collectives.check_in_groups)
+
+
+@pytest.mark.parametrize("size", on(1, 2))
 @pytest.mark.parametrize("case", bodies.CASES)
-def test_losses_are_those_of_a_plain_loop_on_the_cpu(case: str, device: str, tmp_path: Path):
-    assert check_case(case, tmp_path) == device
+def test_losses_are_those_of_a_plain_loop_on_the_cpu(case: str, size: int, device: str, tmp_path: Path):
+    assert check_case(case, size, tmp_path) == device
 
 
-@pytest.mark.parametrize("case", ["compiled", "fsdp-compiled"])
-def test_torchs_own_backend_translates_for_it(case: str, device: str, tmp_path: Path):
-    assert check_case(case, tmp_path, compile_=True) == device
+@pytest.mark.parametrize("case", bodies.SINGLE)
+def test_losses_of_one_process_are_those_of_a_plain_loop_on_the_cpu(case: str, device: str, tmp_path: Path):
+    assert check_case(case, 1, tmp_path) == device
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=at_least(size), id=f"{case} on {size} devices")
+        for case, (size, _, _) in bodies.MESHES.items()
+    ],
+)
+def test_on_a_mesh_losses_are_those_of_a_plain_loop_on_the_cpu(case: str, device: str, tmp_path: Path):
+    assert check_mesh(case, tmp_path) == device
+
+
+@pytest.mark.parametrize("size", on(1, 2))
+@pytest.mark.parametrize("mode", bodies.TRANSLATED)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchs_own_backend_translates_for_it(strategy: str, mode: str, size: int, device: str, tmp_path: Path):
+    assert check_translated(strategy, mode, size, tmp_path) == device
+
+
+@pytest.mark.parametrize("size", on(1, 2))
+@pytest.mark.parametrize("amp", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loop_by_hand(strategy: str, amp: str | None, size: int, tmp_path: Path):
+    check_own_loop(strategy, amp, size, tmp_path)
+
+
+@pytest.mark.parametrize("size", on(1, 2))
+@pytest.mark.parametrize(("strategy", "kept_on"), [("ddp", None), ("ddp", "cpu"), ("fsdp", None)])
+def test_an_average_is_that_of_a_plain_loop(strategy: str, kept_on: str | None, size: int, tmp_path: Path):
+    check_averaged(strategy, kept_on, size, tmp_path)
+
+
+@pytest.mark.parametrize("size", on(1, 2))
+@pytest.mark.parametrize("async_save", [False, True], ids=["at once", "async"])
+@pytest.mark.parametrize("amp", [None, "float16"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_goes_on_as_if_it_had_not_stopped(
+    strategy: str, amp: str | None, async_save: bool, size: int, tmp_path: Path
+):
+    check_going_on(strategy, amp, async_save, size, tmp_path)
+
+
+@pytest.mark.parametrize("size", on(1, 2))
+@pytest.mark.parametrize("case", bodies.GUARDED)
+def test_no_iteration_waits_for_the_device(case: str, size: int, tmp_path: Path):
+    check_guarded(case, size, tmp_path)
+
+
+@pytest.mark.parametrize("size", on(1, 2))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_describes_its_devices_and_their_memory(strategy: str, size: int, device: str, tmp_path: Path):
+    assert check_described(strategy, size, tmp_path) == [f"{device}:{index}" for index in range(size)]
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
@@ -38,6 +132,12 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(strategy: str, tm
 
 def test_flops_are_those_counted_on_the_cpu(tmp_path: Path):
     check_utilization(tmp_path)
+
+
+@pytest.mark.parametrize("size", on(2, 4))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_goes_wrong_is_named_on_all_others(fault: str, size: int, tmp_path: Path):
+    check_fault(fault, size, tmp_path)
 
 
 def test_snapshots_of_memory(device: str, tmp_path: Path):

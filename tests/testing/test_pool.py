@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import unittest
@@ -28,6 +29,7 @@ from lockstep.dist import all_reduce, destroy_dist, get_rank, get_world_size
 from lockstep.testing import RankFailure, run_ranks
 from lockstep.testing.pool import run_body
 from lockstep.testing.reports import RankReport
+from lockstep.testing.surroundings import Surroundings
 
 kept: list[Any] = []
 
@@ -328,6 +330,14 @@ def test_a_leak_is_told_once_whatever_it_is(what: str, tmp_path: Path) -> None:
     (complaint,) = failure.reports[0].leaks
     assert str(failure) == f"leak on 2 ranks: rank 1 leaked: {complaint}"
     assert complaint.count("leaky.txt") == (what in ("file", "unclosed"))
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="this system has no /dev/shm")
+def test_shared_memory_that_a_backend_may_have_opened_is_no_leak() -> None:
+    before = Surroundings()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm"), socket.socket():
+        assert before.leaks(ignore_sockets=True) == []
+        assert len(before.leaks(ignore_sockets=False)) == 2
 
 
 def test_a_leak_beside_a_failure_comes_after_it() -> None:

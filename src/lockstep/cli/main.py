@@ -147,7 +147,7 @@ def strategies() -> None:
 app = typer.Typer(
     name="lockstep",
     cls=_Commands,
-    help="Distributed training for PyTorch: one process, a laptop's cores, a cluster of GPUs.",
+    help="Distributed training for PyTorch: one process, a laptop's cores, several hosts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

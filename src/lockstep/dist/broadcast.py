@@ -1,4 +1,4 @@
-"""broadcast, all_to_all and barrier: collectives whose shapes every rank knows, so no header is sent."""
+"""broadcast, all_to_all and barrier: collectives whose shapes every rank knows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed import BarrierOptions
 
 from lockstep.device import copy_into
 from lockstep.dist.consistency import check_call, report_refusals
@@ -22,11 +22,11 @@ from lockstep.dist.gradients import (
     synced,
     warn_of_lost_gradients,
 )
-from lockstep.dist.header import report_failure
 from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_rank, require_tensor
 from lockstep.groups import Comm, GroupLike, resolve
-from lockstep.transport.handles import Handle, wait_unless_async
-from lockstep.transport.pairs import transport_of
+from lockstep.transport.control import control_group, exchange, report_failure
+from lockstep.transport.handles import Handle, note_running, start, wait_unless_async
+from lockstep.transport.memory import as_native
 
 
 @overload
@@ -83,12 +83,12 @@ def broadcast(
         src = require_rank("src", src, comm)
     if data.requires_grad and not data.is_leaf:
         warn_of_lost_gradients("broadcast", STAYS_LOCAL)
-    transport = transport_of(comm)
-    check_call("broadcast", comm, data, src, check=transport.check_of_broadcast(data.nbytes))
+    check_call("broadcast", comm, data, src, async_op=async_op)
     if comm.pg is None or data.numel() == 0:
         return wait_unless_async(Handle((), comm), async_op)
     wire = comm.to_wire(data)
-    handle = transport.broadcast_whole(wire, src, async_op=async_op)
+    work = start(torch_dist.broadcast, comm, wire.device, as_native(wire), group_src=src, async_op=async_op)
+    handle = Handle([work], comm)
     if wire is not data and comm.rank != src:
         handle = Handle([handle], comm, lambda: copy_into(data, wire))
     return wait_unless_async(handle, async_op)
@@ -154,7 +154,7 @@ def all_to_all(
     **Gradients**: as for `all_reduce`: rank a's ``input_tensor_list[b]`` gets the gradient of rank b's
     ``output_tensor_list[a]``.
 
-    **Cost**: each rank sends the bytes of all its inputs. With `sync_grads`, each rank first sends a header of 512
+    **Cost**: each rank sends the bytes of all its inputs. With `sync_grads`, each rank first sends 256
     bytes to each rank, and backward sends the same bytes again.
 
     **Example (2 ranks)**::
@@ -172,7 +172,7 @@ def all_to_all(
         _require_exchange(output_tensor_list, input_tensor_list, comm)
     if any(x.requires_grad for x in input_tensor_list):
         warn_of_lost_gradients("all_to_all", ENDS_HERE, has_sync_grads=True)
-    return wait_unless_async(_exchange(output_tensor_list, input_tensor_list, comm), async_op)
+    return wait_unless_async(_exchange(output_tensor_list, input_tensor_list, comm, async_op), async_op)
 
 
 def _require_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm) -> None:
@@ -211,9 +211,27 @@ def _all_to_all_with_grads(
     return fill_in_graph(outputs, synced(f"all_to_all({inputs[0].dtype})", exchange, inputs))
 
 
-def _exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm) -> Handle:
-    check_call("all_to_all", comm, inputs[comm.rank].dtype)
-    return transport_of(comm).all_to_all(outputs, inputs)
+def _exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, async_op: bool = False) -> Handle:
+    check_call("all_to_all", comm, inputs[comm.rank].dtype, async_op=async_op)
+    if comm.pg is None:
+        copy_into(outputs[0], inputs[0])
+        return Handle((), comm)
+    parts = [as_native(comm.to_wire(x)).reshape(-1) for x in inputs]
+    sizes = [part.numel() for part in parts]
+    home = parts[0].device  # inputs on several devices travel from one
+    item_bytes = parts[0].element_size()
+    sizes_out = [x.nbytes // item_bytes for x in outputs]
+    received = torch.empty(sum(sizes_out), dtype=parts[0].dtype, device=home)
+    sent = torch.cat([part.to(home) for part in parts])
+    work = start(torch_dist.all_to_all_single, comm, home, received, sent, sizes_out, sizes, async_op=async_op)
+
+    def finish() -> None:
+        for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
+            if part.dtype != output.dtype:
+                part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
+            copy_into(output, part)
+
+    return Handle([work], comm, finish)
 
 
 @overload
@@ -223,9 +241,9 @@ def barrier(group: GroupLike = ..., *, async_op: Literal[True]) -> Handle: ...
 @overload
 def barrier(group: GroupLike = ..., async_op: bool = ...) -> Handle | None: ...
 def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
-    """Wait until every rank of the group has reached this call.
+    """Wait until the host of every rank of the group has reached this call; devices are not waited for.
 
-    **Collective**: every rank of the group.
+    **Collective**: every rank of the group. **Cost**: as `check_collectives` says of a compared call.
 
     **Example (2 ranks)**::
 
@@ -233,9 +251,13 @@ def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
         >>> barrier()  # here both ranks go on at about the same time
     """
     comm = resolve(group)
-    check_call("barrier", comm)
+    check_call("barrier", comm, compares=False, async_op=async_op)
     if comm.pg is None:
         return wait_unless_async(Handle((), comm), async_op)
-    chosen = BarrierOptions()
-    chosen.device = comm.bytes_device  # torch takes the CPU for any backend but its own, also without one for the CPU
-    return wait_unless_async(Handle([comm.pg.barrier(chosen)], comm), async_op)
+    if not async_op:
+        exchange(comm)
+        return None
+    token = torch.zeros(1, device="cpu")
+    works = [torch_dist.all_reduce(token, group=control_group(comm), async_op=True)]
+    note_running(comm, token.device, works[0])
+    return Handle(works, comm)

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from types import TracebackType
 from typing import Final, Literal, TypeAlias
 
-from lockstep.dist.header import (
-    TENSOR_HEADER_BYTES,
-    all_gather_header,
-    broadcast_header,
-    decode_failure,
-    report_failure,
-    require_no_failure,
-)
-from lockstep.errors import CollectiveMismatchError, error_in_words
+from lockstep.errors import CollectiveMismatchError, DistError, error_in_words
 from lockstep.groups import Comm, GroupLike, get_local_group, resolve
-from lockstep.transport.backend import Check
-from lockstep.transport.pairs import transport_of
+from lockstep.transport.control import exchange, report_failure
 from lockstep.watch.failures import mismatch
 from lockstep.watch.watch import start_watch
 
@@ -28,7 +18,6 @@ CheckMode: TypeAlias = Literal["off", "sample", "always"]
 _MODES = ("off", "sample", "always")
 FIRST_CALLS = 20  # of a group, which are compared in every mode
 _SAMPLE_ONE_OF = 16
-_NO_FAILURE = bytes(TENSOR_HEADER_BYTES)
 _UNREPORTED: Final = nullcontext()
 
 _mode: CheckMode = "off"
@@ -44,21 +33,22 @@ def check_collectives(mode: CheckMode = "always") -> None:
 
     Args:
         mode: ``"off"`` (the initial mode): the first 20 calls of each group, and the first of each kind (operation,
-            dtype, shape, arguments) are compared, and all whose messages hold a digest anyway. ``"sample"``: also one
-            call in 16, chosen at random from its number, so that a difference is found within n calls with a
-            probability of 1 - (15/16)**n: 0.80 within 25, 0.998 within 100; except for reductions of 64 KiB to 4 MiB
-            on the CPU, which find one always, within seconds. ``"always"``: every call. The environment
-            variable ``LOCKSTEP_CHECK`` sets the mode when `init_dist` is called.
+            dtype, shape, arguments). ``"sample"``: also one call in 16, chosen at random from its number, so that a
+            difference is found within n calls with a probability of 1 - (15/16)**n: 0.80 within 25, 0.998 within 100.
+            ``"always"``: every call. The environment variable ``LOCKSTEP_CHECK`` sets the mode when `init_dist` is
+            called.
 
-    In every mode, digests are also compared wherever a header is sent (`all_gather`, `gather`, `scatter`, objects,
-    dicts); on the CPU in every `all_reduce`, `reduce`, `reduce_scatter` and `broadcast`, or before it; by a thread
-    every second, and at the end by `destroy_dist`. Not compared: calls of `torch.distributed`'s own functions, and what
-    DDP and FSDP call; ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares those.
+    Calls with ``async_op=True`` wait for no other rank, so they are compared later. In every mode, digests are also
+    compared wherever hosts tell each other something (`all_gather`, `gather`, `scatter`, objects, dicts, `barrier`); by
+    a thread every second, and at the end by `destroy_dist`. Not compared: calls of `torch.distributed`'s own functions,
+    and what DDP and FSDP call; ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares those.
 
-    **Collective**: every rank, at the same point of the program; nothing is sent. **Cost**: for each compared call a
-    message of 512 bytes from each rank to the first, and its answer; none for a reduction of up to 496 bytes on the
-    CPU, whose own messages hold the digest. In every mode, gloo's own collectives are compared: reductions above 4 MiB
-    (above 64 KiB on more than 16 ranks), and broadcasts above 64 KiB on three or more. For others, a microsecond.
+    Between comparisons, ranks that swap two calls may get wrong numbers or wait, until the thread finds it; gloo ends
+    the process with SIGABRT where a message is longer than expected (torch 2.13). ``"sample"`` makes that unlikely, and
+    ``"always"`` impossible.
+
+    **Collective**: every rank, at the same point of the program; nothing is sent. **Cost**: for each compared call 256
+    bytes from each rank to each, over gloo: nothing on an accelerator. For others, a microsecond.
 
     **Example (2 ranks)**::
 
@@ -82,7 +72,7 @@ def check_mode() -> CheckMode:
     return _mode
 
 
-def check_call(name: str, comm: Comm, *arguments: object, check: Check = "if due") -> None:
+def check_call(name: str, comm: Comm, *arguments: object, compares: bool = True, async_op: bool = False) -> None:
     """Record this call, and compare it with those of all ranks, if it is due.
 
     Whether it is due depends on what is the same on all ranks of a correct program alone: the number of the call, and
@@ -92,22 +82,42 @@ def check_call(name: str, comm: Comm, *arguments: object, check: Check = "if due
         name: name of the function.
         comm: the group.
         *arguments: those that must be the same on all ranks; of tensors, this is dtype and shape.
-        check: when it is compared; the transport knows.
+        compares: False for a call that compares by an exchange of its own, or is not to be compared before it begins.
+        async_op: it must not wait for the others, which make it in the same way.
 
-    **Raises**: CollectiveMismatchError, on every rank.
+    **Raises**: CollectiveMismatchError, on every rank; DistError where this rank is in a block that it runs alone.
     """
     calls = comm.calls
     if calls is None:
         return
     if calls.failure is not None:
         raise mismatch(comm)
+    if calls.inside:
+        raise DistError(
+            f"`{name}` must be called by all ranks of {comm.name}, but {comm.this_rank} calls it inside "
+            f"{calls.inside}, which the others wait for. Call it before or after"
+        )
     if not calls.number:
         start_watch()
-    is_new = calls.add(name, arguments)
-    if check == "carried":
-        return
-    if check == "before" or is_new or _mode == "always" or _is_due(calls.number, samples=check != "tagged"):
-        _compare(comm)
+    is_new = calls.add(name, (*arguments, "async") if async_op else arguments)
+    if compares and not async_op and comm.size > 1 and (is_new or _mode == "always" or _is_due(calls.number)):
+        exchange(comm)
+
+
+@contextmanager
+def alone(name: str, comm: Comm) -> Iterator[None]:
+    """Run a block, called by this name, on this rank, while the others wait for it in `exchange`.
+
+    Collectives of the group inside would wait for ever, so they raise.
+    """
+    calls = comm.calls
+    if calls is not None:
+        calls.inside = name
+    try:
+        yield
+    finally:
+        if calls is not None:
+            calls.inside = ""
 
 
 def report_refusals(name: str, comm: Comm) -> AbstractContextManager[None]:
@@ -128,10 +138,10 @@ def fail_together(comm: Comm) -> Iterator[None]:
     **Collective**: every rank. **Raises**: a failing rank raises its own error; the others raise PeerError, which names
     the first failing rank.
     """
-    check_call("fail_together", comm)
-    with report_failure(comm, kind=BaseException):
+    check_call("fail_together", comm, compares=False)
+    with report_failure(comm, BaseException):
         yield
-    require_no_failure([decode_failure(header) for header in all_gather_header(_NO_FAILURE, comm)], comm)
+    exchange(comm)
 
 
 @contextmanager
@@ -149,14 +159,14 @@ def main_process_first(group: GroupLike = None) -> Iterator[None]:
         ...     data = "loaded, or found in the cache"
     """
     comm = resolve(group)
-    check_call("main_process_first", comm)
+    check_call("main_process_first", comm, compares=False)
     if comm.rank != 0:
-        require_no_failure([decode_failure(broadcast_header(_NO_FAILURE, 0, comm))], comm, ranks=[0])
+        exchange(comm)
         yield
         return
-    with report_failure(comm, partial(broadcast_header, src=0), kind=BaseException):
+    with report_failure(comm, BaseException), alone("main_process_first", comm):
         yield
-    broadcast_header(_NO_FAILURE, 0, comm)
+    exchange(comm)
 
 
 @contextmanager
@@ -189,14 +199,9 @@ class _Refusals(AbstractContextManager[None]):
             calls.add(self._name, ("refused",), f", refused: {error_in_words(error)}")
             if _mode == "always" or _is_due(calls.number):
                 with suppress(CollectiveMismatchError):  # this rank raises its own error
-                    _compare(self._comm)
+                    exchange(self._comm)
 
 
-def _compare(comm: Comm) -> None:
-    if comm.pg is not None and comm.size > 1 and not transport_of(comm).have_same_calls():
-        raise mismatch(comm, all_know=True)
-
-
-def _is_due(number: int, *, samples: bool = True) -> bool:
+def _is_due(number: int) -> bool:
     # Python's hash of integers is the same in every process.
-    return number <= FIRST_CALLS or (samples and _mode == "sample" and hash((number, 0x5EED)) % _SAMPLE_ONE_OF == 0)
+    return number <= FIRST_CALLS or (_mode == "sample" and hash((number, 0x5EED)) % _SAMPLE_ONE_OF == 0)

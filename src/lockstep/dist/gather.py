@@ -1,12 +1,12 @@
 """all_gather and gather: tensors whose shapes may differ from rank to rank.
 
-Every call first sends one header with shape and dtype. A tensor that fits into the header arrives with it; a larger one
-follows in a second message of exactly its size.
+Synchronous calls first exchange headers with shape and dtype, between the hosts. Tensors then travel in one call, if
+they are alike, and without padding if not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Literal, cast, overload
 
@@ -26,34 +26,22 @@ from lockstep.dist.gradients import (
     synced,
     warn_of_lost_gradients,
 )
-from lockstep.dist.header import (
-    TENSOR_HEADER_BYTES,
-    Header,
-    allocate_outputs,
-    are_like,
-    encode_failure,
-    fill_inline,
-    fill_new,
-    header_of,
-    read_headers,
-    report_failure,
-    require_agreement,
-    require_no_failure,
-)
+from lockstep.dist.header import Header, decode_each, encode, header_of, require_expected
 from lockstep.dist.reduce import scatter_sums
 from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
 from lockstep.groups import Comm, GroupLike, resolve
+from lockstep.transport.control import exchange, report_failure
 from lockstep.transport.handles import Handle, wait_unless_async
-from lockstep.transport.memory import HeaderMemory, as_native, copy_all
-from lockstep.transport.pairs import transport_of
-
-_CPU = torch.device("cpu")
+from lockstep.transport.memory import copy_all
+from lockstep.transport.moving import gather_alike, gather_into, place_for, transfer
 
 
 @overload
-def all_gather(data: Tensor, group: GroupLike = ..., /, *, sync_grads: bool = ...) -> list[Tensor]: ...
+def all_gather(
+    data: Tensor, group: GroupLike = ..., /, *, sync_grads: bool = ..., uneven: bool = ...
+) -> list[Tensor]: ...
 @overload
-def all_gather(data: Tensor, *, group: GroupLike = ..., sync_grads: bool = ...) -> list[Tensor]: ...
+def all_gather(data: Tensor, *, group: GroupLike = ..., sync_grads: bool = ..., uneven: bool = ...) -> list[Tensor]: ...
 @overload
 def all_gather(
     data: Sequence[Tensor] = ...,
@@ -63,6 +51,7 @@ def all_gather(
     *,
     sync_grads: Literal[False] = ...,
     tensor_list: Sequence[Tensor] = ...,
+    uneven: bool = ...,
 ) -> None: ...
 @overload
 def all_gather(
@@ -73,6 +62,7 @@ def all_gather(
     async_op: Literal[True],
     sync_grads: Literal[False] = ...,
     tensor_list: Sequence[Tensor] = ...,
+    uneven: bool = ...,
 ) -> Handle: ...
 @overload
 def all_gather(
@@ -83,6 +73,7 @@ def all_gather(
     *,
     sync_grads: Literal[True],
     tensor_list: Sequence[Tensor] = ...,
+    uneven: bool = ...,
 ) -> list[Tensor]: ...
 def all_gather(
     data: Tensor | Sequence[Tensor] = NOT_GIVEN,
@@ -92,6 +83,7 @@ def all_gather(
     *,
     sync_grads: bool = False,
     tensor_list: Sequence[Tensor] = NOT_GIVEN,
+    uneven: bool = True,
 ) -> list[Tensor] | Handle | None:
     """Give every rank every rank's tensor, as ``all_gather(data) -> list`` or ``all_gather(tensor_list, tensor)``.
 
@@ -99,15 +91,18 @@ def all_gather(
         data: this rank's tensor; or the list to fill, with one tensor for each rank.
         tensor: this rank's tensor, in the filling form; in the other form the second argument is the group.
         group: the process group; None is the default group.
-        async_op: in the filling form, return a handle while larger tensors are still in flight.
+        async_op: in the filling form, return at once, with a handle to wait for. No rank then waits for another one
+            before it sends: `data` says what each sends, and must be right.
         sync_grads: let gradients flow back to every rank through the returned tensors. In the filling form the filled
             tensors are returned, too. Every rank must then run backward through them.
         tensor_list: an alias for `data` in the filling form.
+        uneven: False promises that all ranks have tensors of one dtype and shape, and saves the header.
 
-    **Collective**: every rank of the group; ranks may mix the two forms. **Shapes**: any shape and dtype on every rank;
-    in the filling form ``tensor_list[i]`` has the shape and dtype of rank i's tensor.
+    **Collective**: every rank of the group; ranks may mix the two forms, if `uneven`, and not `async_op`. **Shapes**:
+    any shape and dtype on every rank; in the filling form ``tensor_list[i]`` has those of rank i's tensor.
 
-    **Returns**: the tensors in rank order, each with its own memory, on the device of `data`; or None, or a handle.
+    **Returns**: the tensors in rank order, on the device of `data`; or None, or a handle. Tensors that are alike are
+    views of one.
 
     **Gradients**: without `sync_grads` no gradient flows; a warning says so once for each calling line. With it, the
     gradient of `data` is the sum over the ranks of the gradients of what they received: the gradient of the sum of all
@@ -115,12 +110,12 @@ def all_gather(
     all ranks' losses. In the second example it equals the gradient of one process that has the whole batch.
 
     **Raises**: ValueError on a rank whose list does not match the tensors of all ranks, TypeError on one that passes
-    something other than tensors, PeerError on the others; no tensor that follows its header has been sent by then. With
-    `sync_grads`, CollectiveMismatchError on every rank if dtypes differ.
+    something other than tensors, PeerError on the others; no tensor has been sent by then. With `sync_grads`,
+    CollectiveMismatchError on every rank if dtypes differ.
 
-    **Cost**: a header of 512 bytes from each rank, and the bytes of those tensors that don't fit in it, without
-    padding. With `sync_grads` one more header, and in backward the bytes of the gradients of everything that was
-    received.
+    **Cost**: a header of 256 bytes from each rank to each, between the hosts, then the tensors without padding: in one
+    call if they are alike; else on an accelerator in one group of broadcasts, on the CPU in one for each rank. With
+    `sync_grads` one more header, and in backward the bytes of the gradients of everything that was received.
 
     **Example (2 ranks)**::
 
@@ -159,17 +154,17 @@ def all_gather(
         if async_op:
             raise TypeError("`async_op` needs the form all_gather(tensor_list, tensor)")
         comm = resolve(_group_argument(tensor, group))
-        if sync_grads:
-            return _all_gather_with_grads(data, comm)
-        if data.requires_grad:
-            warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
-        return _all_gather(data, comm)
-    comm = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
+        own, outputs = data, NOT_GIVEN
+    else:
+        comm = resolve(tensor if isinstance(tensor, ProcessGroup | DeviceMesh) else group)
+        own, outputs = cast(Tensor, tensor), data
     if sync_grads:
-        return _all_gather_with_grads(tensor, comm, data, async_op)
-    if isinstance(tensor, Tensor) and tensor.requires_grad:
+        return _all_gather_with_grads(own, comm, outputs, async_op)
+    if isinstance(own, Tensor) and own.requires_grad:
         warn_of_lost_gradients("all_gather", ENDS_HERE, has_sync_grads=True)
-    return wait_unless_async(_all_gather_into(data, tensor, comm), async_op)
+    if outputs is NOT_GIVEN:
+        return _all_gather(own, comm, uneven)
+    return wait_unless_async(_all_gather_into(outputs, own, comm, uneven, async_op), async_op)
 
 
 @overload
@@ -210,7 +205,7 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         gather_list: on `dst`, the tensors to fill, one for each rank; elsewhere None.
         dst: rank within the group.
         group: the process group; None is the default group.
-        async_op: in the filling form, return a handle.
+        async_op: return at once, with a handle; `dst` must fill a list, which says what each rank sends.
         tensor: an alias for `data`.
 
     **Collective**: every rank of the group. **Shapes**: any shape and dtype on every rank.
@@ -218,10 +213,10 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
     **Returns**: on `dst` the tensors in rank order, on the device of its `data`, or None if it filled a list; ``[]``
     elsewhere.
 
-    **Raises**: ValueError on `dst` if its list does not match what arrived, after everything has been received. The
-    other ranks do not learn of it.
+    **Raises**: ValueError on `dst` if its list does not match the tensors of all ranks, TypeError on a rank that passes
+    something else, PeerError on the others; nothing has been sent by then.
 
-    **Cost**: a header of 512 bytes from each rank to `dst`, and the bytes of those tensors that don't fit in it.
+    **Cost**: a header of 256 bytes from each rank to each, between the hosts; then the bytes of each tensor to `dst`.
 
     **Example (2 ranks)**::
 
@@ -239,40 +234,53 @@ def gather(  # type: ignore[misc]  # the overloads share their places, not their
         dst = require_rank("dst", dst, comm)
     if isinstance(data, Tensor) and data.requires_grad:
         warn_of_lost_gradients("gather", ENDS_HERE)
-    check_call("gather", comm, dst)
-    parts: list[Tensor] = []
-    wire, header, memory, sent = _gather_headers(data, dst, comm, parts if gather_list is None else None)
-    if comm.rank != dst:
-        return wait_unless_async(sent, async_op) or []
-    if gather_list is not None:
-        filling = _gather_into(cast(Sequence[Tensor], gather_list), wire, header, memory, comm)
-        return wait_unless_async(filling, async_op)
-    parts = _gather(wire, header, memory, parts, comm)
-    if async_op:
-        raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
-    return _on_device_of(data, parts)
+    outputs: Any = gather_list if comm.rank == dst and gather_list is not None else NOT_GIVEN
+    if not async_op:
+        parts = _gather(data, dst, comm, outputs)
+        return parts if outputs is NOT_GIVEN else None
+    with report_refusals("gather", comm):
+        if comm.rank == dst and outputs is NOT_GIVEN:
+            raise TypeError(f"`async_op` needs the form gather(tensor, gather_list, dst) ({comm.this_rank})")
+        _require_form("data", data, outputs, comm, "gather_list")
+    check_call("gather", comm, dst, async_op=True)
+    return _start_gather(comm.to_wire(data), dst, comm, outputs)
 
 
-def _all_gather(data: Tensor, comm: Comm) -> list[Tensor]:
-    check_call("all_gather", comm)
-    outputs: list[Tensor] = []
-    wire, own, memory = _all_gather_headers("data", data, comm, new=outputs)
-    if not fill_new(memory, own, outputs):
-        headers = _agreed(memory, own, comm)
-        outputs = allocate_outputs(headers, memory, comm)
-        _exchange(wire, headers, outputs, comm).wait()
-    return _on_device_of(data, outputs)
+def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
+    if uneven:
+        check_call("all_gather", comm, compares=False)
+        wire, headers = _exchange_headers("data", data, comm)
+        alike = all(header[:2] == headers[0][:2] for header in headers)
+    else:
+        with report_refusals("all_gather", comm):
+            require_tensor("data", data)
+        check_call("all_gather", comm, data, "even")
+        wire, headers, alike = comm.to_wire(data), [], True
+    if alike:
+        parts, handle = gather_alike(wire, comm)
+    else:
+        parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
+        handle = gather_into(parts, wire, comm)
+    handle.wait()
+    return parts if wire.device == data.device else [part.to(data.device) for part in parts]
 
 
-def _all_gather_into(tensor_list: Sequence[Tensor], data: Any, comm: Comm) -> Handle:
-    check_call("all_gather", comm)
-    wire, own, memory = _all_gather_headers("tensor", data, comm, tensor_list)
-    if fill_inline(memory, own, tensor_list):
-        return Handle((), comm)
-    headers = _agreed(memory, own, comm, tensor_list)
-    destinations = allocate_outputs(headers, memory, comm, tensor_list)
-    exchange = _exchange(wire, headers, destinations, comm)
-    return Handle([exchange], comm, lambda: copy_all(tensor_list, destinations))
+def _all_gather_into(
+    outputs: Sequence[Tensor], data: Any, comm: Comm, uneven: bool = True, async_op: bool = False
+) -> Handle:
+    if async_op or not uneven:
+        with report_refusals("all_gather", comm):
+            _require_form("data", data, outputs, comm)
+            require_alike(f"tensor_list[{comm.rank}]", outputs[comm.rank], "`tensor`", data, comm)
+            if not uneven:
+                for rank, output in enumerate(outputs):
+                    require_alike(f"tensor_list[{rank}]", output, "`tensor`", data, comm)
+        check_call("all_gather", comm, *outputs, async_op=async_op)
+        wire = comm.to_wire(data)
+    else:
+        check_call("all_gather", comm, compares=False)
+        wire, _ = _exchange_headers("data", data, comm, outputs)
+    return gather_into(outputs, wire, comm, async_op)
 
 
 def _all_gather_with_grads(
@@ -288,7 +296,7 @@ def _all_gather_with_grads(
 
     def gather_all(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if likes is None:
-            return _all_gather(inputs[0], comm)
+            return [x.clone() for x in _all_gather(inputs[0], comm, True)]  # autograd refuses several views of one
         parts = [torch.empty(shape, dtype=dtype, device=inputs[0].device) for shape, dtype in likes]
         _all_gather_into(parts, inputs[0], comm).wait()
         return parts
@@ -300,166 +308,62 @@ def _all_gather_with_grads(
     return list(gathered) if tensor_list is NOT_GIVEN else fill_in_graph(tensor_list, gathered)
 
 
-def _require_form(name: str, data: object, tensor_list: Sequence[Tensor], comm: Comm) -> None:
-    """Raise unless `data` is a tensor and `tensor_list`, if given, holds one tensor for each rank."""
-    if tensor_list is NOT_GIVEN:
+def _gather(data: Any, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return every rank's tensor on `dst`, in `outputs` if given; nothing elsewhere."""
+    check_call("gather", comm, dst, compares=False)
+    wire, headers = _exchange_headers("data", data, comm, outputs, "gather_list")
+    parts = [] if outputs is NOT_GIVEN else list(outputs)
+    if comm.rank == dst and outputs is NOT_GIVEN:
+        parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
+    _start_gather(wire, dst, comm, parts).wait()
+    return [part if part.device == data.device else part.to(data.device) for part in parts]
+
+
+def _start_gather(wire: Tensor, dst: int, comm: Comm, outputs: Sequence[Tensor]) -> Handle:
+    """Start to send a tensor to `dst`, which fills `outputs`; the shapes are known there."""
+    if comm.rank != dst:
+        return transfer([], [(wire, dst)], comm)
+    copy_into(outputs[dst], wire)  # first: another output may share its memory
+    received = [place_for(x, wire.device) for x in outputs]
+    arriving = [(x, rank) for rank, x in enumerate(received) if rank != dst]
+    handle = transfer(arriving, [], comm)
+    places = [outputs[rank] for _, rank in arriving]
+    return Handle([handle], comm, lambda: copy_all(places, [x for x, _ in arriving]))
+
+
+def _require_form(
+    name: str, data: object, outputs: Sequence[Tensor], comm: Comm, list_name: str = "tensor_list"
+) -> None:
+    """Raise unless `data` is a tensor and `outputs`, if given, holds one tensor for each rank."""
+    if outputs is NOT_GIVEN:
         require_tensor(name, data)
         return
     if not isinstance(data, Tensor):
         raise TypeError(
             "`data` must be a tensor, or a list to fill with a tensor in second place, but they are "
-            f"{type(tensor_list).__name__} and {type(data).__name__} ({comm.this_rank})"
+            f"{type(outputs).__name__} and {type(data).__name__} ({comm.this_rank})"
         )
     require_tensor("tensor", data)
-    require_list("tensor_list", tensor_list, comm, is_filled=True)
+    require_list(list_name, outputs, comm, is_filled=True)
 
 
-def _on_device_of(data: Tensor, outputs: list[Tensor]) -> list[Tensor]:
-    return outputs if data.is_cpu and outputs[0].is_cpu else [output.to(data.device) for output in outputs]
-
-
-def _all_gather_headers(
-    name: str, data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN, *, new: list[Tensor] | None = None
-) -> tuple[Tensor, Header, HeaderMemory]:
-    """Give every rank every rank's header. Returns the tensor to send, this rank's header, and the memory of all.
-
-    Meanwhile, `new` gets a tensor like this rank's for each rank, if that is inline.
-    """
-    transport = transport_of(comm)
-    buffers = transport.buffers(TENSOR_HEADER_BYTES)
-    own = _write_header(name, data, comm, buffers.own, outputs)
-    transport.all_gather_headers(buffers, _allocation(own, comm, new))
-    if isinstance(own, Exception):
-        raise own
-    return *own, buffers.every
-
-
-def _gather_headers(
-    data: Any, dst: int, comm: Comm, new: list[Tensor] | None
-) -> tuple[Tensor, Header, HeaderMemory, Handle]:
-    """Give rank `dst` every rank's header, and start to send what does not fit into it; see `_all_gather_headers`.
-
-    Returns the tensor to send, this rank's header, the memory of all headers (valid on `dst`), and the handle.
-    """
-    transport = transport_of(comm)
-    buffers = transport.buffers(TENSOR_HEADER_BYTES)
-    own = _write_header("data", data, comm, buffers.own)
-    if isinstance(own, Exception):
-        transport.gather_headers(buffers, dst)
-        if comm.rank == dst:
-            _receive_and_discard(read_headers(buffers.every), buffers.every, comm)
-        raise own
-    wire, header = own
-    is_dst = comm.rank == dst
-    following = () if header.is_inline or is_dst else ((as_native(wire), dst),)
-    meanwhile = _allocation(own, comm, new) if is_dst else None
-    return wire, header, buffers.every, transport.gather_headers(buffers, dst, following, meanwhile)
-
-
-def _allocation(
-    own: tuple[Tensor, Header] | Exception, comm: Comm, new: list[Tensor] | None
-) -> Callable[[], None] | None:
-    """Return a function that puts a tensor for each rank into `new`; None if that is not wanted, or not known."""
-    if new is None or isinstance(own, Exception) or not own[1].is_inline:
-        return None
-    header = own[1]
-    return lambda: new.extend(header.allocate(comm.size))
-
-
-def _write_header(
-    name: str, data: Any, comm: Comm, memory: HeaderMemory, outputs: Sequence[Tensor] = NOT_GIVEN
-) -> tuple[Tensor, Header] | Exception:
-    """Write this rank's header, or why it can't take part: only this rank sees that, and the others wait for a header.
-
-    Returns the tensor to send and its header, or the error to raise once the header has been sent.
-    """
-    try:
-        _require_form(name, data, outputs, comm)
+def _exchange_headers(
+    name: str, data: Any, comm: Comm, outputs: Sequence[Tensor] = NOT_GIVEN, list_name: str = "tensor_list"
+) -> tuple[Tensor, list[Header]]:
+    """Return the tensor to send, and every rank's header, once all ranks can take part and their lists fit."""
+    with report_failure(comm):  # also where a device has no memory left
+        _require_form(name, data, outputs, comm, list_name)
         wire = comm.to_wire(data)
-        header = header_of(wire, None if outputs is NOT_GIVEN else outputs)
-        header.write(memory, 0, wire)
-    except Exception as error:  # also where a device has no memory left
-        memory.data[:] = encode_failure(error)
-        return error
-    return wire, header
-
-
-def _agreed(memory: HeaderMemory, own: Header, comm: Comm, outputs: Sequence[Tensor] = ()) -> list[Header]:
-    """Return every rank's header; if a rank can't take part, or its list does not fit, all raise."""
-    headers = read_headers(memory, own)
-    require_no_failure([header.failure for header in headers], comm)
-    remedy = ". Or leave the list out: all_gather(data)"
-    for rank, output in enumerate(outputs):
-        require_alike(f"tensor_list[{rank}]", output, f"rank {rank}'s tensor", headers[rank], comm, remedy)
-    require_agreement(headers, comm)
-    return headers
-
-
-def _exchange(wire: Tensor, headers: Sequence[Header], destinations: Sequence[Tensor], comm: Comm) -> Handle:
-    """Exchange the tensors that did not fit into the headers."""
-    if all(header.is_inline for header in headers):
-        return Handle((), comm)
-    own = [] if headers[comm.rank].is_inline else [as_native(wire.detach())]
-    targets = [
-        [] if header.is_inline else [as_native(target.detach())]
-        for header, target in zip(headers, destinations, strict=True)
-    ]
-    return transport_of(comm).all_gather_segments(own, targets)
-
-
-def _all_there(memory: HeaderMemory, own: Header, comm: Comm) -> list[Header]:
-    """Return every rank's header, on `dst`; if a rank can't take part, receive what the others send, then raise."""
-    headers = read_headers(memory, own)
-    if any(header.failure is not None for header in headers):
-        _receive_and_discard(headers, memory, comm)
-        require_no_failure([header.failure for header in headers], comm)
-    return headers
-
-
-def _receive_and_discard(headers: Sequence[Header], memory: HeaderMemory, comm: Comm) -> None:
-    destinations = allocate_outputs(headers, memory, comm)
-    _receive(headers, destinations, destinations[comm.rank], comm).wait()
-
-
-def _gather(wire: Tensor, own: Header, memory: HeaderMemory, parts: list[Tensor], comm: Comm) -> list[Tensor]:
-    """Return every rank's tensor, on `dst`; in `parts`, if all are like this rank's and inline."""
-    if not fill_new(memory, own, parts):
-        headers = _all_there(memory, own, comm)
-        parts = allocate_outputs(headers, memory, comm)
-        _receive(headers, parts, wire, comm).wait()
-    return parts
-
-
-def _gather_into(outputs: Sequence[Tensor], wire: Tensor, own: Header, memory: HeaderMemory, comm: Comm) -> Handle:
-    """Start receiving on `dst`; a list that does not fit raises at the end, after everything has been received."""
-    if fill_inline(memory, own, outputs):
-        return Handle((), comm)
-    headers = _all_there(memory, own, comm)
-    fitting = are_like(outputs, headers)
-    destinations = allocate_outputs(headers, memory, comm, outputs if fitting else None)
-
-    def finish() -> None:
-        require_list("gather_list", outputs, comm, is_filled=True)
-        for rank, (output, received) in enumerate(zip(outputs, destinations, strict=True)):
-            require_alike(f"gather_list[{rank}]", output, "what arrived", received, comm)
-        copy_all(outputs, destinations)
-
-    return Handle([_receive(headers, destinations, wire, comm)], comm, finish)
-
-
-def _receive(headers: Sequence[Header], destinations: Sequence[Tensor], wire: Tensor, comm: Comm) -> Handle:
-    """Receive what did not fit into the headers; this rank's own tensor is `wire`."""
-    transport, own = transport_of(comm), comm.rank
-    following = [rank for rank, header in enumerate(headers) if not header.is_inline and rank != own]
-    # Copy while the others are on their way, unless they arrive in memory that `wire` may share.
-    filled = {destinations[rank].untyped_storage().data_ptr() for rank in following}
-    copies_own, is_shared = not headers[own].is_inline, wire.untyped_storage().data_ptr() in filled
-    if copies_own and is_shared:
-        copy_into(destinations[own], wire)
-    receiving = [transport.receive([as_native(destinations[rank])], rank) for rank in following]
-    if copies_own and not is_shared:
-        copy_into(destinations[own], wire)
-    return Handle(receiving, comm)
+        encoded = encode(header_of(wire, None if outputs is NOT_GIVEN else outputs))
+    headers = [decode_each(one)[0] for one in exchange(comm, encoded)]
+    if outputs is not NOT_GIVEN:
+        remedy = ". Or leave the list out" if list_name == "tensor_list" else ""
+        for rank, output in enumerate(outputs):
+            require_alike(f"{list_name}[{rank}]", output, f"rank {rank}'s tensor", headers[rank], comm, remedy)
+    require_expected(headers, comm, list_name)
+    if not all(header.on_cpu == wire.is_cpu for header in headers):
+        wire = wire.to(comm.comm_device)  # some have theirs on a device, and some on the CPU
+    return wire, headers
 
 
 def _group_argument(second: object, group: GroupLike) -> GroupLike:

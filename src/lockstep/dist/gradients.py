@@ -10,9 +10,7 @@ of ranks when they average the gradients of the parameters, which gives the grad
 
 from __future__ import annotations
 
-import hashlib
 import os
-import struct
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,16 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lockstep.calls import grouped, unlike_most
-from lockstep.dist.header import (
-    TENSOR_HEADER_BYTES,
-    TENSOR_ROOM_BYTES,
-    all_gather_header,
-    decode_failure,
-    report_failure,
-    require_no_failure,
-)
 from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import Comm
+from lockstep.transport.control import exchange, report_failure
 from lockstep.transport.reduce_ops import reduction
 
 Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -40,8 +31,6 @@ Apply: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OWN_ROOM = os.path.dirname(__file__) + os.sep
 
-# status as in every header, what the rank wants, digest of the call; then as much of the call's text as fits
-_HEAD = struct.Struct("<2q16s")
 _NO_GRADIENT, _GRADIENT, _GRAD_MODE_OFF = 0, 1, 2
 
 # What happens to a gradient without `sync_grads`.
@@ -104,15 +93,10 @@ def synced(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tens
     comm = linear.comm
     with report_failure(comm):
         wants = _wish(inputs)
-    text = call.encode()
-    head = _HEAD.pack(0, wants, hashlib.blake2b(text, digest_size=16).digest())
-    headers = all_gather_header((head + text)[:TENSOR_ROOM_BYTES].ljust(TENSOR_HEADER_BYTES, b"\0"), comm)
-    require_no_failure([decode_failure(header) for header in headers], comm)
-    said = [_HEAD.unpack_from(header) for header in headers]
-    wishes = [wish for _, wish, _ in said]
-    if len({digest for _, _, digest in said}) > 1 or {_GRADIENT, _GRAD_MODE_OFF} <= set(wishes):
-        texts = [header[_HEAD.size : TENSOR_ROOM_BYTES].rstrip(b"\0").decode(errors="replace") for header in headers]
-        raise _mismatch(texts, wishes, comm)
+    said = exchange(comm, bytes([wants]) + call.encode())
+    wishes = [one[0] for one in said]
+    if len({one[1:] for one in said}) > 1 or {_GRADIENT, _GRAD_MODE_OFF} <= set(wishes):
+        raise _mismatch([one[1:].decode() for one in said], wishes, comm)
     if _GRADIENT in wishes:
         return _applied(linear, inputs)
     with torch.no_grad():

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import struct
 import sys
 from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from math import prod
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,25 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.calls import grouped, unlike_most
 from lockstep.dist.consistency import check_call, report_refusals
 from lockstep.dist.gradients import ENDS_HERE, STAYS_LOCAL, warn_of_lost_gradients
-from lockstep.dist.header import (
-    ON_CPU,
-    ON_DEVICE,
-    TENSOR_HEADER_BYTES,
-    TENSOR_ROOM_BYTES,
-    all_gather_header,
-    decode_failure,
-    report_failure,
-    require_no_failure,
-)
 from lockstep.dist.packed import all_gather_packed, broadcast_packed
-from lockstep.dist.reduce import check_of, start_reduction
+from lockstep.dist.reduce import start_reduction
 from lockstep.dist.validate import NOT_GIVEN, either, require_rank, require_tensor
-from lockstep.errors import CollectiveMismatchError, DistError
+from lockstep.errors import CollectiveMismatchError
 from lockstep.groups import Comm, GroupLike, is_int, resolve
-from lockstep.transport.backend import Check
-from lockstep.transport.memory import bytes_of
-from lockstep.transport.pairs import transport_of
-from lockstep.transport.reduce_ops import OpLike, OpName, combine, op_name, reduction
+from lockstep.transport.control import exchange, report_failure
+from lockstep.transport.reduce_ops import OpLike, OpName, op_name, reduction
 from lockstep.tree import tree_items, tree_unflatten
 
 T = TypeVar("T")
@@ -48,9 +34,7 @@ D = TypeVar("D", bound=MutableMapping[Any, Any])
 _ALONE_MIN_BYTES = 2**20
 _MIB = 2**20
 _CPU = torch.device("cpu")
-_STATUS = struct.Struct("<q")
 _DIGEST_BYTES = 32
-_HEAD_BYTES = 16 + _DIGEST_BYTES  # the status, zeros, then the digest
 _NUMBERS = ((bool, torch.bool), (int, torch.int64), (float, torch.float64), (complex, torch.complex128))
 
 
@@ -79,8 +63,8 @@ def all_reduce_dict(
     a rank with a value that can't be reduced, PeerError on the others; ValueError on every rank if the mean of integers
     is not a whole number. If it raises, `data` is unchanged.
 
-    **Cost**: one message of 512 bytes from each rank to each, and one all_reduce for each dtype unless all values fit
-    into that message.
+    **Cost**: 256 bytes from each rank to each, between the hosts, and one all_reduce for each dtype. Values of an
+    accelerator stay there; numbers and values of the CPU among them are moved there and back.
 
     **Example (2 ranks)**::
 
@@ -91,7 +75,7 @@ def all_reduce_dict(
     """
     data = either("data", data, "py_dict", py_dict)
     comm = resolve(group)
-    check_call("all_reduce_dict", comm, _named(op))
+    check_call("all_reduce_dict", comm, _named(op), compares=False)
     with report_failure(comm):
         if not isinstance(data, MutableMapping):
             raise TypeError(f"`data` must be a dict, but is {type(data).__name__}. Lists and others: all_reduce_tree")
@@ -125,7 +109,7 @@ def all_reduce_tree(data: T, op: OpLike = "sum", group: GroupLike = None) -> T:
         {'hits': [1, 4]}
     """
     comm = resolve(group)
-    check_call("all_reduce_tree", comm, _named(op))
+    check_call("all_reduce_tree", comm, _named(op), compares=False)
     with report_failure(comm):  # of a tree that can't be walked
         items = list(tree_items(data))
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in items):
@@ -147,15 +131,15 @@ def all_gather_tree(data: T, group: GroupLike = None) -> list[T]:
         [(0, tensor([])), (1, tensor([1.]))]
     """
     comm = resolve(group)
-    check_call("all_gather_tree", comm)
+    check_call("all_gather_tree", comm, compares=False)
     return all_gather_packed(data, comm, on_graph=lambda: warn_of_lost_gradients("all_gather_tree", ENDS_HERE))
 
 
 def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
     """Return rank `src`'s tree on every rank.
 
-    **Collective**: every rank of the group; what the others pass is ignored. **Cost**: 4 KiB to each rank, and the
-    pickled tree if it does not fit into it.
+    **Collective**: every rank of the group; what the others pass is ignored. **Cost**: as
+    `broadcast_object`.
 
     **Example (2 ranks)**::
 
@@ -165,7 +149,7 @@ def broadcast_tree(data: T, src: int = 0, group: GroupLike = None) -> T:
     """
     comm = resolve(group)
     src = require_rank("src", src, comm)
-    check_call("broadcast_tree", comm, src)
+    check_call("broadcast_tree", comm, src, compares=False)
     on_graph = partial(warn_of_lost_gradients, "broadcast_tree", ENDS_HERE)
     return broadcast_packed(data, src, comm, on_graph)  # type: ignore[no-any-return]
 
@@ -248,7 +232,7 @@ def sync_random_seed(
     if isinstance(seed, ProcessGroup | DeviceMesh):
         seed, group = None, seed
     comm = resolve(group)
-    check_call("sync_random_seed", comm)
+    check_call("sync_random_seed", comm, compares=False)
     # 31 bits: accepted by the generators of numpy and Python, and by data loaders
     agreed = broadcast_packed(secrets.randbelow(2**31) if seed is None else seed, 0, comm)
     if not is_int(agreed) or not 0 <= agreed < 2**63:
@@ -276,30 +260,14 @@ def _reduce_together(tensors: Sequence[Tensor], name: OpName, comm: Comm) -> Val
 
     **Returns**: the first error for integers without a whole mean; the other tensors are reduced nevertheless.
     """
-    plans = [reduction(name, x.dtype) for x in tensors]
-    checks = {check_of([x], None, plan, comm) for x, plan in zip(tensors, plans, strict=True)}
-    if len(tensors) != 1 and checks <= {"carried"}:
-        checks = {"if due"}
-    check: Check = next((one for one in ("before", "tagged", "if due") if one in checks), "carried")
-    check_call("all_reduce_params", comm, name, *tensors, check=check)
-    last = len(tensors) - 1  # it needs no handle
-    handles = [
-        start_reduction(x, None, plan, comm, async_op=index < last)
-        for index, (x, plan) in enumerate(zip(tensors, plans, strict=True))
-    ]
+    check_call("all_reduce_params", comm, name, *tensors)
+    handles = [start_reduction(x, None, reduction(name, x.dtype), comm, async_op=True) for x in tensors]
     refusal: ValueError | None = None
     for handle in handles:
         try:
             handle.wait()
         except ValueError as error:
             refusal = refusal or error
-        except DistError:  # the others know
-            raise
-        except BaseException:  # of a signal's handler, for instance: the others wait for this rank
-            for one in handles:
-                with suppress(DistError, ValueError):
-                    one.leave_alone()
-            raise
     return refusal
 
 
@@ -338,29 +306,11 @@ class _Bundle(NamedTuple):
         dtype: their dtype.
         indices: indices of the leaves, in the order that all ranks share.
         is_uniform: whether all of them have one shape.
-        numel: total number of elements.
-        offset: where their bytes begin in a header that holds all bundles.
     """
 
     dtype: torch.dtype
     indices: tuple[int, ...]
     is_uniform: bool
-    numel: int
-    offset: int
-
-
-class _Plan(NamedTuple):
-    """Everything that depends on the structure alone.
-
-    Attributes:
-        head: the beginning of the header, which holds a digest of the structure.
-        bundles: one for each dtype.
-        is_inline: whether the bytes of all bundles fit into the header.
-    """
-
-    head: bytes
-    bundles: tuple[_Bundle, ...]
-    is_inline: bool
 
 
 def _reduce_leaves(
@@ -368,9 +318,7 @@ def _reduce_leaves(
 ) -> list[Tensor]:
     """Return every leaf's reduction, in `dtype` or the leaf's own, on its device; some are views of one tensor.
 
-    If all leaves of all ranks are on the CPU and fit into the header that compares the structures, they travel in it,
-    and each rank reduces them locally, in rank order. This takes one exchange, instead of one plus one for each dtype.
-    What is on a device stays there.
+    They travel from CPU to CPU if all leaves of all ranks are there, else from device to device.
 
     **Collective**: every rank, with the same structure; the leaves may be in any order.
     """
@@ -378,73 +326,26 @@ def _reduce_leaves(
         name = op_name(op)
         tensors = [_as_tensor(path, leaf, dtype) for path, leaf in items]
         structure = tuple([(item[0], x.dtype, x.shape) for item, x in zip(items, tensors, strict=True)])
-        plan = _plan_of(structure)
-        for bundle in plan.bundles:
+        digest, bundles = _plan_of(structure)
+        for bundle in bundles:
             reduction(name, bundle.dtype)
-    is_on_cpu = "cpu" in comm.devices and all(x.is_cpu for x in tensors)
-    device = _CPU if is_on_cpu else comm.comm_device
-    joined = []
-    for bundle in plan.bundles:
-        members = [tensors[index] for index in bundle.indices]
-        home = members[0].device if comm.pg is None else device
-        joined.append(_join([x if x.device == home else x.to(home) for x in members], bundle.is_uniform))
-    headers = None if comm.pg is None else _exchange_structures(plan, joined, structure, comm)
-    if headers is None or not plan.is_inline or device.type != "cpu" or not _all_on_cpu(headers):
-        if headers is not None and is_on_cpu and not _all_on_cpu(headers):
-            joined = [one.to(comm.comm_device) for one in joined]
-        for bundle, one in zip(plan.bundles, joined, strict=True):  # the headers have compared the calls
-            start_reduction(one, None, reduction(name, bundle.dtype), comm, async_op=False).wait()
-            transport_of(comm).keep_alive(one)
-    else:
-        joined = [
-            _reduce_inline(headers, bundle, name, comm).reshape(one.shape).to(one.device)
-            for bundle, one in zip(plan.bundles, joined, strict=True)
-        ]
-    reduced = list(tensors)
-    for bundle, reduced_one in zip(plan.bundles, joined, strict=True):
-        members, one = [tensors[index] for index in bundle.indices], reduced_one
-        if all(x.is_cpu for x in members):
-            one = one.cpu()  # in one read of the device
-        for index, result in zip(bundle.indices, _part(one, members, bundle.is_uniform), strict=True):
-            home = tensors[index].device
-            reduced[index] = result if home == result.device else result.to(home)
-    return reduced
-
-
-def _exchange_structures(plan: _Plan, joined: Sequence[Tensor], structure: _Structure, comm: Comm) -> list[bytes]:
-    """Return every rank's header, once all ranks have reported reducible leaves of the same structure."""
-    header = bytearray(TENSOR_HEADER_BYTES)
-    header[: len(plan.head)] = plan.head
-    if any(one.device.type != "cpu" for one in joined):
-        _STATUS.pack_into(header, 0, ON_DEVICE)
-    elif plan.is_inline:
-        for bundle, one in zip(plan.bundles, joined, strict=True):
-            if bundle.numel:
-                header[bundle.offset : bundle.offset + one.nbytes] = bytes_of(one)
-    headers = all_gather_header(bytes(header), comm)
-    if not all(other.startswith(plan.head[_STATUS.size :], _STATUS.size) for other in headers):
-        require_no_failure([decode_failure(other) for other in headers], comm)
+        is_on_cpu = comm.pg is None or ("cpu" in comm.devices and all(x.is_cpu for x in tensors))
+    said = exchange(comm, bytes([is_on_cpu]) + digest)
+    if any(one[1:] != digest for one in said):
         raise _mismatch(_lines(structure), comm)
-    return headers
-
-
-def _all_on_cpu(headers: Sequence[bytes]) -> bool:
-    return all(_STATUS.unpack_from(header)[0] == ON_CPU for header in headers)
-
-
-def _reduce_inline(headers: Sequence[bytes], bundle: _Bundle, name: OpName, comm: Comm) -> Tensor:
-    """Reduce one bundle over the headers of all ranks; the result is flat, or shaped as `decode` returns it."""
-    plan = reduction(name, bundle.dtype)
-    if not bundle.numel:
-        return torch.empty(0, dtype=bundle.dtype)
-    # A copy for each rank: the encoded tensor may be a view, and the first is reduced in place.
-    parts = [
-        torch.frombuffer(bytearray(header), dtype=bundle.dtype, count=bundle.numel, offset=bundle.offset)
-        for header in headers
-    ]
-    wires = parts if plan.encode is None else [plan.encode(one) for one in parts]
-    combine(wires, plan.wire_op, wires[0])
-    return parts[0] if plan.decode is None else plan.decode(wires[0], comm.size)
+    travels_on = _CPU if all(one[0] for one in said) else comm.comm_device
+    reduced = list(tensors)
+    for bundle in bundles:
+        members = [tensors[index] for index in bundle.indices]
+        home = members[0].device if comm.pg is None else travels_on
+        joined = _join([x if x.device == home else x.to(home) for x in members], bundle.is_uniform)
+        # The exchange has compared the calls.
+        start_reduction(joined, None, reduction(name, bundle.dtype), comm, async_op=False).wait()
+        if all(x.is_cpu for x in members):
+            joined = joined.cpu()  # in one read of the device
+        for index, result in zip(bundle.indices, _part(joined, members, bundle.is_uniform), strict=True):
+            reduced[index] = result.to(tensors[index].device)
+    return reduced
 
 
 @torch.no_grad()
@@ -469,20 +370,18 @@ def _part(joined: Tensor, like: Sequence[Tensor], is_uniform: bool) -> Sequence[
 
 
 @lru_cache(maxsize=256)
-def _plan_of(structure: _Structure) -> _Plan:
-    """Return the plan; it is usually cached, because training reduces the same structure again and again."""
+def _plan_of(structure: _Structure) -> tuple[bytes, list[_Bundle]]:
+    """Return a digest of the structure, and its bundles; usually cached, as training reduces the same ones again."""
     digest = hashlib.blake2b(repr(_lines(structure)).encode(), digest_size=_DIGEST_BYTES).digest()
     by_dtype: dict[torch.dtype, list[int]] = {}
     # By path, because the order of a dict may differ between ranks.
     for index in sorted(range(len(structure)), key=lambda index: structure[index][0]):
         by_dtype.setdefault(structure[index][1], []).append(index)
-    bundles, offset = [], _HEAD_BYTES
-    for dtype in sorted(by_dtype, key=lambda dtype: (-dtype.itemsize, str(dtype))):  # each aligned for its dtype
-        shapes = [structure[index][2] for index in by_dtype[dtype]]
-        numel = sum(map(prod, shapes))
-        bundles.append(_Bundle(dtype, tuple(by_dtype[dtype]), len(set(shapes)) == 1, numel, offset))
-        offset += numel * dtype.itemsize
-    return _Plan(digest.rjust(_HEAD_BYTES, b"\0"), tuple(bundles), offset <= TENSOR_ROOM_BYTES)
+    bundles = [
+        _Bundle(dtype, tuple(indices), len({structure[index][2] for index in indices}) == 1)
+        for dtype, indices in sorted(by_dtype.items(), key=lambda item: str(item[0]))
+    ]
+    return digest, bundles
 
 
 def _lines(structure: _Structure) -> list[str]:

@@ -11,8 +11,7 @@ import torch
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.dist.consistency import check_call
-from lockstep.dist.header import OBJECT_HEADER_BYTES, broadcast_header, report_failure
+from lockstep.dist.consistency import alone, check_call
 from lockstep.dist.packed import (
     PendingGather,
     all_gather_packed,
@@ -58,8 +57,8 @@ def all_gather_object(
     for each rank, PeerError on the others, before anything large is sent; DistError on a rank that can't load what it
     received. The other ranks do not learn of this last error.
 
-    **Cost**: 4 KiB from each rank, and what does not fit in it. Tensors and arrays of 64 KiB or more are sent from and
-    received into their own memory, without further copies.
+    **Cost**: 256 bytes from each rank to each, between the hosts, and what does not fit in it. Tensors and arrays of
+    64 KiB or more are sent from and received into their own memory, without further copies.
 
     **Example (2 ranks)**::
 
@@ -79,10 +78,10 @@ def all_gather_object(
     data = either("data", data, "object_list", object_list)
     if not is_filling and _is_short(data, obj, group):
         comm = resolve(group if obj is NOT_GIVEN else obj)
-        check_call("all_gather_object", comm)
+        check_call("all_gather_object", comm, compares=False)
         return all_gather_packed(data, comm)
     comm = resolve(group)
-    check_call("all_gather_object", comm)
+    check_call("all_gather_object", comm, compares=False)
     data[:] = all_gather_packed(obj, comm, partial(_require_places, "object_list", data, comm))
     return None
 
@@ -121,7 +120,7 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
 
     **Raises**: as `all_gather_object`.
 
-    **Cost**: 4 KiB from each rank to each, and what does not fit in it to `dst` alone.
+    **Cost**: 256 bytes from each rank to each, between the hosts; then the object, to `dst` alone.
 
     **Example (2 ranks)**::
 
@@ -135,7 +134,7 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
     data = either("data", data, "obj", obj)
     comm = resolve(group)
     dst = require_rank("dst", dst, comm)
-    check_call("gather_object", comm, dst)
+    check_call("gather_object", comm, dst, compares=False)
     is_filling = object_gather_list is not None and comm.rank == dst
     check = partial(_require_places, "object_gather_list", object_gather_list, comm) if is_filling else None
     gathered = gather_packed(data, dst, comm, copy_own=True, check=check)
@@ -148,7 +147,7 @@ def gather_object(  # type: ignore[misc]  # the overloads share places, not name
 def start_gather_object(obj: object, dst: int = 0, group: GroupLike = None) -> PendingGather:
     """Begin to give rank `dst` every rank's object; `wait` of what this returns completes it.
 
-    Meanwhile the ranks may go on, and call other collectives. On accelerators, it is complete when this returns.
+    Meanwhile the ranks may go on, and call other collectives.
 
     Args:
         obj: this rank's object, which must not change until `wait` has returned.
@@ -160,7 +159,7 @@ def start_gather_object(obj: object, dst: int = 0, group: GroupLike = None) -> P
     **Raises**: TypeError on a rank whose object can't be pickled; on `dst`, `wait` then raises PeerError. The other
     ranks do not learn of it.
 
-    **Cost**: 4 KiB from each rank to `dst`, and what does not fit in it.
+    **Cost**: 1 KiB from each rank to `dst`, then the object.
 
     **Example (2 ranks)**::
 
@@ -173,7 +172,7 @@ def start_gather_object(obj: object, dst: int = 0, group: GroupLike = None) -> P
     """
     comm = resolve(group)
     dst = require_rank("dst", dst, comm)
-    check_call("start_gather_object", comm, dst)
+    check_call("start_gather_object", comm, dst, compares=False)
     return PendingGather(obj, dst, comm)
 
 
@@ -193,7 +192,7 @@ def broadcast_object(obj: T, src: int = 0, group: GroupLike = None) -> T:
     """
     comm = resolve(group)
     src = require_rank("src", src, comm)
-    check_call("broadcast_object", comm, src)
+    check_call("broadcast_object", comm, src, compares=False)
     return broadcast_packed(obj, src, comm)  # type: ignore[no-any-return]
 
 
@@ -232,7 +231,7 @@ def broadcast_object_list(
     if not isinstance(data, list):
         raise TypeError(f"`data` must be a list, but is {type(data).__name__} ({comm.this_rank})")
     src = require_rank("src", src, comm)
-    check_call("broadcast_object_list", comm, src)
+    check_call("broadcast_object_list", comm, src, compares=False)
     received = broadcast_packed(data, src, comm)
     if len(received) != len(data):
         raise ValueError(
@@ -269,7 +268,7 @@ def scatter_object_list(
             f"{scatter_object_output_list!r} ({comm.this_rank})"
         )
     src = require_rank("src", src, comm)
-    check_call("scatter_object_list", comm, src)
+    check_call("scatter_object_list", comm, src, compares=False)
     check = partial(_require_places, "scatter_object_input_list", scatter_object_input_list, comm)
     scatter_object_output_list[0] = scatter_packed(scatter_object_input_list or (), src, comm, check)
 
@@ -291,7 +290,7 @@ def run_on_main(func: Callable[[], T], group: GroupLike = None) -> T:
     **Raises**: on rank 0 what `func` raises, or TypeError if its result can't be pickled; on the others PeerError,
     which names that error.
 
-    **Cost**: 4 KiB to each rank, and the pickled result if it does not fit in it.
+    **Cost**: 256 bytes from each rank to each, and the pickled result if it does not fit in it.
 
     **Example (2 ranks)**::
 
@@ -304,12 +303,13 @@ def run_on_main(func: Callable[[], T], group: GroupLike = None) -> T:
         raise TypeError(
             f"`func` must be callable, but is {func!r} ({comm.this_rank}). Pass the function, without calling it"
         )
-    check_call("run_on_main", comm)
-    result = None
-    if comm.rank == 0:
-        with report_failure(comm, partial(broadcast_header, src=0), OBJECT_HEADER_BYTES, BaseException):
-            result = func()
-    return broadcast_packed(result, 0, comm)  # type: ignore[no-any-return]
+    check_call("run_on_main", comm, compares=False)
+
+    def result() -> T:
+        with alone("run_on_main", comm):
+            return func()
+
+    return broadcast_packed(None, 0, comm, make=result)  # type: ignore[no-any-return]
 
 
 def _is_short(data: object, obj: object, group: GroupLike) -> bool:

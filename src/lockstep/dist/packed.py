@@ -1,94 +1,71 @@
 """Objects on their way between ranks. Large tensors and arrays inside them travel out of band, without a pickled copy.
 
-Each rank sends a header, then the pickle if it did not fit into the header, then the large tensors and arrays. A rank
-whose object can't be pickled says so in its header, so that all ranks raise together and the group stays usable.
+A rank whose object can't be pickled says so in the exchange that comes first, so that all ranks raise together and the
+group stays usable.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from functools import cached_property, partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
-from lockstep.dist.header import (
-    OBJECT_HEADER_BYTES,
-    OBJECT_ROOM_BYTES,
-    all_gather_header,
-    broadcast_header,
-    decode_failure,
-    report_failure,
-    require_no_failure,
-    scatter_failure,
-    scatter_header,
-)
 from lockstep.dist.pickling import Pickled, dump, load
 from lockstep.errors import DistError, error_in_words
 from lockstep.groups import Comm
+from lockstep.transport.control import (
+    exchange,
+    give_to_all,
+    report_failure,
+    require_no_failure,
+    start_receiving,
+    start_sending,
+)
 from lockstep.transport.handles import Handle
-from lockstep.transport.memory import bytes_of, copy_all
-from lockstep.transport.pairs import transport_of
+from lockstep.transport.memory import bytes_of
+from lockstep.watch.failures import timeout_error
 
-_HEAD = struct.Struct("<4q")  # status (0: no failure), bytes of the body, number of segments, of tensors
-_EMPTY = bytes(OBJECT_HEADER_BYTES)
+_HEAD = struct.Struct(
+    "<4q"
+)  # 1 if the rank could pickle its object, bytes of the pickle, number of segments, of tensors
+_CPU = torch.device("cpu")
+# What goes to one rank beside other calls: kinds of messages, which keep their order.
+_FIRST_BYTES = 1024
+_FIRST_TAG, _REST_TAG = 1, 2
+_unread: list[PendingGather] = []  # whose failure is on its way, while nobody waits for it
 
 
 class _Packed(NamedTuple):
-    """An object ready to be sent.
+    """An object ready to be sent, or known to arrive.
 
     Attributes:
-        header: what is sent first; holds the body (sizes of the segments, then the pickle) if that fits.
-        body_segments: the body as a segment, if it does not fit into the header.
-        segments: the large tensors and arrays, on the device they are sent from.
+        body: the pickle; when it arrives by itself, empty.
+        body_bytes: its size.
+        segments: the large tensors and arrays, flat bytes on the CPU.
+        num_tensors: how many of them, from the front, are tensors.
     """
 
-    header: bytes
-    body_segments: list[Tensor]
+    body: bytes | memoryview
+    body_bytes: int
     segments: list[Tensor]
+    num_tensors: int
 
+    def head(self) -> bytes:
+        """Return the sizes, by which `_arriving` knows what follows."""
+        sizes = struct.pack(f"<{len(self.segments)}q", *(x.numel() for x in self.segments))
+        return _HEAD.pack(1, self.body_bytes, len(self.segments), self.num_tensors) + sizes
 
-class _Incoming:
-    """What is known about a rank's object while it arrives.
-
-    Attributes:
-        rank: the rank that sent it.
-        body_segments: the segment to fill with the body, if that is not in the header.
-        segments: the segments to fill next; available once the body has arrived.
-    """
-
-    def __init__(self, rank: int, header: bytes, comm: Comm) -> None:
-        _, nbytes, self._num_segments, self._num_tensors = _HEAD.unpack_from(header)
-        self.rank, self._comm = rank, comm
-        if _fits(nbytes):
-            self._body = torch.frombuffer(bytearray(header[_HEAD.size : _HEAD.size + nbytes]), dtype=torch.uint8)
-            self.body_segments = []
-        else:
-            self._body = torch.empty(nbytes, dtype=torch.uint8, device=comm.bytes_device)
-            self.body_segments = [self._body]
-
-    @cached_property
-    def segments(self) -> list[Tensor]:
-        sizes = struct.unpack_from(f"<{self._num_segments}q", bytes_of(self._body.cpu()))
-        return [torch.empty(size, dtype=torch.uint8, device=self._comm.bytes_device) for size in sizes]
-
-    def load(self) -> Any:
-        """Return the object.
-
-        **Raises**: DistError if it can't be loaded. All ranks have received everything by now, so only this one is
-        affected.
-        """
-        pickled = memoryview(bytes_of(self._body.cpu()))[8 * self._num_segments :]
-        try:
-            return load(Pickled(pickled, self.segments, self._num_tensors))
-        except Exception as error:  # an object may be rebuilt by its own code, which may raise anything
-            raise DistError(
-                f"the object of rank {self.rank} must be loadable here, but is not: {error_in_words(error)} "
-                f"({self._comm.this_rank}). Define its class in a module that every rank can import"
-            ) from error
+    def whole(self) -> list[Tensor]:
+        """Return the pickle and the segments as tensors."""
+        body = torch.frombuffer(bytearray(self.body), dtype=torch.uint8)
+        return [body, *self.segments]
 
 
 def _pack(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -> _Packed:
@@ -99,39 +76,32 @@ def _pack(obj: object, comm: Comm, on_graph: Callable[[], None] | None = None) -
     pickled = dump(obj, comm)
     if on_graph is not None and pickled.in_graph:
         on_graph()
-    segments = [segment.to(comm.bytes_device) for segment in pickled.segments]
-    body = struct.pack(f"<{len(segments)}q", *(x.numel() for x in segments)) + pickled.body
-    head = _HEAD.pack(0, len(body), len(segments), pickled.num_tensors)
-    if _fits(len(body)):
-        return _Packed((head + body).ljust(OBJECT_HEADER_BYTES, b"\0"), [], segments)
-    flat = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(comm.bytes_device)
-    return _Packed(head.ljust(OBJECT_HEADER_BYTES, b"\0"), [flat], segments)
+    segments = [segment.to(_CPU) for segment in pickled.segments]
+    return _Packed(pickled.body, len(pickled.body), segments, pickled.num_tensors)
 
 
-def _exchange_headers(
-    obj: object,
-    comm: Comm,
-    exchange: Callable[..., Sequence[bytes]],
-    check: Callable[[], None] | None = None,
-    on_graph: Callable[[], None] | None = None,
-) -> tuple[_Packed, Sequence[bytes]]:
-    """Return this rank's packed object and the headers of all ranks; if a rank can't send its object, all raise."""
-    with report_failure(comm, exchange, OBJECT_HEADER_BYTES):
-        if check is not None:
-            check()
-        packed = _pack(obj, comm, on_graph)
-    headers = exchange(packed.header, comm=comm)
-    require_no_failure([decode_failure(header) for header in headers], comm)
-    return packed, headers
+def _arriving(said: bytes) -> _Packed:
+    """Return what a rank is about to send, with memory for its segments; `said` begins with `head`."""
+    _, body_bytes, num_segments, num_tensors = _HEAD.unpack_from(said)
+    sizes = struct.unpack_from(f"<{num_segments}q", said, _HEAD.size)
+    segments = [torch.empty(size, dtype=torch.uint8, device=_CPU) for size in sizes]
+    body = memoryview(said)[_HEAD.size + 8 * num_segments :]
+    return _Packed(body, body_bytes, segments, num_tensors)
 
 
-def _receive(src: int, header: bytes, comm: Comm, receive: Callable[[Sequence[Tensor], int], Handle]) -> Any:
-    """Return the object that rank `src` sends to this rank; `receive` fills its segments."""
-    require_no_failure([decode_failure(header)], comm, ranks=[src])
-    incoming = _Incoming(src, header, comm)
-    receive(incoming.body_segments, src).wait()
-    receive(incoming.segments, src).wait()
-    return incoming.load()
+def _load(packed: _Packed, rank: int, comm: Comm) -> Any:
+    """Return the object that rank `rank` has sent.
+
+    **Raises**: DistError if it can't be loaded. All ranks have received everything by now, so only this one is
+    affected.
+    """
+    try:
+        return load(Pickled(packed.body, packed.segments, packed.num_tensors))
+    except Exception as error:  # an object may be rebuilt by its own code, which may raise anything
+        raise DistError(
+            f"the object of rank {rank} must be loadable here, but is not: {error_in_words(error)} "
+            f"({comm.this_rank}). Define its class in a module that every rank can import"
+        ) from error
 
 
 def all_gather_packed(
@@ -147,14 +117,17 @@ def all_gather_packed(
 
     **Collective**: every rank.
     """
-    packed, headers = _exchange_headers(obj, comm, all_gather_header, check, on_graph)
-    incoming = [_Incoming(rank, header, comm) for rank, header in enumerate(headers)]
-    transport = transport_of(comm)
-    if any(one.body_segments for one in incoming):
-        transport.all_gather_segments(packed.body_segments, [one.body_segments for one in incoming]).wait()
-    if any(one.segments for one in incoming):
-        transport.all_gather_segments(packed.segments, [one.segments for one in incoming]).wait()
-    return [one.load() for one in incoming]
+    with report_failure(comm):
+        if check is not None:
+            check()
+        packed = _pack(obj, comm, on_graph)
+    said = exchange(comm, packed.head() + packed.body)
+    incoming = [_arriving(one) for one in said]
+    # A copy of this rank's own, too.
+    for own, sent in zip(incoming[comm.rank].segments, packed.segments, strict=True):
+        own.copy_(sent)
+    give_to_all([one.segments for one in incoming], comm)
+    return [_load(one, rank, comm) for rank, one in enumerate(incoming)]
 
 
 def gather_packed(
@@ -162,8 +135,8 @@ def gather_packed(
 ) -> Iterator[Any] | None:
     """Give rank `dst` every rank's object, in rank order; None elsewhere.
 
-    The headers go to every rank, so that all ranks raise if one object can't be pickled. The objects go only to `dst`,
-    where each is loaded when the iterator reaches it.
+    All ranks learn the sizes, so that all raise if one object can't be pickled. The objects go only to `dst`, where
+    each is loaded when the iterator reaches it.
 
     Args:
         obj: this rank's object.
@@ -175,24 +148,89 @@ def gather_packed(
     **Collective**: every rank.
     """
     keeps_own = comm.rank == dst and not copy_own
-    packed, headers = _exchange_headers(None if keeps_own else obj, comm, all_gather_header, check)
-    transport = transport_of(comm)
+    with report_failure(comm):
+        if check is not None:
+            check()
+        packed = _pack(None if keeps_own else obj, comm)
+    said = exchange(comm, packed.head())
     if comm.rank != dst:
-        transport.send(packed.body_segments + packed.segments, dst).wait()
+        Handle(start_sending(packed.whole(), dst, comm), comm).wait()
         return None
-    incoming = [_Incoming(rank, header, comm) for rank, header in enumerate(headers)]
-    others = [one for one in incoming if one.rank != dst]
-    Handle([transport.receive(one.body_segments, one.rank) for one in others], comm).wait()
-    Handle([transport.receive(one.segments, one.rank) for one in others], comm).wait()
-    copy_all(incoming[dst].body_segments, packed.body_segments)
-    copy_all(incoming[dst].segments, packed.segments)
-    return (obj if keeps_own and one.rank == dst else one.load() for one in incoming)
+    incoming = [packed if rank == dst else _arriving(one) for rank, one in enumerate(said)]
+    works: list[Work | None] = []
+    for rank, one in enumerate(incoming):
+        if rank != dst:
+            body = torch.empty(one.body_bytes, dtype=torch.uint8, device=_CPU)
+            works += start_receiving([body, *one.segments], rank, comm)
+            incoming[rank] = one._replace(body=memoryview(bytes_of(body)))
+    Handle(works, comm).wait()
+    if copy_own:
+        incoming[dst] = packed._replace(segments=[segment.clone() for segment in packed.segments])
+    return (obj if keeps_own and rank == dst else _load(one, rank, comm) for rank, one in enumerate(incoming))
+
+
+def broadcast_packed(
+    obj: object,
+    src: int,
+    comm: Comm,
+    on_graph: Callable[[], None] | None = None,
+    make: Callable[[], object] | None = None,
+) -> Any:
+    """Give every rank `src`'s object; `src` gets back the object itself.
+
+    Args:
+        obj: this rank's object; only that of `src` counts.
+        src: rank within the group.
+        comm: the group.
+        on_graph: as for `all_gather_packed`.
+        make: on `src`, returns the object, in place of `obj`; any error of its goes to all ranks.
+
+    **Collective**: every rank.
+    """
+    if comm.rank == src:
+        with report_failure(comm, Exception if make is None else BaseException):
+            obj = obj if make is None else make()
+            packed = _pack(obj, comm, on_graph)
+        exchange(comm, packed.head() + packed.body)
+        _from_one(packed.segments, src, comm)
+        return obj
+    packed = _arriving(exchange(comm)[src])
+    _from_one(packed.segments, src, comm)
+    return _load(packed, src, comm)
+
+
+def _from_one(segments: Sequence[Tensor], src: int, comm: Comm) -> None:
+    if segments:
+        give_to_all([segments if rank == src else [] for rank in range(comm.size)], comm)
+
+
+def scatter_packed(objects: Sequence[object], src: int, comm: Comm, check: Callable[[], None]) -> Any:
+    """Give rank i the i-th of `src`'s objects; `src` gets its own object itself. `check`: as for `all_gather_packed`.
+
+    **Collective**: every rank.
+    """
+    if comm.rank != src:
+        sizes = struct.unpack(f"<{comm.size}q", exchange(comm)[src])
+        said = torch.empty(sizes[comm.rank], dtype=torch.uint8, device=_CPU)
+        Handle(start_receiving([said], src, comm), comm).wait()
+        packed = _arriving(bytes(bytes_of(said)))
+        Handle(start_receiving(packed.segments, src, comm), comm).wait()
+        return _load(packed, src, comm)
+    with report_failure(comm):
+        check()
+        every = [_pack(None if rank == src else obj, comm) for rank, obj in enumerate(objects)]
+    first = [torch.frombuffer(bytearray(one.head() + one.body), dtype=torch.uint8) for one in every]
+    exchange(comm, struct.pack(f"<{comm.size}q", *(x.numel() for x in first)))
+    works: list[Work | None] = []
+    for rank, one in enumerate(every):
+        if rank != src:
+            works += start_sending([first[rank], *one.segments], rank, comm)
+    Handle(works, comm).wait()
+    return objects[src]
 
 
 class PendingGather:
     """The gathering of every rank's object to rank `dst`, in flight: the ranks go on meanwhile.
-
-    On an accelerator, whose backend runs messages in order, it is complete when this has been made.
 
     Args:
         obj: this rank's object, which must not change until `wait` has returned.
@@ -206,91 +244,80 @@ class PendingGather:
 
     def __init__(self, obj: object, dst: int, comm: Comm) -> None:
         self._obj, self._comm = obj, comm
-        self._gathered: list[Any] | None = None
-        self._headers: dict[int, Tensor] = {}
-        self._transport = transport_of(comm)
-        self._pending = Handle((), comm)
-        if not self._transport.has_beside:
-            gathered = gather_packed(obj, dst, comm, copy_own=False)
-            self._gathered = None if gathered is None else list(gathered)
-        elif comm.rank == dst:
-            self._gathered = [obj]  # of one rank, all
-            self._headers = {
-                rank: torch.empty(OBJECT_HEADER_BYTES, dtype=torch.uint8) for rank in range(comm.size) if rank != dst
-            }
-            if self._headers:
-                self._pending = self._transport.beside(
-                    "header", receiving=[(x, rank) for rank, x in self._headers.items()]
-                )
-        else:
-            with report_failure(comm, partial(self._send, dst), OBJECT_HEADER_BYTES):
-                packed = _pack(obj, comm)
-            self._send(dst, packed.header, comm, packed.body_segments + packed.segments)
+        self._gathered: list[Any] | None = [obj] if comm.rank == dst else None
+        self._firsts: dict[int, Tensor] = {}
+        self._outcome: Future[list[Any] | None] | None = None
+        self._pending: list[Work | None] = []
+        if comm.rank == dst:
+            for rank in (rank for rank in range(comm.size) if rank != dst):
+                self._firsts[rank] = torch.zeros(_FIRST_BYTES, dtype=torch.uint8, device=_CPU)
+                self._pending += start_receiving([self._firsts[rank]], rank, comm, _FIRST_TAG)
+            return
+        try:
+            packed = _pack(obj, comm)
+        except Exception as error:
+            text = error_in_words(error).encode(errors="replace")[: _FIRST_BYTES - _HEAD.size]
+            self._send(_HEAD.pack(0, len(text), 0, 0) + text, dst)
+            _unread.append(self)
+            raise
+        rest = [torch.frombuffer(bytearray(packed.head() + packed.body), dtype=torch.uint8), *packed.segments]
+        self._send(_HEAD.pack(1, rest[0].numel(), 0, 0), dst)
+        self._pending += start_sending(rest, dst, comm, _REST_TAG)
+        self._sent = rest
 
     def wait(self, timeout: timedelta | None = None) -> list[Any] | None:
         """Return on `dst` the objects in rank order, its own unchanged, and None elsewhere; there, this rank has sent.
 
         **Raises**: as the collectives on objects; CollectiveTimeoutError after `timeout`, by default the group's.
         """
-        self._pending.wait(timeout)
-        if self._headers:
-            headers = {rank: bytes(bytes_of(header)) for rank, header in self._headers.items()}
-            self._headers = {}
-            failures = {rank: decode_failure(header) for rank, header in headers.items()}
-            objects = [self._receive(rank, header) for rank, header in headers.items() if failures[rank] is None]
-            require_no_failure(list(failures.values()), self._comm, ranks=list(failures))
+        if timeout is not None or self._outcome is not None:
+            return self._wait_in_thread(timeout)
+        return self._complete()
+
+    def _complete(self) -> list[Any] | None:
+        Handle(self._pending, self._comm).wait()
+        self._pending = []
+        firsts, self._firsts = self._firsts, {}
+        if firsts:
+            said = {rank: bytes(bytes_of(first)) for rank, first in firsts.items()}
+            failures: list[str | None] = [None] * self._comm.size
+            objects = []
+            for rank, one in said.items():
+                could, length, _, _ = _HEAD.unpack_from(one)
+                if could:
+                    objects.append(self._receive(rank, length))
+                else:
+                    failures[rank] = one[_HEAD.size : _HEAD.size + length].decode(errors="replace")
+            require_no_failure(failures, self._comm)
             objects.insert(self._comm.rank, self._obj)
             self._gathered = objects
         return self._gathered
 
-    def _send(self, dst: int, header: bytes, comm: Comm, segments: Sequence[Tensor] = ()) -> None:
-        first = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        handles = [self._transport.beside("header", sending=[(first, dst)])]
-        if segments:
-            handles.append(self._transport.beside("segment", sending=[(segment, dst) for segment in segments]))
-        self._pending = Handle(handles, comm)
+    def _wait_in_thread(self, timeout: timedelta | None) -> list[Any] | None:
+        # A receive that times out itself closes all connections of the group (gloo, torch 2.13).
+        if self._outcome is None:
+            self._outcome = Future()
+            Thread(target=self._wait_for, args=(self._outcome,), daemon=True).start()
+        try:
+            return self._outcome.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError as error:
+            if self._outcome.done():
+                raise
+            raise timeout_error(self._comm, f"{timeout} are over") from error
 
-    def _receive(self, rank: int, header: bytes) -> Any:
-        def receive(segments: Sequence[Tensor], src: int) -> Handle:
-            return self._transport.beside("segment", receiving=[(segment, src) for segment in segments])
+    def _wait_for(self, outcome: Future[list[Any] | None]) -> None:
+        try:
+            outcome.set_result(self._complete())
+        except Exception as error:
+            outcome.set_exception(error)
 
-        return _receive(rank, header, self._comm, receive)
+    def _send(self, said: bytes, dst: int) -> None:
+        self._first = torch.frombuffer(bytearray(said.ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)
+        self._pending += start_sending([self._first], dst, self._comm, _FIRST_TAG)
 
-
-def broadcast_packed(obj: object, src: int, comm: Comm, on_graph: Callable[[], None] | None = None) -> Any:
-    """Give every rank `src`'s object; `src` gets back the object itself. `on_graph`: as for `all_gather_packed`.
-
-    **Collective**: every rank.
-    """
-    transport = transport_of(comm)
-    if comm.rank != src:
-        return _receive(src, broadcast_header(_EMPTY, src, comm), comm, transport.broadcast)
-    packed, _ = _exchange_headers(
-        obj, comm, lambda header, comm: [broadcast_header(header, src, comm)], on_graph=on_graph
-    )
-    transport.broadcast(packed.body_segments + packed.segments, src).wait()
-    return obj
-
-
-def scatter_packed(objects: Sequence[object], src: int, comm: Comm, check: Callable[[], None]) -> Any:
-    """Give rank i the i-th of `src`'s objects; `src` gets its own object itself. `check`: as for `all_gather_packed`.
-
-    **Collective**: every rank.
-    """
-    transport = transport_of(comm)
-    if comm.rank != src:
-        header = scatter_header(None, OBJECT_HEADER_BYTES, src, comm)
-        return _receive(src, header, comm, transport.receive)
-
-    with report_failure(comm, partial(scatter_failure, src=src), OBJECT_HEADER_BYTES):
-        check()
-        packed = [_pack(None if rank == src else obj, comm) for rank, obj in enumerate(objects)]
-    scatter_header([one.header for one in packed], OBJECT_HEADER_BYTES, src, comm)
-    others = [rank for rank in range(comm.size) if rank != src]
-    sent = [transport.send(packed[rank].body_segments + packed[rank].segments, rank) for rank in others]
-    Handle(sent, comm).wait()
-    return objects[src]
-
-
-def _fits(nbytes: int) -> bool:
-    return _HEAD.size + nbytes <= OBJECT_ROOM_BYTES
+    def _receive(self, rank: int, length: int) -> Any:
+        rest = torch.empty(length, dtype=torch.uint8, device=_CPU)
+        Handle(start_receiving([rest], rank, self._comm, _REST_TAG), self._comm).wait()
+        packed = _arriving(bytes(bytes_of(rest)))
+        Handle(start_receiving(packed.segments, rank, self._comm, _REST_TAG), self._comm).wait()
+        return _load(packed, rank, self._comm)

@@ -1,11 +1,12 @@
-"""Collectives that combine numbers: all_reduce, reduce, reduce_scatter. They send no headers without `sync_grads`."""
+"""Collectives that combine numbers: all_reduce, reduce, reduce_scatter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor
 
 from lockstep.device import copy_into
@@ -22,14 +23,12 @@ from lockstep.dist.gradients import (
     synced,
     warn_of_lost_gradients,
 )
-from lockstep.dist.header import report_failure
 from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_list, require_rank, require_tensor
 from lockstep.groups import Comm, GroupLike, resolve
-from lockstep.transport.backend import Check
-from lockstep.transport.handles import Handle, wait_unless_async
-from lockstep.transport.memory import as_bytes
-from lockstep.transport.pairs import transport_of
-from lockstep.transport.reduce_ops import BIT_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
+from lockstep.transport.control import report_failure
+from lockstep.transport.handles import Handle, start, wait_unless_async
+from lockstep.transport.moving import gather_into
+from lockstep.transport.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
 
 @overload
@@ -89,8 +88,7 @@ def all_reduce(
             as if under ``torch.no_grad()``.
         op: sum, mean (avg), product (prod), min, max, band, bor, bxor, or torch's `ReduceOp`.
         group: the process group; None is the default group.
-        async_op: return a handle to wait for; at once, but with gloo and large `data` (above 4 MiB; above 64 KiB on
-            three ranks or more) only when all ranks have made the call, or have the result.
+        async_op: return at once, with a handle to wait for.
         sync_grads: leave `data` unchanged, and return the result as a new tensor through which gradients flow back to
             every rank; sum and mean only. Every rank must then run backward through it.
         tensor: an alias for `data`.
@@ -109,7 +107,7 @@ def all_reduce(
     **Cost**: about ``2 * nbytes`` sent per rank, with ``nbytes`` in the dtype that is sent: float32 for the mean of
     half types; int64 for the mean of integers and bool (two per element for int64 and uint64); int32 for other
     reductions of int16 and uint16 and for the bxor of bool; int64 for uint32. With `sync_grads`, each rank first sends
-    a header of 512 bytes to each rank, and backward sends the same bytes again.
+    256 bytes to each rank, and backward sends the same bytes again.
 
     **Example (2 ranks)**::
 
@@ -184,9 +182,7 @@ def reduce(
     Args: as for `all_reduce`, without `sync_grads`; `dst` is a rank within the group.
 
     **Collective**: every rank of the group. **Raises**: as `all_reduce`; if the mean of integers is not a whole number,
-    on `dst` only, because only `dst` sees the result. If the calls of the ranks differ, `dst` raises
-    CollectiveMismatchError; the others may return, and raise it in their next call. **Cost**: about ``nbytes`` sent
-    per rank.
+    on `dst` only, because only `dst` sees the result. **Cost**: about ``nbytes`` sent per rank.
 
     **Example (2 ranks)**::
 
@@ -210,20 +206,11 @@ def _reduce_to(
     data: Tensor, dst: int | None, name: OpName, plan: Reduction, comm: Comm, async_op: bool
 ) -> Handle | None:
     """Reduce into rank `dst`'s data, or into every rank's if `dst` is None."""
-    check = check_of([data], dst, plan, comm)
     if dst is None:
-        check_call("all_reduce", comm, data, name, check=check)
+        check_call("all_reduce", comm, data, name, async_op=async_op)
     else:
-        check_call("reduce", comm, data, name, dst, check=check)
+        check_call("reduce", comm, data, name, dst, async_op=async_op)
     return wait_unless_async(start_reduction(data, dst, plan, comm, async_op), async_op)
-
-
-def check_of(data: Sequence[Tensor], dst: int | None, plan: Reduction, comm: Comm) -> Check:
-    """Return when the call that reduces these tensors at once is compared."""
-    nbytes = 0
-    for one in data:
-        nbytes += one.nbytes if plan.encode is None else 16 * one.numel()  # encoded, an element has at most 16 bytes
-    return transport_of(comm).check_of_reduction(nbytes, dst)
 
 
 def start_reduction(data: Tensor, dst: int | None, plan: Reduction, comm: Comm, async_op: bool) -> Handle:
@@ -231,14 +218,18 @@ def start_reduction(data: Tensor, dst: int | None, plan: Reduction, comm: Comm, 
     if comm.pg is None:
         _alone(data, plan)
         return Handle((), comm)
-    transport = transport_of(comm)
-    if not async_op and _is_plain(data, plan, comm):
-        return transport.reduce(data, dst, plan.wire_op, async_op=False)
 
-    def start(travelling: Tensor, wire_op: OpName) -> Handle:
-        return transport.reduce(travelling, dst, wire_op, async_op=async_op)
+    def run(travelling: Tensor, wire_op: OpName) -> Handle:
+        options: dict[str, Any] = {"op": TORCH_OPS[wire_op], "async_op": async_op}
+        if dst is None:
+            work = start(torch_dist.all_reduce, comm, travelling.device, travelling, **options)
+        else:
+            work = start(torch_dist.reduce, comm, travelling.device, travelling, group_dst=dst, **options)
+        return Handle([work], comm)
 
-    return _reduce(data, plan, comm, start, keeps=dst in (None, comm.rank))
+    if _is_plain(data, plan, comm):
+        return run(data, plan.wire_op)
+    return _reduce(data, plan, comm, run, keeps=dst in (None, comm.rank))
 
 
 @overload
@@ -307,8 +298,8 @@ def reduce_scatter(
     **Gradients**: as for `all_reduce`: the gradient of ``input_list[i]`` is that of rank i's output, on every rank (for
     the mean, divided by the group size).
 
-    **Cost**: each rank sends about the bytes of its whole list. With `sync_grads`, each rank first sends a header of
-    512 bytes to each rank, and in backward the gradient of its output to each rank.
+    **Cost**: each rank sends about the bytes of its whole list. With `sync_grads`, each rank first sends
+    256 bytes to each rank, and in backward the gradient of its output to each rank.
 
     **Example (2 ranks)**::
 
@@ -346,32 +337,47 @@ def _reduce_scatter(
     async_op: bool = False,
 ) -> Handle:
     shape = input_list[0].shape
-    is_split = plan.wire_op in comm.missing_ops or any(entry.shape != shape for entry in input_list)
-    check = check_of(input_list, 0 if is_split else None, plan, comm)
-    check_call("reduce_scatter", comm, *input_list, name, check=check)
+    check_call("reduce_scatter", comm, *input_list, name, async_op=async_op)
     if comm.pg is None:
         copy_into(output, input_list[0])
         _alone(output, plan)
         return Handle((), comm)
-    if is_split:
-        return _reduce_to_each(output, input_list, plan, comm)
-    is_plain = all(_is_plain(x, plan, comm) for x in (output, *input_list))
-    wires = list(input_list) if is_plain else [comm.to_wire(entry) for entry in input_list]
+    wires = [comm.to_wire(entry) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
+    device = travelling[0].device
+    is_even = all(entry.shape == shape for entry in input_list)
+    if not is_even or plan.wire_op in comm.missing_ops or (async_op and device.type == "cpu"):
+        return _combine_here(output, travelling, plan, comm, async_op)
 
-    def start(received: Tensor, wire_op: OpName) -> Handle:
-        return transport_of(comm).reduce_scatter(received, travelling, wire_op, async_op=async_op)
+    def run(received: Tensor, wire_op: OpName) -> Handle:
+        options = {"op": TORCH_OPS[wire_op], "async_op": async_op}
+        return Handle([start(torch_dist.reduce_scatter, comm, device, received, travelling, **options)], comm)
 
-    if is_plain:
-        return start(output, plan.wire_op)
-    return _reduce(output, plan, comm, start, keeps=True)
+    if _is_plain(output, plan, comm):
+        return run(output, plan.wire_op)
+    return _reduce(output, plan, comm, run, keeps=True)
 
 
-def _reduce_to_each(output: Tensor, input_list: Sequence[Tensor], plan: Reduction, comm: Comm) -> Handle:
-    """Run one reduction to each rank, all in flight at once, since the entries differ in shape."""
-    copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in input_list]
-    handles = [start_reduction(x, dst, plan, comm, async_op=True) for dst, x in enumerate(copies)]
-    return Handle(handles, comm, lambda: copy_into(output, copies[comm.rank]))
+def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction, comm: Comm, async_op: bool) -> Handle:
+    """Send each rank its tensors, which it combines: entries of any shape, and what a backend can't reduce.
+
+    So with `async_op` on the CPU, where a `reduce_scatter` can't be asked whether it is complete (gloo, torch 2.13).
+    """
+    own = travelling[comm.rank]
+    received = own.new_empty((comm.size, *own.shape))
+    sent = torch.cat([part.reshape(-1) for part in travelling])
+    sizes = [part.numel() for part in travelling]
+    arriving = [own.numel()] * comm.size
+    flat = received.view(-1)
+    work = start(torch_dist.all_to_all_single, comm, own.device, flat, sent, arriving, sizes, async_op=async_op)
+
+    def finish() -> None:
+        total = received[0]
+        combine(received.unbind(), plan.wire_op, total)
+        # What is encoded without a `decode` is a view of another dtype.
+        copy_into(output, total.view(output.dtype) if plan.decode is None else plan.decode(total, comm.size))
+
+    return Handle([work], comm, finish)
 
 
 def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:
@@ -422,10 +428,9 @@ def scatter_sums(entries: Sequence[Tensor], comm: Comm) -> Tensor:
 
 def _on_every_rank(own: Tensor, like: Sequence[tuple[torch.Size, torch.device]], comm: Comm) -> list[Tensor]:
     """Return every rank's tensor, whose shapes all know: the transpose of what `reduce_scatter` does."""
-    wire = comm.to_comm_device(own)
-    received = [torch.empty(shape, dtype=wire.dtype, device=comm.comm_device) for shape, _ in like]
-    own_segments = [as_bytes(wire)] if wire.numel() else []
-    transport_of(comm).all_gather_segments(own_segments, [[as_bytes(x)] if x.numel() else [] for x in received]).wait()
+    wire = comm.to_wire(own)
+    received = [torch.empty(shape, dtype=wire.dtype, device=wire.device) for shape, _ in like]
+    gather_into(received, wire, comm).wait()
     return [x.to(device) for x, (_, device) in zip(received, like, strict=True)]
 
 
@@ -433,18 +438,18 @@ def _reduce(
     data: Tensor,
     plan: Reduction,
     comm: Comm,
-    start: Callable[[Tensor, OpName], Handle],
+    run: Callable[[Tensor, OpName], Handle],
     *,
     keeps: bool,
 ) -> Handle:
-    """Encode, start the collective, and return a handle that finishes it; `keeps`: write the result back to `data`."""
+    """Encode, run the collective, and return a handle that finishes it; `keeps`: write the result back to `data`."""
     wire = comm.to_wire(data)
     travelling = wire if plan.encode is None else plan.encode(wire)
     wire_op = plan.wire_op
     if wire_op in comm.missing_ops and wire_op in BIT_OPS:
         return _reduce_bits(data, wire, travelling, plan, comm, keeps=keeps)
     divides = wire_op in comm.missing_ops  # the mean
-    work = start(travelling, "sum" if divides else wire_op)
+    work = run(travelling, "sum" if divides else wire_op)
 
     def finish() -> None:
         if keeps:
@@ -457,9 +462,8 @@ def _reduce(
 
 def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction, comm: Comm, *, keeps: bool) -> Handle:
     """Gather and combine locally, because NCCL and its kin have no bitwise operations."""
-    assert comm.pg is not None
     parts = [torch.empty_like(travelling) for _ in range(comm.size)]
-    work = comm.pg.allgather([parts], [travelling])
+    work = start(torch_dist.all_gather, comm, travelling.device, parts, travelling, async_op=True)
 
     def finish() -> None:
         if keeps:
@@ -493,7 +497,7 @@ def _is_plain(data: Tensor, plan: Reduction, comm: Comm) -> bool:
         and not data.is_neg()
         and not data.requires_grad  # gloo divides and copies with autograd recording
         and plan.wire_op not in comm.missing_ops
-        and ((data.is_cpu and "cpu" in comm.devices) or data.device.type in comm.devices)  # the first test is cheaper
+        and comm.carries(data)
     )
 
 

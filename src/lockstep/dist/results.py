@@ -12,12 +12,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 
 from lockstep.dist.consistency import check_call, fail_together
-from lockstep.dist.header import require_no_failure
 from lockstep.dist.packed import broadcast_packed, gather_packed
 from lockstep.dist.pickling import dump_to, load_each
 from lockstep.dist.validate import NOT_GIVEN, either
 from lockstep.errors import message_of
 from lockstep.groups import Comm, is_int, resolve
+from lockstep.transport.control import require_no_failure
 
 _Part: TypeAlias = tuple[list[Any], list[int] | None]
 
@@ -74,7 +74,7 @@ def collect_results(
     comm = resolve()
     _check_arguments(size, device)
     size = int(size)
-    check_call("collect_results", comm, size)
+    check_call("collect_results", comm, size, compares=False)
     with fail_together(comm):
         part = _own_part(results, indices, comm)
     parts: Iterable[_Part] | None
@@ -161,7 +161,7 @@ def _agreed(parts: Iterable[_Part] | None, size: int, comm: Comm) -> list[Any] |
         raise error
     if kind == "ValueError":
         raise ValueError(f"{message} (seen on {comm.this_rank})")
-    require_no_failure([kind and f"{kind}: {message}"], comm, ranks=[0])
+    require_no_failure([kind and f"{kind}: {message}"], comm)
     return ordered
 
 

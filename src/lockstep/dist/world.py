@@ -1,37 +1,28 @@
-"""Starting and ending the default group: the only caller of `init_process_group` and `destroy_process_group`.
-
-Ranks meet at torch's TCPStore. If all ranks are on one machine, it listens on the loopback interface only.
-"""
+"""Starting and ending the default group: the only caller of `init_process_group` and `destroy_process_group`."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import os
-import socket
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from datetime import timedelta
-from hashlib import sha256
-from pathlib import Path
 from typing import Any, Literal, cast, overload
 from weakref import ref
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import DistError as TorchDistError
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import Store
 
 from lockstep import groups
 from lockstep.device import get_device
 from lockstep.dist.consistency import CheckMode, check_collectives, check_mode
+from lockstep.dist.rendezvous import is_one_node, meet
 from lockstep.dist.validate import NOT_GIVEN, either
 from lockstep.engines import adopt_group, load_engine
 from lockstep.errors import (
-    CollectiveMismatchError,
     CollectiveTimeoutError,
     DistError,
     Preempted,
@@ -40,13 +31,11 @@ from lockstep.errors import (
 )
 from lockstep.topology import LauncherName, Topology, environ, read_topology
 from lockstep.watch.ending import end_watch
-from lockstep.watch.watch import start_watch
+from lockstep.watch.watch import end_process, start_watch
 
 _SECONDS_FOR_THREADS = 0.1
-LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(minutes=5)
 _TIMEOUT = timedelta(minutes=10)  # torch's own is 10 minutes with NCCL, and 30 with gloo
-_OPEN_KEY = "open"  # rank 0 sets this key in the store that it serves for a group
 _INIT_BACKENDS = ("torch", "deepspeed", "colossalai")
 # Each backend's variable for the network interface of its own connections.
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
@@ -126,12 +115,12 @@ def init_dist(
         if is_one_node(topology):
             _keep_on_loopback(backend, undo)
         try:
-            met = _meet(topology, store, port, duration or _STORE_TIMEOUT, undo)
+            met = meet(topology, store, port, duration or _STORE_TIMEOUT, _generation, undo)
             if topology.local_size > 1:
                 _refuse_shared(device, topology, met)
             torch_dist.init_process_group(
                 backend,
-                timeout=duration or _TIMEOUT,
+                timeout=groups.backend_timeout(duration or _TIMEOUT, device is not None),
                 store=met,
                 rank=topology.rank,
                 world_size=topology.world_size,
@@ -143,6 +132,7 @@ def init_dist(
     pg = groups.get_default_group()
     assert pg is not None  # made a moment ago
     groups.topologies[pg] = topology
+    groups.timeouts[pg] = duration or _TIMEOUT
     if topology.world_size > 1:
         _generation += 1
         start_watch()
@@ -160,8 +150,9 @@ def destroy_dist() -> None:
     **Collective**: every rank, at about the same time. It waits for up to two seconds for the others, to compare the
     calls of all ranks for the last time.
 
-    **Raises**: CollectiveMismatchError if the ranks have made different calls; the group is gone all the same. At exit,
-    it goes to `sys.excepthook`, and the exit code is 1.
+    **Raises**: CollectiveMismatchError if the ranks have made different calls, and the error of a call that failed
+    without having raised it; the group is gone all the same. At exit, the error goes to `sys.excepthook`, and the exit
+    code is 1.
     """
     _destroy()
 
@@ -211,7 +202,10 @@ def init_local_group(
     if comm.pg is None:
         return
     # Every rank takes part in making every group, as torch requires.
-    made = [torch_dist.new_group(list(range(first, first + size))) for first in range(0, comm.size, size)]
+    made = [
+        torch_dist.new_group(list(range(first, first + size)), timeout=comm.backend_timeout)
+        for first in range(0, comm.size, size)
+    ]
     groups.local_groups[comm.pg] = made[node]
 
 
@@ -223,11 +217,6 @@ def infer_launcher() -> LauncherName:
 def is_distributed() -> bool:
     """Return whether there is a default group (of any size)."""
     return torch_dist.is_initialized()
-
-
-def is_one_node(topology: Topology) -> bool:
-    """Return whether all ranks are known to share one machine."""
-    return topology.num_nodes == 1 and topology.local_size == topology.world_size
 
 
 def _checked_backend(backend: str | None) -> str:
@@ -364,12 +353,8 @@ def _leave() -> None:
     is_preempted = isinstance(cause, SystemExit) and cause.code == Preempted.EXIT_CODE
     try:
         _destroy(ends_at_once=is_preempted)
-    except CollectiveMismatchError as error:
-        sys.excepthook(type(error), error, None)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    except DistError as error:
+        end_process(error)
 
 
 def _end_group(ends_at_once: bool) -> None:
@@ -385,146 +370,3 @@ def _end_group(ends_at_once: bool) -> None:
         # the last collective, for which it needs the GIL; if the interpreter is shutting down, the process aborts
         # (torch 2.13).
         time.sleep(_SECONDS_FOR_THREADS)
-
-
-def _meet(topology: Topology, store: Store | None, port: int | None, timeout: timedelta, undo: ExitStack) -> Store:
-    """Return a connected store that all ranks of the job share.
-
-    Args:
-        topology: rank and place of this process.
-        store: a store at which the ranks meet, in place of an address and port.
-        port: port on rank 0, in place of the environment's.
-        timeout: how long to wait for the others; also the store's own timeout.
-        undo: collects what must be removed at the end.
-
-    **Raises**: TopologyError if no address is known or the port is taken; if rank 0 is not found in time,
-    CollectiveTimeoutError if it had to publish its port, else torch's DistError.
-    """
-    # Separates the keys of a group from those of former groups in a store that outlives them. A launcher that restarts
-    # a job may use the same store again (without this, 5 of 6 restarts over gloo hang or fail, torch 2.13), and so may
-    # a process that leaves a group and joins another.
-    prefix = f"lockstep/attempt_{topology.restart_count}/group_{_generation}"
-    if store is not None:
-        return PrefixStore(prefix, store)
-    if topology.launcher == "none":
-        return HashStore()
-    port = topology.master_port if port is None else port
-    host = LOOPBACK
-    if topology.agent_store or not is_one_node(topology):
-        host, port = _address(topology, port)
-        if topology.agent_store:
-            return PrefixStore(prefix, _connect(host, port, topology, timeout))
-    published = port_file(topology, _generation) if port is None and topology.world_size > 1 else None
-    if topology.rank != 0:
-        if published is not None:
-            port = _await_published_port(published, topology, timeout)
-        return _joined(prefix, host, port or 0, topology, timeout)
-    served = _serve(host, port or 0, topology, timeout)
-    if published is not None:
-        undo.callback(published.unlink, missing_ok=True)
-        _publish_port(served.port, published)
-    opened = PrefixStore(prefix, served)
-    opened.set(_OPEN_KEY, "")
-    return opened
-
-
-def _address(topology: Topology, port: int | None) -> tuple[str, int]:
-    if topology.master_addr is None:
-        raise TopologyError(
-            "MASTER_ADDR must name the host of rank 0, since the ranks are on several nodes and the launcher "
-            f"{topology.launcher!r} does not say it (rank {topology.rank} of {topology.world_size}). "
-            "Export MASTER_ADDR and MASTER_PORT, e.g. mpirun -x MASTER_ADDR=node0 -x MASTER_PORT=29500"
-        )
-    try:
-        socket.getaddrinfo(topology.master_addr, None)
-    except OSError as error:  # TCPStore would retry the lookup until the timeout
-        raise TopologyError(
-            f"MASTER_ADDR must be a host that can be found, but is {topology.master_addr!r}: {error} "
-            f"(rank {topology.rank} of {topology.world_size}). Export the address of rank 0's host"
-        ) from error
-    if port is None:
-        # The same on every node without communication, and different for two jobs that share a node.
-        digest = sha256(topology.job_key.encode()).digest()
-        port = 20000 + int.from_bytes(digest[:4], "big") % 10000
-    return topology.master_addr, port
-
-
-def _joined(prefix: str, host: str, port: int, topology: Topology, timeout: timedelta) -> Store:
-    """Connect to the store that rank 0 opened for this group; a former group's store may still be closing there."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-        try:
-            store = _connect(host, port, topology, left)
-            joined = PrefixStore(prefix, store)
-            joined.wait([_OPEN_KEY], left)
-        except TorchDistError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.02)
-        else:
-            store.set_timeout(timeout)
-            return joined
-
-
-def _connect(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:
-    return TCPStore(host, port, topology.world_size, False, timeout, wait_for_workers=False)
-
-
-def _serve(host: str, port: int, topology: Topology, timeout: timedelta) -> TCPStore:
-    listening = None
-    try:
-        if is_one_node(topology):
-            # TCPStore binds all addresses even for host 127.0.0.1, unless it is given a listening socket.
-            with socket.create_server((host, port), backlog=1024) as server:
-                port, listening = server.getsockname()[1], server.detach()
-        return TCPStore(
-            host, port, topology.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listening
-        )
-    except (OSError, RuntimeError) as error:
-        raise TopologyError(
-            f"MASTER_PORT must be free on rank 0, but {host}:{port} can't be bound. "
-            "Choose another port, or on a single node leave it out: a free one is then found"
-        ) from error
-
-
-def port_file(topology: Topology, generation: int) -> Path:
-    """Return the file into which rank 0 writes its port, and in which the other ranks look for it.
-
-    **Raises**: TopologyError if nothing distinguishes this job from others on the machine, or if the file's folder
-    belongs to another user.
-    """
-    if not topology.job_key:
-        raise TopologyError(
-            f"MASTER_PORT must be set, since the launcher {topology.launcher!r} gives its ranks nothing by which "
-            f"to find each other (rank {topology.rank} of {topology.world_size})"
-        )
-    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise TopologyError(
-            f"{folder} must belong to the user of this process, but does not. Set MASTER_PORT, or TMPDIR"
-        )
-    return folder / f"{topology.job_key}.{topology.restart_count}.{generation}.port"
-
-
-def _publish_port(port: int, path: Path) -> None:
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(str(port))
-    draft.rename(path)
-
-
-def _await_published_port(path: Path, topology: Topology, timeout: timedelta) -> int:
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        # A file left behind by a killed job names a port on which nothing listens: retry until something does.
-        try:
-            port = int(path.read_text())
-            with socket.create_connection((LOOPBACK, port), timeout=1):
-                return port
-        except (OSError, ValueError):
-            time.sleep(0.02)
-    raise CollectiveTimeoutError(
-        f"rank 0 must publish its port within {timeout.total_seconds():g} s, but did not "
-        f"(rank {topology.rank} of {topology.world_size}). Did it start?"
-    )

@@ -25,7 +25,7 @@ from lockstep.model.comm_hooks import HookConfig, register_comm_hook
 from lockstep.model.drift import OWN_STEP, DriftCheck, refuse_max_norm
 from lockstep.model.wrapper import ModelWrapper, note_no_backward
 from lockstep.registry import MODEL_WRAPPERS
-from lockstep.transport.handles import waiting
+from lockstep.transport.handles import note_running, waiting
 from lockstep.watch.failures import backend_errors_translated
 
 _logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
     def _meeting(self) -> Iterator[None]:
         """Record the forward pass after the first exchange, in which torch broadcasts its buckets, as a call."""
         self._will_meet = False
-        check_call("forward_pass", self._comm, check="carried")
+        check_call("forward_pass", self._comm, compares=False)
         with waiting(self._comm) if self.device_type == "cpu" else nullcontext():
             yield
 
@@ -201,7 +201,7 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
             self._check_all_reached(loss)
         if syncs:
             # Recorded, so that a rank that makes no such pass, or one more, is found; see `note_no_backward`.
-            check_call("backward_pass", self._comm, check="carried")
+            check_call("backward_pass", self._comm, compares=False)
             self._will_meet, self._has_met = not self._has_met, True
         try:
             if syncs and reaches_none(loss, self._ids):
@@ -212,6 +212,8 @@ class MMDistributedDataParallel(DistributedDataParallel, ModelWrapper):
                 self.clock.begin(loss)
             with waiting(self._comm) if syncs and self.device_type == "cpu" else nullcontext():
                 yield
+            if syncs and self.device_type != "cpu":
+                note_running(self._comm, loss.device)
             self.clock.end()
         except RuntimeError as error:
             self._explain(error)

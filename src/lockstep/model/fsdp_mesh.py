@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep import dist
 from lockstep.errors import ConfigError
+from lockstep.groups import inherit_timeout
 from lockstep.model.fsdp_arguments import Sharding
 from lockstep.model.tensor_parallel_plan import Request
 
@@ -83,6 +84,7 @@ def make_meshes(
         shape = _data_shape(request.degree, device_mesh, sharding)
         names = (*DATA_AXES[-len(shape) :], TENSOR_AXIS)
         whole = init_device_mesh(device_type, (*shape, request.degree), mesh_dim_names=names)
+        inherit_timeout(whole)
     assert whole.mesh_dim_names is not None
     return Meshes(whole[whole.mesh_dim_names[:-1]], whole[TENSOR_AXIS], whole)
 
@@ -205,4 +207,6 @@ def _given(device_type: str, given: Any) -> DeviceMesh:
 
 
 def _grid(device_type: str, ranks: Tensor) -> DeviceMesh:
-    return DeviceMesh(device_type, ranks, mesh_dim_names=(REPLICATE, SHARD))
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=(REPLICATE, SHARD))
+    inherit_timeout(mesh)
+    return mesh

@@ -124,8 +124,8 @@ def _parameters_kept(device: torch.device) -> Iterator[torch.device]:
     torch replaces them where a device's tensors are of another kind than the CPU's, as on many third-party devices.
     """
     former = torch.__future__.get_swap_module_params_on_conversion()
-    probe = nn.Linear(1, 1, bias=False)
-    weight = probe.weight
+    probe = nn.Module()  # without initial values, for which a layer would draw random numbers
+    probe.weight = weight = nn.Parameter(torch.empty(1))
     torch.__future__.set_swap_module_params_on_conversion(former or probe.to(device).weight is not weight)
     try:
         yield device

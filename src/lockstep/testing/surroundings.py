@@ -52,7 +52,8 @@ class Surroundings:
         """Return what differs from before, as texts: variables, new threads, new open files.
 
         Args:
-            ignore_sockets: the body made process groups, whose connections can't be distinguished from its own sockets.
+            ignore_sockets: a body's own sockets can't be distinguished from those of process groups: it has made some,
+                or they connect at their first call, as an accelerator's backend does. Shared memory counts with them.
         """
         return [
             *_changed_variables(self.environment, dict(os.environ)),
@@ -77,7 +78,7 @@ class Surroundings:
             new = [
                 _socket_name(descriptor) if name.startswith("socket:") else name
                 for descriptor, name in _open_files().items()
-                if self.files.get(descriptor) != name and _is_of_body(descriptor, ignore_sockets)
+                if self.files.get(descriptor) != name and _is_of_body(descriptor, name, ignore_sockets)
             ]
             if not new or time.monotonic() > deadline:
                 return new
@@ -136,8 +137,10 @@ def _socket_name(descriptor: int) -> str:
     return "socket"
 
 
-def _is_of_body(descriptor: int, ignore_sockets: bool) -> bool:
+def _is_of_body(descriptor: int, name: str, ignore_sockets: bool) -> bool:
     """Return whether a body may have opened a descriptor (file, folder, socket), not a library (pipe, device)."""
+    if ignore_sockets and name.startswith("/dev/shm/"):
+        return False
     try:
         mode = os.fstat(descriptor).st_mode
     except OSError:

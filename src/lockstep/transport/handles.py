@@ -1,40 +1,36 @@
-"""Handles: collectives in flight, and how a rank waits for them."""
+"""Collectives in flight, and how a rank waits for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from threading import Thread, get_ident
 from time import monotonic
+from typing import Any
 
 import torch
 from torch.distributed import Work
+from torch.futures import Future, collect_all
 
-from lockstep.errors import CollectiveMismatchError
+from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import Comm
-from lockstep.watch.failures import timeout_error, translate_error
-
-_MOST_IN_FLIGHT = 128
-_helpers: set[int] = set()  # threads that wait for handles; what a rank waits for is a matter of its own threads
+from lockstep.watch.failures import translate_error
 
 
 class Handle:
     """A collective in flight. `wait` completes it, including the copy back to the caller's device and dtype.
 
-    For a synchronous call a backend may return None instead of `Work`, as NCCL and XCCL do (torch 2.8): nothing is left
-    to wait for, because the call is in order on the device's current stream.
+    On an accelerator, `wait` orders the device's current stream after the collective, as torch's `Work` does; the host
+    goes on. A backend returns None for a synchronous call that is in order on that stream, as NCCL does (torch 2.8).
     """
 
-    __slots__ = ("_comm", "_finish", "_pending")
+    __slots__ = ("_comm", "_finish", "_future", "_works")
 
     def __init__(
-        self, pending: Sequence[Work | Handle | None], comm: Comm, finish: Callable[[], None] | None = None
+        self, works: Sequence[Work | Handle | None], comm: Comm, finish: Callable[[], None] | None = None
     ) -> None:
-        self._pending: tuple[Work | Handle, ...] = tuple([one for one in pending if one is not None])
-        self._comm = comm
-        self._finish = finish
+        self._works: tuple[Work | Handle, ...] = tuple([work for work in works if work is not None])
+        self._comm, self._finish = comm, finish
+        self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is available; further calls return at once, or raise again.
@@ -42,148 +38,119 @@ class Handle:
         **Raises**: PeerError if a rank is gone; CollectiveTimeoutError if a rank did not arrive in time; ValueError if
         the mean of integers is not a whole number.
         """
-        for one in self._pending:
-            if isinstance(one, Handle):
-                one.wait(timeout)
-            else:
-                wait_for((one,), self._comm, timeout)
-        self._pending = ()
+        if self._future is None:
+            return self._complete(timeout)
+        with in_backend(self._comm):
+            self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not block; what goes from rank to rank over gloo knows that only after `wait`."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that completes with the collective, once `wait` has no more to do; its value means nothing.
+
+        **Raises**: RuntimeError, by torch, for what goes from rank to rank over gloo.
+        """
+        if self._future is None:
+            futures = [work.get_future() for work in self._works]
+            self._future = collect_all(futures).then(lambda _: self._finish_there())
+        return self._future
+
+    def _finish_there(self) -> bool:
+        # In gloo's thread: it completes the future before the `Work`, which must not be waited for there.
+        self._works = tuple([work for work in self._works if isinstance(work, Handle)])
+        return self._complete()
+
+    def _complete(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            if isinstance(work, Handle):
+                work.wait(timeout)
+                continue
+            with in_backend(self._comm):
+                work.wait() if timeout is None else work.wait(timeout)
+        self._works = ()
         if self._finish is not None:
             self._finish()
         self._finish = None
         return True
 
-    def is_completed(self) -> bool:
-        """Return whether `wait` would not block."""
-        return all(one.is_completed() for one in self._pending)
-
-    def leave_alone(self) -> None:
-        """Let it complete without `wait`, if other ranks need this one to complete theirs; the caller may wait late."""
-        for one in self._pending:
-            if isinstance(one, Handle):
-                one.leave_alone()
-
-
-class PairwiseHandle(Handle):
-    """Sends and receives in flight. gloo can't tell whether they are completed (torch 2.13).
-
-    The first call of `is_completed` starts a thread that waits for them.
-    """
-
-    __slots__ = ("_outcome",)
-
-    def __init__(self, pending: Sequence[Work], comm: Comm, finish: Callable[[], None] | None = None) -> None:
-        super().__init__(pending, comm, finish)
-        self._outcome: Future[bool] | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all are completed; see `Handle.wait`."""
-        if timeout is not None:
-            self.is_completed()  # a receive that times out itself closes all connections of the group (gloo)
-        if self._outcome is None:
-            return self._complete()
-        with waiting(self._comm):
-            try:
-                return self._outcome.result(None if timeout is None else timeout.total_seconds())
-            except TimeoutError as error:
-                if self._outcome.done():
-                    raise
-                raise timeout_error(self._comm, f"{timeout} are over") from error
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would not block."""
-        if self._outcome is None:
-            self._outcome = Future()
-            mode = torch.is_inference_mode_enabled()  # of this thread: the tensors are of its kind
-            Thread(target=self._complete_for, args=(self._outcome, mode), daemon=True).start()
-        return self._outcome.done()
-
-    def _complete(self) -> bool:
-        return super().wait()
-
-    def _complete_for(self, outcome: Future[bool], inference_mode: bool) -> None:
-        thread = get_ident()
-        _helpers.add(thread)
-        try:
-            with torch.inference_mode(inference_mode):
-                outcome.set_result(self._complete())
-        except Exception as error:
-            outcome.set_exception(error)
-        finally:
-            _helpers.discard(thread)
-
-
-class InFlight:
-    """Keeps handles of sends and receives: gloo needs their memory also where the caller has dropped the handle."""
-
-    def __init__(self) -> None:
-        self._handles: dict[Handle, None] = {}
-
-    def started(self, works: Sequence[Work], comm: Comm, finish: Callable[[], None] | None = None) -> Handle:
-        """Return a handle, which is kept until its end."""
-
-        def end() -> None:
-            try:
-                if finish is not None:
-                    finish()
-            finally:
-                self.drop(handle)
-
-        handle = PairwiseHandle(works, comm, end)
-        self.keep(handle)
-        return handle
-
-    def keep(self, handle: Handle) -> None:
-        """Keep a handle until `drop`."""
-        if len(self._handles) >= _MOST_IN_FLIGHT:
-            for oldest in list(self._handles)[:1]:  # a copy: threads drop handles, too
-                oldest.wait()
-        self._handles[handle] = None
-
-    def drop(self, handle: Handle) -> None:
-        """Keep a handle no more."""
-        self._handles.pop(handle, None)
-
 
 def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
     """Return the handle if `async_op`, else wait for it and return None."""
     if async_op:
-        handle.leave_alone()
         return handle
     handle.wait()
     return None
 
 
-@contextmanager
-def waiting(comm: Comm) -> Iterator[None]:
-    """Let the watch know that this rank waits, as `wait_for` does."""
+class waiting:  # noqa: N801 - a context manager; as a generator it would take twice as long
+    """Let the watch know that this rank may wait in the last call of a group."""
+
+    __slots__ = ("_comm",)
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def __enter__(self) -> None:
+        calls = self._comm.calls
+        if calls is not None:
+            calls.since, calls.waiting = monotonic(), calls.number
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        calls = self._comm.calls
+        if calls is not None:
+            calls.waiting = 0
+
+
+class in_backend(waiting):  # noqa: N801
+    """Do what `waiting` does, around calls of the backend; its errors become lockstep's, which name ranks."""
+
+    __slots__ = ()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise lockstep's error for one of the backend."""
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, DistError):
+                translated = translate_error(error, self._comm)
+                # What the backend says then is only how the watch has ended the wait.
+                raise translated from None if isinstance(translated, CollectiveMismatchError) else error
+        finally:
+            super().__exit__(kind, error, trace)
+
+
+def start(
+    collective: Callable[..., Any], comm: Comm, device: torch.device, *arguments: object, **options: object
+) -> Any:
+    """Run one of torch's collectives in a group, and return what it returns: a `Work`, None, or a list of `Work`.
+
+    Args:
+        collective: a function of `torch.distributed`.
+        comm: the group.
+        device: of the tensors.
+        *arguments: of the function.
+        **options: of the function, without the group.
+    """
+    with in_backend(comm):
+        work = collective(*arguments, group=comm.pg, **options)
+    note_running(comm, device, work)
+    return work
+
+
+def note_running(comm: Comm, device: torch.device, work: Work | None = None) -> None:
+    """Let the watch know of what runs in a group without the host: an asynchronous call, or work of a device.
+
+    **Cost**: on an accelerator, for a call that gave no `Work`, one event on its current stream; no wait.
+    """
     calls = comm.calls
-    if calls is not None:
-        calls.since, calls.waiting = monotonic(), calls.number
-    try:
-        yield
-    finally:
-        if calls is not None:
-            calls.waiting = 0
-
-
-def wait_for(works: Sequence[Work | None], comm: Comm, timeout: timedelta | None = None) -> None:
-    """Wait for pieces of work, of which some may be None, as in `Handle`; see `Handle.wait` for what it raises."""
-    calls = None if get_ident() in _helpers else comm.calls
-    if calls is not None:
-        calls.since, calls.waiting = monotonic(), calls.number
-    try:
-        for work in works:
-            if work is None:
-                continue
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
-    except RuntimeError as error:
-        translated = translate_error(error, comm)
-        # What the backend says then is only how the watch has ended the wait.
-        raise translated from None if isinstance(translated, CollectiveMismatchError) else error
-    finally:
-        if calls is not None:
-            calls.waiting = 0
+    if calls is None or comm.size == 1 or (work is None and device.type == "cpu"):
+        return
+    last: Work | torch.Event | None = work
+    if work is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # an event of a graph can't be asked
+        last = calls.event = calls.event or torch.Event(device)
+        last.record()
+    assert last is not None
+    calls.running = (calls.number, monotonic(), last)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lockstep.calls import Failure, Record
 from lockstep.errors import error_in_words
 from lockstep.groups import known_groups, recorded_groups
-from lockstep.watch.watch import POLL_SECONDS, Watch, interrupt, take_watch
-from lockstep.watch.words import described, described_if_different, records_of
+from lockstep.watch.board import pauses
+from lockstep.watch.watch import Watch, interrupt, take_watch
+from lockstep.watch.words import described, described_if_different, name_of, records_of
 
 _SECONDS_TO_END = 2.0
+_SECONDS_TO_ASK = 0.5  # after which a rank that does not come is asked what it waits for
 _SECONDS_TO_LINGER = 2.0
 _JUDGE = 0  # the rank that compares the calls of all at the end
 
@@ -48,14 +49,14 @@ class _LastComparison:
 
     def compare(self) -> Failure | None:
         """Compare the calls of all ranks for the last time; return how they differ, if they do."""
+        watch = self._watch
         error = sys.exception() or getattr(sys, "last_value", None)
         if error is not None:
-            self._watch.error = error_in_words(error).partition("\n")[0]
+            watch.error = error_in_words(error).partition("\n")[0]
+        failure = watch.hear()
         has_failed = error is not None or any(calls.has_failed for _, calls in self._groups)
-        failure = self._failure()
-        self._watch.stop()
-        self._watch.store.set(f"state/{self._watch.rank}", json.dumps(self._watch.state(ended=True)))
-        self._watch.store.set(f"done/{self._watch.rank}", "failed" if has_failed or failure is not None else "")
+        watch.stop()
+        watch.board.end({**watch.state(ended=True), "failed": has_failed or failure is not None})
         if error is not None:
             # The end of a group waits, until the timeout, for what this rank has begun and others never join.
             for comm in known_groups():
@@ -63,93 +64,69 @@ class _LastComparison:
         try:
             if has_failed or failure is not None:
                 return None if has_failed else failure
-            if not self._groups:
-                if self._watch.rank == _JUDGE:
-                    self._watch.store.set("verdict", "")
-                return None
-            return self._judge() if self._watch.rank == _JUDGE else self._verdict()
+            if watch.rank == _JUDGE:
+                return self._judge()
+            return self._verdict() if self._groups else None
         finally:
-            self._watch.store.add("left", 1)
-            if self._watch.rank == _JUDGE:
+            watch.store.add("left", 1)
+            if watch.rank == _JUDGE:
                 self._linger()
-
-    def _failure(self) -> Failure | None:
-        """Return why a group can't be used further, if this rank has heard of it."""
-        for comm, calls in self._groups:
-            if calls.failure is None:
-                self._watch.hear_of_failure(comm, calls)
-        return next((calls.failure for _, calls in self._groups if calls.failure is not None), None)
 
     def _linger(self) -> None:
         """Let the others read what they need: the store may end with this process."""
-        deadline = time.monotonic() + _SECONDS_TO_LINGER
-        others = [rank for rank in range(self._watch.size) if rank != self._watch.rank]
-        while self._watch.store.add("left", 0) < self._watch.size and time.monotonic() < deadline:
-            if all(self._watch.process(rank) == "gone" for rank in others):
+        board, others = self._watch.board, range(1, self._watch.size)
+        for _ in pauses(_SECONDS_TO_LINGER, board.tick):
+            if board.store.add("left", 0) == board.size or all(board.process(rank) == "gone" for rank in others):
                 return
-            time.sleep(POLL_SECONDS)
 
     def _verdict(self) -> Failure | None:
         """Return what the first rank says of the calls of all ranks."""
-        deadline, asked = time.monotonic() + _SECONDS_TO_END + 0.5, False
-        while not self._watch.store.check(["verdict"]):
-            if (failure := self._failure()) is not None:
-                return failure
-            left = deadline - time.monotonic()
-            if left < 0 or self._watch.process(_JUDGE) == "gone":
-                return None
-            if not asked and left < _SECONDS_TO_END:
-                asked = True
-                if (failure := self._awaited([_JUDGE])) is not None:
-                    return failure
-            time.sleep(POLL_SECONDS)
-        verdict = self._watch.store.get("verdict")
-        return Failure(*json.loads(verdict)) if verdict else None
+        store = self._watch.store
+        failure = self._wait(_SECONDS_TO_END + 0.5, lambda: [] if store.check(["verdict"]) else [_JUDGE])
+        verdict = json.loads(store.get("verdict")) if failure is None and store.check(["verdict"]) else None
+        return Failure(*verdict) if verdict else failure
 
     def _judge(self) -> Failure | None:
-        """Compare the calls of all ranks, and tell them."""
-        verdict = None
+        """Compare the calls of all ranks, and tell them; of a failure that was declared they hear by themselves."""
+        heard = difference = None
         try:
-            verdict = self._judged()
+            heard = self._wait(_SECONDS_TO_END, self._watch.board.missing) if self._groups else None
+            difference = None if heard else self._difference()
         finally:
-            self._watch.store.set("verdict", "" if verdict is None else json.dumps(verdict))
-        return verdict
+            self._watch.store.set("verdict", json.dumps(difference))
+        return heard or difference
 
-    def _judged(self) -> Failure | None:
-        others = [rank for rank in range(self._watch.size) if rank != self._watch.rank]
-        missing, asked = set(others), False
-        deadline = time.monotonic() + _SECONDS_TO_END
-        while missing and time.monotonic() < deadline:
-            if (failure := self._failure()) is not None:
+    def _wait(self, seconds: float, missing: Callable[[], list[int]]) -> Failure | None:
+        """Wait for ranks that are missing, as long as they are there; return what fails meanwhile."""
+        board, asked = self._watch.board, False
+        for passed in pauses(seconds, board.tick):
+            if (failure := self._watch.hear()) is not None:
                 return failure
-            missing = {rank for rank in missing if not self._watch.store.check([f"done/{rank}"])}
-            if any(self._watch.process(rank) == "gone" for rank in missing):
+            ranks = missing()
+            if not ranks or board.gone(ranks):
                 return None
-            if missing and not asked and deadline - time.monotonic() < _SECONDS_TO_END - 0.5:
+            if passed > _SECONDS_TO_ASK and not asked:
                 asked = True
-                if (failure := self._awaited(sorted(missing))) is not None:
+                if (failure := self._awaited(ranks)) is not None:
                     return failure
-            if missing:
-                time.sleep(POLL_SECONDS)
-        ended = [rank for rank in others if rank not in missing]
-        if any(self._watch.store.get(f"done/{rank}") for rank in ended):
-            return None
-        states = {rank: self._watch.last_word(rank) for rank in ended} | {
-            self._watch.rank: self._watch.state(ended=True)
-        }
-        for comm, _ in self._groups:
-            if (difference := described_if_different(comm, records_of(comm, states))) is not None:
-                return difference
         return None
+
+    def _difference(self) -> Failure | None:
+        states = self._watch.board.last_words(range(1, self._watch.size))
+        if any(state["failed"] for state in states.values()):
+            return None
+        states[_JUDGE] = self._watch.state(ended=True)
+        differences = (described_if_different(comm, records_of(comm, states)) for comm, _ in self._groups)
+        return next((one for one in differences if one is not None), None)
 
     def _awaited(self, ranks: Sequence[int]) -> Failure | None:
         """Return what some ranks wait for that this one, which ends, never calls."""
-        states = self._watch.ask(ranks)
+        states = self._watch.board.ask(ranks)
         for comm, calls in self._groups:
             for rank, record in records_of(comm, states).items():
-                if record.waiting > calls.number and comm.ranks[rank] != self._watch.rank:
+                if record.waiting > calls.number:
                     records = {rank: record, comm.rank: Record(calls.export())}
-                    failure = described(comm, dict(sorted(records.items())), {comm.rank: ""})
-                    self._watch.declare(comm, failure)
+                    failure = described(comm, dict(sorted(records.items())), [comm.rank])
+                    self._watch.declare(name_of(comm), comm.ranks, failure)
                     return failure
         return None

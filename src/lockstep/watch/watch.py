@@ -1,13 +1,12 @@
 """The watch: a thread of each rank that can say what this rank does, also while its main thread waits or hangs.
 
-Ranks ask each other through the store at which they met, not through the group, which may be stuck. So an error can
-name the ranks that did not arrive, with their last calls and their stacks, and a mismatch can show what each rank
-called. The thread sleeps; about four times a second it looks whether something is asked, and how long the main thread
-has waited.
+So an error can name the ranks that did not arrive, with their last calls and their stacks, and a mismatch can show what
+each rank called. The thread sleeps; about four times a second it looks whether another rank asks (`board`), and how
+long the last call of each group has been unfinished, on the host or on a device.
 
-Keys of a rank r: `who/r` (host and process), `asks/r` (number of questions so far), `asked/r/n` (the n-th), `state/r`
-(the answer), `done/r` (it has ended). Keys of a group: `same/g` (digest of its first rank's calls, every second),
-`failure/g` (why it can't be used further), `calls/g/n/r` (calls of rank r at the n-th mismatch).
+Keys of a group in the store: `same/g` (digest of its first rank's calls, every second), `failure/g` (why it can't be
+used further), `told/g/n` (what the first rank says of the n-th mismatch), `look/g/...` (which rank looks at a
+call, and which one warns).
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ import atexit
 import json
 import logging
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, cast
+from types import FrameType
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as torch_dist
@@ -34,15 +32,16 @@ from torch.distributed import GroupMember, ProcessGroup, Store
 from lockstep.calls import Calls, Failure, Record, short_path
 from lockstep.errors import PEER_IS_GONE, DistError, message_of, ranks_in_words
 from lockstep.groups import Comm, recorded_groups
-from lockstep.watch.words import Absent, described, lines_of, name_of, records_of
+from lockstep.watch.board import Board, State, pauses
+from lockstep.watch.deadlock import absent_ranks, deadlock, stuck_ranks
+from lockstep.watch.words import Absent, Told, absence, described, lines_of, name_of, records_of
 
-_TICK_SECONDS = 0.25
-_RANKS_PER_TICK = 200  # more ranks ask less often, so that the store has as much to do
-_SECONDS_TO_ANSWER = 1.5
-_SECONDS_TO_LOOK = 1.0  # after which a wait is looked at for the first time, then at doubling intervals
+_SECONDS_TO_LOOK = 1.0  # after which a call is looked at for the first time, then at doubling intervals
 _SECONDS_TO_COMPARE = 1.0
+_SECONDS_TO_CONFIRM = 0.5  # after which ranks that wait for each other are asked again
+_SECONDS_TO_GO_ON = 2.0  # for a main thread whose group has been aborted
 _SECONDS_OF_STORE = 10.0  # for one answer; torch would look for five minutes for the file of a FileStore that is gone
-POLL_SECONDS = 0.005
+_TAG = 0x10C7  # of a receive that nobody sends for
 _FRAMES = 6
 _LOCKSTEP = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _LOCKSTEP + os.sep)
@@ -70,7 +69,9 @@ def side_store() -> Store:
         DistError: the store can't be shared, or there is none.
     """
     try:
-        met: Any = torch_dist.distributed_c10d._get_default_store()
+        default = GroupMember.WORLD
+        assert default is not None, "there is no default group"
+        met: Any = default.get_group_store()
         return cast("Store", met.clone())  # torch's stubs lack it
     except Exception as error:
         raise DistError(f"the ranks have no store that can be shared: {message_of(error)}") from error
@@ -107,6 +108,7 @@ class Watch:
 
     Attributes:
         default: `id` of the default group.
+        board: where ranks ask each other.
         error: with which this rank ends.
         is_cut_off: whether the store has not answered.
         looks_for_others: whether a collective has failed here, because of another rank: this one is not late.
@@ -115,21 +117,20 @@ class Watch:
     def __init__(self, default: ProcessGroup) -> None:
         self.default = id(default)
         self.rank, self.size = default.rank(), default.size()
-        self.store = side_store()
-        self.store.set_timeout(timedelta(seconds=_SECONDS_OF_STORE))
-        self._host, self._pid = socket.gethostname(), os.getpid()
-        self._answered = 0
-        self._lock = threading.RLock()
-        self._beat = _heartbeat_seconds()
-        # For each group: when a wait began, and after how many seconds of it to look and to warn.
-        self._waits: dict[str, tuple[float, float, float]] = {}
-        self._compared = time.monotonic()
-        self._doubts: set[tuple[str, int]] = set()
-        self._who: dict[int, dict[str, Any]] = {}
         self.error = ""
         self.is_cut_off = False
         self.looks_for_others = False
-        self.store.set(f"who/{self.rank}", json.dumps({"host": self._host, "pid": self._pid}))
+        self._beat = _heartbeat_seconds()
+        # For each group: when a call began, and after how many seconds of it to look and to warn.
+        self._waits: dict[str, tuple[float, float, float]] = {}
+        self._compared = time.monotonic()
+        self._doubts: set[tuple[str, int]] = set()
+        self._place, self._since = (0, 0), time.monotonic()  # where the main thread is, and since when
+        self._aborted: Calls | None = None  # of a group whose call ran on a device
+        self._heard, self._cut_off = -1, 0.0
+        self.store = side_store()
+        self.store.set_timeout(timedelta(seconds=_SECONDS_OF_STORE))
+        self.board = Board(self.store, self.rank, self.size, self.state)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
         self._thread.start()
@@ -143,298 +144,304 @@ class Watch:
             self._thread.join(2.0)
 
     def _run(self) -> None:
-        tick = _TICK_SECONDS * max(1.0, self.size / _RANKS_PER_TICK)
-        with suppress(Exception):  # the store is gone, and so is the job
-            while not self._stop.wait(tick):
-                self._answer()
+        while not self._stop.wait(self.board.tick):
+            self._look_at_main_thread()
+            try:
+                if not self.is_cut_off:
+                    self._look_at_store()
                 for comm, calls in recorded_groups():
-                    self._look(comm, calls)
-                if time.monotonic() - self._compared > _SECONDS_TO_COMPARE:
-                    self._compared = time.monotonic()
-                    self._compare()
+                    self._look_at_call(comm, calls)
+            except Exception:  # the store is gone, and soon the job
+                _logger.debug("the store does not answer", exc_info=True)
+                self.is_cut_off, self._cut_off = True, time.monotonic()
 
-    # Questions and answers.
+    def _look_at_main_thread(self) -> None:
+        """Note how long the main thread is at one place; end the process if that is a device that hangs."""
+        frame, now = _frame_of_main_thread(), time.monotonic()
+        place = (id(frame), -1 if frame is None else frame.f_lasti)
+        if place != self._place:
+            self._place, self._since = place, now
+        calls = self._aborted
+        if calls is None or calls.failure is None or calls.has_failed or now - self._since < _SECONDS_TO_GO_ON:
+            return
+        error = calls.failure.error()
+        error.add_note("\n".join(["The main thread does not go on:", *_stack()]))
+        end_process(error)
+
+    def _look_at_store(self) -> None:
+        self.board.answer()
+        if self.board.answered != self._heard:
+            self._heard = self.board.answered
+            self.hear()
+        if time.monotonic() - self._compared > _SECONDS_TO_COMPARE:
+            self._compared = time.monotonic()
+            self.board.gone([0])  # learn where it is: the store may end with it
+            for comm, calls in recorded_groups():
+                if calls.failure is None:
+                    self._compare(comm, calls)
+
+    def _look_at_call(self, comm: Comm, calls: Calls) -> None:
+        """If the last call is unfinished for long, find out why, and say who is late."""
+        number, since = calls.unfinished()
+        if not number or calls.failure is not None:
+            return
+        name, seconds = name_of(comm), time.monotonic() - since
+        if self._is_overdue(comm, seconds):
+            absent = self.absent_in_time(comm, calls, number)
+            detail = f"It has not ended for {seconds:.0f} s."
+            error = absence(comm, absent, detail, number=number, is_cut_off=self.is_cut_off)
+            self._fail(comm, calls, calls.failure or Told.by(error))
+        if self.is_cut_off:
+            return
+        begun, look, beat = self._waits.get(name, (0.0, 0.0, 0.0))
+        if begun != since:
+            look, beat = _SECONDS_TO_LOOK, self._beat
+        due, warns = min(look, beat), seconds >= beat
+        if seconds < due:
+            return
+        self._waits[name] = (since, 2 * look if seconds >= look else look, 2 * beat if warns else beat)
+        is_first = self.store.add(f"look/{name}/{calls.resets}/{number}/{due}", 1) == 1
+        if is_first or self.board.gone(comm.ranks):
+            absent = self.find_absent(comm, calls, number)
+            if warns and absent and calls.failure is None and calls.unfinished()[0] == number:
+                who = ranks_in_words([one.rank for one in absent])
+                text = f"{who} of {comm.name} in {calls.call(number)}\n{lines_of(absent)}"
+                _logger.warning("waiting %.0f s for %s", seconds, text)
+
+    def _is_overdue(self, comm: Comm, seconds: float) -> bool:
+        """Return whether a call fails by now; backends of devices would end the process, and name nobody."""
+        is_alone = self.is_cut_off and time.monotonic() - self._cut_off >= _SECONDS_OF_STORE
+        if is_alone and any(self.board.process(rank) == "gone" for rank in comm.ranks):
+            return True
+        return comm.timeout is not None and seconds >= comm.timeout.total_seconds()
 
     def state(self, *, ended: bool = False) -> dict[str, Any]:
         """Return what this rank does."""
         return {
-            "asks": self._answered,
-            "groups": {name_of(comm): calls.export() for comm, calls in recorded_groups()},
+            "groups": {name_of(comm): _exported(comm, calls) for comm, calls in recorded_groups()},
             "stack": [] if ended else _stack(),
+            "still": time.monotonic() - self._since,
             "ended": ended,
             "error": self.error,
             "looks": self.looks_for_others,
         }
 
-    def _answer(self) -> None:
-        with self._lock:
-            before = self._answered
-            while self.store.check([f"asked/{self.rank}/{self._answered}"]):
-                self._answered += 1
-            if self._answered == before:
-                return
-            for comm, calls in recorded_groups():
-                if calls.failure is None:
-                    self.hear_of_failure(comm, calls)
-            self.store.set(f"state/{self.rank}", json.dumps(self.state()))
-
-    def hear_of_failure(self, comm: Comm, calls: Calls) -> None:
-        """Learn why a group can't be used further, if another rank has said so."""
-        key = f"failure/{name_of(comm)}"
-        if self.store.check([key]):
-            calls.failure = Failure(*json.loads(self.store.get(key)))
-            if calls.waiting and threading.current_thread() is self._thread:
-                interrupt(comm)
-
-    def ask(self, ranks: Iterable[int]) -> dict[int, dict[str, Any] | None]:
-        """Return what some ranks do, by rank in the default group; None for one that does not answer."""
-        waiting = {}
-        answers: dict[int, dict[str, Any] | None] = {}
-        for rank in ranks:
-            answers[rank] = self.state() if rank == self.rank else self.last_word(rank)
-            if answers[rank] is None and self.process(rank) not in ("gone", "stopped"):
-                number = self.store.add(f"asks/{rank}", 1)
-                self.store.set(f"asked/{rank}/{number - 1}", "")
-                waiting[rank] = number
-        deadline = time.monotonic() + _SECONDS_TO_ANSWER
-        while waiting and time.monotonic() < deadline:
-            self._answer()  # somebody may be asking this rank
-            for rank, number in list(waiting.items()):
-                if self.store.check([f"state/{rank}"]):
-                    state = json.loads(self.store.get(f"state/{rank}"))
-                    if state["ended"] or state["asks"] >= number:
-                        answers[rank] = state
-                        del waiting[rank]
-                if rank in waiting and self.process(rank) in ("gone", "stopped"):
-                    del waiting[rank]
-            if waiting:
-                time.sleep(POLL_SECONDS)
-        return answers
-
-    def last_word(self, rank: int) -> dict[str, Any] | None:
-        """Return what a rank has said at its end; None if it has not ended."""
-        if not self.store.check([f"state/{rank}"]):
-            return None
-        state: dict[str, Any] = json.loads(self.store.get(f"state/{rank}"))
-        return state if state["ended"] else None
-
     # What a mismatch is.
 
-    def explain(self, comm: Comm, calls: Calls, *, wait: bool) -> Failure:
-        """Return which call is the first that differs between the ranks of a group.
-
-        Args:
-            comm: the group.
-            calls: this rank's.
-            wait: all ranks are about to call this.
-        """
-        name = name_of(comm)
-        own = calls.export()
-        exported: dict[int, Any] = {comm.rank: own}
-        if wait:
-            prefix = f"calls/{name}/{calls.resets}"
-            self.store.set(f"{prefix}/{comm.rank}", json.dumps(own))
-            keys = {rank: f"{prefix}/{rank}" for rank in range(comm.size) if rank != comm.rank}
-            deadline = time.monotonic() + _SECONDS_TO_ANSWER
-            while not self.store.check(list(keys.values())) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS / 5)
-            for rank, key in keys.items():
-                if self.store.check([key]):
-                    exported[rank] = json.loads(self.store.get(key))
-        missing = {comm.ranks[rank]: rank for rank in range(comm.size) if rank not in exported}
-        states = self.ask(missing)
-        ended = {}
-        for rank, state in states.items():
-            if state is not None and name in state["groups"]:
-                exported[missing[rank]] = state["groups"][name]
-                if state["ended"]:
-                    ended[missing[rank]] = state["error"]
-        return described(comm, {rank: Record(exported[rank]) for rank in sorted(exported)}, ended)
-
-    def declare(self, comm: Comm, failure: Failure) -> None:
-        """Tell the other ranks of a group why it can't be used further."""
-        self.store.set(f"failure/{name_of(comm)}", json.dumps(failure))
-        for rank in comm.ranks:
-            if rank != self.rank:
-                number = self.store.add(f"asks/{rank}", 1)
-                self.store.set(f"asked/{rank}/{number - 1}", "")
-
-    def _fail(self, comm: Comm, calls: Calls) -> None:
-        """Find out how the calls differ, and let all ranks of the group fail."""
-        failure = self.explain(comm, calls, wait=False)
-        if calls.failure is None:
-            calls.failure = failure
-            self.declare(comm, failure)
-            if calls.waiting and threading.current_thread() is self._thread:
-                interrupt(comm)
-
-    def _compare(self) -> None:
-        """Compare the calls so far with those of the first rank of each group."""
+    def hear(self) -> Failure | None:
+        """Return why a group can't be used further, if this rank has heard of it."""
+        heard = []
         for comm, calls in recorded_groups():
-            if calls.failure is not None:
-                continue
-            key = f"same/{name_of(comm)}"
-            if comm.rank == 0:
-                number, resets = calls.number, calls.resets
-                if number:
-                    self.store.set(key, json.dumps([number, calls.digest_after(number), resets]))
-            elif self.store.check([key]):
-                number, digest, resets = json.loads(self.store.get(key))
-                own = calls.digest_after(number)
-                doubt = (key, resets)
-                if own is None or digest is None or resets != calls.resets or own == digest:
-                    self._doubts.discard(doubt)
-                elif doubt in self._doubts:
-                    self._fail(comm, calls)
-                else:
-                    self._doubts.add(doubt)  # the main threads may be about to raise an error themselves
+            key = f"failure/{name_of(comm)}"
+            if calls.failure is None and self.store.check([key]):
+                kind, *told = json.loads(self.store.get(key))
+                error = absence(comm, [Absent(*one) for one in told]) if kind == "gone" else None
+                calls.failure = Failure(*told) if error is None else Told.by(error)
+                heard.append((comm, calls, calls.failure))
+        for one in heard:  # the main thread goes on when all are known
+            self._fail(*one)
+        return next((calls.failure for _, calls in recorded_groups() if calls.failure is not None), None)
 
-    # Waiting.
+    def explain(self, comm: Comm, calls: Calls) -> Failure:
+        """Return which call is the first that differs between the ranks of a group, all of which call this.
 
-    def _look(self, comm: Comm, calls: Calls) -> None:
-        """If the main thread has waited for long, find out whether the others make another call, and say for whom."""
-        name, number, since = name_of(comm), calls.waiting, calls.since
-        if not number:
+        The first rank asks, and tells the others.
+        """
+        key = f"told/{name_of(comm)}/{calls.resets}"
+        if comm.rank != 0:
+            for _ in pauses(2 * self.board.seconds_to_answer, self.board.tick):
+                self.board.answer()
+                if self.store.check([key]):
+                    return Failure(*json.loads(self.store.get(key)))
+        failure = self._difference(comm, self.board.ask(comm.ranks))
+        if comm.rank == 0:
+            self.store.set(key, json.dumps(failure))
+        return failure
+
+    def _difference(self, comm: Comm, states: Mapping[int, State | None]) -> Failure:
+        ended = [rank for rank, one in enumerate(comm.ranks) if (states[one] or {}).get("ended")]
+        return described(comm, records_of(comm, states), ended)
+
+    def declare(self, group: str, ranks: Sequence[int], failure: Sequence[object], kind: str = "calls") -> None:
+        """Tell the ranks of a group why it can't be used further: by a `Failure`, or what is known of ranks `gone`."""
+        self.store.set(f"failure/{group}", json.dumps([kind, *failure]))
+        self.board.notify([rank for rank in ranks if rank != self.rank])
+
+    def _fail(self, comm: Comm, calls: Calls, failure: Failure) -> None:
+        """Let this rank's call in a group fail, and all later ones."""
+        calls.failure = calls.failure or failure
+        if threading.current_thread() is self._thread and calls.unfinished()[0]:
+            if not calls.waiting:
+                self._aborted, self._since = calls, time.monotonic()
+            interrupt(comm)
+
+    def _fail_all(self, comm: Comm, calls: Calls, failure: Failure) -> None:
+        """Let all ranks of the group fail."""
+        if calls.failure is None:
+            self.declare(name_of(comm), comm.ranks, failure)
+            self._fail(comm, calls, failure)
+
+    def _compare(self, comm: Comm, calls: Calls) -> None:
+        """Compare the calls so far with those of the first rank of a group."""
+        key = f"same/{name_of(comm)}"
+        if comm.rank == 0:
+            number, resets = calls.number, calls.resets
+            if number:
+                self.store.set(key, json.dumps([number, calls.digest_after(number), resets]))
+        elif self.store.check([key]):
+            number, digest, resets = json.loads(self.store.get(key))
+            own, doubt = calls.digest_after(number), (key, resets)
+            if own is None or digest is None or resets != calls.resets or own == digest:
+                self._doubts.discard(doubt)
+            elif doubt in self._doubts:
+                self._fail_all(comm, calls, self._difference(comm, self.board.ask(comm.ranks)))
+            else:
+                self._doubts.add(doubt)  # the main threads may be about to raise an error themselves
+
+    # Calls that do not end.
+
+    def absent_in_time(self, comm: Comm, calls: Calls, number: int) -> list[Absent]:
+        """Return what `find_absent` does for a call that has failed, or what the system knows, if the store is silent.
+
+        Where the network is gone, it is silent for a quarter of an hour.
+        """
+        self.looks_for_others = True
+        found: list[Absent] = []
+
+        def find() -> None:
+            with suppress(Exception):  # the store may be gone
+                found.extend(self.find_absent(comm, calls, number, has_failed=True))
+
+        if not self.is_cut_off:
+            finding = threading.Thread(target=find, name="lockstep-find-absent", daemon=True)
+            finding.start()
+            finding.join(self.board.seconds_to_answer + 0.4)
+            self.is_cut_off = finding.is_alive()
+        if not self.is_cut_off:
+            return found
+        return self._described(comm, [rank for rank in comm.ranks if self.board.process(rank) == "gone"], {})
+
+    def find_absent(self, comm: Comm, calls: Calls, number: int, *, has_failed: bool = False) -> list[Absent]:
+        """Return which ranks of a group have not made a call that this rank has made, and what they do.
+
+        Where the call can never end, because the ranks have made different ones, or wait for each other, the group
+        fails; unless the call has failed by itself, also where a rank is gone.
+        """
+        states = self.board.ask(comm.ranks)
+        self.hear()
+        if calls.failure is not None or not (has_failed or calls.unfinished()[0] == number):
+            return []
+        others = {rank: states[rank] for rank in comm.ranks if rank != self.rank}
+        records = {comm.ranks[rank]: record for rank, record in records_of(comm, states).items()}
+        for rank, state in others.items():
+            record = records.get(rank)
+            if number and record is not None and state is not None and record.resets == calls.resets:
+                call = record.call(number)
+                has_left = state["ended"] and not state["error"] and record.number < number
+                if has_left or (call is not None and call.fingerprint != calls.call(number).fingerprint):
+                    self._fail_all(comm, calls, self._difference(comm, states))
+                    return []
+        if not has_failed:
+            dead = [x for x, state in others.items() if (state["error"] if state else self.board.process(x) == "gone")]
+            if dead:
+                found = self._described(comm, dead, states)
+                self.declare(name_of(comm), comm.ranks, found, "gone")
+                self._fail(comm, calls, Told.by(absence(comm, found, number=number)))
+                return []
+            self._find_deadlock(states)
+        absent = [x for x, state in others.items() if state is None or x not in records or records[x].number < number]
+        # Those that have made the call, and then ended, may have done so because of others. torch's own collectives are
+        # not recorded: whoever is not in one of them is late.
+        absent = absent or [x for x, state in others.items() if state and state["ended"]]
+        absent = absent or [x for x, state in others.items() if not _is_waiting(state)]
+        return self._described(comm, absent, states)
+
+    def _find_deadlock(self, states: dict[int, State | None]) -> None:
+        """Find out whether ranks wait for each other in calls of different groups, and let these fail."""
+        while new := absent_ranks(states, self.size).difference(states):
+            states |= self.board.ask(sorted(new))
+        stuck = stuck_ranks(states, self.size)
+        if not stuck or self._stop.wait(_SECONDS_TO_CONFIRM):
             return
-        seconds = time.monotonic() - since
-        begun, due, beat = self._waits.get(name, (0.0, 0.0, 0.0))
-        if begun != since:
-            due, beat = _SECONDS_TO_LOOK, self._beat
-        looks, warns = seconds >= due, seconds >= beat
-        self._waits[name] = (since, 2 * due if looks else due, 2 * beat if warns else beat)
-        if looks and self._is_first(f"look/{name}/{calls.resets}/{number}/{2 * due}"):
-            self._find_mismatch(comm, calls, number)
-        if warns and calls.waiting == number and self._is_first(f"beat/{name}/{calls.resets}/{number}/{beat}"):
-            absent = self.find_absent(comm, calls, number)
-            if calls.waiting == number and absent:
-                who = ranks_in_words([one.rank for one in absent])
-                _logger.warning(
-                    "waiting %.0f s for %s of %s in %s\n%s",
-                    seconds, who, comm.name, calls.call(number), lines_of(absent),
-                )  # fmt: skip
+        states = self.board.ask(states)
+        again = stuck_ranks(states, self.size)
+        if all(again.get(rank) == calls for rank, calls in stuck.items()):
+            failure = deadlock(states, stuck, self.size)
+            for name, members in {(call.group, call.members) for calls in stuck.values() for call in calls}:
+                self.declare(name, members, failure)
+            self.hear()
 
-    def _is_first(self, key: str) -> bool:
-        return bool(self.store.add(key, 1) == 1)
-
-    def _find_mismatch(self, comm: Comm, calls: Calls, number: int) -> None:
-        states = self.ask(comm.ranks)
-        records = records_of(comm, states)
-        if calls.failure is not None or calls.waiting != number or comm.rank not in records:
-            return
-        own = records[comm.rank].call(number)
-        for rank, record in records.items():
-            other = record.call(number)
-            state = states[comm.ranks[rank]]
-            has_left = state is not None and state["ended"] and not state["error"] and record.number < number
-            if record.failure is None and (
-                has_left or (other is not None and own is not None and other.fingerprint != own.fingerprint)
-            ):
-                self._fail(comm, calls)
-                return
-
-    def find_absent(self, comm: Comm, calls: Calls, number: int | None = None) -> list[Absent]:
-        """Return which ranks of a group have not made a call that this rank has made, and what they do."""
-        has_failed, number = number is None, calls.number if number is None else number
-        states = self.ask(comm.ranks)
-        records = records_of(comm, states)
-        if has_failed and number:
-            self._find_cause(comm, calls, records)
-        others = [rank for rank in range(comm.size) if rank != comm.rank]
-        made = {rank: records[rank].number if rank in records else 0 for rank in others}
-        absent = [rank for rank in others if states[comm.ranks[rank]] is None or made[rank] < number]
-        if not absent:  # those that have made the call, and then ended, may have done so because of others
-            absent = [rank for rank in others if (states[comm.ranks[rank]] or {}).get("ended")]
-        if not absent:  # torch's own collectives are not recorded: whoever is not in one of them is late
-            absent = [rank for rank in others if not _is_waiting(states[comm.ranks[rank]])]
-        found = []
-        for rank in absent:
-            world_rank = comm.ranks[rank]
-            state = states[world_rank]
-            process = self.process(world_rank) if state is None else ""
-            found.append(
-                Absent(
-                    rank,
-                    self._words(world_rank, state, process, records.get(rank)),
-                    process == "gone" or (state is not None and state["ended"]),
-                    "" if state is None else str(state["error"]),
-                )
-            )
+    def _described(self, comm: Comm, ranks: Sequence[int], states: Mapping[int, State | None]) -> list[Absent]:
+        """Return what is known of ranks that are absent."""
+        records, found = records_of(comm, states), list[Absent]()
+        for rank in ranks:
+            own, state = comm.ranks.index(rank), states.get(rank)
+            process = self.board.process(rank) if state is None else ""
+            has_ended = process == "gone" or (state is not None and state["ended"])
+            words = self._words(rank, state, process, records.get(own))
+            found.append(Absent(own, words, has_ended, "" if state is None else str(state["error"])))
         return found
 
-    def _find_cause(self, comm: Comm, calls: Calls, records: Mapping[int, Record]) -> None:
-        """After a call has failed, find out whether that is because the ranks have made different ones."""
-        if calls.failure is None:
-            self.hear_of_failure(comm, calls)
-        if calls.failure is not None:
-            return
-        own = calls.call(calls.number)
-        for record in records.values():
-            other = record.call(calls.number)
-            if record.failure is not None:
-                calls.failure = record.failure
-            elif other is not None and other.fingerprint != own.fingerprint and record.resets == calls.resets:
-                self._fail(comm, calls)
-            if calls.failure is not None:
-                return
-
-    def _words(self, rank: int, state: Mapping[str, Any] | None, process: str, record: Record | None) -> str:
-        who = self._who_is(rank)
-        where = f"process {who['pid']} on {who['host']}" if who else "a process that never said where it runs"
+    def _words(self, rank: int, state: State | None, process: str, record: Record | None) -> str:
+        place, last = self.board.place(rank), "no call in this group"
         if state is None:
-            return {
-                "gone": f"is gone ({where})",
-                "stopped": f"does not answer, because it is stopped ({where}; kill -CONT continues it)",
-            }.get(process, f"does not answer ({where}{process and '; ' + process})")
-        last = "no call in this group"
+            stopped = f"does not answer, because it is stopped ({place}; kill -CONT continues it)"
+            return {"gone": f"is gone ({place})", "stopped": stopped}.get(process, f"does not answer ({place})")
         if record is not None and record.number:
             last = f"last call {record.number}, {record.call(record.number)}, {record.seconds:.0f} s ago"
         if state["ended"]:
             cause = f" with {state['error']}" if state["error"] else ""
-            return f"has ended{cause} ({where}); {last}"
+            return f"has ended{cause} ({place}); {last}"
         stack = "".join(f"\n      {line}" for line in state["stack"])
-        return f"{last} ({where}); now in{stack}"
-
-    def _who_is(self, rank: int) -> dict[str, Any]:
-        if rank not in self._who and self.store.check([f"who/{rank}"]):
-            self._who[rank] = json.loads(self.store.get(f"who/{rank}"))
-        return self._who.get(rank, {})
-
-    def process(self, rank: int) -> str:
-        """Return what the system says of a rank's process: gone, stopped, or another state; "" if it is not here."""
-        who = self._who_is(rank)
-        if not who or who["host"] != self._host or not Path("/proc/self/stat").exists():
-            return ""
-        try:
-            state = Path(f"/proc/{who['pid']}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return "gone"
-        return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
+        return f"{last} ({place}); now in{stack}"
 
 
 def interrupt(comm: Comm) -> None:
-    """Let what the main thread waits for in a group fail."""
+    """Let what the main thread waits for in a group fail, and what the group runs on a device."""
     pg = comm.pg
     if pg is None:
         return
-    if "cpu" in comm.devices and comm.backend != "nccl":
-        # gloo has no other way: a receive that times out closes all connections of the group (torch 2.13). One from a
-        # rank that is gone fails without that.
+    if "cpu" in comm.devices:
+        # A receive that times out is what ends gloo's waits, by closing all connections of the group. Its `abort` and
+        # `shutdown` don't (torch 2.13). A receive from a rank that is gone fails without that.
         for step in range(1, comm.size):
+            source = (comm.rank + step) % comm.size
             try:
-                pg.recv([torch.empty(1)], (comm.rank + step) % comm.size, 0x10C7).wait(timedelta(milliseconds=1))
+                work = torch_dist.irecv(torch.empty(1), group=pg, group_src=source, tag=_TAG)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if any(words in str(error) for words in PEER_IS_GONE):
                     continue
             break
     with suppress(Exception):
         if comm.devices - {"cpu"}:
-            cast(Any, pg).abort()
+            pg.abort()
+
+
+def end_process(error: BaseException) -> NoReturn:
+    """Show an error that nothing can catch, and end the process, whatever its main thread waits for."""
+    sys.excepthook(type(error), error, None)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
+
+
+def _exported(comm: Comm, calls: Calls) -> dict[str, Any]:
+    """Return a group's record as the other ranks need it."""
+    ranks = None if comm.pg is GroupMember.WORLD else comm.ranks
+    return calls.export() | {"on_host": calls.waiting > 0, "inside": calls.inside, "ranks": ranks}
+
+
+def _frame_of_main_thread() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def _stack() -> list[str]:
     """Return the innermost frames of the main thread, the innermost first; those of libraries are left out."""
-    ident = threading.main_thread().ident
-    frame = sys._current_frames().get(ident) if ident is not None else None
+    frame = _frame_of_main_thread()
     if frame is None:
         return []
     frames = [(one.filename, one.lineno, one.name) for one in traceback.extract_stack(frame)]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from typing import NamedTuple
 
 from lockstep.calls import Failure, Record, first_difference, grouped, unlike_most
+from lockstep.errors import CollectiveTimeoutError, DistError, PeerError, caused_by, ranks_in_words
 from lockstep.groups import Comm
+from lockstep.watch.board import State
+
+# A rank that ended with one of these did so because of another one.
+_OF_OTHERS = (f"{PeerError.__name__}:", f"{CollectiveTimeoutError.__name__}:")
 
 
 class Absent(NamedTuple):
@@ -25,7 +31,7 @@ class Absent(NamedTuple):
     cause: str
 
 
-def records_of(comm: Comm, states: Mapping[int, Mapping[str, Any] | None]) -> dict[int, Record]:
+def records_of(comm: Comm, states: Mapping[int, State | None]) -> dict[int, Record]:
     """Return the calls of a group's ranks, by rank in the group, as far as they have answered."""
     name, found = name_of(comm), {}
     for rank, world_rank in enumerate(comm.ranks):
@@ -35,7 +41,7 @@ def records_of(comm: Comm, states: Mapping[int, Mapping[str, Any] | None]) -> di
     return found
 
 
-def described(comm: Comm, records: Mapping[int, Record], ended: Mapping[int, str]) -> Failure:
+def described(comm: Comm, records: Mapping[int, Record], ended: Collection[int]) -> Failure:
     """Return which call differs first, and what each rank has called."""
     number = first_difference(list(records.values()))
     if number is None:
@@ -67,7 +73,71 @@ def described_if_different(comm: Comm, records: Mapping[int, Record]) -> Failure
         return None
     if len({record.number for record in records.values()}) == len({record.digest for record in records.values()}) == 1:
         return None
-    return described(comm, records, dict.fromkeys(records, ""))
+    return described(comm, records, records)
+
+
+class Told(Failure):
+    """Why a group can't be used further, by an error."""
+
+    _error: DistError
+
+    @classmethod
+    def by(cls, error: DistError) -> Told:
+        """Return the failure that raises this error."""
+        told = cls(str(error))
+        told._error = error
+        return told
+
+    def error(self) -> DistError:
+        """Return the error that says so."""
+        return copy(self._error)
+
+
+def absence(
+    comm: Comm,
+    absent: Sequence[Absent],
+    detail: str = "",
+    *,
+    cause: str = "",
+    number: int | None = None,
+    is_gone: bool = False,
+    is_of_torch: bool = False,
+    is_cut_off: bool = False,
+) -> DistError:
+    """Return the error of a call that others did not join; it names them.
+
+    Args:
+        comm: the group.
+        absent: what is known of them.
+        detail: what has shown that they did not come, as a sentence, for where nothing is known of them.
+        cause: what the backend says.
+        number: that of the call; the last one by default.
+        is_gone: one of them has ended, even if `absent` does not have it.
+        is_of_torch: it was a collective of torch's own, as in DDP's backward pass.
+        is_cut_off: the store does not answer.
+    """
+    number = comm.calls.number if number is None and comm.calls is not None else number
+    of_torch = "a collective of torch's own" if is_of_torch else "a collective"
+    call = f"call {number}, {comm.calls.call(number)}," if comm.calls is not None and number else ""
+    what = (f"{of_torch} after {call}" if is_of_torch else call) if call else of_torch
+    ended = [one for one in absent if one.has_ended]
+    shown: Sequence[Absent] = [one for one in ended if not one.cause.startswith(_OF_OTHERS)] or ended or absent
+    who = f"{ranks_in_words([one.rank for one in shown])} of {comm.name}" if shown else f"a rank of {comm.name}"
+    error: DistError
+    if ended or (is_gone and not absent):
+        text = f"{who} ended or lost the connection during {what} as seen on {comm.this_rank}. Look for "
+        text += f"the error there first:\n{lines_of(shown)}" if shown else f"its own error first. {detail}"
+        rank, said = (shown[0].rank, shown[0].cause) if shown else (None, "")
+        error = PeerError(text, rank=rank, cause=said or cause)
+    else:
+        text = f"{who} did not take part in {what} in time"
+        hint = "Do all ranks call the same collectives in the same order?"
+        if is_cut_off:
+            text += ", nor does the store answer at which the ranks met"
+            hint = "This host may have lost its network, or that of rank 0."
+        text += f" ({comm.this_rank})" + (f":\n{lines_of(shown)}" if shown else f". {hint} {detail}")
+        error = CollectiveTimeoutError(text)
+    return caused_by(error, [comm.ranks[one.rank] for one in shown]) if shown else error
 
 
 def lines_of(absent: Sequence[Absent]) -> str:

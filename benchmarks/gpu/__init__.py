@@ -1,0 +1,1 @@
+"""What lockstep costs on GPUs: trainings beside loops by hand and other frameworks, and calls beside torch's."""

@@ -1,0 +1,215 @@
+"""The control plane: what the hosts of a group tell each other, over gloo, beside the tensors of their devices.
+
+There is one operation, `exchange`: each rank gives bytes, and gets those of all. Whatever a rank is about to do, it
+meets what another one does, so ranks that differ learn of it here, all at once, and can use the group further.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from lockstep.errors import DistError, PeerError, error_in_words
+from lockstep.groups import Comm
+from lockstep.transport.handles import in_backend
+from lockstep.transport.memory import bytes_of
+from lockstep.watch.failures import mismatch
+
+_SLOT_BYTES = 256
+# In each slot: digest of the calls, whether the rank reports a failure, length of what it says.
+_HEAD = struct.Struct("<3q")
+_ROOM_BYTES = _SLOT_BYTES - _HEAD.size
+# What does not fit into slots goes to all in one call up to this size, padded; above, in one broadcast for each rank.
+_PADDED_BYTES = 2**16
+_MOST_FAILURE_BYTES = 480
+_CPU = torch.device("cpu")
+# Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
+all_gather_single: Callable[..., Work | None] = getattr(
+    torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor
+)
+
+
+class _Control:
+    """The control plane of one group, with its memory for slots.
+
+    Attributes:
+        reference: weak reference to the group that carries it: the group itself where gloo serves its CPU, else one
+            beside it. Weak, so that destroying the group ends it.
+        own: this rank's slot.
+        every: every rank's slot.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        group = comm.pg
+        assert group is not None
+        if comm.backends.get("cpu") != "gloo":
+            group = torch_dist.new_group(
+                list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
+            )
+        self.reference: ReferenceType[ProcessGroup] = ref(group)
+        with torch.inference_mode(False):
+            self.own = torch.empty(_SLOT_BYTES, dtype=torch.uint8, device=_CPU)
+            self.every = torch.empty(comm.size * _SLOT_BYTES, dtype=torch.uint8, device=_CPU)
+        self.own_bytes, self.every_bytes = (memoryview(bytes_of(x)).cast("B") for x in (self.own, self.every))
+
+
+_controls: WeakKeyDictionary[ProcessGroup, _Control] = WeakKeyDictionary()
+
+
+def _control_of(comm: Comm) -> _Control:
+    group = comm.pg
+    assert group is not None
+    control = _controls.get(group)
+    if control is None:
+        control = _controls[group] = _Control(comm)
+    return control
+
+
+def control_group(comm: Comm) -> ProcessGroup | None:
+    """Return the group over which the hosts of `comm` speak; None where no group exists.
+
+    **Collective** at the first call in a group without gloo for the CPU: every rank of the group.
+    """
+    return None if comm.pg is None else _control_of(comm).reference()
+
+
+def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> list[bytes]:
+    """Give every rank every rank's bytes.
+
+    Args:
+        comm: the group.
+        payload: this rank's bytes, any number; few ranks should have more than 64 KiB.
+        failure: why this rank can't take part in what follows, in place of `payload`.
+
+    **Collective**: every rank of the group. What another rank calls meanwhile may be any call that exchanges.
+
+    **Raises**: CollectiveMismatchError on every rank, where they have made different calls; PeerError, naming the first
+    rank with a `failure`, on all but that one, which gets a list and raises its own error.
+
+    **Cost**: 256 bytes from each rank to each, one call of gloo; what does not fit into it in further ones.
+    """
+    calls = comm.calls
+    if comm.pg is None or calls is None:
+        return [payload] * comm.size
+    control = _control_of(comm)
+    if failure is not None:
+        # A file's name may hold what UTF-8 can't encode.
+        payload = failure.encode(errors="backslashreplace")[:_MOST_FAILURE_BYTES]
+    _HEAD.pack_into(control.own_bytes, 0, calls.digest, failure is not None, len(payload))
+    inline = payload[:_ROOM_BYTES]
+    control.own_bytes[_HEAD.size : _HEAD.size + len(inline)] = inline
+    with in_backend(comm):
+        all_gather_single(control.every, control.own, group=control.reference())
+    heads = [_HEAD.unpack_from(control.every_bytes, place * _SLOT_BYTES) for place in range(comm.size)]
+    if any(digest != calls.digest for digest, _, _ in heads):
+        raise mismatch(comm, all_know=True)
+    found = []
+    for place, (_, _, length) in enumerate(heads):
+        first = place * _SLOT_BYTES + _HEAD.size
+        found.append(bytes(control.every_bytes[first : first + min(length, _ROOM_BYTES)]))
+    lengths = [max(length - _ROOM_BYTES, 0) for _, _, length in heads]
+    if any(lengths):
+        rests = _exchange_rests(payload[_ROOM_BYTES:], lengths, comm)
+        found = [one + rest for one, rest in zip(found, rests, strict=True)]
+    failures = [
+        one.decode(errors="replace") if failed else None for one, (_, failed, _) in zip(found, heads, strict=True)
+    ]
+    if failure is None:
+        require_no_failure(failures, comm)
+    return found
+
+
+def _exchange_rests(own: bytes, lengths: Sequence[int], comm: Comm) -> list[bytes]:
+    """Give every rank what did not fit into every rank's slot."""
+    longest = max(lengths)
+    if sum(length > 0 for length in lengths) > 1 and longest <= _PADDED_BYTES:
+        sent = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
+        every = torch.empty(comm.size * longest, dtype=torch.uint8, device=_CPU)
+        with in_backend(comm):
+            all_gather_single(every, sent, group=control_group(comm))
+        whole = memoryview(bytes_of(every)).cast("B")
+        return [bytes(whole[place * longest : place * longest + length]) for place, length in enumerate(lengths)]
+    parts = [torch.empty(length, dtype=torch.uint8, device=_CPU) for length in lengths]
+    if own:
+        parts[comm.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    give_to_all([[part] if part.numel() else [] for part in parts], comm)
+    return [bytes(bytes_of(part)) for part in parts]
+
+
+def give_to_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None:
+    """Give every rank every rank's segments, in place: for each rank a list of flat tensors of the CPU.
+
+    **Collective**: every rank, with the same sizes. **Cost**: one broadcast for each segment, all in flight at once.
+    """
+    if comm.pg is None:
+        return
+    group = control_group(comm)
+    with in_backend(comm):
+        works = [
+            torch_dist.broadcast(segment, group_src=rank, group=group, async_op=True)
+            for rank, of_rank in enumerate(segments)
+            for segment in of_rank
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+def start_sending(segments: Sequence[Tensor], peer: int, comm: Comm, tag: int = 0) -> list[Work | None]:
+    """Start to send segments of the CPU to a rank, which calls `start_receiving` with the same sizes and tag."""
+    group = control_group(comm)
+    with in_backend(comm):
+        return [torch_dist.isend(one, group_dst=peer, group=group, tag=tag) for one in segments]
+
+
+def start_receiving(segments: Sequence[Tensor], peer: int, comm: Comm, tag: int = 0) -> list[Work | None]:
+    """Start to fill segments of the CPU with what a rank sends by `start_sending`."""
+    group = control_group(comm)
+    with in_backend(comm):
+        return [torch_dist.irecv(one, group_src=peer, group=group, tag=tag) for one in segments]
+
+
+def have_same_calls(comm: Comm) -> None:
+    """Compare the calls of all ranks. **Collective**, **Raises**, **Cost**: as `exchange`."""
+    if comm.size > 1:
+        exchange(comm)
+
+
+@contextmanager
+def report_failure(comm: Comm, kind: type[BaseException] = Exception) -> Iterator[None]:
+    """If the block raises, tell the other ranks, which are in `exchange` or about to be, why this one can't take part.
+
+    Args:
+        comm: the group.
+        kind: which errors are told; others are not.
+    """
+    try:
+        yield
+    except kind as error:
+        tell_failure(error, comm)
+        raise
+
+
+def tell_failure(error: BaseException, comm: Comm) -> None:
+    """Tell the other ranks, which are in `exchange`, that this one can't take part; it then raises `error`."""
+    with suppress(DistError):  # this rank raises its own error
+        exchange(comm, failure=error_in_words(error))
+
+
+def require_no_failure(failures: Sequence[str | None], comm: Comm) -> None:
+    """Raise PeerError if some rank has failed, naming the first; the failing rank itself raises its own error."""
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise PeerError(
+                f"rank {rank} of {comm.size} could not take part: {failure} (seen on {comm.this_rank}). "
+                "Nothing was exchanged, and the group can be used further",
+                rank=rank,
+                cause=failure,
+            )

@@ -1,0 +1,152 @@
+"""The board: how ranks ask what others do, through the store at which they met. Their groups may be stuck.
+
+Keys of a rank r: `who/r` (host and process), `asked/r` (number of the last question to it), `answered/r` (of the last
+one that it has answered, `_ENDED` if it has ended), `state/r` (the answer). A rank has one request for each time that
+it looks, and some for each question that it asks, whatever the number of ranks; none of the store's own waits is used,
+because torch prints a warning for each one that ends in vain (2.13).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeAlias, cast
+
+from torch.distributed import Store
+
+State: TypeAlias = Mapping[str, Any]
+"""What a rank does, as `Watch.state` says it."""
+
+_RANKS_PER_SECOND = 1000  # that look at the store; its answer to one takes about 20 microseconds
+_SHORTEST, _LONGEST = 0.25, 1.0  # seconds from one look to the next
+_ENDED = 2**62
+
+
+class Board:
+    """What ranks tell each other; one of each rank.
+
+    Args:
+        store: at which they met.
+        rank: this one, in the default group.
+        size: the number of ranks.
+        state: says what this rank does.
+
+    Attributes:
+        tick: seconds from one look at the store to the next.
+        answered: number of the last question that this rank has answered.
+        seconds_to_answer: after which nobody waits for an answer any longer.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, state: Callable[[], State]) -> None:
+        self.store = cast("Any", store)  # torch's stubs lack `multi_set`
+        self.rank, self.size = rank, size
+        self.tick = min(_LONGEST, max(_SHORTEST, size / _RANKS_PER_SECOND))
+        self.seconds_to_answer = 1.25 + self.tick
+        self.answered = self._asked = -1
+        self._state, self._lock = state, Lock()
+        self._host = socket.gethostname()
+        self._who: dict[int, dict[str, Any]] = {}
+        who = json.dumps({"host": self._host, "pid": os.getpid()})
+        first = {"asked": "0", "answered": "-1", "state": "null", "who": who}  # others look for the last
+        self.store.multi_set([f"{key}/{rank}" for key in first], list(first.values()))
+
+    def answer(self) -> None:
+        """Tell what this rank does, if another one has asked since the last time."""
+        with self._lock:
+            asked = int(self.store.get(f"asked/{self.rank}"))
+            if asked != self._asked and self.answered < _ENDED:
+                self._asked = asked
+                number = self.store.add("asks", 0)  # a later question may have been overwritten by an earlier one
+                self._tell(self._state(), number)
+
+    def end(self, state: State) -> None:
+        """Tell this rank's last word."""
+        with self._lock:
+            self._tell(state, _ENDED)
+
+    def notify(self, ranks: Sequence[int]) -> int:
+        """Let ranks look; return the number of this question."""
+        number: int = self.store.add("asks", 1)
+        if ranks:
+            self.store.multi_set([f"asked/{rank}" for rank in ranks], [str(number)] * len(ranks))
+        return number
+
+    def ask(self, ranks: Iterable[int]) -> dict[int, State | None]:
+        """Return what ranks do; None for one that does not answer."""
+        answers: dict[int, State | None] = dict.fromkeys(ranks)
+        waiting = [rank for rank in self._begun(answers) if rank != self.rank]
+        number = self.notify(waiting)
+        for _ in pauses(self.seconds_to_answer, self.tick):
+            self.answer()  # somebody may be asking this rank
+            last = self._read("answered", waiting)
+            answers |= self._read("state", [rank for rank in waiting if last[rank] >= number])
+            left = [rank for rank in waiting if last[rank] < number]
+            waiting = [rank for rank in left if self.process(rank) not in ("gone", "stopped")]
+            if not waiting:
+                break
+        if self.rank in answers:
+            answers[self.rank] = self._state()
+        return answers
+
+    def last_words(self, ranks: Iterable[int]) -> dict[int, State]:
+        """Return the last words of those ranks that have ended."""
+        answered = self._read("answered", self._begun(ranks))
+        return self._read("state", [rank for rank, last in answered.items() if last == _ENDED])
+
+    def missing(self) -> list[int]:
+        """Return which other ranks have not told their last word."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        answered = self._read("answered", self._begun(others))
+        return [rank for rank in others if answered.get(rank) != _ENDED]
+
+    def place(self, rank: int) -> str:
+        """Return in words where a rank runs."""
+        who = self._who.get(rank)
+        return f"process {who['pid']} on {who['host']}" if who else "a process that never said where it runs"
+
+    def process(self, rank: int) -> str:
+        """Return what the system says of a rank's process: gone, stopped, or ""; it does not know those elsewhere."""
+        who = self._who.get(rank)
+        if not who or who["host"] != self._host or not Path("/proc/self/stat").exists():
+            return ""
+        try:
+            state = Path(f"/proc/{who['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "gone"
+        return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "")
+
+    def gone(self, ranks: Iterable[int]) -> list[int]:
+        """Return which ranks are gone from this host."""
+        return [rank for rank in self._begun(ranks) if self.process(rank) == "gone"]
+
+    def _begun(self, ranks: Iterable[int]) -> list[int]:
+        """Return which ranks have begun to answer, and learn where they run."""
+        ranks = list(ranks)
+        new = [rank for rank in ranks if rank not in self._who]
+        if new and not self.store.check([f"who/{rank}" for rank in new]):
+            new = [rank for rank in new if self.store.check([f"who/{rank}"])]
+        self._who |= self._read("who", new)
+        return [rank for rank in ranks if rank in self._who]
+
+    def _read(self, key: str, ranks: Sequence[int]) -> dict[int, Any]:
+        texts = self.store.multi_get([f"{key}/{rank}" for rank in ranks]) if ranks else []
+        return dict(zip(ranks, map(json.loads, texts), strict=True))
+
+    def _tell(self, state: State, number: int) -> None:
+        self.answered = number
+        self.store.multi_set([f"state/{self.rank}", f"answered/{self.rank}"], [json.dumps(state), str(number)])
+
+
+def pauses(seconds: float, longest: float) -> Iterator[float]:
+    """Yield the seconds that have passed: at once, then after pauses that double up to the longest one."""
+    begun, pause = time.monotonic(), longest / 64
+    yield 0.0
+    while (passed := time.monotonic() - begun) < seconds:
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+        yield passed
