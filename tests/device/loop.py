@@ -90,6 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
     "workers": {"train_dataloader": loader(num_workers=1)},
     "prefetching": {"prefetch_to_device": True},
     "amp": {"optim_wrapper": {**ADAMW, "type": "AmpOptimWrapper", "dtype": "bfloat16"}},
+    "float16": {"optim_wrapper": {**ADAMW, "type": "AmpOptimWrapper", "dtype": "float16"}},
     "accumulation": {"optim_wrapper": {**ADAMW, "accumulative_counts": 2}},
     "an average": {"custom_hooks": [{"type": "EMAHook"}]},
     "an average on the CPU": {"custom_hooks": [{"type": "EMAHook", "device": "cpu"}]},
