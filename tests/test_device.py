@@ -43,7 +43,7 @@ def test_memory_that_was_let_go_of_stays_in_the_peak() -> None:
     del block
     after = memory_stats("cpu")
     if get_device() == "cpu":
-        assert 0.9 * during.peak_bytes <= peak_memory() <= memory_stats("cpu").peak_bytes
+        assert 0.9 * during.peak_bytes <= (peak_memory() or 0) <= memory_stats("cpu").peak_bytes
     assert during.allocated_bytes - before.allocated_bytes == pytest.approx(nbytes, rel=0.2)
     assert after.allocated_bytes < during.allocated_bytes - nbytes / 2
     assert after.peak_bytes > before.peak_bytes + 128 * MIB
@@ -53,7 +53,25 @@ def test_the_stats_are_those_of_the_current_device() -> None:
     stats = memory_stats()
     expected = "cpu" if ON_CPU else f"{get_device()}:{torch.accelerator.current_device_index()}"
     assert stats.device == expected == memory_stats(get_device()).device
-    assert 0 <= stats.allocated_bytes <= stats.peak_bytes <= stats.total_bytes
+    assert 0 <= stats.allocated_bytes <= stats.peak_bytes <= (stats.total_bytes or stats.peak_bytes)
+
+
+def test_figures_that_a_device_does_not_keep_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*_: object) -> int:
+        raise RuntimeError("Allocator for device is not a DeviceAllocator")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_: 7)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lacks)
+    device._keeps_figures.cache_clear()
+    assert memory_stats(0) == device.MemoryStats("xpu:0", 7, 7, None)
+    assert peak_memory() == 7
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lacks)  # alone, as a device may have the other
+    device._keeps_figures.cache_clear()
+    assert peak_memory() is None
+    assert memory_stats(0).device == "cpu"
+    device._keeps_figures.cache_clear()
 
 
 def test_the_peak_of_cuda_memory_is_zero_without_cuda_and_starts_anew_with_each_call() -> None:

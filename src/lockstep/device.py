@@ -61,12 +61,12 @@ def get_max_cuda_memory(device: torch.device | int | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Memory of one device at one time, in bytes; on the CPU, that of this process."""
+    """Memory of one device at one time, in bytes; on the CPU, that of this process. None is what it can't tell."""
 
     device: str
     allocated_bytes: int
     peak_bytes: int
-    total_bytes: int
+    total_bytes: int | None
 
 
 def memory_stats(device: torch.device | str | int | None = None) -> MemoryStats:
@@ -92,19 +92,20 @@ def memory_stats(device: torch.device | str | int | None = None) -> MemoryStats:
         device=f"{accelerator.type}:{index}",
         allocated_bytes=torch.accelerator.memory_allocated(index),
         peak_bytes=torch.accelerator.max_memory_allocated(index),
-        total_bytes=torch.accelerator.get_memory_info(index)[1],
+        total_bytes=_total_bytes(index),
     )
 
 
-def peak_memory() -> int:
+def peak_memory() -> int | None:
     """Return the peak memory of this process in bytes: `memory_stats().peak_bytes` at a tenth of the cost.
 
-    On the CPU it may lag behind the present size, because the kernel updates the high-water mark lazily.
+    It is None on an accelerator whose allocator keeps no figures. On the CPU it may lag behind the present size,
+    because the kernel updates the high-water mark lazily.
     """
     accelerator = _accelerator()
-    if accelerator is not None and _keeps_figures(accelerator.type):
-        return torch.accelerator.max_memory_allocated()
-    return _peak_resident_bytes()
+    if accelerator is None:
+        return _peak_resident_bytes()
+    return torch.accelerator.max_memory_allocated() if _keeps_figures(accelerator.type) else None
 
 
 def pins_memory() -> bool:
@@ -181,10 +182,17 @@ def _accelerator() -> torch.device | None:
 def _keeps_figures(accelerator: str) -> bool:
     # An allocator that is no `c10::DeviceAllocator`, as a third-party device may have, can't be asked (torch 2.13).
     try:
-        torch.accelerator.memory_allocated()
-    except RuntimeError:
+        torch.accelerator.max_memory_allocated()
+    except (RuntimeError, AttributeError):
         return False
     return True
+
+
+def _total_bytes(index: int) -> int | None:
+    try:
+        return torch.accelerator.get_memory_info(index)[1]
+    except (RuntimeError, AttributeError):  # which a device need not have either
+        return None
 
 
 def _is_available(name: str) -> bool:

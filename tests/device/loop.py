@@ -90,6 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
     "workers": {"train_dataloader": loader(num_workers=1)},
     "prefetching": {"prefetch_to_device": True},
     "amp": {"optim_wrapper": {**ADAMW, "type": "AmpOptimWrapper", "dtype": "bfloat16"}},
+    "float16": {"optim_wrapper": {**ADAMW, "type": "AmpOptimWrapper", "dtype": "float16"}},
     "accumulation": {"optim_wrapper": {**ADAMW, "accumulative_counts": 2}},
     "an average": {"custom_hooks": [{"type": "EMAHook"}]},
     "an average on the CPU": {"custom_hooks": [{"type": "EMAHook", "device": "cpu"}]},
@@ -134,7 +135,13 @@ def main(folder: Path) -> None:
             by_hand(folder / "session", waits)
         else:
             runner(folder / name.replace(" ", "_"), case, waits).train()
-        found[name] = {"waits": waits.by_step(), "losses": torch.stack(waits.losses).cpu().tolist()}
+        records = (folder / name.replace(" ", "_")).glob("*/metrics.jsonl")
+        names = {key for file in records for line in file.read_text().splitlines() for key in json.loads(line)}
+        found[name] = {
+            "names": sorted(names),
+            "waits": waits.by_step(),
+            "losses": torch.stack(waits.losses).cpu().tolist(),
+        }
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

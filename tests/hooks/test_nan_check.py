@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lockstep.checkpoint import find_last_checkpoint
 from lockstep.dist import all_gather_object, get_rank
 from lockstep.hooks import NaNCheckHook
-from lockstep.hooks.nan_check import _first_fault
+from lockstep.hooks.nan_check import _Fault, _first_fault, _losses_in
+from lockstep.logging import read_scalars
 from lockstep.testing import ranks
 
 from .runs import make_runner
@@ -80,11 +81,16 @@ def seen(*values: Any) -> list[tuple[int, dict[str, Any]]]:
     return [(place // 2 + 1, {f"loss_{place}": value}) for place, value in enumerate(values)]
 
 
+def fault_in(values: list[tuple[int, dict[str, Any]]]) -> _Fault | None:
+    losses = _losses_in(values)
+    return _first_fault(losses, read_scalars(value for _, _, value in losses))
+
+
 def test_values_of_any_kind_are_read():
     half, single, double = (torch.tensor([1.0], dtype=d) for d in (torch.float16, torch.float32, torch.float64))
-    assert _first_fault([]) is None
-    assert _first_fault(seen(1.0, half, single[0], double * 1e300, torch.tensor(3))) is None
-    fault = _first_fault(seen(half, 2.0, single / 0, float("nan"), double * float("nan")))
+    assert fault_in([]) is None
+    assert fault_in(seen(1.0, half, single[0], double * 1e300, torch.tensor(3))) is None
+    fault = fault_in(seen(half, 2.0, single / 0, float("nan"), double * float("nan")))
     assert fault.iteration == 2
     assert list(fault.values) == ["loss_2", "loss_3"]
     assert fault.values["loss_2"] == float("inf")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.saving import Save, Share, Written, data_of, size_of
 from lockstep.checkpoint.together import Failure, on_all_then_main
+from lockstep.device import pins_memory
 from lockstep.dist import get_dist_info
 from lockstep.errors import CollectiveTimeoutError
 from lockstep.location import Location
@@ -266,7 +267,7 @@ def _copied(
     for item in items:
         places.append(end)
         end += -(-size_of(item) // _ALIGNED) * _ALIGNED
-    memory = reserve(end, any(device.type == "cuda" for device in devices))
+    memory = reserve(end, bool(devices) and pins_memory())
     copies = {}
     for item, source, place in zip(items, sources, places, strict=True):
         copy = memory[place : place + size_of(item)].view(source.dtype).view(tuple(data_of(item).chunk.sizes))

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from lockstep.device import peak_memory
+from lockstep.device import get_device, peak_memory
 from lockstep.dist.objects import start_gather_object
 from lockstep.dist.packed import PendingGather
 from lockstep.errors import ConfigError, require_count
@@ -20,7 +20,7 @@ from lockstep.hooks.arguments import check_local
 from lockstep.hooks.exchange import ExchangeTimer
 from lockstep.hooks.rank_times import RankTimes
 from lockstep.hooks.stragglers import OwnWork, Sample, StragglerWatch, described
-from lockstep.logging.meters import Scalar, read_scalars, weighted_mean
+from lockstep.logging.meters import Scalar, start_reading, weighted_mean
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -115,10 +115,11 @@ class LoggerHook(Hook):
     Records go to the run's `metrics.jsonl`, to its log file and to the visualizer. A training record holds means over
     all ranks and over the iterations since the last record (for the values that the model returns, means over samples);
     the total samples per second of all ranks, and whatever other hooks count under `amounts/NAME` of the message hub,
-    as `NAME_per_second`; and the peak memory of any rank. The times of each rank go to `ranks.jsonl`. Between records,
-    values are only stored: nothing is sent, and no accelerator is synchronised. Rank 0 reads what the others send for a
-    record two iterations later. It writes the record after the first iteration that ends at least half a second later,
-    and always before a validation, a checkpoint and the end of an epoch, and when the run fails.
+    as `NAME_per_second`; and the peak memory of any rank, where the device keeps count of it. The times of each rank go
+    to `ranks.jsonl`. Between records, values are only stored: nothing is sent, and no accelerator is synchronised. Rank
+    0 reads what the others send for a record two iterations later. It writes the record after the first iteration that
+    ends at least half a second later, and always before a validation, a checkpoint and the end of an epoch, and when
+    the run fails.
 
     With each record, the options of the optimizers are compared over ranks: a learning rate that only some ranks have
     changed ends the training. The own work of all ranks is compared, too: a step without the wait for slower ranks. A
@@ -167,6 +168,7 @@ class LoggerHook(Hook):
         self._logged: set[str] = set()
         self._unwritten: deque[_Unwritten] = deque()
         self._gathering: _Gathering | None = None  # of the last record
+        self._unsent: Callable[[int], None] | None = None  # begins to gather it, given the number of iterations
         self._epoch = _EpochSums()
         self._exchange: ExchangeTimer | None = None
         self._rank_times: RankTimes | None = None
@@ -192,6 +194,7 @@ class LoggerHook(Hook):
         """Store the values; make a record when it is due."""
         hub, loop = runner.message_hub, runner.train_loop
         done = loop.iter + 1
+        self._send(done)
         if self._gathering is not None and done >= self._gathering.read_at:
             self._read_record()
         if self._unwritten and perf_counter() - self._unwritten[0].moment > _BATCH_SECONDS:
@@ -253,13 +256,16 @@ class LoggerHook(Hook):
         moment = perf_counter()
         scalars = runner.message_hub.log_scalars.items()
         last = {key: buffer.tail(len(samples)) for key, buffer in scalars if key.startswith((_PREFIX, _AMOUNTS))}
+        reading = start_reading(chain.from_iterable(last.values()))
         waited = None if self._exchange is None else self._exchange.mean_seconds(len(samples))
         now = {"peak_flops": runner.message_hub.get_info("peak_flops", 0.0)}
         if waited is not None:
             now["comm_time"] = waited
 
         def own() -> dict[str, float]:
-            return {**self._own_numbers(last, samples), **now, "memory_mib": peak_memory() / 2**20}
+            peak = peak_memory()
+            memory = {} if peak is None else {"memory_mib": peak / 2**20}
+            return {**self._own_numbers(last, samples, reading()), **now, **memory}
 
         rates = _first_rates(runner)
         record = _Unwritten(runner, runner.epoch + 1, iteration, len(samples), rates, moment, lambda: [own()])
@@ -269,10 +275,19 @@ class LoggerHook(Hook):
         self._read_record()
         work = {} if self._work is None else {_WORK: (self._work.host, self._work.take(iteration, waited))}
         options = {_OPTIONS: (digest_of(optimizer_options(runner, reads_device=False)), rates)}
-        self._gathering = _Gathering(start_gather_object({**own(), **work, **options}), record, iteration + _READ_AFTER)
+
+        def send(now: int) -> None:
+            pending = start_gather_object({**own(), **work, **options})
+            self._gathering = _Gathering(pending, record, now + _READ_AFTER)
+
+        if get_device() == "cpu":
+            send(iteration)
+        else:
+            self._unsent = send  # after the next iteration, so that nobody waits for the device
 
     def _read_record(self, timeout: timedelta | None = None) -> None:
         """Complete the gathering of the last record; on rank 0, that can be written then."""
+        self._send(0)
         if self._gathering is None:
             return
         (pending, record, _), self._gathering = self._gathering, None
@@ -284,6 +299,11 @@ class LoggerHook(Hook):
             if self._work is not None:
                 self._tell_of_stragglers(record.runner, [numbers.pop(_WORK) for numbers in gathered])
             self._unwritten.append(record._replace(ranks=lambda: gathered))
+
+    def _send(self, now: int) -> None:
+        if self._unsent is not None:
+            send, self._unsent = self._unsent, None
+            send(now)
 
     def _tell_of_stragglers(self, runner: TrainRun, by_rank: Sequence[tuple[str, list[Sample]]]) -> None:
         """Compare the ranks' samples of the same iterations; tell of each rank that begins or ceases to be slow."""
@@ -316,12 +336,15 @@ class LoggerHook(Hook):
         seconds = max(numbers.get("time", 0.0) for numbers in ranks) * count
         values.update(record.rates)
         values.update(_per_second(totals, seconds, peak_flops))
-        values["memory_mib"] = max(numbers["memory_mib"] for numbers in ranks)
+        if "memory_mib" in values:
+            values["memory_mib"] = max(numbers.get("memory_mib", 0.0) for numbers in ranks)
         if self._rank_times is not None:
             self._rank_times.add(record.iteration, count, ranks, flush=flush)
         self._write(runner, "train", record.epoch, record.iteration, values, record.iteration, flush)
 
-    def _own_numbers(self, last: Mapping[str, list[Scalar]], samples: list[int]) -> dict[str, float]:
+    def _own_numbers(
+        self, last: Mapping[str, list[Scalar]], samples: list[int], read_values: list[float]
+    ) -> dict[str, float]:
         """Return the means and amounts of this rank in the iterations since the last record.
 
         The values that the model returned are means over samples, and their names are marked. Amounts are sums. All
@@ -329,7 +352,7 @@ class LoggerHook(Hook):
         """
         is_even = len(set(samples)) == 1
         own: dict[str, float] = {_AMOUNTS + "samples": sum(samples)}
-        read = iter(read_scalars(chain.from_iterable(last.values())))
+        read = iter(read_values)
         for key, values in last.items():
             numbers = list(islice(read, len(values)))
             if key == "train/samples":  # counted here, too

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.dist import Handle, all_gather_object, all_reduce, get_comm_device
+from lockstep.device import get_device
+from lockstep.dist import Handle, all_gather_object, all_reduce
 from lockstep.errors import caused_by, require_count
-from lockstep.logging import read_scalars
+from lockstep.logging import start_reading
 from lockstep.registry import HOOKS
 from lockstep.runner.hook import Hook
 from lockstep.runner.run import Run, TrainRun
@@ -32,8 +33,7 @@ class NaNCheckHook(Hook):
     it.
 
     Losses are not read at each step, because the host would have to wait for an accelerator. They stay on their device
-    and are read together at intervals. If `interval` is a multiple of the `LoggerHook`'s, this comes right after that
-    hook has waited for the device, and adds no wait.
+    and are copied together at intervals; the host looks at them an iteration later, so that nothing waits.
 
     Args:
         interval: number of iterations from one check to the next; the end of an epoch and each checkpoint also make a
@@ -42,8 +42,8 @@ class NaNCheckHook(Hook):
     **Cost**: per check, one read of the losses and one all_reduce of 8 bytes.
 
     Raises:
-        FloatingPointError: on every rank, at the check. On the CPU with several ranks, after the next iteration,
-            because the result is exchanged in the background.
+        FloatingPointError: on every rank: at the check, in one process on the CPU; else after the next iteration,
+            because the losses are copied, or the result is exchanged, in the background.
     """
 
     priority = "LOW"
@@ -53,21 +53,23 @@ class NaNCheckHook(Hook):
         self.interval = interval
         # Iterations and their values; tensors stay on their device until the check.
         self._seen: list[tuple[int, Mapping[str, Any]]] = []
+        # The losses of the last check, while they are under way, each with its iteration and name.
+        self._reading: tuple[list[tuple[int, str, Any]], Callable[[], list[float]]] | None = None
         # What the last check found here, and whether it found anything on any rank, with the collective in flight.
         self._looked: tuple[_Fault | None, Tensor, Handle | None] | None = None
 
     def after_train_iter(self, runner: TrainRun, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Store the losses; check them when it is time."""
-        if self._looked is not None:
-            self._judge(runner)
+        self._complete(runner)
         iteration = runner.train_loop.iter + 1
         if outputs:
             self._seen.append((iteration, outputs))
         if iteration % self.interval == 0:
-            self._look(runner)
-            # Reading from an accelerator waits for it; LoggerHook may just have waited, so this is the best moment.
-            if runner.world_size == 1 or get_comm_device().type != "cpu":
-                self._judge(runner)
+            self._look()
+            if get_device() == "cpu":
+                self._tell(runner)
+                if runner.world_size == 1:
+                    self._judge(runner)
 
     def after_train_epoch(self, runner: TrainRun) -> None:
         """Check the losses that are left."""
@@ -78,14 +80,27 @@ class NaNCheckHook(Hook):
         self._look_at_once(runner)
 
     def _look_at_once(self, runner: Run) -> None:
-        self._judge(runner)
-        self._look(runner)
+        self._complete(runner)
+        self._look()
+        self._complete(runner)
+
+    def _complete(self, runner: Run) -> None:
+        """Complete the last check."""
+        if self._reading is not None:
+            self._tell(runner)
         self._judge(runner)
 
-    def _look(self, runner: Run) -> None:
-        """Check this rank's losses, and start to tell the other ranks."""
-        fault = _first_fault(self._seen)
+    def _look(self) -> None:
+        """Start to read this rank's losses."""
+        losses = _losses_in(self._seen)
         self._seen.clear()
+        self._reading = losses, start_reading(value for _, _, value in losses)
+
+    def _tell(self, runner: Run) -> None:
+        """Check them, and start to tell the other ranks."""
+        assert self._reading is not None
+        (losses, numbers), self._reading = self._reading, None
+        fault = _first_fault(losses, numbers())
         found = torch.tensor(int(fault is not None))
         telling = all_reduce(found, op="max", async_op=True) if runner.world_size > 1 else None
         self._looked = fault, found, telling
@@ -115,15 +130,18 @@ class NaNCheckHook(Hook):
         raise caused_by(error, [rank for rank, fault in faults if fault.iteration == first])
 
 
-def _first_fault(seen: list[tuple[int, Mapping[str, Any]]]) -> _Fault | None:
-    """Return the first iteration with a value that is not finite, and all such values in it."""
-    losses = [
+def _losses_in(seen: list[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, str, Any]]:
+    """Return each loss with its iteration and name."""
+    return [
         (iteration, name, value)
         for iteration, values in seen
         for name, value in values.items()
         if "loss" in name and (isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1))
     ]
-    numbers = read_scalars(value for _, _, value in losses)
+
+
+def _first_fault(losses: list[tuple[int, str, Any]], numbers: list[float]) -> _Fault | None:
+    """Return the first iteration with a value that is not finite, and all such values in it."""
     bad = [(loss, number) for loss, number in zip(losses, numbers, strict=True) if not math.isfinite(number)]
     if not bad:
         return None

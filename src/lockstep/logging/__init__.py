@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.logging.console import open_console, run_logging, warnings_once
 from lockstep.logging.loggers import MMLogger, print_log
-from lockstep.logging.meters import HistoryBuffer, MessageHub, read_scalars
+from lockstep.logging.meters import HistoryBuffer, MessageHub, read_scalars, start_reading
 from lockstep.logging.sinks import JsonLinesSink
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "print_log",
     "read_scalars",
     "run_logging",
+    "start_reading",
     "warnings_once",
 ]

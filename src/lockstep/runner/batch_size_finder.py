@@ -282,7 +282,7 @@ def _summary(size: int, told: list[Trial], nproc: int, failure: LaunchError | No
     if failure is not None or len(told) < nproc:
         raise failure or LaunchError(f"{counted(nproc - len(told), 'rank')} ended without a result")
     memory, speed = [one.memory_mib or 0.0 for one in told], [one.samples_per_second or 0.0 for one in told]
-    return Trial(size, "fits", max(memory), min(speed))
+    return Trial(size, "fits", max(memory) or None, min(speed))
 
 
 def _main_module() -> dict[str, Any]:

@@ -92,7 +92,8 @@ def try_size(folder: Path, make_runner: MakeRunner, size: int, updates: int, mem
         if NO_BATCHES not in str(error):
             raise
         return Trial(0, "too few samples")
-    return Trial(size, "fits", peak_memory() / 2**20, rate)
+    peak = peak_memory()
+    return Trial(size, "fits", None if peak is None else peak / 2**20, rate)
 
 
 def told_out_of_memory(error: BaseException | None) -> str | None:
