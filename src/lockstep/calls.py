@@ -177,9 +177,10 @@ class Calls:
         while not _is_of_caller[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
         # The hash of a code object takes long; a kind keeps the object, so that no other gets its id.
-        key: _Key = (id(frame.f_code), frame.f_lasti, name, detail)
+        parts: list[Any] = [id(frame.f_code), frame.f_lasti, name, detail]
         for argument in arguments:
-            key += (argument.dtype, argument.shape) if isinstance(argument, Tensor) else (argument,)
+            parts += (argument.dtype, argument.shape) if isinstance(argument, Tensor) else (argument,)
+        key: _Key = tuple(parts)
         kind = self._kinds.get(key)
         is_new = False
         if kind is None:

@@ -52,7 +52,7 @@ class Comm:
         size: number of ranks in the group.
         backends: torch's name of the backend for each device type, e.g. ``{"cpu": "gloo"}``.
         devices: device types whose tensors the group communicates without staging.
-        comm_device: the device through which tensors on all other device types are staged.
+        device_type: type of `comm_device`.
         missing_ops: reductions that the backend can't run.
         calls: what this rank has called in the group; None without a process group.
         ranks: the ranks of the group within the default group.
@@ -63,7 +63,7 @@ class Comm:
     size: int
     backends: Mapping[str, str]
     devices: frozenset[str]
-    comm_device: torch.device
+    device_type: str
     missing_ops: frozenset[str] = frozenset()
     calls: Calls | None = None
     ranks: tuple[int, ...] = (0,)
@@ -72,6 +72,18 @@ class Comm:
     def pg(self) -> ProcessGroup | None:
         """Torch's process group; None where no group exists."""
         return None if self.reference is None else self.reference()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process is there to speak with: no group, or a fake one."""
+        return self.calls is None or self.pg is None
+
+    @property
+    def comm_device(self) -> torch.device:
+        """The device through which tensors on all other device types are staged: the present one of this process."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     @property
     def timeout(self) -> timedelta | None:
@@ -111,7 +123,7 @@ class Comm:
         return data.contiguous()
 
 
-SOLO = Comm(None, 0, 1, {}, frozenset(), torch.device("cpu"))
+SOLO = Comm(None, 0, 1, {}, frozenset(), "cpu")
 
 # Weak keys, so that nothing here keeps a destroyed group alive.
 _resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
@@ -119,6 +131,8 @@ _resolved: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
 local_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 topologies: WeakKeyDictionary[ProcessGroup, Topology] = WeakKeyDictionary()
 timeouts: WeakKeyDictionary[ProcessGroup, timedelta] = WeakKeyDictionary()
+# For each group whose backend does not serve the CPU: the gloo group beside it, where that has been made.
+gloo_beside: WeakKeyDictionary[ProcessGroup, ReferenceType[ProcessGroup]] = WeakKeyDictionary()
 
 
 def backend_timeout(timeout: timedelta, is_of_device: bool) -> timedelta:
@@ -173,7 +187,7 @@ def forget_groups() -> None:
 def get_backend(group: GroupLike = None) -> str | None:
     """Return the name of the group's backend, of several that of its `get_comm_device`; None where no group exists."""
     comm = resolve(group)
-    return comm.backends.get(comm.comm_device.type)
+    return comm.backends.get(comm.device_type)
 
 
 def get_rank(group: GroupLike = None) -> int:
@@ -323,11 +337,7 @@ def _describe(pg: ProcessGroup) -> Comm:
     # Some backends list every device type that exists; only those present on this machine can be used.
     present = {"cpu", get_device()}
     devices = {x for x, name in backends.items() if x == "cpu" or name not in _BACKENDS_OF_CPU} & present
-    accelerators = sorted(devices - {"cpu"})
-    if accelerators:
-        comm_device = torch.device(accelerators[0], torch.accelerator.current_device_index())
-    else:
-        comm_device = torch.device("cpu")
+    device_type = min(devices - {"cpu"}, default="cpu")
     missing = frozenset[str]().union(*(_MISSING_OPS.get(name, _IN_DOUBT) for name in backends.values()))
     calls = None if "fake" in backends.values() else Calls()  # its ranks are not there
     if calls is not None and _is_forked:
@@ -336,7 +346,7 @@ def _describe(pg: ProcessGroup) -> Comm:
         calls.failure = Forked.of(f"rank {pg.rank()} of {pg.size()}")
     ranks = tuple(torch_dist.get_process_group_ranks(pg))
     comm = _resolved[pg] = Comm(
-        ref(pg), pg.rank(), pg.size(), backends, frozenset(devices), comm_device, missing, calls, ranks
+        ref(pg), pg.rank(), pg.size(), backends, frozenset(devices), device_type, missing, calls, ranks
     )
     return comm
 
@@ -352,6 +362,11 @@ def _leave_groups_to_parent() -> None:
         _resolved[pg] = SOLO
     for comm, calls in recorded_groups():
         calls.failure = Forked.of(comm.this_rank)
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked from a rank that had groups."""
+    return _is_forked
 
 
 os.register_at_fork(after_in_child=_leave_groups_to_parent)

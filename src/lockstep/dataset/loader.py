@@ -57,8 +57,8 @@ def build_dataloader(
             object, a config, or replaced by `shuffle`), `batch_sampler` (an object or a config), `collate_fn` (a
             function, or one in the registry `FUNCTIONS`, such as `default_collate` and `pseudo_collate`, by name or
             config), `num_batch_per_epoch` (the number of batches of a shortened epoch, for a trial), and further
-            arguments of `torch.utils.data.DataLoader`, of which `pin_memory` is True by default where there is an
-            accelerator. An `IterableDataset` is split over ranks and workers (see
+            arguments of `torch.utils.data.DataLoader`, of which `pin_memory` is True by default where there are
+            an accelerator and workers. An `IterableDataset` is split over ranks and workers (see
             `StreamShard`). `split=False` says that the dataset or the sampler already splits the data itself;
             `split=True` that it does not, even if it seems to.
         seed: seed of the order of samples, the same on every rank.
@@ -121,7 +121,8 @@ def _from_config(cfg: Mapping[str, Any], seed: int, evaluation: bool, shard: tup
     in_batches = arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None
     arguments["collate_fn"] = _collate_fn(arguments.get("collate_fn"), in_batches)
     arguments.setdefault("generator", WorkerSeeds(seed, shard[0]))
-    arguments.setdefault("pin_memory", pins_memory())
+    # Without workers, samples may be on the accelerator already, which torch's loader can't pin.
+    arguments.setdefault("pin_memory", pins_memory() and arguments.get("num_workers", 0) > 0)
     split = arguments.pop("split", None)
     if split is not None and not isinstance(split, bool):
         raise ConfigError(f"`split` must be True, False or None, but is {split!r}")

@@ -26,6 +26,11 @@ _logger = logging.getLogger(__name__)
 _MOST_TOLD = 64  # values and letters of a sample
 
 
+def _pinned(leaf: Any) -> Any:
+    is_elsewhere = isinstance(leaf, Tensor) and (not leaf.is_cpu or leaf.layout is not torch.strided)
+    return leaf.pin_memory() if hasattr(leaf, "pin_memory") and not is_elsewhere else leaf
+
+
 class _Made(NamedTuple):
     """A batch, its number of samples, the position of the dataset that made it, and the first samples of its stream."""
 
@@ -36,7 +41,7 @@ class _Made(NamedTuple):
 
     def pin_memory(self) -> _Made:
         """Pin the batch alone, as torch's loader does with `pin_memory`."""
-        return self._replace(batch=tree_map(lambda x: x.pin_memory() if hasattr(x, "pin_memory") else x, self.batch))
+        return self._replace(batch=tree_map(_pinned, self.batch))
 
 
 class Begin(NamedTuple):

@@ -26,7 +26,7 @@ from lockstep.dist.validate import NOT_GIVEN, either, require_list, require_rank
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import control_group, exchange, report_failure
 from lockstep.transport.handles import Handle, note_running, start, wait_unless_async
-from lockstep.transport.memory import as_native
+from lockstep.transport.memory import as_native, used_here
 
 
 @overload
@@ -89,7 +89,7 @@ def broadcast(
     wire = comm.to_wire(data)
     work = start(torch_dist.broadcast, comm, wire.device, as_native(wire), group_src=src, async_op=async_op)
     handle = Handle([work], comm)
-    if wire is not data and comm.rank != src:
+    if wire.data_ptr() != data.data_ptr() and comm.rank != src:
         handle = Handle([handle], comm, lambda: copy_into(data, wire))
     return wait_unless_async(handle, async_op)
 
@@ -229,7 +229,7 @@ def _exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, a
         for output, part in zip(outputs, torch.split_with_sizes(received, sizes_out), strict=True):
             if part.dtype != output.dtype:
                 part = part.clone().view(output.dtype)  # a slice of bytes may not be aligned for the wider dtype
-            copy_into(output, part)
+            copy_into(output, used_here(part))
 
     return Handle([work], comm, finish)
 
@@ -252,11 +252,11 @@ def barrier(group: GroupLike = None, async_op: bool = False) -> Handle | None:
     """
     comm = resolve(group)
     check_call("barrier", comm, compares=False, async_op=async_op)
-    if comm.pg is None:
-        return wait_unless_async(Handle((), comm), async_op)
     if not async_op:
         exchange(comm)
         return None
+    if comm.is_alone:
+        return Handle((), comm)
     token = torch.zeros(1, device="cpu")
     works = [torch_dist.all_reduce(token, group=control_group(comm), async_op=True)]
     note_running(comm, token.device, works[0])

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from types import TracebackType
 from typing import Final, Literal, TypeAlias
 
+from torch import Tensor
+
 from lockstep.errors import CollectiveMismatchError, DistError, error_in_words
 from lockstep.groups import Comm, GroupLike, get_local_group, resolve
 from lockstep.transport.control import exchange, report_failure
@@ -99,6 +101,8 @@ def check_call(name: str, comm: Comm, *arguments: object, compares: bool = True,
         )
     if not calls.number:
         start_watch()
+    if len(comm.devices) > 1 and any(isinstance(x, Tensor) and x.is_cpu for x in arguments):
+        arguments = (*arguments, "on the CPU")  # where it travels by another backend
     is_new = calls.add(name, (*arguments, "async") if async_op else arguments)
     if compares and not async_op and comm.size > 1 and (is_new or _mode == "always" or _is_due(calls.number)):
         exchange(comm)

@@ -354,7 +354,7 @@ def _exchange_headers(
     with report_failure(comm):  # also where a device has no memory left
         _require_form(name, data, outputs, comm, list_name)
         wire = comm.to_wire(data)
-        encoded = encode(header_of(wire, None if outputs is NOT_GIVEN else outputs))
+        encoded = encode(header_of(wire, wire.is_cpu, None if outputs is NOT_GIVEN else outputs))
     headers = [decode_each(one)[0] for one in exchange(comm, encoded)]
     if outputs is not NOT_GIVEN:
         remedy = ". Or leave the list out" if list_name == "tensor_list" else ""

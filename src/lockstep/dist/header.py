@@ -35,9 +35,9 @@ class Header(NamedTuple):
     expected: int = 0
 
 
-def header_of(wire: Tensor, expected: Sequence[Tensor] | None = None) -> Header:
-    """Return the header of a tensor as it travels; `expected`: the tensors that this rank fills, one for each rank."""
-    return Header(wire.dtype, tuple(wire.shape), wire.is_cpu, 0 if expected is None else fingerprint(expected))
+def header_of(data: Tensor, on_cpu: bool, expected: Sequence[Tensor] | None = None) -> Header:
+    """Return the header of a tensor; `expected`: the tensors that this rank fills, one for each rank."""
+    return Header(data.dtype, tuple(data.shape), on_cpu, 0 if expected is None else fingerprint(expected))
 
 
 @lru_cache(maxsize=1024)

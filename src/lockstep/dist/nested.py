@@ -82,7 +82,7 @@ def all_reduce_dict(
         values = [(repr(key), value) for key, value in data.items()]
         if any(isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for _, x in values):
             warn_of_lost_gradients("all_reduce_dict", STAYS_LOCAL)
-    reduced = _reduce_leaves(values, op, comm, torch.float32 if to_float else None)
+    reduced = _reduce_leaves(values, op, comm, torch.float32 if to_float else None, is_filled=not to_float)
     with torch.no_grad():
         for (key, value), result in zip(list(data.items()), reduced, strict=True):
             if isinstance(value, Tensor) and value.dtype == result.dtype:
@@ -314,7 +314,7 @@ class _Bundle(NamedTuple):
 
 
 def _reduce_leaves(
-    items: list[tuple[str, Any]], op: object, comm: Comm, dtype: torch.dtype | None = None
+    items: list[tuple[str, Any]], op: object, comm: Comm, dtype: torch.dtype | None = None, *, is_filled: bool = False
 ) -> list[Tensor]:
     """Return every leaf's reduction, in `dtype` or the leaf's own, on its device; some are views of one tensor.
 
@@ -324,7 +324,7 @@ def _reduce_leaves(
     """
     with report_failure(comm):
         name = op_name(op)
-        tensors = [_as_tensor(path, leaf, dtype) for path, leaf in items]
+        tensors = [_as_tensor(path, leaf, dtype, is_filled) for path, leaf in items]
         structure = tuple([(item[0], x.dtype, x.shape) for item, x in zip(items, tensors, strict=True)])
         digest, bundles = _plan_of(structure)
         for bundle in bundles:
@@ -406,9 +406,9 @@ def _mismatch(lines: list[str], comm: Comm) -> CollectiveMismatchError:
     )
 
 
-def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None) -> Tensor:
+def _as_tensor(path: str, leaf: Any, dtype: torch.dtype | None, is_filled: bool) -> Tensor:
     tensor = leaf if isinstance(leaf, Tensor) else _tensor_of(path or "data", leaf)
-    require_tensor(path or "data", tensor)
+    require_tensor(path or "data", tensor, is_filled=is_filled)
     return tensor if dtype is None else tensor.detach().to(dtype)
 
 

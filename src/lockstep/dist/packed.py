@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from lockstep.transport.control import (
     start_receiving,
     start_sending,
 )
-from lockstep.transport.handles import Handle
+from lockstep.transport.handles import Handle, helpers
 from lockstep.transport.memory import bytes_of
 from lockstep.watch.failures import timeout_error
 
@@ -38,7 +38,7 @@ _HEAD = struct.Struct(
 _CPU = torch.device("cpu")
 # What goes to one rank beside other calls: kinds of messages, which keep their order.
 _FIRST_BYTES = 1024
-_FIRST_TAG, _REST_TAG = 1, 2
+_FIRST_TAG, _REST_TAG = 0x10C5, 0x10C6
 _unread: list[PendingGather] = []  # whose failure is on its way, while nobody waits for it
 
 
@@ -187,7 +187,7 @@ def broadcast_packed(
 
     **Collective**: every rank.
     """
-    if comm.rank == src:
+    if comm.rank == src or comm.is_alone:
         with report_failure(comm, Exception if make is None else BaseException):
             obj = obj if make is None else make()
             packed = _pack(obj, comm, on_graph)
@@ -247,6 +247,7 @@ class PendingGather:
         self._gathered: list[Any] | None = [obj] if comm.rank == dst else None
         self._firsts: dict[int, Tensor] = {}
         self._outcome: Future[list[Any] | None] | None = None
+        self._error: DistError | None = None
         self._pending: list[Work | None] = []
         if comm.rank == dst:
             for rank in (rank for rank in range(comm.size) if rank != dst):
@@ -275,6 +276,15 @@ class PendingGather:
         return self._complete()
 
     def _complete(self) -> list[Any] | None:
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._collected()
+        except DistError as error:
+            self._error = error
+            raise
+
+    def _collected(self) -> list[Any] | None:
         Handle(self._pending, self._comm).wait()
         self._pending = []
         firsts, self._firsts = self._firsts, {}
@@ -306,10 +316,13 @@ class PendingGather:
             raise timeout_error(self._comm, f"{timeout} are over") from error
 
     def _wait_for(self, outcome: Future[list[Any] | None]) -> None:
+        helpers.add(get_ident())
         try:
             outcome.set_result(self._complete())
         except Exception as error:
             outcome.set_exception(error)
+        finally:
+            helpers.discard(get_ident())
 
     def _send(self, said: bytes, dst: int) -> None:
         self._first = torch.frombuffer(bytearray(said.ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)

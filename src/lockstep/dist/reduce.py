@@ -27,6 +27,7 @@ from lockstep.dist.validate import NOT_GIVEN, either, require_alike, require_lis
 from lockstep.groups import Comm, GroupLike, resolve
 from lockstep.transport.control import report_failure
 from lockstep.transport.handles import Handle, start, wait_unless_async
+from lockstep.transport.memory import used_here
 from lockstep.transport.moving import gather_into
 from lockstep.transport.reduce_ops import BIT_OPS, TORCH_OPS, OpLike, OpName, Reduction, combine, op_name, reduction
 
@@ -342,9 +343,9 @@ def _reduce_scatter(
         copy_into(output, input_list[0])
         _alone(output, plan)
         return Handle((), comm)
-    wires = [comm.to_wire(entry) for entry in input_list]
+    device = comm.to_wire(output).device
+    wires = [comm.to_wire(entry).to(device) for entry in input_list]
     travelling = wires if plan.encode is None else [plan.encode(wire) for wire in wires]
-    device = travelling[0].device
     is_even = all(entry.shape == shape for entry in input_list)
     if not is_even or plan.wire_op in comm.missing_ops or (async_op and device.type == "cpu"):
         return _combine_here(output, travelling, plan, comm, async_op)
@@ -372,7 +373,7 @@ def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction,
     work = start(torch_dist.all_to_all_single, comm, own.device, flat, sent, arriving, sizes, async_op=async_op)
 
     def finish() -> None:
-        total = received[0]
+        total = used_here(received)[0]
         combine(received.unbind(), plan.wire_op, total)
         # What is encoded without a `decode` is a view of another dtype.
         copy_into(output, total.view(output.dtype) if plan.decode is None else plan.decode(total, comm.size))
@@ -474,7 +475,7 @@ def _reduce_bits(data: Tensor, wire: Tensor, travelling: Tensor, plan: Reduction
 
 
 def _deliver(data: Tensor, wire: Tensor, travelled: Tensor, plan: Reduction, comm: Comm) -> None:
-    result = wire if plan.decode is None else plan.decode(travelled, comm.size)
+    result = wire if plan.decode is None else plan.decode(used_here(travelled), comm.size)
     if result.data_ptr() != data.data_ptr() or result.device != data.device:
         copy_into(data, result)
 

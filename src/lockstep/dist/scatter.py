@@ -82,16 +82,19 @@ def scatter(
     with report_refusals("scatter", comm):
         src = require_rank("src", src, comm)
     sent = scatter_list if comm.rank == src and isinstance(scatter_list, Sequence) else ()
+    is_mixed = False  # some are on the CPU, and some are not
     if async_op:
         with report_refusals("scatter", comm):
             _require_arguments(tensor, scatter_list, src, comm)
         check_call("scatter", comm, src, async_op=True)
     else:
         check_call("scatter", comm, src, compares=False)
-        _agree_on_headers(tensor, scatter_list, src, comm)
+        is_mixed = _agree_on_headers(tensor, scatter_list, src, comm)
     if (tensor.requires_grad and not tensor.is_leaf) or any(x.requires_grad for x in sent):
         warn_of_lost_gradients("scatter", ENDS_HERE)
     wires = [comm.to_wire(entry) for entry in sent]
+    if is_mixed:
+        wires = [wire.to(comm.comm_device) for wire in wires]
     if comm.rank == src:
         handle = transfer([], [(wire, rank) for rank, wire in enumerate(wires) if rank != src], comm)
         own = wires[src]
@@ -100,7 +103,8 @@ def scatter(
         else:
             copy_into(tensor, own)
     else:
-        received = place_for(tensor, tensor.device if comm.carries(tensor) else comm.comm_device)
+        stays = comm.is_alone or (comm.carries(tensor) and not is_mixed)
+        received = place_for(tensor, tensor.device if stays else comm.comm_device)
         handle = Handle([transfer([(received, src)], [], comm)], comm, lambda: copy_all([tensor], [received]))
     if async_op:
         return handle
@@ -117,15 +121,18 @@ def _require_arguments(tensor: Tensor, scatter_list: Sequence[Tensor] | None, sr
         require_alike("tensor", tensor, f"scatter_list[{src}]", scatter_list[src], comm)
 
 
-def _agree_on_headers(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> None:
-    """Let every rank learn whether each rank's tensor is like the one that it gets; if one is not, all raise."""
+def _agree_on_headers(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, comm: Comm) -> bool:
+    """Return whether some tensors are on the CPU, and some are not; if one is not like what it gets, all raise."""
     with report_failure(comm):
         _require_arguments(tensor, scatter_list, src, comm)
         entries = scatter_list if comm.rank == src and scatter_list is not None else ()
-        encoded = b"".join([encode(header_of(x)) for x in (tensor, *entries)])
+        encoded = b"".join(
+            [encode(header_of(x, on_cpu=x.is_cpu or comm.device_type == "cpu")) for x in (tensor, *entries)]
+        )
     found = [decode_each(one) for one in exchange(comm, encoded)]
     _, *sent = found[src]
     require_alike("tensor", tensor, f"what rank {src} sends here", sent[comm.rank], comm)
     refusal = "ValueError: its `tensor` is not like what is sent to it"
     wrong = [headers[0][:2] != one[:2] for headers, one in zip(found, sent, strict=True)]
     require_no_failure([refusal if one else None for one in wrong], comm)
+    return len({header.on_cpu for headers in found for header in headers}) > 1

@@ -318,7 +318,7 @@ def _refuse_shared(device: torch.device | None, topology: Topology, store: Store
 
 def _keep_on_loopback(backend: str, undo: ExitStack) -> None:
     for name, variable in _INTERFACE_VARIABLES.items():
-        if name in backend and variable not in os.environ:
+        if (name == "gloo" or name in backend) and variable not in os.environ:
             undo.callback(os.environ.pop, variable, None)
             os.environ[variable] = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -337,6 +337,8 @@ def _not_met(error: Exception, topology: Topology) -> Exception:
 def _destroy(*, ends_at_once: bool = False) -> None:
     """Do what `destroy_dist` does; `ends_at_once`: the process then ends without the interpreter's shutdown."""
     atexit.unregister(_leave)
+    if groups.is_forked():  # the connections are those of the rank that has forked
+        return
     difference = end_watch()
     groups.forget_groups()
     with _undo:

@@ -92,12 +92,13 @@ class EvalLoop:
         step = step_of(runner.model, f"{mode}_step", predict_step)
         for batch_idx, turn in enumerate(runner.agreement.points(self._turns(), trains=False)):
             data_batch = turn.batch
+            if turn.is_own:
+                runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
             moved = runner.prefetch(data_batch)
             begin_compiled_step()
             if not turn.is_own:
                 step(moved)  # the other ranks need this rank's forward pass
                 continue
-            runner.call_hook(f"before_{mode}_iter", batch_idx=batch_idx, data_batch=data_batch)
             outputs = kept_outputs(step(moved))
             if runner.data_shard.is_first:
                 self.evaluator.count_samples(turn.samples)

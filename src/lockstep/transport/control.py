@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as torch_dist
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from lockstep.errors import DistError, PeerError, error_in_words
-from lockstep.groups import Comm
+from lockstep.groups import Comm, gloo_beside
 from lockstep.transport.handles import in_backend
 from lockstep.transport.memory import bytes_of
 from lockstep.watch.failures import mismatch
@@ -30,6 +30,7 @@ _ROOM_BYTES = _SLOT_BYTES - _HEAD.size
 _PADDED_BYTES = 2**16
 _MOST_FAILURE_BYTES = 480
 _CPU = torch.device("cpu")
+_TAG = 0x10C4  # users' own messages have others
 # Renamed in torch 2.13; remove the second name when 2.12 is no longer supported.
 all_gather_single: Callable[..., Work | None] = getattr(
     torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor
@@ -47,17 +48,26 @@ class _Control:
     """
 
     def __init__(self, comm: Comm) -> None:
+        assert comm.pg is not None
         group = comm.pg
-        assert group is not None
         if comm.backends.get("cpu") != "gloo":
-            group = torch_dist.new_group(
-                list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
-            )
+            with in_backend(comm):
+                group = torch_dist.new_group(
+                    list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
+                )
+            gloo_beside[comm.pg] = ref(group)
+            finalize(comm.pg, _end, ref(group)).atexit = False
         self.reference: ReferenceType[ProcessGroup] = ref(group)
         with torch.inference_mode(False):
             self.own = torch.empty(_SLOT_BYTES, dtype=torch.uint8, device=_CPU)
             self.every = torch.empty(comm.size * _SLOT_BYTES, dtype=torch.uint8, device=_CPU)
         self.own_bytes, self.every_bytes = (memoryview(bytes_of(x)).cast("B") for x in (self.own, self.every))
+
+
+def _end(reference: ReferenceType[ProcessGroup]) -> None:
+    """End a gloo group whose owner is gone."""
+    with suppress(Exception):  # all groups may have been ended
+        torch_dist.destroy_process_group(reference())
 
 
 _controls: WeakKeyDictionary[ProcessGroup, _Control] = WeakKeyDictionary()
@@ -96,8 +106,10 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     **Cost**: 256 bytes from each rank to each, one call of gloo; what does not fit into it in further ones.
     """
     calls = comm.calls
-    if comm.pg is None or calls is None:
+    if calls is None or comm.is_alone:
         return [payload] * comm.size
+    if calls.failure is not None:
+        raise mismatch(comm)
     control = _control_of(comm)
     if failure is not None:
         # A file's name may hold what UTF-8 can't encode.
@@ -114,9 +126,10 @@ def exchange(comm: Comm, payload: bytes = b"", failure: str | None = None) -> li
     for place, (_, _, length) in enumerate(heads):
         first = place * _SLOT_BYTES + _HEAD.size
         found.append(bytes(control.every_bytes[first : first + min(length, _ROOM_BYTES)]))
-    lengths = [max(length - _ROOM_BYTES, 0) for _, _, length in heads]
+    is_refused = any(failed for _, failed, _ in heads)  # then only what has failed is told to its end
+    lengths = [max(length - _ROOM_BYTES, 0) if failed or not is_refused else 0 for _, failed, length in heads]
     if any(lengths):
-        rests = _exchange_rests(payload[_ROOM_BYTES:], lengths, comm)
+        rests = _exchange_rests(payload[_ROOM_BYTES:] if lengths[comm.rank] else b"", lengths, comm)
         found = [one + rest for one, rest in zip(found, rests, strict=True)]
     failures = [
         one.decode(errors="replace") if failed else None for one, (_, failed, _) in zip(found, heads, strict=True)
@@ -148,7 +161,7 @@ def give_to_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None:
 
     **Collective**: every rank, with the same sizes. **Cost**: one broadcast for each segment, all in flight at once.
     """
-    if comm.pg is None:
+    if comm.is_alone:
         return
     group = control_group(comm)
     with in_backend(comm):
@@ -162,24 +175,22 @@ def give_to_all(segments: Sequence[Sequence[Tensor]], comm: Comm) -> None:
             work.wait()
 
 
-def start_sending(segments: Sequence[Tensor], peer: int, comm: Comm, tag: int = 0) -> list[Work | None]:
+def start_sending(segments: Sequence[Tensor], peer: int, comm: Comm, tag: int = _TAG) -> list[Work | None]:
     """Start to send segments of the CPU to a rank, which calls `start_receiving` with the same sizes and tag."""
+    if comm.is_alone:
+        return []
     group = control_group(comm)
     with in_backend(comm):
         return [torch_dist.isend(one, group_dst=peer, group=group, tag=tag) for one in segments]
 
 
-def start_receiving(segments: Sequence[Tensor], peer: int, comm: Comm, tag: int = 0) -> list[Work | None]:
+def start_receiving(segments: Sequence[Tensor], peer: int, comm: Comm, tag: int = _TAG) -> list[Work | None]:
     """Start to fill segments of the CPU with what a rank sends by `start_sending`."""
+    if comm.is_alone:
+        return []
     group = control_group(comm)
     with in_backend(comm):
         return [torch_dist.irecv(one, group_src=peer, group=group, tag=tag) for one in segments]
-
-
-def have_same_calls(comm: Comm) -> None:
-    """Compare the calls of all ranks. **Collective**, **Raises**, **Cost**: as `exchange`."""
-    if comm.size > 1:
-        exchange(comm)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from threading import get_ident
 from time import monotonic
 from typing import Any
 
@@ -15,6 +16,8 @@ from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import Comm
 from lockstep.watch.failures import translate_error
 
+helpers: set[int] = set()  # threads of lockstep's own that wait; what a rank waits for is a matter of its own threads
+
 
 class Handle:
     """A collective in flight. `wait` completes it, including the copy back to the caller's device and dtype.
@@ -23,14 +26,13 @@ class Handle:
     goes on. A backend returns None for a synchronous call that is in order on that stream, as NCCL does (torch 2.8).
     """
 
-    __slots__ = ("_comm", "_finish", "_future", "_works")
+    __slots__ = ("_comm", "_finish", "_works")
 
     def __init__(
         self, works: Sequence[Work | Handle | None], comm: Comm, finish: Callable[[], None] | None = None
     ) -> None:
         self._works: tuple[Work | Handle, ...] = tuple([work for work in works if work is not None])
         self._comm, self._finish = comm, finish
-        self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is available; further calls return at once, or raise again.
@@ -38,32 +40,6 @@ class Handle:
         **Raises**: PeerError if a rank is gone; CollectiveTimeoutError if a rank did not arrive in time; ValueError if
         the mean of integers is not a whole number.
         """
-        if self._future is None:
-            return self._complete(timeout)
-        with in_backend(self._comm):
-            self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would not block; what goes from rank to rank over gloo knows that only after `wait`."""
-        return all(work.is_completed() for work in self._works)
-
-    def get_future(self) -> Future[Any]:
-        """Return a future that completes with the collective, once `wait` has no more to do; its value means nothing.
-
-        **Raises**: RuntimeError, by torch, for what goes from rank to rank over gloo.
-        """
-        if self._future is None:
-            futures = [work.get_future() for work in self._works]
-            self._future = collect_all(futures).then(lambda _: self._finish_there())
-        return self._future
-
-    def _finish_there(self) -> bool:
-        # In gloo's thread: it completes the future before the `Work`, which must not be waited for there.
-        self._works = tuple([work for work in self._works if isinstance(work, Handle)])
-        return self._complete()
-
-    def _complete(self, timeout: timedelta | None = None) -> bool:
         for work in self._works:
             if isinstance(work, Handle):
                 work.wait(timeout)
@@ -76,6 +52,20 @@ class Handle:
         self._finish = None
         return True
 
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not block; what goes from rank to rank over gloo knows that only after `wait`."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that completes with the communication, torch's own if that is one call.
+
+        Its value means nothing. The result is in its place, in the caller's dtype and on its device, after `wait`.
+
+        **Raises**: RuntimeError, by torch, for what goes from rank to rank over gloo.
+        """
+        futures = [work.get_future() for work in self._works]
+        return futures[0] if len(futures) == 1 else collect_all(futures)
+
 
 def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
     """Return the handle if `async_op`, else wait for it and return None."""
@@ -86,22 +76,23 @@ def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
 
 
 class waiting:  # noqa: N801 - a context manager; as a generator it would take twice as long
-    """Let the watch know that this rank may wait in the last call of a group."""
+    """Let the watch know that this rank may wait in the last call of a group; not in the threads of `helpers`."""
 
-    __slots__ = ("_comm",)
+    __slots__ = ("_comm", "_former")
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
     def __enter__(self) -> None:
         calls = self._comm.calls
-        if calls is not None:
+        if calls is not None and get_ident() not in helpers:
+            self._former = calls.since, calls.waiting
             calls.since, calls.waiting = monotonic(), calls.number
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         calls = self._comm.calls
-        if calls is not None:
-            calls.waiting = 0
+        if calls is not None and get_ident() not in helpers:
+            calls.since, calls.waiting = self._former
 
 
 class in_backend(waiting):  # noqa: N801
@@ -146,11 +137,13 @@ def note_running(comm: Comm, device: torch.device, work: Work | None = None) -> 
     calls = comm.calls
     if calls is None or comm.size == 1 or (work is None and device.type == "cpu"):
         return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return  # what belongs to a graph can't be asked
     last: Work | torch.Event | None = work
-    if work is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # an event of a graph can't be asked
-        last = calls.event = calls.event or torch.Event(device)
-        last.record()
-    assert last is not None
+    if last is None:
+        stream = torch.accelerator.current_stream(device)
+        if calls.event is None or calls.event.device != stream.device:
+            calls.event = torch.Event(stream.device)
+        calls.event.record(stream)
+        last = calls.event
     calls.running = (calls.number, monotonic(), last)

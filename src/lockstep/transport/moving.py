@@ -62,13 +62,15 @@ def place_for(output: Tensor, device: torch.device) -> Tensor:
 def transfer(receiving: Sequence[tuple[Tensor, int]], sending: Sequence[tuple[Tensor, int]], comm: Comm) -> Handle:
     """Start to receive contiguous tensors from ranks, and to send some, in one group of messages.
 
-    Sizes are equal on both sides; empty tensors don't travel.
+    Sizes are equal on both sides.
     """
     moves = [(torch_dist.irecv, x, peer) for x, peer in receiving] + [
         (torch_dist.isend, x, peer) for x, peer in sending
     ]
+    # Empty ones travel on devices, where all ranks must take part in the first messages of a group.
+    moves = [move for move in moves if move[1].numel() or not move[1].is_cpu]
     # A view as bytes is detached: a parameter may be received into.
-    ops = [P2POp(run, as_native(x.detach()), group=comm.pg, group_peer=peer) for run, x, peer in moves if x.numel()]
+    ops = [P2POp(run, as_native(x.detach()), group=comm.pg, group_peer=peer) for run, x, peer in moves]
     works: list[Work] = []
     if ops:
         with in_backend(comm):

@@ -32,7 +32,7 @@ from torch.distributed import GroupMember, ProcessGroup, Store
 
 from lockstep.calls import Calls, Failure, Record, short_path
 from lockstep.errors import PEER_IS_GONE, DistError, message_of, ranks_in_words
-from lockstep.groups import Comm, recorded_groups
+from lockstep.groups import Comm, gloo_beside, recorded_groups
 from lockstep.watch.board import Board, State, pauses
 from lockstep.watch.deadlock import absent_ranks, deadlock, stuck_ranks
 from lockstep.watch.words import Absent, Told, absence, described, lines_of, name_of, records_of
@@ -405,13 +405,15 @@ def interrupt(comm: Comm) -> None:
     pg = comm.pg
     if pg is None:
         return
-    if "cpu" in comm.devices:
+    beside = gloo_beside.get(pg)
+    gloo = pg if beside is None else beside()
+    if gloo is not None and (beside is not None or "cpu" in comm.devices):
         # A receive that times out is what ends gloo's waits, by closing all connections of the group. Its `abort` and
         # `shutdown` don't (torch 2.13). A receive from a rank that is gone fails without that.
         for step in range(1, comm.size):
             source = (comm.rank + step) % comm.size
             try:
-                work = torch_dist.irecv(torch.empty(1), group=pg, group_src=source, tag=_TAG)
+                work = torch_dist.irecv(torch.empty(1, device="cpu"), group=gloo, group_src=source, tag=_TAG)
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))
             except RuntimeError as error:
