@@ -192,6 +192,7 @@ def _require_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm:
 def _all_to_all_with_grads(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], comm: Comm, async_op: bool
 ) -> list[Tensor]:
+    check_call("all_to_all", comm, "sync_grads", compares=False)
     with report_failure(comm):
         require_blocking(async_op, comm)
         _require_exchange(outputs, inputs, comm)

@@ -286,6 +286,7 @@ def _all_gather_into(
 def _all_gather_with_grads(
     data: Any, comm: Comm, tensor_list: Sequence[Tensor] = NOT_GIVEN, async_op: bool = False
 ) -> list[Tensor]:
+    check_call("all_gather", comm, "sync_grads", compares=False)
     with report_failure(comm):
         require_blocking(async_op, comm)
         _require_form("data", data, tensor_list, comm)

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lockstep.calls import grouped, unlike_most
-from lockstep.dist.consistency import check_call
 from lockstep.errors import CollectiveMismatchError, DistError
 from lockstep.groups import Comm
 from lockstep.transport.control import exchange, report_failure
@@ -92,7 +91,6 @@ def synced(call: str, linear: LinearMap, inputs: Sequence[Tensor]) -> tuple[Tens
     are under ``torch.no_grad()``.
     """
     comm = linear.comm
-    check_call("sync_grads", comm, compares=False)
     with report_failure(comm):
         wants = _wish(inputs)
     said = exchange(comm, bytes([wants]) + call.encode())

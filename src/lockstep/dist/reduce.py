@@ -382,6 +382,7 @@ def _combine_here(output: Tensor, travelling: Sequence[Tensor], plan: Reduction,
 
 
 def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool) -> Tensor:
+    check_call("all_reduce", comm, "sync_grads", compares=False)
     with report_failure(comm):
         require_blocking(async_op, comm)
         name, plan = _planned("data", data, op, is_filled=False)
@@ -398,6 +399,7 @@ def _all_reduce_with_grads(data: Tensor, op: object, comm: Comm, async_op: bool)
 def _reduce_scatter_with_grads(
     output: Tensor, input_list: Sequence[Tensor], op: object, comm: Comm, async_op: bool
 ) -> Tensor:
+    check_call("reduce_scatter", comm, "sync_grads", compares=False)
     with report_failure(comm):
         require_blocking(async_op, comm)
         name, plan = _planned("output", output, op)
