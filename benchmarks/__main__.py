@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import page
 from lockstep.launch import JobSpec, launch
 
 PARTS = ("tensors", "nested", "objects", "results", "training")
@@ -39,6 +40,8 @@ def main() -> None:
     arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     show(rows, Console(width=140))
     print(f"figures in {arguments.json}")
+    if not arguments.parts and arguments.nproc == [2] and not arguments.rounds:
+        page.write_section(page.SPEED, "bench", in_markdown(rows))
 
 
 def _measured(parts: Sequence[str], nproc: int, rounds: int) -> list[dict[str, Any]]:
@@ -50,13 +53,16 @@ def _measured(parts: Sequence[str], nproc: int, rounds: int) -> list[dict[str, A
     return rows
 
 
+_COLUMNS = ("", "lockstep", "baseline", "ratio", "goal", "ratio of best", "peak memory", "baseline's")
+
+
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     """Print one table of all rows."""
     table = Table(
         title="medians of many times, slowest rank; ratios below 1: lockstep is faster",
         caption="baseline: " + ", ".join(dict.fromkeys(row["baseline"] for row in rows)),
     )
-    for column in ("", "lockstep", "baseline", "ratio", "goal", "of best", "peak memory", "baseline's"):
+    for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "" else "right")
     group = ""
     for row in rows:
@@ -64,17 +70,31 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
             group = row["group"]
             table.add_section()
             table.add_row(f"[bold]{group}")
-        table.add_row(
-            row["case"],
-            _time(row["median_seconds"]),
-            _time(row["baseline_median_seconds"]),
-            f"{row['ratio']:.2f}",
-            row["goal"],
-            f"{row['best_ratio']:.2f}",
-            _memory(row["peak_bytes"]),
-            _memory(row["baseline_peak_bytes"]),
-        )
+        table.add_row(*_cells(row))
     console.print(table)
+
+
+def in_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table for a page, without the columns of memory."""
+    text = ""
+    for group in dict.fromkeys(row["group"] for row in rows):
+        members = [row for row in rows if row["group"] == group]
+        baseline = ", ".join(dict.fromkeys(row["baseline"] for row in members))
+        text += page.table((f"{group}; beside {baseline}", *_COLUMNS[1:6]), [_cells(row)[:6] for row in members]) + "\n"
+    return text
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["case"],
+        _time(row["median_seconds"]),
+        _time(row["baseline_median_seconds"]),
+        f"{row['ratio']:.2f}",
+        row["goal"],
+        f"{row['best_ratio']:.2f}",
+        _memory(row["peak_bytes"]),
+        _memory(row["baseline_peak_bytes"]),
+    ]
 
 
 def _time(seconds: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from inspect import signature
 
 import torch
 import torch.distributed as torch_dist
@@ -16,7 +15,6 @@ SIZES = {"4 B": 1, "64 KiB": 2**14, "16 MiB": 2**22}
 _ROUNDS = {"4 B": 300, "64 KiB": 200, "16 MiB": 60}
 _CALLS = {"4 B": 20, "64 KiB": 5, "16 MiB": 1}
 _BARE = "torch.distributed"
-_EVEN = {"uneven": False} if "uneven" in signature(dist.all_gather).parameters else {}
 _LARGE: dict[CheckMode, str] = {"off": "<= 1.10", "sample": "<= 1.25"}
 # By name and size: the goals under each mode of the checks. Others are measured without them, and have no goal.
 _GOALS: dict[tuple[str, str], dict[CheckMode, str]] = {
@@ -59,30 +57,18 @@ def pairs(numel: int, device: str = "cpu") -> dict[str, tuple[Contender, Contend
         torch_dist.all_gather(outputs, data)
         return outputs
 
-    def bare_gather() -> list[Tensor] | None:
-        outputs = new() if rank == 0 else None
-        torch_dist.gather(data, outputs, dst=0)
-        return outputs
-
     return {
         "all_reduce": (lambda: dist.all_reduce(data), lambda: torch_dist.all_reduce(data)),
         "broadcast": (lambda: dist.broadcast(data), lambda: torch_dist.broadcast(data, 0)),
         "reduce": (lambda: dist.reduce(data), lambda: torch_dist.reduce(data, 0)),
-        "all_gather(x, uneven=False)": (lambda: dist.all_gather(data, **_EVEN), bare_all_gather),
+        "all_gather(x, uneven=False)": (lambda: dist.all_gather(data, uneven=False), bare_all_gather),
         "all_gather(x), with a header": (lambda: dist.all_gather(data), bare_all_gather),
         "all_gather(list, x)": (
             lambda: dist.all_gather(filled, data),
             lambda: torch_dist.all_gather(filled, data),
         ),
-        "gather(x)": (lambda: dist.gather(data), bare_gather),
-        "gather(x, list)": (
-            lambda: dist.gather(data, on_dst, 0),
-            lambda: torch_dist.gather(data, on_dst, 0),
-        ),
-        "scatter": (
-            lambda: dist.scatter(data, on_src),
-            lambda: torch_dist.scatter(data, on_src),
-        ),
+        "gather": (lambda: dist.gather(data, on_dst, 0), lambda: torch_dist.gather(data, on_dst, 0)),
+        "scatter": (lambda: dist.scatter(data, on_src), lambda: torch_dist.scatter(data, on_src)),
         "reduce_scatter": (
             lambda: dist.reduce_scatter(data, parts),
             lambda: torch_dist.reduce_scatter(data, parts),

@@ -24,7 +24,7 @@ from lockstep.runner import TrainRun
 STEPS = 150
 # Width and batch of a perceptron whose step takes about that long on two ranks of one core each; rounds, of which a
 # short step, whose single runs spread by a tenth, needs more; the goal.
-_CASES = {"a step of about 3 ms": (384, 32, 60, "<= 1.05"), "a step of about 10 ms": (768, 64, 20, "<= 1.02")}
+_CASES = {"a step of about 3 ms": (384, 32, 40, "<= 1.05"), "a step of about 10 ms": (768, 64, 14, "<= 1.02")}
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.report import section, write_section
+from benchmarks.gpu.report import section
+from benchmarks.page import SPEED, write_section
 from lockstep.device import get_device
 from lockstep.launch import JobSpec, launch
 
@@ -45,7 +46,7 @@ def main() -> None:
         path.write_text(json.dumps(figures, indent=1) + "\n")
         print(f"figures in {path}")
     if is_real:
-        write_section(ROOT / "docs" / "speed.md", figures)
+        write_section(SPEED, "bench-gpu", section(figures))
 
 
 def _measured(sizes: Sequence[int], small: bool) -> dict[str, Any]:

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- make bench-gpu -->", "<!-- end of make bench-gpu -->"
-
-
-def write_section(page: Path, figures: dict[str, Any]) -> None:
-    """Replace what stands between the two marks of a page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{section(figures)}{END}{after}")
+from benchmarks.page import table
 
 
 def section(figures: dict[str, Any]) -> str:
@@ -22,12 +15,12 @@ def section(figures: dict[str, Any]) -> str:
         f"{figures['device']}, {figures['date']}, torch {figures['torch']} (`make bench-gpu`). Medians, of the slowest "
         "rank. *Waits* is how\noften the host waited for the GPU in ten steps after the first ones, as "
         "`torch.cuda.set_sync_debug_mode` knows it.\nThe Runner and the Session write one record in them.\n\n"
-        + _table(
+        + table(
             ("model, strategy, GPUs", "", "per second", "of by hand", "peak memory", "waits"),
             [_training(row, figures["trainings"]) for row in figures["trainings"]],
         )
         + "\nMicroseconds of the host per call:\n\n"
-        + _table(
+        + table(
             ("call", "GPUs", "lockstep", "with `sample`", "torch.distributed"),
             [_call(row) for row in figures["calls"]],
         )
@@ -53,8 +46,3 @@ def _training(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _call(row: dict[str, Any]) -> list[str]:
     return [row["name"], str(row["ranks"]), *(f"{row[one]:.0f}" for one in ("off", "sample", "torch"))]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rules = ["---", *["--:"] * (len(head) - 1)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, rules, *rows))

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.gpu import report
 from benchmarks.gpu.__main__ import NO_GPU
 from benchmarks.gpu.models import workloads
+from benchmarks.gpu.report import section
 from benchmarks.gpu.trainings import STRATEGIES, TRAININGS
 from benchmarks.gpu.watch import Watch
+from benchmarks.page import SPEED, marks, write_section
 
 from lockstep.device import get_device
 
 ROOT = Path(__file__).parents[2]
-OWN = ("by hand", "Runner", "Session")  # the others have an environment of their own
+OWN = ("by hand", "Runner", "Runner, prefetching", "Session")  # the others have an environment of their own
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -62,20 +63,21 @@ def test_the_calls_of_the_gpu_benchmark_in_small(figures):
 
 
 def test_a_page_gets_the_figures_in_place_of_the_old_ones(figures, tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    page, (begin, end) = tmp_path / "page.md", marks("bench-gpu")
+    page.write_text(f"before\n{begin}old\n{end}after\n")
     for _ in range(2):
-        report.write_section(page, figures)
+        write_section(page, "bench-gpu", section(figures))
     text = page.read_text()
-    assert text.startswith(f"before\n{report.BEGIN}\n")
-    assert text.endswith(f"{report.END}\nafter\n")
+    assert text.startswith(f"before\n{begin}")
+    assert text.endswith(f"{end}after\n")
     assert "old" not in text
     assert text.count("| GPT, ddp, 2 | by hand | ") == 1
 
 
-def test_docs_have_a_place_for_the_figures():
-    page = (ROOT / "docs" / "speed.md").read_text()
-    assert page.count(report.BEGIN) == page.count(report.END) == 1
+@pytest.mark.parametrize("word", ["bench", "bench-gpu"])
+def test_the_page_has_a_place_for_the_figures(word: str):
+    begin, end = marks(word)
+    assert 0 < SPEED.read_text().find(begin) < SPEED.read_text().find(end)
 
 
 @pytest.mark.skipif(get_device() != "cpu", reason="this machine has an accelerator")
