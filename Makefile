@@ -64,7 +64,7 @@ test-gpu: $(READY)  ## collectives, trainings and faults on a GPU; on two and fo
 
 # Needs a C++ compiler; about a minute of it, the first time.
 .PHONY: test-device
-test-device: $(READY)  ## collectives and a training on a simulated accelerator, whose backend has NCCL's rules
+test-device: $(READY)  ## collectives, trainings and faults on a simulated accelerator, whose backend has NCCL's rules
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/build/torch_extensions $(BIN)/python -m pytest tests/device $(PYTEST_ARGS)
 
 .PHONY: test-deepspeed

@@ -59,11 +59,6 @@ def counts() -> Counter[str]:
     return Counter(simulator().counts())
 
 
-def waits() -> int:
-    """Return how often the host has waited for the device so far."""
-    return sum(counts()[name] for name in WAITS)
-
-
 def cost(before: Counter[str]) -> tuple[int, str]:
     """Return how often the host has waited for the device since then, and the collectives that were begun, in words."""
     since = counts() - before

@@ -40,7 +40,7 @@ def test_a_training_has_the_losses_and_weights_of_the_cpu(
     for rank, other in zip(found[size], on_cpu[size], strict=True):
         own, cpu = (one[f"{name}, {precision}"] for one in (rank, other))
         assert own["device"] == "sim"
-        for what in ("losses", "weights"):
+        for what in ("losses", "weights", "average"):
             assert own[what] == pytest.approx(cpu[what], abs=error)
         assert [step for step, _ in own["records"]] == [step for step, _ in cpu["records"]]
         assert [loss for _, loss in own["records"]] == pytest.approx([loss for _, loss in cpu["records"]], abs=error)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Runner, Session
-from lockstep.hooks import Hook
+from lockstep.hooks import EMAHook, Hook
 from lockstep.model import ExponentialMovingAverage
 from lockstep.model.full_params import gather_full
 from lockstep.model.tensor_parallel_trial import _differences, _Run
@@ -43,18 +41,15 @@ class Net(nn.Module):
 
 
 class Losses(Hook):
-    """Remembers the loss of each step, and what the host had waited for by then."""
+    """Remembers the loss of each step."""
 
     priority = "LOWEST"
 
-    def __init__(self, waits: Callable[[], int]) -> None:
-        self.waits = waits
+    def __init__(self) -> None:
         self.seen: list[Tensor] = []
-        self.waited: list[int] = []
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.seen.append(outputs["loss"].detach().clone())
-        self.waited.append(self.waits())
 
 
 def loader() -> dict[str, Any]:
@@ -62,16 +57,15 @@ def loader() -> dict[str, Any]:
     return {"dataset": data, "batch_size": 4, "shuffle": False}
 
 
-def train(folder: Path, strategy: Any, precision: str, waits: Callable[[], int] = int) -> dict[str, Any]:
+def train(folder: Path, strategy: Any, precision: str) -> dict[str, Any]:
     """Train for an epoch, save while the training goes on, and train for another one from what was saved.
 
-    Returns the kind of device, this rank's losses, all weights at the end, what was recorded, and how often the host
-    waited in each step of the second epoch.
+    Returns the kind of device, this rank's losses, all weights and their averages at the end, and what was recorded.
     """
     losses: list[float] = []
     for epochs in (1, 2):
         torch.manual_seed(epochs)
-        seen = Losses(waits)
+        seen, average = Losses(), EMAHook(momentum=0.1)
         optim_wrapper: dict[str, Any] = {
             "optimizer": {"type": "AdamW", "lr": 0.05},
             "clip_grad": {"max_norm": 1.0},
@@ -87,22 +81,26 @@ def train(folder: Path, strategy: Any, precision: str, waits: Callable[[], int] 
             optim_wrapper=optim_wrapper,
             strategy=strategy,
             default_hooks={"checkpoint": {"interval": 1, "async_save": True}, "logger": {"interval": 3}},
-            custom_hooks=[seen, {"type": "EMAHook", "momentum": 0.1}, {"type": "ReplicaCheckHook", "interval": 3}],
+            custom_hooks=[seen, average, {"type": "ReplicaCheckHook", "interval": 3}],
             resume=epochs == 2,
             log_level="ERROR",
         )
         model = runner.train()
         losses += [x.item() for x in seen.seen]
-    whole = [gather_full(parameter.detach()).cpu() for parameter in model.parameters()]
     run_dir = max(folder.glob("*/metrics.jsonl"))
     records = [json.loads(line) for line in run_dir.read_text().splitlines()]
     return {
         "device": seen.seen[0].device.type,
         "losses": losses,
-        "weights": [value for one in whole for value in one.flatten().tolist()],
+        "weights": _values(model),
+        "average": _values(average.ema_model.module),
         "records": [[record["iter"], record["loss"]] for record in records if record.get("mode") == "train"],
-        "waits": [after - before for before, after in pairwise(seen.waited)],
     }
+
+
+def _values(model: nn.Module) -> list[float]:
+    whole = [gather_full(parameter.detach()).cpu() for parameter in model.parameters()]
+    return [value for one in whole for value in one.flatten().tolist()]
 
 
 def by_hand(folder: Path, strategy: str) -> list[float]:
@@ -144,12 +142,12 @@ def trial(device: str) -> list[float]:
     return _differences(*runs).tolist()
 
 
-def train_all(folder: Path, size: int, waits: Callable[[], int] = int) -> dict[str, Any]:
+def train_all(folder: Path, size: int) -> dict[str, Any]:
     """Return what each training of as many ranks gives, and on two ranks each loop by hand."""
     found: dict[str, Any] = {}
     for name, (strategy, precisions) in STRATEGIES[size].items():
         for precision in precisions:
-            found[f"{name}, {precision}"] = train(folder / f"{name}_{precision}", strategy, precision, waits)
+            found[f"{name}, {precision}"] = train(folder / f"{name}_{precision}", strategy, precision)
     if size == 2:
         for name in ("ddp", "fsdp"):
             found[f"{name}, by hand"] = by_hand(folder / f"{name}_by_hand", name)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sim import simulator, waits
+from sim import simulator
 
 from lockstep import dist
 from training import averaged, train_all, trial
@@ -20,7 +20,7 @@ from training import averaged, train_all, trial
 def main(folder: Path) -> None:
     simulator()
     dist.init_dist("pytorch", timeout=60)
-    found = train_all(folder, dist.get_world_size(), waits)
+    found = train_all(folder, dist.get_world_size())
     found |= {"averaged": averaged(dist.get_device()), "trial": trial(dist.get_device())}
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
 
