@@ -84,6 +84,12 @@ def _summed(call: Callable[..., Any], dtype: torch.dtype = torch.float32, **opti
     return run
 
 
+def _scattered_from_cpu(rank: int) -> Tensor:
+    output = torch.zeros(1, device=DEVICE)
+    dist.scatter(output, [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 0 else None)
+    return output
+
+
 def _scattered(call: Callable[..., Any], size: int = 1, **options: Any) -> Callable[[int], Tensor]:
     def run(rank: int) -> Tensor:
         output = torch.zeros(size, device=DEVICE)
@@ -245,6 +251,9 @@ CALLS: dict[str, Call] = {
     ),
     "scatter, async": Call(_scattered(dist.scatter, async_op=True), ([5], [6]), (0, 0, "coalesced")),
     "scatter of 400 KB": Call(_scattered(dist.scatter, LARGE), ([5], [6]), (0, 0, "coalesced")),
+    "scatter, of a list on the CPU": Call(
+        _scattered_from_cpu, ([5], [6]), (2, 0, "coalesced")
+    ),
     "all_reduce_params": Call(
         _changes(lambda x: dist.all_reduce_params([x[:1], x[1:]])), ([3, 4], [3, 4]), (0, 0, "all_reduce")
     ),

@@ -12,6 +12,9 @@ import torch.distributed as torch_dist
 
 from lockstep.dist import (
     PeerError,
+    all_gather_object,
+    all_reduce,
+    barrier,
     get_rank,
     init_local_group,
     local_main_process_first,
@@ -19,6 +22,7 @@ from lockstep.dist import (
     run_on_main,
 )
 from lockstep.dist.consistency import fail_together
+from lockstep.errors import DistError
 from lockstep.groups import resolve
 from lockstep.testing import ranks
 
@@ -193,4 +197,23 @@ def test_rank_0_alone_of_a_subgroup_runs_what_the_subgroup_is_to_know() -> None:
     group = torch_dist.new_group([1])
     if get_rank() == 1:
         assert run_on_main(get_rank, group) == 1
+    assert_group_works()
+
+
+COLLECTIVES = {
+    "all_reduce": lambda: all_reduce(torch.ones(1)),
+    "sync_grads": lambda: all_reduce(torch.ones(1, requires_grad=True) * 2, sync_grads=True),
+    "object": lambda: all_gather_object(1),
+    "barrier": barrier,
+    "another block": lambda: run_on_main(get_rank),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@ranks(2)
+def test_a_collective_inside_of_what_rank_0_runs_alone_raises_there_at_once(name: str) -> None:
+    with pytest.raises(DistError, match="inside run_on_main, which the others wait for"):
+        run_on_main(COLLECTIVES[name])
+    with pytest.raises(DistError, match="inside main_process_first"), main_process_first():
+        COLLECTIVES[name]()
     assert_group_works()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +99,24 @@ class Reducing(Dataset[torch.Tensor]):
 def test_a_worker_of_a_data_loader_says_so():
     with pytest.raises(DistError, match="Let the worker return what it has"):
         next(iter(DataLoader(Reducing(), num_workers=1, multiprocessing_context=get_context("fork"))))
+
+
+SCRIPT = """
+import os, sys
+from lockstep import dist
+dist.init_dist("pytorch")
+if (pid := os.fork()) == 0:
+    sys.exit(0)  # which ends what this process has registered
+assert os.waitpid(pid, 0)[1] == 0
+assert dist.all_gather_object(dist.get_rank()) == [0, 1]
+print("went on")
+"""
+
+
+def test_a_forked_process_may_end_as_usual(tmp_path: Path):
+    script = tmp_path / "forks.py"
+    script.write_text(SCRIPT)
+    words = [sys.executable, "-m", "lockstep", "launch", "--nproc", "2", str(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("went on") == 2

@@ -23,6 +23,7 @@ from lockstep.dist import (
     all_to_all,
     barrier,
     broadcast,
+    broadcast_object,
     broadcast_object_list,
     check_collectives,
     gather,
@@ -37,6 +38,7 @@ from lockstep.dist import (
     main_process_first,
     reduce,
     reduce_scatter,
+    run_on_main,
     scatter,
     sync_random_seed,
 )
@@ -229,6 +231,18 @@ def test_a_backend_that_names_devices_which_are_not_there_talks_on_the_cpu() -> 
     assert get_comm_device().type == get_device()
     all_reduce(torch.ones(2))
     barrier()
+    barrier(async_op=True).wait()
+    large = "x" * 10_000
+    assert gather_object(large, 3)[3] == broadcast_object(large) == run_on_main(lambda: large) == large
+
+
+@ranks(2)
+def test_groups_without_a_backend_for_the_cpu_may_be_made_again_and_again() -> None:
+    for _ in range(3):
+        group = torch_dist.new_group(backend="cuda:gloo")
+        barrier(group)
+        assert all_gather_object(get_rank(), group=group) == [0, 1]
+        torch_dist.destroy_process_group(group)
 
 
 @ranks(2)

@@ -191,6 +191,14 @@ def test_a_dict_takes_one_all_reduce_for_each_dtype_and_one_exchange(numel: int)
     assert torch.equal(data["map"], torch.full((numel,), 3.0))
 
 
+@ranks(2)
+def test_a_value_that_has_no_memory_for_its_elements_is_refused_before_anything_is_changed() -> None:
+    data = {"a": torch.ones(2), "b": torch.ones(1).expand(3)}
+    with pytest.raises(ValueError, match=r"`'b'` must have memory for each of its elements"):
+        all_reduce_dict(data)
+    assert data["a"].tolist() == [1.0, 1.0]
+
+
 MISMATCHES = {
     "a key more": ({"a": 1.0, "b": 2}, {"a": 1.0}, "'b': int64[]"),
     "other keys": ({"a": 1.0, "b": 2}, {"a": 1.0, "c": 2}, "'b': int64[]"),

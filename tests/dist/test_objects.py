@@ -512,8 +512,9 @@ def test_a_gathering_of_what_cannot_be_pickled_fails_where_it_is_read():
     else:
         pending = start_gather_object("x" * 10_000)
         if rank == 0:
-            with pytest.raises(PeerError, match=f"rank 1 of {size} could not take part: TypeError"):
-                pending.wait()
+            for _ in range(2):  # the same at a second look
+                with pytest.raises(PeerError, match=f"rank 1 of {size} could not take part: TypeError"):
+                    pending.wait()
         else:
             pending.wait()
     again = start_gather_object(rank).wait()

@@ -147,6 +147,8 @@ def gather_packed(
 
     **Collective**: every rank.
     """
+    if comm.is_alone and comm.size > 1:  # the ranks of a fake group
+        return iter([obj] * comm.size) if comm.rank == dst else None
     keeps_own = comm.rank == dst and not copy_own
     with report_failure(comm):
         if check is not None:
@@ -249,6 +251,9 @@ class PendingGather:
         self._outcome: Future[list[Any] | None] | None = None
         self._error: DistError | None = None
         self._pending: list[Work | None] = []
+        if comm.is_alone:
+            self._gathered = [obj] * comm.size if comm.rank == dst else None
+            return
         if comm.rank == dst:
             for rank in (rank for rank in range(comm.size) if rank != dst):
                 self._firsts[rank] = torch.zeros(_FIRST_BYTES, dtype=torch.uint8, device=_CPU)

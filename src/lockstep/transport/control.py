@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as torch_dist
@@ -42,7 +42,8 @@ class _Control:
 
     Attributes:
         reference: weak reference to the group that carries it: the group itself where gloo serves its CPU, else one
-            beside it. Weak, so that destroying the group ends it.
+            beside it, which lives as long as the default group: torch would give the next one its name, by which the
+            ranks met before (2.13).
         own: this rank's slot.
         every: every rank's slot.
     """
@@ -56,18 +57,11 @@ class _Control:
                     list(comm.ranks), backend="gloo", timeout=comm.timeout, use_local_synchronization=True
                 )
             gloo_beside[comm.pg] = ref(group)
-            finalize(comm.pg, _end, ref(group)).atexit = False
         self.reference: ReferenceType[ProcessGroup] = ref(group)
         with torch.inference_mode(False):
             self.own = torch.empty(_SLOT_BYTES, dtype=torch.uint8, device=_CPU)
             self.every = torch.empty(comm.size * _SLOT_BYTES, dtype=torch.uint8, device=_CPU)
         self.own_bytes, self.every_bytes = (memoryview(bytes_of(x)).cast("B") for x in (self.own, self.every))
-
-
-def _end(reference: ReferenceType[ProcessGroup]) -> None:
-    """End a gloo group whose owner is gone."""
-    with suppress(Exception):  # all groups may have been ended
-        torch_dist.destroy_process_group(reference())
 
 
 _controls: WeakKeyDictionary[ProcessGroup, _Control] = WeakKeyDictionary()
