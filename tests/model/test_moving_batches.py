@@ -114,12 +114,13 @@ def test_a_copy_to_the_cpu_ends_before_it_is_read() -> None:
 
 def test_a_loader_made_from_a_config_pins_where_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     def pins(**options: Any) -> bool:
-        return build_dataloader({"dataset": list(range(4)), **options}, seed=0).pin_memory
+        return build_dataloader({"dataset": list(range(4)), "num_workers": 1, **options}, seed=0).pin_memory
 
     assert not pins()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
     assert pins()
     assert not pins(pin_memory=False)
+    assert not pins(num_workers=0)  # samples may be on the accelerator already
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
     assert not pins()  # torch's loader would only warn
 

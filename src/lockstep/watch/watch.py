@@ -332,6 +332,8 @@ class Watch:
         fails; unless the call has failed by itself, also where a rank is gone.
         """
         states = self.board.ask(comm.ranks)
+        if has_failed and self.is_cut_off:
+            return []  # nobody waits for this any longer
         self.hear()
         if calls.failure is not None or not (has_failed or calls.unfinished()[0] == number):
             return []
