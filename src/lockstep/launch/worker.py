@@ -86,6 +86,7 @@ def main(argv: list[str]) -> None:
         raise
     except BaseException as error:
         code = _exit_code(error)
+        sys.last_value = error  # what runs at exit then knows that the rank has failed, as without a launcher
         if type(error) is KeyboardInterrupt:  # Ctrl-C; a class derived from it is an error of the script's
             sys.exit(code)
         if not _record(error):
