@@ -150,9 +150,9 @@ def test_a_future_completes_with_the_collective() -> None:
     outputs = [torch.empty(1), torch.empty(2)]
     gathered = all_gather(outputs, torch.ones(1 + get_rank()), async_op=True)
     for one in (gathered, handle):
-        one.get_future().wait()
-        assert one.is_completed()
+        one.get_future().wait()  # gloo completes it before the `Work`
         assert one.wait()
+        assert one.is_completed()
     assert [x.tolist() for x in outputs] == [[1.0], [1.0, 1.0]]
 
 
