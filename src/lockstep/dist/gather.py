@@ -257,11 +257,10 @@ def _all_gather(data: Tensor, comm: Comm, uneven: bool) -> list[Tensor]:
         check_call("all_gather", comm, data, "even")
         wire, headers, alike = comm.to_wire(data), [], True
     if alike:
-        parts, handle = gather_alike(wire, comm)
+        parts = gather_alike(wire, comm)
     else:
         parts = [torch.empty(x.shape, dtype=x.dtype, device=wire.device) for x in headers]
-        handle = gather_into(parts, wire, comm)
-    handle.wait()
+        gather_into(parts, wire, comm).wait()
     return parts if wire.device == data.device else [part.to(data.device) for part in parts]
 
 

@@ -16,17 +16,17 @@ from lockstep.transport.handles import Handle, in_backend, note_running, start
 from lockstep.transport.memory import as_bytes, as_native, copy_all, is_plain_memory
 
 
-def gather_alike(wire: Tensor, comm: Comm, async_op: bool = False) -> tuple[list[Tensor], Handle]:
-    """Return every rank's tensor, all of one dtype and shape, as views of one new tensor, and the handle to wait for.
+def gather_alike(wire: Tensor, comm: Comm) -> list[Tensor]:
+    """Return every rank's tensor, all of one dtype and shape, as views of one new tensor.
 
     **Collective**: every rank. **Cost**: one `all_gather_single`.
     """
     if comm.pg is None:
-        return [wire.clone()], Handle((), comm)
+        return [wire.clone()]
     every = wire.new_empty((comm.size, *wire.shape))
     flat = as_native(every).view(-1), as_native(wire).view(-1)
-    work = start(all_gather_single, comm, wire.device, *flat, async_op=async_op)
-    return list(every.unbind()), Handle([work], comm)
+    start(all_gather_single, comm, wire.device, *flat)
+    return list(every.unbind())
 
 
 def gather_into(outputs: Sequence[Tensor], wire: Tensor, comm: Comm, async_op: bool = False) -> Handle:
