@@ -236,7 +236,7 @@ def test_several_signals_while_it_stops_change_nothing(tmp_path):
 
 
 def test_the_first_iteration_can_be_stopped(tmp_path):
-    with Job(tmp_path, 2, TRAINING, SLOW="0.05") as job:
+    with Job(tmp_path, 2, TRAINING, SLOW="0.5") as job:
         job.until("train", 1)
         os.kill(job.pid(0), signal.SIGTERM)
         assert check_stop_and_resume(tmp_path, 2, job) in (1, 2)
