@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.topology import Topology, infer_launcher, read_topology
-from lockstep.topology.slurm import expand_hostlist
+from lockstep.topology.environ import expand_hostlist
 
 from .jobs import (
     LOOPBACK,
