@@ -24,7 +24,7 @@ from .jobs import (
 )
 from .slurm_cluster import SlurmCluster, slurm_cluster
 
-require("slurmctld", "slurmd", "srun", "munged", "mpirun", root=True)
+pytestmark = [pytest.mark.launchers, require("slurmctld", "slurmd", "srun", "munged", "mpirun", root=True)]
 
 
 @pytest.fixture(scope="module")
