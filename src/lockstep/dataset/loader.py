@@ -204,9 +204,9 @@ def _stream_loader(
             f"{type(dataset).__name__} there is a `shuffle` or a sampler. Leave it out"
         )
     parts = shard[1] * max(1, arguments.get("num_workers", 0))
-    deals = check_split(dataset, split, parts, shard[1])
+    is_split = check_split(dataset, split, parts, shard[1])
     batch_size = arguments.setdefault("batch_size", 1) or 1
-    stream = StreamShard(dataset, shard, batch_size, split=deals, seed=seed, compares=split is None)
+    stream = StreamShard(dataset, shard, batch_size, split=is_split, seed=seed, compares=split is None)
     if parts > 1:
         _logger.info("%s is split over %d ranks and workers: %s", type(dataset).__name__, parts, stream.how)
     return _made(StreamLoader, stream, arguments)
@@ -388,11 +388,11 @@ def _sharded(loader: DataLoader[Any], seed: int, evaluation: bool, shard: tuple[
     sampler, batch_size = drawn_from(loader)
     in_samples = is_torchs(loader.batch_sampler, BatchSampler)
     # Batches are not repeated to give each rank equally many: `Passes` handles unequal numbers of batches.
-    own_sampler = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
-    sharded = with_sampler(loader, own_sampler)
+    split = shard_sampler(sampler, seed, shard, round_up=in_samples and not evaluation, batch_size=batch_size)
+    sharded = with_sampler(loader, split)
     if loader.generator is None:
         sharded.generator = WorkerSeeds(seed, shard[0])
-    _log_split(loader, sampler, own_sampler, "samples" if in_samples else "batches", shard[1])
+    _log_split(loader, sampler, split, "samples" if in_samples else "batches", shard[1])
     return sharded
 
 
@@ -406,18 +406,16 @@ def _is_permutation(sampler: Any) -> bool:
     return bool(sampler.num_samples == len(sampler.data_source))
 
 
-def _log_split(
-    loader: Any, sampler: Any, own_sampler: DefaultSampler | ShardedSampler, items: str, shards: int
-) -> None:
+def _log_split(loader: Any, sampler: Any, split: DefaultSampler | ShardedSampler, items: str, shards: int) -> None:
     """Log what is drawn, in which order, and how many items each rank gets."""
     whole = length_of(sampler)
     count = items if whole is None else f"{whole} {items}"
     if get_world_size() > 1:
-        each = "" if whole is None else f"{length_of(own_sampler)} "
-        if whole is not None and whole % shards and not own_sampler.round_up:
+        each = "" if whole is None else f"{length_of(split)} "
+        if whole is not None and whole % shards and not split.round_up:
             each = f"{whole // shards} or {whole // shards + 1} "
         count += f", {each}on each of {counted(shards, 'rank')}"
-    if isinstance(own_sampler, ShardedSampler):
+    if isinstance(split, ShardedSampler):
         count += f" (ShardedSampler in place of {type(sampler).__name__}; {_HOW_TO_SAY})"
     _logger.info("%s: %s", _describe(loader), count)
 

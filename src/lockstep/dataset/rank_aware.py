@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 from lockstep.dist import all_gather_object
 
 _ATTRIBUTES = ("rank", "world_size", "num_replicas", "shard", "process_index", "num_processes")
-_MOST_COMPARED = 1000  # indices
+_MOST_TOLD = 1000  # indices
 _SEQUENCES = (list, tuple, range, Tensor, np.ndarray)
 # Functions that return a rank, and variables of launchers that hold one.
 RANK_WORDS = frozenset({
@@ -65,9 +65,9 @@ def differing_parts(dataset: Any, sampler: Any) -> list[str]:
     **Collective**: every rank. **Cost**: one all_gather of a few hundred bytes.
     """
     own = {**_of_data(dataset), **_of_sampler(sampler)}
-    gathered = all_gather_object(own)
-    names = dict.fromkeys(name for parts in gathered for name in parts)
-    return [name for name in names if any(parts.get(name) != own.get(name) for parts in gathered)]
+    told = all_gather_object(own)
+    names = dict.fromkeys(name for parts in told for name in parts)
+    return [name for name in names if any(parts.get(name) != own.get(name) for parts in told)]
 
 
 def overlapping_parts(dataset: Any, sampler: Any) -> bool:
@@ -80,8 +80,8 @@ def overlapping_parts(dataset: Any, sampler: Any) -> bool:
     """
     drawn = [getattr(part, "indices", ()) for part in (dataset, *parts_of(sampler))]
     own = {int(index) for part in drawn if isinstance(part, _SEQUENCES) and is_plain(part) for index in part}
-    gathered = all_gather_object(sorted(own, key=lambda index: crc32(repr(index).encode()))[:_MOST_COMPARED])
-    return len({index for part in gathered for index in part}) < sum(map(len, gathered))
+    told = all_gather_object(sorted(own, key=lambda index: crc32(repr(index).encode()))[:_MOST_TOLD])
+    return len({index for part in told for index in part}) < sum(map(len, told))
 
 
 def _is_inner(name: str, value: Any) -> bool:
