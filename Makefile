@@ -19,44 +19,31 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train on real digits in two processes
 	$(BIN)/lockstep train examples/digits/config.py --nproc 2
 
-# Whole jobs, started as a user starts them, take minutes: they have a word of their own.
-JOBS := $(addprefix tests/,benchmarks launchers examples launch cli runner/test_batch_size_finder.py \
-	runner/test_preemption.py runner/test_output.py)
-# So do the combinations of what strategies can do, and of optimizers with them.
-LAYOUTS := $(addprefix tests/strategy/test_,fsdp.py fsdp_dtypes.py fsdp_refusals.py optim_state.py tensor_parallel.py \
-	compile.py optimizer_trial.py) $(addprefix tests/model/test_,fsdp.py fsdp_consistency.py)
-
-# So do checkpoints that are damaged, attacked or resumed in another form, and weights in and out.
-CHECKPOINTS := $(addprefix tests/,checkpoint weights runner/test_position.py runner/test_resume_matrix.py \
-	runner/test_resume_options.py runner/test_resume_own_states.py)
-
-# So do faults of every kind, each in a job of its own, and who is to blame for it.
-FAULTS := tests/faults
-
+# Tests that take minutes are marked, and have words of their own (pyproject.toml lists the markers).
 test: $(READY)  ## the main test suite, on real ranks
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(JOBS) $(LAYOUTS) $(CHECKPOINTS) $(FAULTS)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not (gpu or jobs or layouts or checkpoints or faults)" $(PYTEST_ARGS)
 
 .PHONY: test-faults
 test-faults: $(READY)  ## faults of ranks: wrong calls, errors, exits, signals, slow and diverging ranks; who is named
-	$(BIN)/python -m pytest $(if $(SLICE),$(SLICE_FAULTS),$(FAULTS)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(or $(if $(SLICE),$(SLICE_FAULTS)),-m "faults and not gpu") $(PYTEST_ARGS)
 
 .PHONY: faults-page
 faults-page: $(READY)  ## the faults and who was named, with times: docs/faults.md
 	rm -f work_dirs/faults.json && mkdir -p work_dirs
-	$(BIN)/python -m pytest $(FAULTS) --faults-json work_dirs/faults.json $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/faults --faults-json work_dirs/faults.json $(PYTEST_ARGS)
 	$(BIN)/python -m tests.faults.table work_dirs/faults.json docs/faults.md
 
 .PHONY: test-checkpoints
 test-checkpoints: $(READY)  ## checkpoints and weights: damage, attacks, kills, resuming in another form, other formats
-	$(BIN)/python -m pytest $(if $(SLICE),$(SLICE_CHECKPOINTS),$(CHECKPOINTS)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(or $(if $(SLICE),$(SLICE_CHECKPOINTS)),-m "checkpoints and not gpu") $(PYTEST_ARGS)
 
 .PHONY: test-layouts
 test-layouts: $(READY)  ## FSDP's options and checks, tensor parallelism, compiled models, states of optimizers, against one process
-	$(BIN)/python -m pytest $(if $(SLICE),$(SLICE_LAYOUTS),$(LAYOUTS)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(or $(if $(SLICE),$(SLICE_LAYOUTS)),-m "layouts and not gpu") $(PYTEST_ARGS)
 
 .PHONY: test-jobs
 test-jobs: $(READY)  ## the commands, torchrun, mpirun, Slurm and two hosts for real; every example
-	$(BIN)/python -m pytest $(if $(SLICE),$(SLICE_JOBS),$(JOBS)) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(or $(if $(SLICE),$(SLICE_JOBS)),-m "jobs and not gpu") $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(READY)  ## collectives, trainings and faults on a GPU; on two and four where they are
@@ -160,7 +147,7 @@ soak-faults: $(READY)  ## jobs in which a rank fails, in random order and at ran
 
 .PHONY: soak-preemption
 soak-preemption: $(READY)  ## a training that is stopped fifty times, and goes on each time
-	$(BIN)/python tests/launchers/soak_preemption.py
+	$(BIN)/python tests/launch/soak_preemption.py
 
 .PHONY: test-buckets
 test-buckets: .venv-buckets/.ready  ## weights and checkpoints in a bucket, of a server that speaks S3, on this machine

@@ -30,10 +30,10 @@ SLICE_JOBS := tests/benchmarks/test_benchmarks.py tests/launch/test_ledger.py \
 	tests/launch/test_launch.py::test_a_failure_is_told_once_with_the_rank_and_its_traceback \
 	tests/launch/test_launch.py::test_a_killed_rank_is_replaced \
 	tests/launch/test_launch.py::test_no_rank_outlives_the_job \
-	tests/launchers/test_torchrun.py::test_lockstep_train_joins_the_ranks_it_finds \
-	tests/launchers/test_mpirun.py::test_lockstep_train_joins_the_ranks_it_finds \
-	tests/launchers/test_slurm.py::test_two_nodes_train tests/launchers/test_hosts.py::test_two_hosts_train_together \
-	tests/launchers/test_listening.py::test_lockstep_train_on_two_ranks_listens_on_loopback_alone \
+	tests/launch/test_torchrun.py::test_lockstep_train_joins_the_ranks_it_finds \
+	tests/launch/test_mpirun.py::test_lockstep_train_joins_the_ranks_it_finds \
+	tests/launch/test_slurm.py::test_two_nodes_train tests/launch/test_hosts.py::test_two_hosts_train_together \
+	tests/launch/test_listening.py::test_lockstep_train_on_two_ranks_listens_on_loopback_alone \
 	tests/cli/test_train.py::test_two_ranks_are_started_and_train tests/cli/test_secrets.py \
 	tests/launch/test_odd_errors.py \
 	tests/cli/test_bad_input.py::test_a_hook_that_raises_on_one_rank_is_told_as_the_cause \

@@ -16,7 +16,7 @@ import torch
 import lockstep
 from lockstep import dist
 from lockstep.testing import ranks, run_ranks
-from lockstep.testing.reports import RankFailure
+from lockstep.testing.messages import RankFailure
 
 PACKAGE = Path(lockstep.__file__).parent
 ON_RANKS = "**Example (2 ranks)**"

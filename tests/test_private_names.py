@@ -194,10 +194,11 @@ PRIVATE: dict[str, Private] = {
     # Modules.
     "_modules": Private(
         lambda: module_holds("_modules"),
-        ("model/averaged.py", "model/norm.py", "optim/paramwise.py"),
+        ("model/averaged.py", "model/norm.py", "optim/constructor.py"),
     ),
     "_parameters": Private(
-        lambda: module_holds("_parameters"), ("model/averaged.py", "optim/paramwise.py", "strategy/colossalai/state.py")
+        lambda: module_holds("_parameters"),
+        ("model/averaged.py", "optim/constructor.py", "strategy/colossalai/state.py"),
     ),
     "_buffers": Private(
         lambda: module_holds("_buffers"),
@@ -233,7 +234,7 @@ PRIVATE: dict[str, Private] = {
     "torch._inductor": Private(
         lambda: any(importlib.import_module("torch._inductor.config").cpp.cxx), ("model/compiling.py",)
     ),
-    "torch._inductor.config": Private(lambda: find_spec("torch._inductor.config"), ("testing/rank_process.py",)),
+    "torch._inductor.config": Private(lambda: find_spec("torch._inductor.config"), ("testing/pool.py",)),
     "torch._inductor.cudagraph_trees": Private(
         lambda: (
             find_spec("torch._inductor.cudagraph_trees")
@@ -277,11 +278,11 @@ PRIVATE: dict[str, Private] = {
         lambda: isinstance(
             iter(DataLoader([0])), importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
         ),
-        ("dataset/sharded_loader.py",),
+        ("dataset/loader.py",),
     ),
     "_iterator": Private(
         lambda: "_iterator" in vars(DataLoader([0])),
-        ("dataset/position.py", "dataset/sharded_loader.py", "runner/rehearsal.py"),
+        ("dataset/loader.py", "dataset/position.py", "runner/rehearsal.py"),
     ),
     "_shutdown_workers": Private(
         lambda: takes(

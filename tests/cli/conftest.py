@@ -87,3 +87,7 @@ def lockstep(folder):
         return done.returncode, done.stdout, done.stderr
 
     return lockstep
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("jobs")

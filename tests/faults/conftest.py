@@ -31,5 +31,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("who is to blame, and how soon the others know")
         for line in table.lines():
             terminalreporter.write_line(line)
-    if file := config.getoption("--faults-json"):
+    if file := config.getoption("--faults-json", None):
         table.write(file)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("faults")

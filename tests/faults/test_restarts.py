@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lockstep.launch.progress import ITERATION_FILE, iteration_teller, read_iteration
+from lockstep.launch.worker import ITERATION_FILE, iteration_teller, read_iteration
 
 TRAINING = """
 import os, torch

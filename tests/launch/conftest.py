@@ -69,3 +69,7 @@ def scripts(tmp_path):
         for stream in (job.stdout, job.stderr):
             if stream is not None:
                 stream.close()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("jobs")

@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from lockstep.launch import JobSpec, membership
-from lockstep.launch.network import LOOPBACK, interface_towards
+from lockstep.launch import JobSpec, rendezvous
+from lockstep.launch.job import LOOPBACK, interface_towards
 from lockstep.launch.rendezvous import JobEndedError, NodesRendezvous
 
 TALK = """
@@ -54,8 +54,8 @@ def node(rdzv):
         return rendezvous
 
     yield node
-    for rendezvous in reversed(made):
-        rendezvous.shutdown()
+    for one in reversed(made):
+        one.shutdown()
 
 
 def start_nodes(scripts, rdzv, script, *options, nproc=(1, 1), before=((), ())):
@@ -250,9 +250,9 @@ def test_the_loss_of_the_first_node_is_told(node):
 @pytest.fixture
 def soon(monkeypatch):
     """Let nodes that do not come be given up soon."""
-    monkeypatch.setattr(membership, "_SECONDS_PER_BEAT", 0.1)
-    monkeypatch.setattr(membership, "_SECONDS_UNTIL_LOST", 1.0)
-    monkeypatch.setattr(membership, "_SECONDS_FOR_MORE", 1.0)
+    monkeypatch.setattr(rendezvous, "_SECONDS_PER_BEAT", 0.1)
+    monkeypatch.setattr(rendezvous, "_SECONDS_UNTIL_LOST", 1.0)
+    monkeypatch.setattr(rendezvous, "_SECONDS_FOR_MORE", 1.0)
 
 
 def places(infos):

@@ -31,6 +31,8 @@ from lockstep.optim import OptimWrapper
 from lockstep.registry import MODEL_WRAPPERS, BuildError
 from lockstep.testing import ranks
 
+pytestmark = pytest.mark.layouts
+
 INPUTS = torch.linspace(-1, 1, 8 * 6).reshape(8, 6)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -18,6 +18,8 @@ from lockstep.testing import ranks
 
 from .fsdp_branches import INPUTS, WIDTH, Expert, Experts, Twins, own_inputs, seeded
 
+pytestmark = pytest.mark.layouts
+
 STEPS, UNUSED = 3, {"auto_wrap_policy": "Mixture", "find_unused_parameters": True}
 
 

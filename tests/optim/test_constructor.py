@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lockstep.dist import get_world_size
 from lockstep.errors import ConfigError
 from lockstep.optim import DefaultOptimWrapperConstructor, OptimWrapper, OptimWrapperDict, build_optim_wrapper
-from lockstep.optim.paramwise import param_sites
+from lockstep.optim.constructor import param_sites
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, BuildError
 from lockstep.runner import Runner
 from lockstep.strategy import DDPStrategy, FSDPStrategy, SingleDeviceStrategy

@@ -18,6 +18,8 @@ from lockstep.runner import find_batch_size
 from lockstep.runner.batch_size_finder import Trial, search_sizes
 from lockstep.runner.batch_size_trial import told_out_of_memory
 
+pytestmark = pytest.mark.jobs
+
 
 @given(
     memory=st.integers(1, 500),

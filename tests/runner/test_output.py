@@ -10,6 +10,8 @@ from textwrap import dedent
 
 import pytest
 
+pytestmark = pytest.mark.jobs
+
 SCRIPT = """
     import sys
     import torch

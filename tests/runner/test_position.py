@@ -24,6 +24,8 @@ from lockstep.hooks import Hook
 from lockstep.runner import Runner
 from lockstep.testing import run_ranks
 
+pytestmark = pytest.mark.checkpoints
+
 SIZE, SEED = 24, 7
 
 

@@ -14,6 +14,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+pytestmark = pytest.mark.jobs
+
 TRAINING = """
 import json, os, sys, time
 import torch

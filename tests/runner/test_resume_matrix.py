@@ -8,6 +8,8 @@ import pytest
 from benchmarks.resume import data, strategies
 from benchmarks.resume.data import Case, Layout, Step, order_of
 
+pytestmark = pytest.mark.checkpoints
+
 
 def test_some_cases():
     kept = Case("by epoch", Layout(2, 6), Layout(3, 4), keeps_global_batch=True, title="kept")

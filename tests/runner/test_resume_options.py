@@ -18,6 +18,8 @@ from lockstep.evaluator import BaseMetric
 from lockstep.hooks import Hook
 from lockstep.testing import ranks
 
+pytestmark = pytest.mark.checkpoints
+
 X = torch.randn(16, 2, generator=torch.Generator().manual_seed(1))
 ADAM = {"type": "AdamW", "lr": 0.1, "weight_decay": 0.01, "betas": (0.9, 0.99)}
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from lockstep.runner import Runner, load_checkpoint
 from lockstep.testing import ranks
 
+pytestmark = pytest.mark.checkpoints
+
 
 class Net(nn.Module):
     """Keeps new keys and a longer tensor as it trains, and a buffer that the first batch sizes."""

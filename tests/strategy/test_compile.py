@@ -25,6 +25,8 @@ from lockstep.testing import ranks, run_ranks
 from .heads import Block, Heads
 from .transformer import BATCH, INPUTS, TARGETS, Losses, mean_over_ranks, optim_config, seeded, train_by_hand
 
+pytestmark = pytest.mark.layouts
+
 # Traces forward and backward pass, and translates nothing; a graph break raises.
 TRACED = {"backend": "aot_eager", "fullgraph": True}
 CASES = {

@@ -36,6 +36,8 @@ from .transformer import (
     train_by_hand,
 )
 
+pytestmark = pytest.mark.layouts
+
 TENSOR = {"degree": 2, "plan": {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"}}
 KINDS = {"single": SingleDeviceStrategy, "ddp": DDPStrategy, "fsdp": FSDPStrategy}
 

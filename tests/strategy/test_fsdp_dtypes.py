@@ -19,6 +19,8 @@ from lockstep.model.full_params import gather_full
 from lockstep.strategy import FSDPStrategy, SingleDeviceStrategy
 from lockstep.testing import ranks, run_ranks
 
+pytestmark = pytest.mark.layouts
+
 INPUTS = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 OPTIM = {"optimizer": {"type": "AdamW", "lr": 0.05}, "clip_grad": {"max_norm": 0.5}}
 

@@ -13,6 +13,8 @@ from lockstep.errors import ConfigError
 from lockstep.strategy import FSDPStrategy
 from lockstep.testing import ranks
 
+pytestmark = pytest.mark.layouts
+
 INPUTS = torch.randn(8, 6, generator=torch.Generator().manual_seed(4))
 COMPLEX = torch.complex64
 

@@ -20,6 +20,8 @@ from lockstep.testing import ranks, run_ranks
 from ..engines.training import assert_equal, whole
 from .unused import OPTIMIZERS, PartlyUsed, Training, batch
 
+pytestmark = pytest.mark.layouts
+
 KINDS: dict[str, Any] = {
     "single": "single",
     "ddp": {"type": "ddp", "find_unused_parameters": True},

@@ -41,6 +41,8 @@ from .transformer import (
     train_by_strategy,
 )
 
+pytestmark = pytest.mark.layouts
+
 # Of the layers that PyTorch ships, the attention keeps its weights to itself.
 PLAN = {"words": "colwise_rep", "layers.*.linear1": "colwise", "*.linear2": "rowwise", "head": "rowwise_rep"}
 SHIPPED = {"tensor_parallel": {"degree": 2, "plan": PLAN}}

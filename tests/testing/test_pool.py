@@ -27,9 +27,9 @@ import torch.distributed as torch_dist
 
 from lockstep.dist import all_reduce, destroy_dist, get_rank, get_world_size
 from lockstep.testing import RankFailure, run_ranks
+from lockstep.testing.messages import RankReport
 from lockstep.testing.pool import run_body
-from lockstep.testing.reports import RankReport
-from lockstep.testing.surroundings import Surroundings
+from lockstep.testing.worker import Surroundings
 
 kept: list[Any] = []
 

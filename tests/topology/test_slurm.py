@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.topology.slurm import expand_hostlist, expand_task_counts
+from lockstep.topology.environ import expand_hostlist, expand_task_counts
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lockstep.cli.jobs import Job
 from lockstep.cli.options import whole_number
 from lockstep.config import Config
 from lockstep.errors import TopologyError, counted
-from lockstep.launch.loading import loading_torch
+from lockstep.launch.notices import loading_torch
 from lockstep.topology import infer_launcher
 
 if TYPE_CHECKING:

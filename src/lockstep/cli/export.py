@@ -9,7 +9,7 @@ import typer
 
 from lockstep.cli.options import completing
 from lockstep.errors import ConfigError, counted, require_one_of
-from lockstep.launch.loading import loading_torch
+from lockstep.launch.notices import loading_torch
 
 _TARGETS = ("safetensors", "hf", "torch")  # known without importing torch
 _MIB = 2**20

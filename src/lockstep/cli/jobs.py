@@ -28,8 +28,7 @@ from lockstep.cli.options import (
 from lockstep.config import Config, ResolvedConfig
 from lockstep.errors import ConfigError, TopologyError, counted
 from lockstep.launch import JobSpec, launch
-from lockstep.launch.loading import loading_torch
-from lockstep.launch.notices import say
+from lockstep.launch.notices import loading_torch, say
 from lockstep.location import require_disk
 from lockstep.report import read_run, write_page
 from lockstep.topology import infer_launcher, read_topology

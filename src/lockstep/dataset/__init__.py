@@ -17,8 +17,14 @@ from lockstep.dataset.position import (
     without_batches,
 )
 from lockstep.dataset.rank_aware import is_rank_aware
-from lockstep.dataset.sampler import DataShard, DefaultSampler, InfiniteSampler, agree_on_shard
-from lockstep.dataset.sharded import ShardedSampler, length_of
+from lockstep.dataset.sampler import (
+    DataShard,
+    DefaultSampler,
+    InfiniteSampler,
+    ShardedSampler,
+    agree_on_shard,
+    length_of,
+)
 
 __all__ = [
     "Amount",

@@ -8,8 +8,15 @@ from typing import Any, NamedTuple, TypeGuard
 from torch import Tensor
 from torch.utils import data
 
-from lockstep.dataset.sampler import DealingSampler, DefaultSampler, InfiniteSampler
-from lockstep.dataset.sharded import ShardedSampler, drawn_from, is_torchs, length_of
+from lockstep.dataset.sampler import (
+    DealingSampler,
+    DefaultSampler,
+    InfiniteSampler,
+    ShardedSampler,
+    drawn_from,
+    is_torchs,
+    length_of,
+)
 from lockstep.dataset.stream import StreamLoader
 
 ENDLESS = 2**62

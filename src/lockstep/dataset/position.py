@@ -9,8 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lockstep.dataset.deal import begins_anywhere
-from lockstep.dataset.sampler import DealingSampler, DefaultSampler, WorkerSeeds
-from lockstep.dataset.sharded import drawn_from, with_parts, with_sampler
+from lockstep.dataset.sampler import DealingSampler, DefaultSampler, WorkerSeeds, drawn_from, with_parts, with_sampler
 from lockstep.dataset.stream import StreamLoader
 
 _logger = logging.getLogger(__name__)

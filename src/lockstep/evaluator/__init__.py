@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lockstep.evaluator.accuracy import Accuracy
 from lockstep.evaluator.evaluator import Evaluator, format_metrics
-from lockstep.evaluator.loss import LossMetric
-from lockstep.evaluator.metric import BaseMetric
+from lockstep.evaluator.metric import BaseMetric, LossMetric
 
 __all__ = ["Accuracy", "BaseMetric", "Evaluator", "LossMetric", "format_metrics"]

@@ -27,14 +27,13 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from lockstep.errors import LaunchError, Preempted, counted
-from lockstep.launch.job_spec import JobSpec
+from lockstep.launch.job import JobSpec
 from lockstep.launch.ledger import Ledger, RankRecord, awaits_cause
 from lockstep.launch.notices import say
 from lockstep.launch.processes import MemoryKills, RankProcesses, iteration_file
-from lockstep.launch.progress import ITERATION_FILE
 from lockstep.launch.rendezvous import JobEndedError, NodeFailedError, NodesRendezvous
 from lockstep.launch.sessions import Guard
-from lockstep.launch.worker import RESUME_SINCE, STOPPED_FILE
+from lockstep.launch.worker import ITERATION_FILE, RESUME_SINCE, STOPPED_FILE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # of torch's agent; its default lacks SIGUSR1
@@ -79,14 +78,8 @@ def run_ranks(
             _signals_handled(),
             _torch_quiet(),
         ):
-            if payload is not None:
-                file = Path(folder, "payload")
-                file.write_text(payload, encoding="utf-8")
-                additions["LOCKSTEP_PAYLOAD"] = str(file)
-            stopped = additions[STOPPED_FILE] = str(Path(folder, "stopped"))
-            again = {} if payload is None else {RESUME_SINCE: str(time.time())}
-            setup = _RankSetup(folder, additions, again, rendezvous)
-            agent = _Agent(spec, rendezvous, setup, guard, logs, Path(stopped), grace_seconds, job.least_nproc)
+            setup = _RankSetup(folder, additions, payload, rendezvous)
+            agent = _Agent(spec, setup, guard, logs, grace_seconds, job.least_nproc)
             result = agent.run()
     except _PreemptedError:
         rendezvous.await_others()
@@ -144,20 +137,17 @@ class _Agent(LocalElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        rendezvous: NodesRendezvous,
         setup: _RankSetup,
         guard: Guard,
         log_dir: str | None,
-        stopped: Path,
         grace_seconds: int,
         least_nproc: int | None,
     ) -> None:
         super().__init__(spec, setup, shutdown_timeout=grace_seconds)
         self._least_nproc = least_nproc
-        self._nodes = rendezvous
+        self._setup = setup
         self._guard = guard
         self._log_dir = log_dir
-        self._stopped = stopped
         self._processes: RankProcesses | None = None
         self._since: dict[str, float] = {}  # when a rank was first seen to have failed, or to have been preempted
         self._memory_kills = MemoryKills()
@@ -185,7 +175,7 @@ class _Agent(LocalElasticAgent):
         return self.ledger.describe(self._log_dir, self.get_worker_group().workers[0].global_rank) + self._failed_alike
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._stopped.unlink(missing_ok=True)
+        self._setup.stopped.unlink(missing_ok=True)
         self._since.clear()
         self._memory_kills = MemoryKills()
         pids: dict[int, int] = super()._start_workers(worker_group)
@@ -198,7 +188,7 @@ class _Agent(LocalElasticAgent):
         return pids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._stopped.touch()  # a rank that would save first must not: others are gone
+        self._setup.stopped.touch()  # a rank that would save first must not: others are gone
         super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -227,7 +217,7 @@ class _Agent(LocalElasticAgent):
     def _end_failed(self, worker_group: WorkerGroup) -> None:
         """End the ranks that run after others have failed, and note the failures."""
         assert self._processes is not None
-        self._stopped.touch()
+        self._setup.stopped.touch()
         began = time.monotonic()
         if not any(record.failed_itself for record in self._processes.records):
             self._processes.note_stacks()
@@ -259,7 +249,7 @@ class _Agent(LocalElasticAgent):
             say(f"{self.describe()}\n\n{again} ({count} of {total}).")
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        failed = self._stopped.exists()
+        failed = self._setup.stopped.exists()
         if death_sig == signal.SIGINT:
             say("stopping all ranks; Ctrl-C once more does not wait for them to clean up")
         elif not failed and threading.current_thread() is threading.main_thread():
@@ -286,7 +276,7 @@ class _Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         # torch's own barrier waits at most five minutes, and Ctrl-C does not interrupt it.
-        self._nodes.await_others()
+        self._setup.rendezvous.await_others()
 
 
 class _PreemptedError(Exception):
@@ -294,26 +284,39 @@ class _PreemptedError(Exception):
 
 
 class _RankSetup(DefaultLogsSpecs):
-    """Adds variables to the environment of each rank, and others of each that was restarted.
+    """Adds variables to the environment of each rank, by the hook that torch's agent has for that.
 
-    Torch's agent has a hook for that here.
+    Args:
+        folder: the job's own folder.
+        additions: variables for every rank.
+        payload: a text for the ranks; where there is one, those that are restarted resume what this job has saved.
+        rendezvous: the nodes' rendezvous.
+
+    Attributes:
+        stopped: a file that is there while the agent stops its ranks.
     """
 
     def __init__(
-        self, folder: str, additions: Mapping[str, str], again: Mapping[str, str], rendezvous: NodesRendezvous
+        self, folder: str, additions: Mapping[str, str], payload: str | None, rendezvous: NodesRendezvous
     ) -> None:
         super().__init__(log_dir=folder)
-        self._additions = additions
-        self._again = again
-        self._rendezvous = rendezvous
+        self.rendezvous = rendezvous
+        self.stopped = Path(folder, "stopped")
+        self._additions = {**additions, STOPPED_FILE: str(self.stopped)}
+        self._again: dict[str, str] = {}
+        if payload is not None:
+            file = Path(folder, "payload")
+            file.write_text(payload, encoding="utf-8")
+            self._additions["LOCKSTEP_PAYLOAD"] = str(file)
+            self._again[RESUME_SINCE] = str(time.time())
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)
         for local_rank, env in envs.items():
             env[ITERATION_FILE] = str(iteration_file(destinations.error_files[local_rank]))
             # The agent counts only its own node's failures; the attempt number is the same on all nodes.
-            env.update(self._additions, TORCHELASTIC_RESTART_COUNT=str(self._rendezvous.attempt))
-            if self._rendezvous.attempt > 0:
+            env.update(self._additions, TORCHELASTIC_RESTART_COUNT=str(self.rendezvous.attempt))
+            if self.rendezvous.attempt > 0:
                 env.update(self._again)
         return destinations
 

@@ -240,7 +240,7 @@ class Ledger:
             parts.append("It did not end by itself, so the launcher killed it.")
         if culprit.own_report is None and culprit.own_status == -signal.SIGKILL:
             parts.append(self._memory)
-        after = [told for record in self._records if record not in self._culprits and (told := _consequence(record))]
+        after = [words for record in self._records if record not in self._culprits and (words := _consequence(record))]
         if after:
             parts.append(f"After it: {'; '.join(after)}.")
         if log_dir is not None and culprit.rank != first_rank:
@@ -309,15 +309,15 @@ def _ending(record: RankRecord) -> str:
 
 def _consequence(record: RankRecord) -> str:
     """Return what became of a rank after the failure of another, or "" if it just ended when it was told to."""
-    told = []
+    words = []
     if record.has_failed:
         place = f" at {record.own_report.place}" if record.own_report is not None and record.own_report.place else ""
-        told.append(_ending(record) + place)
+        words.append(_ending(record) + place)
     elif record.is_stopped:
-        told.append("was stopped (SIGSTOP)")
+        words.append("was stopped (SIGSTOP)")
     if record.was_killed:
-        told.append("was killed by the launcher, because it did not end by itself")
-    return f"rank {record.rank} {' and '.join(told)}" if told else ""
+        words.append("was killed by the launcher, because it did not end by itself")
+    return f"rank {record.rank} {' and '.join(words)}" if words else ""
 
 
 def _signal_name(number: int) -> str:

@@ -15,9 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch.ledger import RankRecord, Report
-from lockstep.launch.progress import read_iteration
 from lockstep.launch.sessions import end_sessions, state_of
-from lockstep.launch.worker import STACK_SIGNAL, stack_file
+from lockstep.launch.worker import STACK_SIGNAL, read_iteration, stack_file
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -54,7 +53,7 @@ class RankProcesses:
                     _note_state(record)
 
     def iteration_of(self, rank: int) -> int | None:
-        """Return how many iterations a rank has completed, or None if it has not told."""
+        """Return how many iterations a rank has completed, or None if it has not said so."""
         (file,) = (record.error_file for record in self.records if record.rank == rank)
         return read_iteration(iteration_file(file))
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic import rendezvous
 
-from lockstep.launch.job_spec import JobSpec
-from lockstep.launch.membership import Membership
-from lockstep.launch.network import answers, listener
+from lockstep.launch.job import JobSpec, answers, listener
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # then print what is missing
 _SECONDS_TO_READ = 1.0
+_SECONDS_PER_BEAT = 1.0
+_SECONDS_UNTIL_LOST = 10.0  # without a heartbeat
+_SECONDS_FOR_MORE = 30.0  # at the beginning of a job, when enough nodes have come
+_MEMBERS = "members"  # the key of an attempt that has begun: the port of its ranks' store, and the nodes' tokens
 
 
 class NodeFailedError(rendezvous.RendezvousClosedError):
@@ -38,15 +42,21 @@ class JobEndedError(rendezvous.RendezvousClosedError):
 
 
 class NodesRendezvous(rendezvous.RendezvousHandler):
-    """A rendezvous of a known number of nodes, each of which knows its rank.
+    """A rendezvous of nodes, each of which knows its rank.
 
-    Node 0 owns the stores; the nodes may start in any order. The stores listen on one address; those of torch's own
-    rendezvous (static, c10d) listen on all addresses, whatever address they are given (torch 2.13). Each attempt gets a
-    new store for the ranks, so that restarted ranks do not read old entries; plain torch scripts recover, too.
+    Node 0 owns the stores, and begins each attempt; the nodes may start in any order. What torch's own rendezvous
+    (c10d: `DynamicRendezvousHandler` on a `C10dRendezvousBackend`; torch 2.13) does not do:
 
-    Unlike torch's static rendezvous, it waits in small steps, so that Ctrl-C interrupts it, and it names the missing
-    nodes. If ranks fail on one node, all nodes restart their ranks, so that all count the same attempts. If a node
-    gives up, the job ends on all nodes. If nodes may be lost, `Membership` says which take part in an attempt.
+    - Listen on one address: the store that it opens for the ranks listens on all, whatever address it is given.
+    - Give each attempt a new store, so that restarted ranks of any script do not read old entries: it keeps the first.
+    - Number the nodes as `--node-rank` does: it sorts them by their addresses.
+    - Name the nodes that are missing, and tell nodes that disagree on their number, or have the same rank.
+    - Tell a failed node from one that comes: with c10d each of them restarts all ranks. Here a node that comes waits
+      until the ranks are restarted for whatever reason.
+    - Say which node gave up first, and with which exit code: the job ends with it on all nodes.
+
+    If nodes may be lost (`--nnodes MIN:MAX`), each one but node 0 shows by a heartbeat that it is alive. At the
+    beginning of an attempt node 0 waits for those that are; whoever is not there then may take part in a later one.
 
     Args:
         job: the nodes of the job.
@@ -60,15 +70,17 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._run_id = uuid.uuid4().hex if job.nnodes == 1 else f"lockstep-{self._host}-{self._port}"
         self._timeout_seconds = timeout_seconds
         self._say = say
+        self._token = uuid.uuid4().hex  # of this launcher: one that comes again is another one
         self._store: TCPStore | None = None
         self._ranks_store: TCPStore | None = None
+        self._heartbeats: _Heartbeats | None = None
         self._closed: tuple[int, int] | None = None
-        self._membership: Membership | None = None
         self._members: Sequence[int] = range(job.nnodes)
+        self._is_member = True
         self.attempt = -1
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
-        """Wait until all nodes have begun the next attempt, and return where its ranks connect."""
+        """Wait until the next attempt has begun with this node, and return where its ranks connect."""
         self.attempt += 1
         if self._closed is not None:
             raise NodeFailedError(*self._closed)
@@ -76,8 +88,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         try:
             if self._store is None:
                 self._store = self._open(deadline)
-            attempt = self._join_any(deadline) if self._job.least_nnodes is not None else self._join_all(deadline)
-            port = self._open_for_ranks(attempt, deadline)
+            attempt, port = self._join(self._store, deadline)
         except DistError as error:
             raise rendezvous.RendezvousClosedError(f"node 0 at {self._job.rdzv} is gone: {error}") from error
         return rendezvous.RendezvousInfo(
@@ -153,78 +164,6 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
         self._wait(lambda: "" if answers(self._host, self._port, timeout_seconds=1.0) else node_0, deadline)
         return self._connect()
 
-    def _connect(self) -> TCPStore:
-        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
-
-    def _join_all(self, deadline: float) -> PrefixStore:
-        """Begin the next attempt with all nodes."""
-        assert self._store is not None
-        attempt = PrefixStore(f"attempt_{self.attempt}", self._store)
-        self._claim(attempt)
-        self._await(attempt, {node: f"node_{node}" for node in range(self._job.nnodes)}, deadline)
-        return attempt
-
-    def _join_any(self, deadline: float) -> PrefixStore:
-        """Begin the next attempt in which this node takes part, with the nodes that are there."""
-        assert self._store is not None
-        self._agree_on_number(self._store)
-        if self._membership is None:
-            self._membership = Membership(self._job, self._store, self._connect)
-        is_late = False
-        while True:
-            attempt = PrefixStore(f"attempt_{self.attempt}", self._store)
-            self._membership.claim(attempt)
-            if self._job.node_rank == 0:
-                self._decide(attempt, deadline)
-            elif is_late and not attempt.check(["members"]):
-                self._say("the job goes on without this node until its ranks start again")
-                self._await_restart(attempt)
-            else:
-                self._await(attempt, {0: "members"}, deadline)
-            if members := self._membership.of(attempt):
-                self._members = members
-                return attempt
-            is_late = True
-            self.attempt += 1
-
-    def _decide(self, attempt: PrefixStore, deadline: float) -> None:
-        """On node 0: wait for the nodes that are alive, and begin with them."""
-        assert self._membership is not None
-        before, begun = self._members, time.monotonic()
-        membership, is_first = self._membership, self.attempt == 0
-
-        def missing() -> str:
-            if closed := self._read_closed():
-                raise NodeFailedError(*closed)
-            return membership.missing(attempt, begun, is_first=is_first)
-
-        self._wait(missing, deadline)
-        now = membership.of(attempt)
-        if set(now) != set(before):
-            nodes = ", ".join(map(str, now))
-            self._say(f"{len(now)} of at most {self._job.nnodes} nodes take part: node {nodes}")
-
-    def _await_restart(self, attempt: PrefixStore) -> None:
-        """Wait until the ranks of the job are restarted, however long that takes.
-
-        Raises:
-            JobEndedError: the job has ended before.
-        """
-        try:
-            self._await(attempt, {0: "members"}, float("inf"))
-        except NodeFailedError:
-            raise
-        except rendezvous.RendezvousClosedError as error:
-            raise JobEndedError("the job has ended without this node") from error
-
-    def _open_for_ranks(self, attempt: PrefixStore, deadline: float) -> int:
-        """Open a new store for the ranks on node 0, and return its port; ranks must not read old entries."""
-        if self._job.node_rank == 0:
-            self._ranks_store = self._serve(0)
-            attempt.set("port", str(self._ranks_store.port))
-        self._await(attempt, {0: "port"}, deadline)
-        return int(attempt.get("port"))
-
     def _serve(self, port: int) -> TCPStore:
         sock = listener(self._host, port)
         port = sock.getsockname()[1]
@@ -235,16 +174,36 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             raise
         return TCPStore(self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
 
-    def _claim(self, store: PrefixStore) -> None:
-        """Register this node in the attempt."""
-        rank = self._job.node_rank
+    def _connect(self) -> TCPStore:
+        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
+
+    def _join(self, store: TCPStore, deadline: float) -> tuple[PrefixStore, int]:
+        """Begin the next attempt in which this node takes part; return its store, and the port of its ranks' store."""
         self._agree_on_number(store)
-        if store.add(f"claims_{rank}", 1) > 1:
-            raise rendezvous.RendezvousError(
-                f"`--node-rank` must be different on each node, but is {rank} on two of them"
-            )
-        store.set(f"node_{rank}", "")
-        store.set("begun", "")
+        node, is_fixed = self._job.node_rank, self._job.least_nnodes is None
+        if not is_fixed and self._heartbeats is None:
+            self._heartbeats = _Heartbeats(store)
+            if node != 0:
+                self._heartbeats.begin(node, self._token, self._connect())
+        is_late = False
+        while True:
+            attempt = PrefixStore(f"attempt_{self.attempt}", store)
+            claimed = attempt.compare_set(f"node_{node}", "", self._token).decode()
+            if is_fixed and claimed != self._token:
+                raise _same_rank(node)
+            if self._is_member:
+                attempt.set("begun", "")
+            if is_late and not attempt.check([_MEMBERS]):
+                self._say("the job goes on without this node until its ranks start again")
+                deadline = float("inf")
+            self._await_beginning(attempt, deadline, is_late)
+            port, tokens = json.loads(attempt.get(_MEMBERS))
+            self._is_member = tokens.get(str(node)) == self._token
+            if self._is_member:
+                self._members = [int(member) for member in tokens]
+                return attempt, port
+            is_late = True
+            self.attempt += 1
 
     def _agree_on_number(self, store: Store) -> None:
         least, most = self._job.least_nnodes, self._job.nnodes
@@ -255,21 +214,54 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
                 f"`--nnodes` must be the same on all nodes, but is {own} here and {agreed} elsewhere"
             )
 
-    def _await(self, attempt: PrefixStore, keys: Mapping[int, str], deadline: float) -> None:
-        """Wait until each of these nodes has set its key."""
-        store = self._store
+    def _await_beginning(self, attempt: PrefixStore, deadline: float, is_late: bool) -> None:
+        """Wait until an attempt has begun; on node 0, begin it when the nodes that it awaits are there."""
+        store, since = self._store, time.monotonic()
         assert store is not None
 
         def missing() -> str:
-            nodes = [node for node, key in keys.items() if not attempt.check([key])]
+            nodes = self._awaited(attempt, since)
             if nodes and (closed := self._read_closed()):
                 raise NodeFailedError(*closed)
             for node in nodes:
-                if store.check([f"done_{node}"]):
+                if store.check([f"done_{node}"]) and (self._heartbeats is None or self._job.node_rank != 0):
+                    if is_late:
+                        raise JobEndedError("the job has ended without this node")
                     raise rendezvous.RendezvousClosedError(f"node {node} has finished already and cannot start again")
             return f"node {', '.join(map(str, nodes))}" if nodes else ""
 
         self._wait(missing, deadline)
+        if self._job.node_rank == 0:
+            self._begin(attempt)
+
+    def _awaited(self, attempt: PrefixStore, since: float) -> list[int]:
+        """Return the nodes that this one awaits in an attempt, to which it came at `since`."""
+        nodes = range(self._job.nnodes)
+        absent = [node for node in nodes if not attempt.check([f"node_{node}"])]
+        if self._heartbeats is None and absent:
+            return absent
+        if self._job.node_rank != 0:
+            return [] if attempt.check([_MEMBERS]) else [0]
+        if self._heartbeats is None:
+            return []
+        alive = self._heartbeats.alive(nodes)
+        here = alive - set(absent)
+        may_be_starting = self.attempt == 0 and time.monotonic() < since + _SECONDS_FOR_MORE
+        if len(here) < (self._job.least_nnodes or 0) or may_be_starting:
+            return [node for node in nodes if node not in here]
+        return sorted(alive - here)
+
+    def _begin(self, attempt: PrefixStore) -> None:
+        """On node 0: begin an attempt, with a new store for the ranks, and say which nodes take part."""
+        nodes = range(self._job.nnodes)
+        alive = set(nodes) if self._heartbeats is None else self._heartbeats.alive(nodes)
+        here = [node for node in sorted(alive) if attempt.check([f"node_{node}"])]
+        self._ranks_store = self._serve(0)
+        tokens = {node: attempt.get(f"node_{node}").decode() for node in here}
+        attempt.set(_MEMBERS, json.dumps((self._ranks_store.port, tokens)))
+        if set(here) != set(self._members):
+            names = ", ".join(map(str, here))
+            self._say(f"{len(here)} of at most {self._job.nnodes} nodes take part: node {names}")
 
     def _read_closed(self) -> tuple[int, int] | None:
         """Return which node has given up, if any, and its exit code; let node 0 know that it may leave."""
@@ -291,7 +283,7 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
             time.sleep(_POLL_SECONDS)
 
     def _wait(self, missing: Callable[[], str], deadline: float) -> None:
-        """Wait in small steps until nothing is missing; print once what is."""
+        """Wait in small steps, which Ctrl-C interrupts, until nothing is missing; print once what is."""
         begun, said = time.monotonic(), False
         while what := missing():
             now = time.monotonic()
@@ -328,7 +320,64 @@ class NodesRendezvous(rendezvous.RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave the stores; node 0 closes them."""
-        if self._membership is not None:
-            self._membership.close()
-        self._store = self._ranks_store = self._membership = None
+        if self._heartbeats is not None:
+            self._heartbeats.end()
+        self._store = self._ranks_store = self._heartbeats = None
         return True
+
+
+class _Heartbeats:
+    """Which nodes are alive: each one but node 0, which owns the store, writes into it every second.
+
+    Args:
+        store: the agents' store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._beats: dict[int, tuple[str, float]] = {}  # the last heartbeat of a node, and when it came
+        self._is_ended = threading.Event()
+
+    def begin(self, node: int, token: str, connection: Store) -> None:
+        """Begin to write as `node`, over a connection to the store for this alone.
+
+        Raises:
+            RendezvousError: another living node has the same rank.
+        """
+        if before := self._read(node):
+            time.sleep(3 * _SECONDS_PER_BEAT)
+            if self._read(node) != before:
+                raise _same_rank(node)
+
+        def beat() -> None:
+            count = 0
+            with suppress(Exception):  # node 0 is gone, which the main thread notices, too
+                while not self._is_ended.is_set():
+                    connection.set(f"beat_{node}", f"{token} {count}")
+                    count += 1
+                    self._is_ended.wait(_SECONDS_PER_BEAT)
+
+        threading.Thread(target=beat, name="lockstep-heartbeat", daemon=True).start()
+
+    def alive(self, nodes: Sequence[int]) -> set[int]:
+        """Return node 0, and the nodes of which a new heartbeat has come lately."""
+        found, now = {0}, time.monotonic()
+        for node in nodes:
+            if beat := self._read(node):
+                before, when = self._beats.get(node, ("", now))
+                self._beats[node] = beat, when if beat == before else now
+                if now < self._beats[node][1] + _SECONDS_UNTIL_LOST:
+                    found.add(node)
+        return found
+
+    def end(self) -> None:
+        """Write no longer."""
+        self._is_ended.set()
+
+    def _read(self, node: int) -> str:
+        key = f"beat_{node}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _same_rank(node: int) -> rendezvous.RendezvousError:
+    return rendezvous.RendezvousError(f"`--node-rank` must be different on each node, but is {node} on two of them")

@@ -8,10 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from lockstep.errors import LaunchError, counted, require_one_of
-from lockstep.launch.job_spec import NUMA_MODES, JobSpec
-from lockstep.launch.loading import loading_torch
-from lockstep.launch.network import interface_towards
-from lockstep.launch.notices import say
+from lockstep.launch.job import NUMA_MODES, JobSpec, interface_towards
+from lockstep.launch.notices import loading_torch, say
 from lockstep.output import outlive_output
 
 

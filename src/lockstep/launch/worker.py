@@ -14,6 +14,8 @@ What it adds to `python SCRIPT`:
   follows the failure of another rank.
 - So is an error that lockstep raises when the process ends, because the ranks have made different calls.
 - At a signal of the agent (`STACK_SIGNAL`) it writes where it is, even if it hangs.
+- How many iterations its training has completed stands in a small file that it maps into its memory (`ITERATION_FILE`):
+  the agent restarts no job that fails in the same iteration again.
 
 It does not import torch, so that the script can still set variables that torch reads when it is imported.
 """
@@ -32,7 +34,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from mmap import mmap
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -56,8 +61,11 @@ _LATE = ("Timed out waiting", "wait timeout after")
 _MOST_SHOWN = 20_000  # characters of each end of a traceback
 _TRACEBACK = "Traceback (most recent call last):\n"
 _PR_SET_PDEATHSIG = 1
+_ITERATION_BYTES = 8  # an integer, little-endian
 STACK_SIGNAL = signal.SIGRTMAX if sys.platform == "linux" else None
 """At this signal a rank writes its stack to `stack_file`."""
+ITERATION_FILE = "LOCKSTEP_ITERATION_FILE"
+"""Variable that names the file in which a rank says how many iterations it has completed."""
 STOPPED_FILE = "LOCKSTEP_STOPPED_FILE"
 """Variable that names a file: it is there while the agent stops its ranks because one has failed."""
 RESUME_SINCE = "LOCKSTEP_RESUME_SINCE"
@@ -106,6 +114,31 @@ def stack_file(error_file: str) -> Path:
     return Path(error_file).with_name("stack")
 
 
+def iteration_teller() -> Callable[[int], None]:
+    """Return a function that tells the launcher, if one asks, how many iterations this rank has completed.
+
+    **Cost** of a call: 8 bytes in memory, without a system call.
+    """
+    path = os.environ.get(ITERATION_FILE)
+    if path:
+        with suppress(OSError):  # a full disk must not end a training
+            memory = _mapped(path)
+
+            def tell(iteration: int) -> None:
+                memory[:] = iteration.to_bytes(_ITERATION_BYTES, "little")
+
+            return tell
+    return lambda iteration: None
+
+
+def read_iteration(path: str | Path) -> int | None:
+    """Return how many iterations a rank has completed, or None if it has not said so."""
+    with suppress(OSError):
+        content = Path(path).read_bytes()
+        return int.from_bytes(content, "little") if len(content) == _ITERATION_BYTES else None
+    return None
+
+
 def end_soon(code: int) -> None:
     """End as the interpreter does, but without freeing each object, as the processes of `multiprocessing` end.
 
@@ -119,6 +152,19 @@ def end_soon(code: int) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+@cache
+def _mapped(path: str) -> mmap:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(file, bytes(_ITERATION_BYTES), 0)  # so that the disk has room for what the memory is written to
+        return mmap(file, _ITERATION_BYTES)
+    except OSError:
+        os.ftruncate(file, 0)  # better nothing than a number that never changes
+        raise
+    finally:
+        os.close(file)
 
 
 def _die_with(agent: int) -> None:

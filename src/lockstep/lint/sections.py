@@ -14,7 +14,7 @@ from lockstep.engines import INSTALL
 from lockstep.errors import ConfigError, did_you_mean
 from lockstep.lint.parts import Fault, Kind, resolve, value_faults
 from lockstep.optim import ParamScheduler
-from lockstep.optim.paramwise import PARAMWISE_KEYS
+from lockstep.optim.constructor import PARAMWISE_KEYS
 from lockstep.registry.signatures import Arguments
 from lockstep.runner.arguments import DEFAULT_HOOKS, Argument, Content, default_hook_fault
 

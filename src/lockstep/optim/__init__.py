@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from lockstep.optim.amp import AmpOptimWrapper
-from lockstep.optim.build_schedulers import build_param_schedulers
+from lockstep.optim.build_schedulers import TorchScheduler, build_param_schedulers
 from lockstep.optim.constructor import DefaultOptimWrapperConstructor, build_optim_wrapper
-from lockstep.optim.plateau import ReduceOnPlateauLR, ReduceOnPlateauMomentum
 from lockstep.optim.scheduler import FormulaScheduler, ParamScheduler
 from lockstep.optim.schedules import (
     ConstantLR,
@@ -23,10 +22,11 @@ from lockstep.optim.schedules import (
     OneCycleLR,
     PolyLR,
     PolyMomentum,
+    ReduceOnPlateauLR,
+    ReduceOnPlateauMomentum,
     StepLR,
     StepMomentum,
 )
-from lockstep.optim.torch_schedules import TorchScheduler
 from lockstep.optim.wrapper import OptimWrapper
 from lockstep.optim.wrapper_dict import OptimWrapperDict
 from lockstep.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS

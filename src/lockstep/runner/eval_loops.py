@@ -11,8 +11,7 @@ import torch
 
 from lockstep.dataset import batch_size_of
 from lockstep.dataset.counted import CountedBatches
-from lockstep.dataset.sampler import DealingSampler
-from lockstep.dataset.sharded import drawn_from
+from lockstep.dataset.sampler import DealingSampler, drawn_from
 from lockstep.dataset.stream import check_alike
 from lockstep.device import get_device
 from lockstep.errors import ConfigError

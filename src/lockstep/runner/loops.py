@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.dataset import set_epoch
 from lockstep.errors import ConfigError, require_count
 from lockstep.groups import resolve
-from lockstep.launch.progress import iteration_teller
+from lockstep.launch.worker import iteration_teller
 from lockstep.model import train_step_of, unwrap_model
 from lockstep.model.compiling import begin_compiled_step
 from lockstep.model.wrapper import note_no_backward

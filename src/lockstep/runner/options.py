@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.errors import CheckpointError, ConfigError, listed
 from lockstep.location import Location
 from lockstep.optim import FormulaScheduler, ParamScheduler, ReduceOnPlateauLR, TorchScheduler
-from lockstep.optim.torch_schedules import step_quietly
+from lockstep.optim.build_schedulers import step_quietly
 from lockstep.runner.run import TrainRun
 
 _logger = logging.getLogger(__name__)

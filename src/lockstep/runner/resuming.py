@@ -23,7 +23,7 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError, counted
 from lockstep.launch.worker import RESUME_SINCE
 from lockstep.location import Location, RemotePath, locate
 from lockstep.model import unwrap_model
-from lockstep.optim.paramwise import param_sites
+from lockstep.optim.constructor import param_sites
 from lockstep.optim.scheduler import FormulaScheduler
 from lockstep.runner.arguments import RunnerArguments
 from lockstep.runner.options import ResumedOptions

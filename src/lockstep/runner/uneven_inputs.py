@@ -27,8 +27,7 @@ from lockstep.dataset import (
 from lockstep.dataset.counted import CountedBatches, Drawn
 from lockstep.dataset.random_state import random_state, set_random_state
 from lockstep.dataset.rank_aware import parts_of
-from lockstep.dataset.sampler import TOLD
-from lockstep.dataset.sharded import drawn_from
+from lockstep.dataset.sampler import TOLD, drawn_from
 from lockstep.dataset.stream import StreamLoader, orders_differ
 from lockstep.dist import all_gather, all_gather_object, broadcast_object, get_rank, get_world_size
 from lockstep.runner.seeds import random_state_kept

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adagrad, Optimizer, SparseAdam
 
 from lockstep.errors import CheckpointError, ConfigError, listed
-from lockstep.optim.paramwise import param_sites
+from lockstep.optim.constructor import param_sites
 from lockstep.strategy.base import OptimState
 from lockstep.strategy.resharding import reshard_like
 from lockstep.tree import tree_map

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from lockstep.structures.element import BaseDataElement
 from lockstep.structures.instances import InstanceData
-from lockstep.structures.labels import LabelData
-from lockstep.structures.pixels import PixelData
+from lockstep.structures.pixels import LabelData, PixelData
 
 __all__ = ["BaseDataElement", "InstanceData", "LabelData", "PixelData"]

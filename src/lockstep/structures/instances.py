@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.structures.arrays import describe, slice_at
-from lockstep.structures.element import BaseDataElement
+from lockstep.structures.element import BaseDataElement, describe, slice_at
 
 _INDEX = "a str, an int, a slice, or a list, tensor or array of ints or bools"
 Index: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | Tensor | Any

@@ -9,18 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.testing.decorator import ranks as ranks
+    from lockstep.testing.messages import RankFailure as RankFailure
+    from lockstep.testing.messages import RankReport as RankReport
+    from lockstep.testing.plugin import ranks as ranks
     from lockstep.testing.pool import close_pools as close_pools
     from lockstep.testing.pool import run_ranks as run_ranks
-    from lockstep.testing.reports import RankFailure as RankFailure
-    from lockstep.testing.reports import RankReport as RankReport
 
 _HOMES = {
-    "ranks": "lockstep.testing.decorator",
+    "ranks": "lockstep.testing.plugin",
     "close_pools": "lockstep.testing.pool",
     "run_ranks": "lockstep.testing.pool",
-    "RankFailure": "lockstep.testing.reports",
-    "RankReport": "lockstep.testing.reports",
+    "RankFailure": "lockstep.testing.messages",
+    "RankReport": "lockstep.testing.messages",
 }
 
 __all__ = ["RankFailure", "RankReport", "close_pools", "ranks", "run_ranks"]

@@ -1,17 +1,259 @@
-"""Messages between the test process and a rank. They are plain values; nothing here imports torch."""
+"""What the test process and its ranks tell each other: addresses of bodies, requests, and reports.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
+import ast
+import os
 import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from operator import attrgetter
 from pathlib import Path
-from typing import TypeAlias
+from textwrap import indent
+from types import CodeType, ModuleType
+from typing import Any, Literal, TypeAlias
 
-from lockstep.testing.bodies import Address
-from lockstep.testing.reports import RankReport
+from lockstep.errors import ranks_in_words
 
+# `@ranks` puts a wrapper into the module; this attribute of the wrapper holds the body itself.
+BODY_ATTRIBUTE = "rank_body"
+# A rank that died makes its peers fail, and one that raised leaves them waiting: so causes come first.
+_CAUSES_FIRST: tuple[Kind, ...] = ("died", "raised", "leaked", "hung")
 # On this signal a rank writes its stack (as a Java VM does); training code hardly ever uses it.
 STACK_SIGNAL = signal.SIGQUIT
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The location of a module-level function.
+
+    Attributes:
+        file: path of its module.
+        module: name of its module in the test process.
+        qualname: its name there.
+        rewritten: whether pytest has rewritten the module's assertions, so that failures show the values.
+    """
+
+    file: str
+    module: str
+    qualname: str
+    rewritten: bool
+
+    @classmethod
+    def of(cls, body: Callable[..., Any]) -> Address:
+        """Return the address of `body`.
+
+        Raises:
+            TypeError: it can't be found by name, so no other process could find it.
+        """
+        body = getattr(body, BODY_ATTRIBUTE, body)
+        name = getattr(body, "__qualname__", None)
+        module = sys.modules.get(getattr(body, "__module__", None) or "")
+        file = getattr(module, "__file__", None)
+        if module is None or file is None or name is None or "<" in name:
+            raise TypeError(_not_importable(body))
+        try:
+            found = attrgetter(name)(module)
+        except AttributeError:
+            raise TypeError(_not_importable(body)) from None
+        if getattr(found, BODY_ATTRIBUTE, found) is not body:
+            raise TypeError(
+                f"`body` must be what its module calls {name!r}, but that name means {found!r} now. "
+                "Give the function a name of its own"
+            )
+        rewritten = "@pytest_ar" in vars(module)
+        return cls(os.path.abspath(file), module.__name__, name, rewritten)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the module from its file, unless this process has it already, and return the function."""
+        module = sys.modules.get(self.module)
+        if os.path.abspath(getattr(module, "__file__", None) or "") != self.file:
+            module = _import_file(self.module, self.file, self.rewritten)
+        found = attrgetter(self.qualname)(module)
+        body: Callable[..., Any] = getattr(found, BODY_ATTRIBUTE, found)
+        return body
+
+
+class _RewritingLoader(SourceFileLoader):
+    """Loads a module with pytest's assertion rewriting, as pytest did in the test process."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        source = self.get_data(self.path)
+        tree = ast.parse(source, filename=self.path)
+        rewrite_asserts(tree, source, self.path)
+        return compile(tree, self.path, "exec", dont_inherit=True)
+
+
+def _import_file(name: str, file: str, rewritten: bool) -> ModuleType:
+    parent = name.rpartition(".")[0]
+    if parent:
+        folder = Path(file).parent
+        _import_package(parent, folder.parent if Path(file).stem == "__init__" else folder)
+    loader = _RewritingLoader(name, file) if rewritten else None
+    return _execute(spec_from_file_location(name, file, loader=loader))
+
+
+def _import_package(name: str, folder: Path) -> None:
+    """Make package `name` importable from `folder`, so that relative imports in its modules work.
+
+    Names such as ``tests.dist.test_sums`` come from pytest's importlib mode. In that mode the folders need not be on
+    ``sys.path``, nor contain an ``__init__.py``.
+    """
+    if str(folder) in getattr(sys.modules.get(name), "__path__", ()):
+        return
+    parent = name.rpartition(".")[0]
+    if parent:
+        _import_package(parent, folder.parent)
+    spec = find_spec(name) if name not in sys.modules else None
+    if spec is None or str(folder) not in (spec.submodule_search_locations or ()):
+        init = folder / "__init__.py"
+        spec = spec_from_file_location(name, init) if init.exists() else ModuleSpec(name, None)
+        assert spec is not None
+        spec.submodule_search_locations = [str(folder)]
+    _execute(spec)
+
+
+def _execute(spec: ModuleSpec | None) -> ModuleType:
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        if spec.loader is not None:
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    parent, _, leaf = spec.name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], leaf, module)
+    return module
+
+
+def _not_importable(body: object) -> str:
+    return (
+        f"`body` must be a function at the top level of a module file, but is {body!r}. Other processes import it by "
+        "its name: move it out of the function, class or lambda around it, and pass what it needs as arguments"
+    )
+
+
+Kind: TypeAlias = Literal["died", "raised", "leaked", "hung"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One rank that did not pass.
+
+    Attributes:
+        rank: its rank.
+        kind: ``"died"``, ``"raised"``, ``"leaked"`` or ``"hung"``.
+        summary: what happened, in one line.
+        detail: the traceback, the live stack or the list of leaks.
+        output: what the rank wrote to stdout and stderr.
+        consequence: whether it failed only because another rank had failed.
+        leaks: what it left behind, if it leaked.
+    """
+
+    rank: int
+    kind: Kind
+    summary: str
+    detail: str = ""
+    output: str = ""
+    consequence: bool = False
+    leaks: tuple[str, ...] = ()
+
+    @classmethod
+    def of_leaks(cls, rank: int, leaks: Sequence[str]) -> RankReport:
+        """Return the report of a rank that left something behind."""
+        return cls(rank, "leaked", leaks[0], "\n".join(f"- {leak}" for leak in leaks), leaks=tuple(leaks))
+
+
+class RankFailure(AssertionError):  # noqa: N818 - reads as what it is; not every failure of a test is an error
+    """A test body did not pass on all of its ranks.
+
+    Attributes:
+        reports: one for each rank that failed, in the order: died, raised, leaked, hung.
+    """
+
+    def __init__(self, message: str, reports: Iterable[RankReport] = ()) -> None:
+        super().__init__(message)
+        self.reports = tuple(reports)
+
+    @classmethod
+    def of(cls, title: str, reports: Iterable[RankReport]) -> RankFailure:
+        """Return a failure with ordered reports: the first cause in the first line, then what each rank did.
+
+        A leak is told once, with the ranks that left it.
+        """
+        ordered = sorted(reports, key=_by_cause)
+        first = ordered[0]
+        leaks = _leaks_told([report for report in ordered if report.kind == "leaked"])
+        if first.kind == "leaked":
+            headline = leaks.pop(0)
+            others = [report for report in ordered if report.kind != "leaked"]
+        else:
+            headline, others = f"rank {first.rank} {first.kind}: {first.summary}", ordered[1:]
+            if leaks:
+                leaks[0] = f"\n--- {leaks[0]}"
+        if others:
+            headline += f" (and {', '.join(f'rank {r.rank} {r.kind}' for r in others)})"
+        lines = [f"{title}: {headline}"]
+        for report in ordered:
+            if report.kind == "leaked":
+                lines += leaks
+                leaks = []
+            else:
+                lines += _what_happened(report)
+            if report.output:
+                lines += [f"--- rank {report.rank} wrote:", indent(report.output.rstrip(), "  ")]
+        return cls("\n".join(lines), ordered)
+
+
+# The module from which users import it, so that pytest prints that name.
+RankFailure.__module__ = "lockstep.testing"
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Return text that says how a process ended, given its exit code as `multiprocessing` reports it."""
+    if exitcode is None:
+        return "its process is gone"
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"killed by signal {-exitcode}"
+
+
+def _by_cause(report: RankReport) -> tuple[int, bool, int]:
+    return _CAUSES_FIRST.index(report.kind), report.consequence, report.rank
+
+
+def _leaks_told(reports: Sequence[RankReport]) -> list[str]:
+    """Return which ranks leaked, with the leak if there is only one, else followed by one line for each."""
+    ranks_by_leak: dict[str, list[int]] = {}
+    for report in reports:
+        for leak in report.leaks:
+            ranks_by_leak.setdefault(leak, []).append(report.rank)
+    if not reports:
+        return []
+    all_ranks = [report.rank for report in reports]
+    if len(ranks_by_leak) == 1:
+        return [f"{ranks_in_words(all_ranks)} leaked: {next(iter(ranks_by_leak))}"]
+    lines = [f"- {leak} ({ranks_in_words(ranks)})" for leak, ranks in ranks_by_leak.items()]
+    return [f"{ranks_in_words(all_ranks)} leaked", *lines]
+
+
+def _what_happened(report: RankReport) -> list[str]:
+    lines = ["", f"--- rank {report.rank} {report.kind}: {report.summary}"]
+    return [*lines, report.detail.rstrip()] if report.detail else lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def loopback(env: Mapping[str, str]) -> Finding:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from lockstep.launch.network import LOOPBACK, interface_towards
+    from lockstep.launch.job import LOOPBACK, interface_towards
     from lockstep.launch.rendezvous import NodesRendezvous
 
     rendezvous = NodesRendezvous(JobSpec(), timeout_seconds=5.0, say=print)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.cli.doctor.finding import Finding, Status, joined
-from lockstep.launch.network import LOOPBACK, address_of, answers, interface_towards
+from lockstep.launch.job import LOOPBACK, address_of, answers, interface_towards
 from lockstep.masking import mask_words
 from lockstep.topology import topology_if_known
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.checkpoint.values import encode
 from lockstep.errors import ConfigError
-from lockstep.optim.paramwise import param_sites
+from lockstep.optim.constructor import param_sites
 from lockstep.runner.run import TrainRun
 from mmengine.logging import HistoryBuffer
 

@@ -1,4 +1,4 @@
-"""Count how scripts end that never leave their process group: python tests/launchers/soak_exits.py --runs 100 [--bare].
+"""Count how scripts end that never leave their process group: python tests/launch/soak_exits.py --runs 100 [--bare].
 
 Each run starts two ranks that join, talk, train and simply end. With lockstep all must exit with code 0. With --bare
 they do the same by torch.distributed alone, to show the difference: some abort while the interpreter ends.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .jobs import LOOPBACK, PYTHON, TRAIN_DIGITS, TWO_STEPS, check_digits, check_training, require, run, run_at_once
 
-require("mpirun")
+pytestmark = [pytest.mark.launchers, require("mpirun")]
 
 ON_LOOPBACK = (
     "--mca",

@@ -6,8 +6,11 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from .jobs import LOOPBACK, PYTHON, TRAIN_DIGITS, TWO_STEPS, Job, check_training
+
+pytestmark = pytest.mark.launchers
 
 
 def listening(job: Job) -> set[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Stop a training again and again: python tests/launchers/soak_preemption.py --stops 50 --ranks 4.
+"""Stop a training again and again: python tests/launch/soak_preemption.py --stops 50 --ranks 4.
 
 A job is started, gets SIGTERM on one random rank at a random moment, must end with exit code 75 and a whole checkpoint
 of one iteration on all ranks, and is started again to go on from there, until it has been stopped often enough. Its

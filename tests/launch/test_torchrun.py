@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .jobs import LOOPBACK, PYTHON, TRAIN_DIGITS, TWO_STEPS, check_digits, check_training, run, run_at_once
+
+pytestmark = pytest.mark.launchers
 
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

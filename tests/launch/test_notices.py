@@ -15,7 +15,7 @@ def run(script):
 def test_the_line_comes_before_torch_and_once():
     ended = run(
         """
-        from lockstep.launch.loading import loading_torch
+        from lockstep.launch.notices import loading_torch
         with loading_torch("loading torch to test"):
             print("nothing yet", flush=True)
             import torch
@@ -31,7 +31,7 @@ def test_an_interruption_waits_until_torch_is_loaded():
     ended = run(
         """
         import signal
-        from lockstep.launch.loading import loading_torch
+        from lockstep.launch.notices import loading_torch
         try:
             with loading_torch():
                 signal.raise_signal(signal.SIGINT)
@@ -47,7 +47,7 @@ def test_a_second_interruption_does_not_wait():
     ended = run(
         """
         import signal
-        from lockstep.launch.loading import loading_torch
+        from lockstep.launch.notices import loading_torch
         with loading_torch():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
@@ -61,7 +61,7 @@ def test_a_handler_of_ones_own_is_left_alone():
     ended = run(
         """
         import signal
-        from lockstep.launch.loading import loading_torch
+        from lockstep.launch.notices import loading_torch
         signal.signal(signal.SIGINT, lambda *_: print("mine"))
         with loading_torch():
             signal.raise_signal(signal.SIGINT)

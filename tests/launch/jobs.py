@@ -27,23 +27,21 @@ PATIENCE_SECONDS = 180
 _OF_LAUNCHERS = ("SLURM", "OMPI_", "PMI", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_")
 
 
-def require(*programs: str, root: bool = False, able_to: Sequence[str] = ()) -> None:
-    """Skip the calling module, once and visibly, where it cannot run. With CI=true it runs, and fails for what lacks.
+def require(*programs: str, root: bool = False, able_to: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Return the mark that skips tests visibly where they cannot run. With CI=true they run, and fail for what lacks.
 
     Args:
         programs: what must be installed.
         root: only root can do it.
         able_to: a command that must succeed.
     """
-    if os.environ.get("CI") == "true":
-        return
     missing = [f"`{program}`" for program in programs if shutil.which(program) is None]
     if root and os.geteuid() != 0:
         missing.append("to be root")
     if able_to and not missing and subprocess.run(able_to, capture_output=True).returncode:
         missing.append(f"to be allowed `{' '.join(able_to)}`")
-    if missing:
-        pytest.skip(f"needs {', '.join(missing)}", allow_module_level=True)
+    is_ci = os.environ.get("CI") == "true"
+    return pytest.mark.skipif(bool(missing) and not is_ci, reason=f"needs {', '.join(missing)}")
 
 
 def clean_environment() -> dict[str, str]:

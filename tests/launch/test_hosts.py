@@ -12,7 +12,10 @@ from tests.faults.test_elastic_nodes import Nodes, check_a_node_is_lost_and_come
 
 from .jobs import PYTHON, TWO_STEPS, check_training, require, run_at_once
 
-require("ip", "unshare", root=True, able_to=("unshare", "--net", "--mount", "true"))
+pytestmark = [
+    pytest.mark.launchers,
+    require("ip", "unshare", root=True, able_to=("unshare", "--net", "--mount", "true")),
+]
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29533  # the namespaces are new: every port is free

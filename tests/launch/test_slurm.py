@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.topology import Topology, infer_launcher, read_topology
-from lockstep.topology.slurm import expand_hostlist
+from lockstep.topology.environ import expand_hostlist
 
 from .jobs import (
     LOOPBACK,
@@ -24,7 +24,7 @@ from .jobs import (
 )
 from .slurm_cluster import SlurmCluster, slurm_cluster
 
-require("slurmctld", "slurmd", "srun", "munged", "mpirun", root=True)
+pytestmark = [pytest.mark.launchers, require("slurmctld", "slurmd", "srun", "munged", "mpirun", root=True)]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,10 @@ import pytest
 
 from .jobs import PYTHON, require, run_at_once
 
-require("ip", "tc", "unshare", root=True, able_to=("unshare", "--net", "--mount", "true"))
+pytestmark = [
+    pytest.mark.launchers,
+    require("ip", "tc", "unshare", root=True, able_to=("unshare", "--net", "--mount", "true")),
+]
 
 SLOW = 2
 RDZV = "10.78.0.1:29534"
